@@ -24,16 +24,16 @@ from typing import Any
 import torch
 
 from kvad.errors import NumericalError
-from kvad.lab.bench import commit, machine
-from kvad.lab.evaluate import Windows, documents_of, evaluate_text, opening_of
-from kvad.lab.plot import Series, draw
-from kvad.lab.reading import Uncached
+from kvad.lab.bench import commit_id, machine_info
+from kvad.lab.evaluate import WindowOptions, encode_documents, evaluate_text, opening_token
+from kvad.lab.plot import PlotSeries, draw_series
+from kvad.lab.reading import UncachedScorer
 from kvad.llm import LLM
-from kvad.model.transformer import Layer
-from kvad.train.config import RunConfig, assigned, read_toml
-from kvad.train.initial import initialise
-from kvad.train.job import train
-from kvad.train.reports import Callback, StepReport, Subject
+from kvad.model.transformer import TransformerLayer
+from kvad.train.config import RunConfig, apply_overrides, read_toml
+from kvad.train.initial import init_weights
+from kvad.train.job import train_model
+from kvad.train.reports import Callback, StepReport, TrainingContext
 
 BASE = Path(__file__).parent.parent / "runs" / "claims.toml"
 LOOKED_AT = (1, 100)  # steps whose gradients are measured
@@ -53,10 +53,10 @@ class Variant:
     lines: bool = False
 
 
-DEEP = ("decoder.layers=8",)
-POST = ("decoder.norm_place=post", "decoder.final_norm=false")
-COLD = ("optim.warmup=0",)
-TOGETHER = ("data.order=epochs", "data.documents=lines", "data.context=256", "train.batch=4")
+DEEP = ("decoder.num_layers=8",)
+POST = ("decoder.norm_position=post", "decoder.final_norm=false")
+COLD = ("optim.warmup_steps=0",)
+TOGETHER = ("data.order=epochs", "data.document_unit=lines", "data.seq_len=256", "train.batch_size=4")
 CLAIMS: dict[str, tuple[Variant, ...]] = {
     "norms": (
         Variant("pre-norm, warm-up", DEEP, glorot=True),
@@ -67,13 +67,15 @@ CLAIMS: dict[str, tuple[Variant, ...]] = {
     "parts": (
         Variant("as it is: tied head, 8 heads, rotary"),
         Variant("untied head", ("tie=false",)),
-        Variant("1 head", ("decoder.kinds.L.mixer.heads=1",)),
-        Variant("no positions", ("decoder.kinds.L.mixer.position=null",)),
+        Variant("1 head", ("decoder.layer_types.L.attention.num_heads=1",)),
+        Variant("no positions", ("decoder.layer_types.L.attention.position=null",)),
         Variant("no residuals", bare=True),
     ),
     "documents": (
         Variant("isolated", TOGETHER, lines=True),
-        Variant("separator alone", (*TOGETHER, "data.isolate=false", "data.reset=false"), lines=True),
+        Variant(
+            "separator alone", (*TOGETHER, "data.isolate_documents=false", "data.reset_positions=false"), lines=True
+        ),
     ),
 }
 
@@ -85,12 +87,12 @@ class Look(Callback):
         self.variant = variant
         self.depths: dict[int, list[float]] = {}
 
-    def on_model(self, subject: Subject) -> None:
+    def on_model(self, subject: TrainingContext) -> None:
         self.model = subject.model
         if self.variant.glorot:
-            initialise(self.model)
+            init_weights(self.model)
         for module in self.model.modules():
-            if self.variant.bare and isinstance(module, Layer):
+            if self.variant.bare and isinstance(module, TransformerLayer):
                 module._add = lambda _x, branch: branch  # type: ignore[method-assign]
 
     def on_step(self, report: StepReport) -> None:
@@ -109,7 +111,7 @@ def _norm(parameters: Sequence[torch.nn.Parameter]) -> float:
 def run(variant: Variant, seed: int, text: Path, lines: Path | None) -> dict[str, Any]:
     """One training.  A loss that is no number is a result too."""
     changes = [tuple(change.split("=", 1)) for change in (*variant.changes, f"train.seed={seed}")]
-    config = RunConfig.from_dict(assigned(read_toml(BASE), changes))  # type: ignore[arg-type]
+    config = RunConfig.from_dict(apply_overrides(read_toml(BASE), changes))  # type: ignore[arg-type]
     look = Look(variant)
     with tempfile.TemporaryDirectory() as folder:
         corpus = text
@@ -119,7 +121,7 @@ def run(variant: Variant, seed: int, text: Path, lines: Path | None) -> dict[str
             corpus, held = Path(folder, "lines.txt"), every[-HELD_OUT:]
             corpus.write_text("\n".join(every[:-HELD_OUT]) + "\n", "utf-8")
         try:
-            outcome = train(config, [corpus], Path(folder, "run"), callbacks=[look])
+            outcome = train_model(config, [corpus], Path(folder, "run"), callbacks=[look])
         except NumericalError as error:
             return {"loss": None, "why": str(error), "depths": look.depths}
         if outcome.reason == "interrupted":  # no result
@@ -132,9 +134,9 @@ def _alone(out: Path, held: Sequence[str]) -> float:
     """Mean nats per token of documents, each read by itself behind the separator."""
     with LLM.load(out, rows=1, capacity=256) as llm:
         assert llm.tokenizer is not None
-        how = Windows(256, 128, "start")
-        documents = documents_of(llm.tokenizer, held)
-        return evaluate_text(Uncached(llm.model), documents, how, opening_of(llm)).loss
+        how = WindowOptions(256, 128, "start")
+        documents = encode_documents(llm.tokenizer, held)
+        return evaluate_text(UncachedScorer(llm.model), documents, how, opening_token(llm)).loss
 
 
 def table(path: Path) -> str:
@@ -161,8 +163,8 @@ def figure(path: Path, out: Path) -> None:
             kept = [each[str(step)] for each in mine if str(step) in each]
             means = [statistics.mean(layer) for layer in zip(*kept, strict=True)]
             name = f"{variant.name.split(',')[0]}, step {step}"
-            series.append(Series(name, list(range(1, len(means) + 1)), means, dots=True))
-    draw(series, [out], x_label="layer", y_label="norm of its gradient", log_y=True)
+            series.append(PlotSeries(name, list(range(1, len(means) + 1)), means, dots=True))
+    draw_series(series, [out], x_label="layer", y_label="norm of its gradient", log_y=True)
 
 
 def main() -> None:
@@ -195,8 +197,8 @@ def main() -> None:
                     "variant": variant.name,
                     "seed": seed,
                     **found,
-                    "machine": machine(),
-                    "commit": commit(),
+                    "machine": machine_info(),
+                    "commit": commit_id(),
                 }
                 with asked.out.open("a") as file:
                     file.write(json.dumps(line) + "\n")

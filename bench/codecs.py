@@ -19,43 +19,43 @@ from collections.abc import Callable
 
 import torch
 
-from kvad.cache.formats import FORMATS, parted
-from kvad.cache.memory import Memory
-from kvad.cache.sizing import CacheConfig, group_bytes, groups
-from kvad.config import mixers
-from kvad.lab.bench import commit, machine
+from kvad.cache.formats import FORMATS, split_format_name
+from kvad.cache.memory import KVCache
+from kvad.cache.sizing import CacheConfig, build_groups, group_bytes
+from kvad.config import attention_specs
+from kvad.lab.bench import commit_id, machine_info
 from kvad.model.transformer import Transformer
-from kvad.step import RESERVED_BLOCKS, Lane, Place, Step
-from kvad.train.presets import PRESETS
+from kvad.step import RESERVED_BLOCKS, ModelInput, SlotMapping, SubBatch
+from kvad.train.presets import MODEL_PRESETS
 
-FORMS = [name for name, each in FORMATS.items() if not each.sealed and name != "float64"]
+FORMS = [name for name, each in FORMATS.items() if not each.is_blockwise and name != "float64"]
 BLOCK = 16
 
 
-def filled(model: Transformer, cache: CacheConfig) -> Memory:
+def filled(model: Transformer, cache: CacheConfig) -> KVCache:
     """One row at its whole length."""
-    memory = Memory(groups(mixers(model.config), cache))
+    memory = KVCache(build_groups(attention_specs(model.config), cache))
     (group,) = memory.groups
-    blocks = torch.arange(RESERVED_BLOCKS, group.blocks)
+    blocks = torch.arange(RESERVED_BLOCKS, group.num_blocks)
     for store in (*memory.keys, *memory.values):
-        store.pack(blocks, torch.randn(len(blocks), group.mixer.kv_heads, group.block_size, store.dim))
+        store.write_blocks(blocks, torch.randn(len(blocks), group.spec.num_kv_heads, group.block_size, store.dim))
     return memory
 
 
 def stepper(model: Transformer, cache: CacheConfig) -> Callable[[], None]:
     """Computes the row's last token again and again."""
-    memory, last = filled(model, cache), cache.capacity - 1
+    memory, last = filled(model, cache), cache.max_seq_len - 1
     (group,) = memory.groups
-    table = torch.randperm(group.usable, generator=torch.Generator().manual_seed(0)) + RESERVED_BLOCKS
-    memory.positions[0][table] = torch.arange(group.usable * BLOCK).view(-1, BLOCK)
+    table = torch.randperm(group.num_usable_blocks, generator=torch.Generator().manual_seed(0)) + RESERVED_BLOCKS
+    memory.positions[0][table] = torch.arange(group.num_usable_blocks * BLOCK).view(-1, BLOCK)
     slots = table[last // BLOCK : last // BLOCK + 1] * BLOCK + last % BLOCK
-    place = Place(slots, (table.unsqueeze(0),))
+    place = SlotMapping(slots, (table.unsqueeze(0),))
     at, zero = torch.tensor([last]), torch.tensor([0])
-    step = Step(torch.tensor([7]), at, (Lane(1, 1, cache.capacity),), zero, places=(place,))
+    step = ModelInput(torch.tensor([7]), at, (SubBatch(1, 1, cache.max_seq_len),), zero, slot_mappings=(place,))
 
     @torch.inference_mode()
     def run() -> None:
-        model.logits(model(step, memory), step.wanted)
+        model.logits(model(step, memory), step.logit_indices)
 
     return run
 
@@ -63,9 +63,9 @@ def stepper(model: Transformer, cache: CacheConfig) -> Callable[[], None]:
 def measure(model: Transformer, context: int, names: list[str], repeats: int) -> dict[str, object]:
     runs, taken = {}, {}
     for name in names:
-        keys, values = parted(name)
-        cache = CacheConfig(rows=1, capacity=context, block_size=BLOCK, keys=keys, values=values)
-        size = group_bytes(groups(mixers(model.config), cache)[0])
+        keys, values = split_format_name(name)
+        cache = CacheConfig(max_num_seqs=1, max_seq_len=context, block_size=BLOCK, key_dtype=keys, value_dtype=values)
+        size = group_bytes(build_groups(attention_specs(model.config), cache)[0])
         taken[name] = size.per_token_payload + size.per_token_scales
         runs[name] = stepper(model, cache)
     clocks = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -81,14 +81,14 @@ def measure(model: Transformer, context: int, names: list[str], repeats: int) ->
     return {
         "bench": "codecs",
         "context": context,
-        "computed": str(model.table.dtype).removeprefix("torch."),
+        "computed": str(model.token_embedding.dtype).removeprefix("torch."),
         "milliseconds": {name: round(each, 3) for name, each in wall.items()},
         "cpu_milliseconds": {name: round(each, 3) for name, each in cpu.items()},
         "cpu_ratio": {name: round(each / cpu[names[0]], 3) for name, each in cpu.items()},
         "bytes_per_token": taken,
         "repeats": repeats,
-        "machine": machine(),
-        "commit": commit(),
+        "machine": machine_info(),
+        "commit": commit_id(),
     }
 
 
@@ -100,8 +100,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=30)
     options = parser.parse_args()
     torch.manual_seed(0)
-    model = Transformer(PRESETS["demo"](4096, max(options.context))).to(getattr(torch, options.dtype)).eval()
-    model.pack()
+    model = Transformer(MODEL_PRESETS["demo"](4096, max(options.context))).to(getattr(torch, options.dtype)).eval()
+    model.fuse_projections()
     for context in options.context:
         print(json.dumps(measure(model, context, options.formats, options.repeats)), flush=True)
 

@@ -28,11 +28,11 @@ from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.config import RunConfig
 from kvad.train.corpus import open_corpus
-from kvad.train.data import DocumentData
-from kvad.train.objective import Autocast, NextToken
-from kvad.train.prepared import Prepared, prepare
-from kvad.train.rows import Batch, Row, collate
-from kvad.train.stream import SequentialData, units_of_store, units_of_texts
+from kvad.train.data import DocumentDataset
+from kvad.train.objective import Autocast, CrossEntropyObjective
+from kvad.train.prepared import PreparedData, prepare_data
+from kvad.train.rows import Batch, PackedRow, collate_rows
+from kvad.train.stream import StreamingDataset, stream_store, stream_texts
 
 ORDERS = [("epochs", "split"), ("epochs", "first-fit"), ("epochs", "best-fit"), ("windows", "split")]
 ORDERS += [("sequential", "split")]
@@ -84,7 +84,7 @@ def measure_prepare(texts: Path, folder: Path, vocab: int) -> None:
     backend = tokenizer._backend  # type: ignore[attr-defined]
 
     def ours() -> None:
-        prepare(RunConfig(), corpus, tokenizer, folder / "data", overwrite=True)
+        prepare_data(RunConfig(), corpus, tokenizer, folder / "data", overwrite=True)
 
     encode, fast, write = best(
         lambda: backend.encode_batch(whole, add_special_tokens=False),
@@ -103,15 +103,15 @@ def measure_prepare(texts: Path, folder: Path, vocab: int) -> None:
     )
 
 
-def made(texts: Path, folder: Path, settings: RunConfig) -> DocumentData | SequentialData:
-    found = Prepared(folder / "data")
+def made(texts: Path, folder: Path, settings: RunConfig) -> DocumentDataset | StreamingDataset:
+    found = PreparedData(folder / "data")
     if settings.data.order in ("epochs", "windows"):
-        return DocumentData(found.store, settings)
+        return DocumentDataset(found.store, settings)
     if settings.data.order == "stream":
-        units = units_of_texts(open_corpus([texts], errors="replace", hashed=False), found.tokenizer)
+        units = stream_texts(open_corpus([texts], errors="replace", hashed=False), found.tokenizer)
     else:
-        units = units_of_store(found.store, 0, found.store.num_documents, pairs=False)
-    return SequentialData([(units, 1.0)], settings, 0, pairs=False, what="")
+        units = stream_store(found.store, 0, found.store.num_documents, pairs=False)
+    return StreamingDataset([(units, 1.0)], settings, 0, pairs=False, what="")
 
 
 def measure_rows(texts: Path, folder: Path, model: str, context: int, batch: int, consumed: float) -> None:
@@ -128,15 +128,15 @@ def measure_rows(texts: Path, folder: Path, model: str, context: int, batch: int
 
 def measure_packing(texts: Path, folder: Path, context: int) -> None:
     for packing in ("split", "first-fit", "best-fit"):
-        use = made(texts, folder, config(context, "epochs", packing)).use()
-        lost = use.cropped / (use.taken + use.cropped)
+        use = made(texts, folder, config(context, "epochs", packing)).packing_stats()
+        lost = use.num_cropped / (use.num_used + use.num_cropped)
         emit(
             "packing",
             packing=packing,
             context=context,
             rows=use.rows,
-            taken=round(use.taken / use.places, 4),
-            padding=round(1 - use.taken / use.places, 4),
+            taken=round(use.num_used / use.capacity, 4),
+            padding=round(1 - use.num_used / use.capacity, 4),
             cropped=round(lost, 4),
         )
 
@@ -146,17 +146,17 @@ def measure_padding(texts: Path, folder: Path) -> None:
     lines = open_corpus([texts], errors="replace", lines=True)
     with tempfile.TemporaryDirectory() as other:
         store_folder = Path(other) / "data"
-        prepare(RunConfig(), lines, Prepared(folder / "data").tokenizer, store_folder)
-        data = DocumentData(Prepared(store_folder).store, config(128, "epochs", "first-fit"))
+        prepare_data(RunConfig(), lines, PreparedData(folder / "data").tokenizer, store_folder)
+        data = DocumentDataset(PreparedData(store_folder).store, config(128, "epochs", "first-fit"))
         packed = data.rows(np.arange(32))
-        apart: list[Row] = [[part] for row in packed for part in row][::3]
+        apart: list[PackedRow] = [[part] for row in packed for part in row][::3]
         model = Transformer(RunConfig.from_dict({"model": {"preset": "tiny"}}).resolve(4096))
-        objective = NextToken(model, Autocast("fp32", "cpu"))
+        objective = CrossEntropyObjective(model, Autocast("fp32", "cpu"))
 
-        def speed(rows: list[Row]) -> float:
-            batches: list[Batch] = [collate(rows[low : low + 8], data.shape) for low in range(0, len(rows), 8)]
+        def speed(rows: list[PackedRow]) -> float:
+            batches: list[Batch] = [collate_rows(rows[low : low + 8], data.shape) for low in range(0, len(rows), 8)]
             tokens = sum(len(batch.targets) for batch in batches)
-            (seconds,) = best(lambda: [objective.backward(batch, tokens) for batch in batches])
+            (seconds,) = best(lambda: [objective.accumulate_gradients(batch, tokens) for batch in batches])
             return tokens / seconds
 
         mixed = [apart[at] for at in np.random.default_rng(0).permutation(len(apart))]

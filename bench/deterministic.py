@@ -22,10 +22,10 @@ import torch
 from kvad.cache.sizing import CacheConfig
 from kvad.config import ModelConfig
 from kvad.engine.engine import Engine
-from kvad.engine.request import Sampling
-from kvad.lab.bench import machine
+from kvad.engine.request import SamplingParams
+from kvad.lab.bench import machine_info
 from kvad.model.transformer import Transformer
-from kvad.train.presets import PRESETS
+from kvad.train.presets import MODEL_PRESETS
 
 SMOLLM = {  # the shape of SmolLM 135M
     "width": 576,
@@ -42,7 +42,9 @@ MEASURES = {"decode 1 row": (1, 16, 33), "decode 8 rows": (8, 16, 33), "prefill 
 def engine_of(config: ModelConfig, dtype: str, deterministic: bool) -> Engine:
     torch.manual_seed(0)
     model = Transformer(config).to(getattr(torch, dtype)).eval()
-    cache = CacheConfig(dtype=dtype, rows=8, capacity=576, chunk=512, prefix=False)
+    cache = CacheConfig(
+        dtype=dtype, max_num_seqs=8, max_seq_len=576, prefill_chunk_size=512, enable_prefix_caching=False
+    )
     return Engine(model, cache, deterministic=deterministic)
 
 
@@ -54,7 +56,7 @@ def seconds(engine: Engine, rows: int, prompt: int, new: int, clock: Callable[[]
     draw = torch.Generator().manual_seed(rows)
     for _ in range(rows):
         tokens = torch.randint(0, 4000, (prompt,), generator=draw).tolist()
-        engine.submit(tokens, Sampling(max_tokens=new, temperature=0.0))
+        engine.add_request(tokens, SamplingParams(max_tokens=new, temperature=0.0))
     began = clock()
     if new > 1:
         engine.step()
@@ -71,7 +73,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
     asked = parser.parse_args()
-    config = PRESETS["demo"](4096, 1024) if asked.shape == "demo" else ModelConfig.from_dict(SMOLLM)
+    config = MODEL_PRESETS["demo"](4096, 1024) if asked.shape == "demo" else ModelConfig.from_dict(SMOLLM)
     began = time.perf_counter()
     plain = engine_of(config, asked.dtype, False)
     between = time.perf_counter()
@@ -96,7 +98,7 @@ def main() -> None:
                     "tried_s": round(tried, 2),
                     "clock": asked.clock,
                     "seconds": taken,
-                    "machine": machine(),
+                    "machine": machine_info(),
                 }
             )
         )

@@ -23,10 +23,10 @@ import torch
 
 from kvad.cache.sizing import CacheConfig, group_bytes
 from kvad.engine.engine import Engine
-from kvad.engine.request import Sampling
-from kvad.lab.bench import commit, machine
+from kvad.engine.request import SamplingParams
+from kvad.lab.bench import commit_id, machine_info
 from kvad.model.transformer import Transformer
-from kvad.train.presets import PRESETS
+from kvad.train.presets import MODEL_PRESETS
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -37,8 +37,10 @@ class Row:
     def __init__(self, model: Transformer, context: int, steps: int, **cache: object) -> None:
         fields: dict[str, object] = {"rows": 1, "capacity": context + steps + 8, "block_size": 16, "chunk": 512}
         self.engine = Engine(model, CacheConfig(**(fields | cache)))  # type: ignore[arg-type]
-        prompt = torch.randint(0, model.config.vocab, (context,), generator=torch.Generator().manual_seed(0)).tolist()
-        self.engine.submit(prompt, Sampling(max_tokens=steps + 8, temperature=0))
+        prompt = torch.randint(
+            0, model.config.vocab_size, (context,), generator=torch.Generator().manual_seed(0)
+        ).tolist()
+        self.engine.add_request(prompt, SamplingParams(max_tokens=steps + 8, temperature=0))
         self.seconds: dict[str, list[float]] = {clock: [] for clock in CLOCKS}
         while not self.engine.step():
             pass  # the prompt
@@ -50,7 +52,7 @@ class Row:
             self.seconds[clock].append(now() - began[clock])
 
     def told(self) -> dict[str, object]:
-        ledger, memory = self.engine.ledger, self.engine.memory
+        ledger, memory = self.engine.kv_cache_manager, self.engine.kv_cache
         used, groups = ledger.stats().used, memory.groups
         return {
             "ms": round(1e3 * statistics.median(self.seconds["wall"]), 3),
@@ -71,7 +73,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=128)
     options = parser.parse_args()
     torch.manual_seed(0)
-    model = Transformer(PRESETS["demo"](4096, 2 * max(options.context))).eval()
+    model = Transformer(MODEL_PRESETS["demo"](4096, 2 * max(options.context))).eval()
     rows: dict[str, Row] = {}
     for context, policy, rotate, layout in itertools.product(
         options.context, options.policies, options.rotate, options.layout
@@ -87,7 +89,7 @@ def main() -> None:
     first = next(iter(told.values()))
     for each in told.values():
         each["cpu_ratio"] = round(float(str(each["cpu_ms_mean"])) / float(str(first["cpu_ms_mean"])), 3)
-    print(json.dumps({"bench": "policies", "rows": told, "machine": machine(), "commit": commit()}), flush=True)
+    print(json.dumps({"bench": "policies", "rows": told, "machine": machine_info(), "commit": commit_id()}), flush=True)
 
 
 if __name__ == "__main__":

@@ -24,18 +24,18 @@ from typing import Any
 import torch
 
 from kvad.cache.sizing import CacheConfig
-from kvad.engine.costs import Costs
+from kvad.engine.costs import SwapCostModel
 from kvad.engine.engine import Engine
-from kvad.engine.request import Sampling
-from kvad.lab.bench import commit, machine
+from kvad.engine.request import SamplingParams
+from kvad.lab.bench import commit_id, machine_info
 from kvad.model.transformer import Transformer
-from kvad.train.presets import PRESETS
+from kvad.train.presets import MODEL_PRESETS
 
 WAYS = ("computed", "memory", "disk")
 CHUNK = 512
 
 
-class Forced(Costs):
+class Forced(SwapCostModel):
     """Measures as ever, and swaps as it is told."""
 
     swaps = True
@@ -46,38 +46,38 @@ class Forced(Costs):
 
 def demo_model(limit: int, dtype: torch.dtype) -> Transformer:
     torch.manual_seed(0)
-    return Transformer(PRESETS["demo"](4096, limit)).to(dtype).eval()
+    return Transformer(MODEL_PRESETS["demo"](4096, limit)).to(dtype).eval()
 
 
 def engine_of(model: Transformer, way: str, folder: Path, capacity: int, dtype: str) -> Engine:
     cache = CacheConfig(
-        rows=2,
-        capacity=capacity,
-        chunk=CHUNK,
-        prefix=False,
+        max_num_seqs=2,
+        max_seq_len=capacity,
+        prefill_chunk_size=CHUNK,
+        enable_prefix_caching=False,
         dtype=dtype,
-        park_ram={"computed": None, "memory": 1 << 34, "disk": 0}[way],
+        swap_space={"computed": None, "memory": 1 << 34, "disk": 0}[way],
     )
     costs = Forced()
     costs.swaps = way != "computed"
-    return Engine(model, cache, costs=costs, park_dir=folder if way == "disk" else None)
+    return Engine(model, cache, cost_model=costs, swap_dir=folder if way == "disk" else None)
 
 
 def trip(engine: Engine, prompt: list[int]) -> tuple[float, int]:
     """(seconds between giving way and the next token, bytes of the row)."""
-    number = engine.submit(prompt, Sampling(max_tokens=4, temperature=0, ignore_eos=True))
-    (row,) = engine.scheduler.rows(number)
-    while row.generated < 1:
+    number = engine.add_request(prompt, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+    (row,) = engine.scheduler.sequences(number)
+    while row.num_generated_tokens < 1:
         engine.step()
     engine.step()  # what a token costs anyway
     began = time.perf_counter()
     engine.step()
     token = time.perf_counter() - began
-    nbytes = engine.swaps.nbytes(row)
+    nbytes = engine.preemption.nbytes(row)
     began = time.perf_counter()
     engine.scheduler._preempt(row)
     away(engine)
-    while row.generated < 4 and not engine.idle:
+    while row.num_generated_tokens < 4 and not engine.idle:
         engine.step()
     seconds = time.perf_counter() - began - token
     engine.scheduler.check()
@@ -86,10 +86,10 @@ def trip(engine: Engine, prompt: list[int]) -> tuple[float, int]:
 
 def away(engine: Engine) -> None:
     """Have the row copied out, and written where it is to be: nobody else is there to do it in between."""
-    parking, ledger = engine.swaps.parking, engine.ledger
+    parking, ledger = engine.preemption.swap_space, engine.kv_cache_manager
     if parking is None or not len(parking):
         return
-    engine.memory.apply(ledger._away.told(ledger._no_moves(), ()))
+    engine.kv_cache.apply(ledger._away.attach_to_ops(ledger._no_moves(), ()))
     parking.poll()
     while parking.pending:
         parking.wait()
@@ -112,10 +112,10 @@ def run(lengths: list[int], repeats: int, folder: Path, dtype: str) -> dict[str,
             way: next((row["tokens"] for row in rows if row["ms"][way] < row["ms"]["computed"]), None)
             for way in ("memory", "disk")
         },
-        "costs": {way: engine.swaps.costs.measured() for way, engine in engines.items()},
+        "costs": {way: engine.preemption.costs.measured() for way, engine in engines.items()},
         "load": round(os.getloadavg()[0], 1),
-        "machine": machine(),
-        "commit": commit(),
+        "machine": machine_info(),
+        "commit": commit_id(),
     }
     for engine in engines.values():
         engine.close()
@@ -130,12 +130,12 @@ def measured(engines: dict[str, Engine], length: int, repeats: int) -> dict[str,
             seconds, nbytes = trip(engines[way], [(at + token) % 2000 for token in range(length)])
             spent[way].append(seconds)
     ms = {way: round(1e3 * statistics.median(each), 3) for way, each in spent.items()}
-    costs = {way: engines[way].swaps.costs for way in WAYS}
+    costs = {way: engines[way].preemption.costs for way in WAYS}
     tokens = length + 2
     predicted = {
-        "computed": costs["computed"].token * tokens,
-        "memory": costs["memory"].swap(nbytes),
-        "disk": costs["disk"].swap(nbytes, disk=True),
+        "computed": costs["computed"].seconds_per_token * tokens,
+        "memory": costs["memory"].swap_seconds(nbytes),
+        "disk": costs["disk"].swap_seconds(nbytes, disk=True),
     }
     chosen = {way: way if predicted[way] < predicted["computed"] else "computed" for way in ("memory", "disk")}
     right = {way: ms[chosen[way]] == min(ms[way], ms["computed"]) for way in chosen}

@@ -31,9 +31,9 @@ import torch
 
 from kvad.cache.planning import MemoryPlan, plan_memory
 from kvad.cache.sizing import CacheConfig
-from kvad.config import Attention, Gated, Layer, ModelConfig, Stack
+from kvad.config import AttentionConfig, GatedMLPConfig, LayerConfig, ModelConfig, StackConfig
 from kvad.engine.engine import Engine
-from kvad.engine.request import Sampling
+from kvad.engine.request import SamplingParams
 from kvad.model.transformer import Transformer
 
 MIB = 1 << 20
@@ -42,8 +42,8 @@ TOLERANCE, FLOOR = 0.02, 48 * MIB
 
 def model_config(limit: int) -> ModelConfig:
     """Small weights and wide keys and values: 32 KiB per token in float32, so that 1 GiB fills quickly."""
-    layer = Layer(Attention(8, 8, head_dim=64), Gated(256))
-    return ModelConfig(128, 512, limit, Stack(8, {"L": layer}))
+    layer = LayerConfig(AttentionConfig(8, 8, head_dim=64), GatedMLPConfig(256))
+    return ModelConfig(128, 512, limit, StackConfig(8, {"L": layer}))
 
 
 def status(field: str) -> int:
@@ -62,7 +62,7 @@ def generate(engine: Engine, rows: int, prompt: int, new: int) -> int:
     """Run ``rows`` rows to their end; the most that was resident between two steps."""
     for row in range(rows):
         tokens = [(31 * row + i) % 512 for i in range(prompt)]
-        engine.submit(tokens, Sampling(max_tokens=new, temperature=0.0, ignore_eos=True))
+        engine.add_request(tokens, SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True))
     most, steps = 0, 0
     while not engine.idle:
         engine.step()
@@ -82,13 +82,15 @@ def trimmed() -> int:
 
 
 def measure(asked: CacheConfig, new: int) -> dict[str, object]:
-    config = model_config(asked.capacity)
+    config = model_config(asked.max_seq_len)
     torch.manual_seed(0)
     model = Transformer(config).to(torch.float32).eval()
-    least = CacheConfig(layout=asked.layout, dtype=asked.dtype, rows=1, capacity=32, chunk=16, block_size=16)
+    least = CacheConfig(
+        layout=asked.layout, dtype=asked.dtype, max_num_seqs=1, max_seq_len=32, prefill_chunk_size=16, block_size=16
+    )
     warm = Engine(model, least)
     generate(warm, 1, 16, 4)
-    small = sum(leaf.nbytes for leaf in warm.memory.leaves())
+    small = sum(leaf.nbytes for leaf in warm.kv_cache.tensors())
     warm.close()
     del warm
     baseline = trimmed()
@@ -98,10 +100,10 @@ def measure(asked: CacheConfig, new: int) -> dict[str, object]:
     reset_peak()
     began = time.perf_counter()
     engine = Engine(model, asked)
-    after_start = sum(leaf.nbytes for leaf in engine.memory.leaves())
-    between = generate(engine, asked.rows, asked.capacity - new, new) - baseline
+    after_start = sum(leaf.nbytes for leaf in engine.kv_cache.tensors())
+    between = generate(engine, asked.max_num_seqs, asked.max_seq_len - new, new) - baseline
     seconds, peak, resident = time.perf_counter() - began, status("VmHWM") - baseline, status("VmRSS") - baseline
-    assert after_start == sum(leaf.nbytes for leaf in engine.memory.leaves()) == plan.pool
+    assert after_start == sum(leaf.nbytes for leaf in engine.kv_cache.tensors()) == plan.pool
     return {**report(asked, plan, resident, between, peak), "warm_pool": small, "seconds": round(seconds, 1)}
 
 
@@ -114,9 +116,9 @@ def report(asked: CacheConfig, plan: MemoryPlan, resident: int, between: int, pe
         "layout": asked.layout,
         "dtype": asked.dtype,
         "policy": asked.policy,
-        "rows": asked.rows,
-        "context": asked.capacity,
-        "chunk": asked.chunk,
+        "rows": asked.max_num_seqs,
+        "context": asked.max_seq_len,
+        "chunk": asked.prefill_chunk_size,
         "planned_pool": predicted,
         "resident": resident,
         "difference_mib": round((resident - predicted) / MIB, 2),
@@ -146,10 +148,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = CacheConfig(
         layout=args.layout,
         dtype=args.dtype,
-        rows=args.rows,
-        capacity=args.context,
-        chunk=args.chunk,
-        prefix=False,
+        max_num_seqs=args.rows,
+        max_seq_len=args.context,
+        prefill_chunk_size=args.chunk,
+        enable_prefix_caching=False,
         policy=args.policy,
     )
     result = measure(asked, args.new)

@@ -19,15 +19,15 @@ from pathlib import Path
 
 import torch
 
-from kvad.lab.bench import machine
+from kvad.lab.bench import machine_info
 from kvad.model.transformer import Transformer
 from kvad.train.config import RunConfig
-from kvad.train.initial import initialise
-from kvad.train.material import Material, named_for
-from kvad.train.objective import Autocast, NextToken
-from kvad.train.objectives import fitting
-from kvad.train.optim import Optimization
-from kvad.train.sampling import Sampling
+from kvad.train.initial import init_weights
+from kvad.train.material import RunData, resolve_corpus
+from kvad.train.objective import Autocast, CrossEntropyObjective
+from kvad.train.objectives import resolve_objective
+from kvad.train.optim import OptimizersContainer
+from kvad.train.sampling import ScheduledSamplingObjective
 
 
 def main() -> None:
@@ -42,10 +42,10 @@ def main() -> None:
         draw = random.Random(0)
         texts = (" ".join(str(draw.randrange(1000)) for _ in range(12)) for _ in range(800))
         pairs.write_text("".join(f"{text}\t{text[::-1]}\n" for text in texts))
-        material = Material(config, named_for("seq2seq", [pairs]), lambda text: None)
+        material = RunData(config, resolve_corpus("seq2seq", [pairs]), lambda text: None)
         tokenizer = material.make_tokenizer()
         material.open(Path(folder, "data"), tokenizer)
-        print(json.dumps({**measured(config, material, tokenizer.vocab_size, asked.steps), **machine()}))
+        print(json.dumps({**measured(config, material, tokenizer.vocab_size, asked.steps), **machine_info()}))
 
 
 def configured(preset: str, batch: int) -> RunConfig:
@@ -56,33 +56,36 @@ def configured(preset: str, batch: int) -> RunConfig:
         "objective": {"kind": "seq2seq", "sampling": 0.5, "sampling_steps": 1},
         "train": {"batch": batch, "precision": "fp32"},
     }
-    return fitting(RunConfig.from_dict(content), "encoder-decoder")
+    return resolve_objective(RunConfig.from_dict(content), "encoder-decoder")
 
 
-def measured(config: RunConfig, material: Material, vocab: int, steps: int) -> dict[str, object]:
+def measured(config: RunConfig, material: RunData, vocab: int, steps: int) -> dict[str, object]:
     torch.manual_seed(0)
     model = Transformer(config.resolve(vocab))
-    initialise(model)
-    optimization = Optimization(model, config.optim, config.train)
+    init_weights(model)
+    optimization = OptimizersContainer(model, config.optim, config.train)
     autocast = Autocast("fp32", "cpu")
-    objectives = {"forced": NextToken(model, autocast), "sampled": Sampling(model, autocast)}
+    objectives = {
+        "forced": CrossEntropyObjective(model, autocast),
+        "sampled": ScheduledSamplingObjective(model, autocast),
+    }
     seconds: dict[str, list[float]] = {name: [] for name in objectives}
     for step in range(1, steps + 2):
         batches = material.data.micro_batches(step)
         total = sum(len(batch.targets) for batch in batches)
         for name, objective in objectives.items():
             began = time.perf_counter()
-            optimization.begin(step, 0.0)
+            optimization.begin_step(step, 0.0)
             for batch in batches:
-                objective.backward(batch, total)
-            optimization.norm()
+                objective.accumulate_gradients(batch, total)
+            optimization.clip_grad_norm()
             optimization.step()
             seconds[name].append(time.perf_counter() - began)
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}  # the first warms up
     return {
         "bench": "scheduled-sampling",
         "preset": config.model["preset"],
-        "batch": config.train.batch,
+        "batch": config.train.batch_size,
         "steps": steps,
         "seconds": {name: round(value, 4) for name, value in medians.items()},
         "ratio": round(medians["sampled"] / medians["forced"], 3),

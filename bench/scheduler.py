@@ -12,30 +12,32 @@ import json
 import platform
 import time
 
-from kvad.cache.ledger import Ledger
-from kvad.cache.sizing import CacheConfig, groups
-from kvad.config import MixerSpec
-from kvad.engine.request import Result, Sampling
+from kvad.cache.ledger import KVCacheManager
+from kvad.cache.sizing import CacheConfig, build_groups
+from kvad.config import AttentionSpec
+from kvad.engine.request import SamplingParams, SequenceOutput
 from kvad.engine.scheduler import Scheduler
 
-FULL = MixerSpec(True, None, 8, 64, 64)
-LOCAL = MixerSpec(True, 256, 8, 64, 64)
+FULL = AttentionSpec(True, None, 8, 64, 64)
+LOCAL = AttentionSpec(True, 256, 8, 64, 64)
 
 
-def run(rows: int, steps: int, mixers: tuple[MixerSpec, ...]) -> dict[str, object]:
+def run(rows: int, steps: int, mixers: tuple[AttentionSpec, ...]) -> dict[str, object]:
     """Decode ``rows`` rows of ``steps`` tokens after prompts of 1 to 64 tokens; only full decode steps are timed."""
-    config = CacheConfig(rows=rows, capacity=steps + 64, chunk=64)
-    ledger = Ledger(groups(mixers, config), prefix=True, seats=rows)
-    scheduler = Scheduler(ledger, rows=rows, budget=rows * 64, chunk=64, limit=steps + 64)
+    config = CacheConfig(max_num_seqs=rows, max_seq_len=steps + 64, prefill_chunk_size=64)
+    ledger = KVCacheManager(build_groups(mixers, config), prefix_caching=True, max_num_seqs=rows)
+    scheduler = Scheduler(
+        ledger, max_num_seqs=rows, max_num_batched_tokens=rows * 64, prefill_chunk_size=64, limit=steps + 64
+    )
     for request in range(rows):
-        scheduler.add(request, [request + 1] * (1 + request), Sampling(max_tokens=steps))
-    results = [Result(token=5)] * rows
+        scheduler.add_request(request, [request + 1] * (1 + request), SamplingParams(max_tokens=steps))
+    results = [SequenceOutput(token_id=5)] * rows
     done, slowest, began = 0, 0.0, time.perf_counter()
     while done < steps - 1:
         at = time.perf_counter()
-        plan = scheduler.plan()
-        assert plan is not None and len(plan.work) == rows
-        scheduler.settle(plan, results)
+        plan = scheduler.schedule()
+        assert plan is not None and len(plan.scheduled) == rows
+        scheduler.update_from_output(plan, results)
         now = time.perf_counter()
         if done == 0:
             began = now  # the first step reads the prompts

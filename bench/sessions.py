@@ -22,31 +22,36 @@ from pathlib import Path
 import torch
 from deterministic import SMOLLM
 
-from kvad.cache.session import load_state, save_state
+from kvad.cache.session import load_session, save_session
 from kvad.cache.sizing import CacheConfig
 from kvad.config import ModelConfig
 from kvad.engine.engine import Engine
-from kvad.engine.request import Sampling
-from kvad.lab.bench import machine
+from kvad.engine.request import SamplingParams
+from kvad.lab.bench import machine_info
 from kvad.model.transformer import Transformer
 
 
 def engine_of(model: Transformer, asked: argparse.Namespace) -> Engine:
     cache = CacheConfig(
-        dtype=asked.dtype, rows=1, capacity=asked.tokens + 64, chunk=512, layout=asked.layout, policy=asked.policy
+        dtype=asked.dtype,
+        max_num_seqs=1,
+        max_seq_len=asked.tokens + 64,
+        prefill_chunk_size=512,
+        layout=asked.layout,
+        policy=asked.policy,
     )
-    return Engine(model, cache, budget=512)
+    return Engine(model, cache, max_num_batched_tokens=512)
 
 
 def first_token(engine: Engine, tokens: list[int], **options: object) -> tuple[float, int, int]:
     """(seconds, request, the token)."""
     began = time.perf_counter()
-    request = engine.submit(tokens, Sampling(max_tokens=1, temperature=0), **options)  # type: ignore[arg-type]
+    request = engine.add_request(tokens, SamplingParams(max_tokens=1, temperature=0), **options)  # type: ignore[arg-type]
     token, seconds = -1, 0.0
     while not engine.idle:
         for piece in engine.step():
-            if piece.token is not None:
-                token, seconds = piece.token, time.perf_counter() - began
+            if piece.token_id is not None:
+                token, seconds = piece.token_id, time.perf_counter() - began
     return seconds, request, token
 
 
@@ -68,31 +73,36 @@ def main() -> None:
     engine = engine_of(model, asked)
     first_token(engine, tokens[:64])  # warms up
     prefill, request, _ = first_token(engine, tokens[:-1], keep=True)
-    state = engine.kept(request)
+    state = engine.pop_state(request)
     _, _, right = first_token(engine, tokens)  # its prefix is in the pool, but for the last block
     began = time.perf_counter()
-    identity = engine.identity(state.regime)
+    identity = engine.cache_fingerprint(state.regime)
     hashed = time.perf_counter() - began
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
         path = Path(folder) / "bench.session"
         began = time.perf_counter()
-        nbytes = save_state(path, state, identity, tokens, {})
+        nbytes = save_session(path, state, identity, tokens, {})
         saved = time.perf_counter() - began
         engine.close()
         del state, engine
         other = engine_of(model, asked)
-        other.identity("")
+        other.cache_fingerprint("")
         if asked.cold:
             file = os.open(path, os.O_RDONLY)
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(file)
         began = time.perf_counter()
-        loaded = load_state(
-            path, lambda regime, salt: other.identity(regime, salt=salt), other.memory, other.keeper.home
+        loaded = load_session(
+            path,
+            lambda regime, salt: other.cache_fingerprint(regime, salt=salt),
+            other.kv_cache,
+            other.state_keeper.engine_id,
         )
         read = time.perf_counter() - began
         filled, request, token = first_token(other, tokens, resume=loaded.state)
-    assert token == right and other.usage(request).cached == asked.tokens - 1, "another token, or not restored"
+    assert token == right and other.metrics(request).num_cached_tokens == asked.tokens - 1, (
+        "another token, or not restored"
+    )
     line = {
         "bench": f"session 135m {asked.dtype} {asked.layout} {asked.policy}",
         "tokens": asked.tokens,
@@ -105,7 +115,7 @@ def main() -> None:
         "save_s": round(saved, 3),
         "fingerprint_s": round(hashed, 3),
         "cold": asked.cold,
-        "machine": machine(),
+        "machine": machine_info(),
     }
     print(json.dumps(line), flush=True)
 

@@ -25,39 +25,39 @@ from kvad.cache.mesh import Mesh
 from kvad.cache.planning import plan_memory
 from kvad.cache.portions import plan_ranks
 from kvad.cache.sizing import CacheConfig
-from kvad.config import Attention, Gated, Layer, ModelConfig, Stack
+from kvad.config import AttentionConfig, GatedMLPConfig, LayerConfig, ModelConfig, StackConfig
 from kvad.engine.engine import Engine
-from kvad.engine.request import Sampling
+from kvad.engine.request import SamplingParams
 from kvad.model.transformer import Transformer
-from kvad.parallel.links import connect
-from kvad.parallel.ranks import follow, lead, part
-from kvad.parallel.shard import shard
+from kvad.parallel.links import connect_groups
+from kvad.parallel.ranks import build_follower_cache, leader_cache_factory, run_follower
+from kvad.parallel.shard import shard_model
 
 MESHES = ("1x1", "2x1", "1x2")
 
 
 def config(asked: argparse.Namespace) -> ModelConfig:
-    layer = Layer(Attention(asked.width // 64, max(1, asked.width // 128)), Gated(3 * asked.width))
-    return ModelConfig(asked.width, 8192, asked.context + asked.steps + 8, Stack(asked.layers, {"L": layer}))
+    layer = LayerConfig(AttentionConfig(asked.width // 64, max(1, asked.width // 128)), GatedMLPConfig(3 * asked.width))
+    return ModelConfig(asked.width, 8192, asked.context + asked.steps + 8, StackConfig(asked.layers, {"L": layer}))
 
 
 def cache(asked: argparse.Namespace) -> CacheConfig:
-    return CacheConfig(rows=asked.rows, capacity=asked.context + asked.steps + 8, chunk=128)
+    return CacheConfig(max_num_seqs=asked.rows, max_seq_len=asked.context + asked.steps + 8, prefill_chunk_size=128)
 
 
 def run_rank(asked: argparse.Namespace) -> None:
     torch.set_num_threads(asked.threads)
     torch.manual_seed(0)
-    mesh = Mesh.parse(asked.mesh).at(asked.rank)
-    links = connect(mesh, dist.FileStore(asked.store, mesh.size), timeout=300)
+    mesh = Mesh.parse(asked.mesh).with_rank(asked.rank)
+    links = connect_groups(mesh, dist.FileStore(asked.store, mesh.size), timeout=300)
     model = Transformer(config(asked)).eval()
-    shard(model, links)
+    shard_model(model, links)
     if mesh.rank:
-        follow(model, part(model, cache(asked), links))
+        run_follower(model, build_follower_cache(model, cache(asked), links))
         return
-    engine = Engine(model, cache(asked), memory=lead(model, links))
+    engine = Engine(model, cache(asked), cache_factory=leader_cache_factory(model, links))
     for row in range(asked.rows):
-        engine.submit([(row + at) % 8000 for at in range(asked.context)], Sampling(max_tokens=asked.steps))
+        engine.add_request([(row + at) % 8000 for at in range(asked.context)], SamplingParams(max_tokens=asked.steps))
     while engine.times.tokens < asked.rows:
         engine.step()
     walls, busy = [], time.process_time()
@@ -67,7 +67,7 @@ def run_rank(asked: argparse.Namespace) -> None:
         walls.append(time.perf_counter() - began)
     busy = (time.process_time() - busy) / len(walls)
     plan = plan_ranks(plan_memory(config(asked), cache(asked)), mesh)
-    pool = sum(leaf.nbytes for leaf in engine.memory.leaves())
+    pool = sum(leaf.nbytes for leaf in engine.kv_cache.tensors())
     assert pool == plan[0].pool, "what was planned is what lies there"
     engine.close()
     said = {

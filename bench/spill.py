@@ -25,10 +25,10 @@ import torch
 from kvad.cache.sizing import CacheConfig, group_bytes
 from kvad.cache.spilled import TILE
 from kvad.engine.engine import Engine
-from kvad.engine.request import Sampling
-from kvad.lab.bench import commit, machine
+from kvad.engine.request import SamplingParams
+from kvad.lab.bench import commit_id, machine_info
 from kvad.model.transformer import Transformer
-from kvad.train.presets import PRESETS
+from kvad.train.presets import MODEL_PRESETS
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -37,26 +37,28 @@ class Row:
     """One engine with one row, whose prompt is read."""
 
     def __init__(self, model: Transformer, context: int, steps: int, **cache: object) -> None:
-        self.engine = Engine(model, CacheConfig(rows=1, prefix=False, **cache))  # type: ignore[arg-type]
-        prompt = torch.randint(0, model.config.vocab, (context,), generator=torch.Generator().manual_seed(0)).tolist()
-        self.engine.submit(prompt, Sampling(max_tokens=steps + 8, temperature=0, ignore_eos=True))
+        self.engine = Engine(model, CacheConfig(max_num_seqs=1, enable_prefix_caching=False, **cache))  # type: ignore[arg-type]
+        prompt = torch.randint(
+            0, model.config.vocab_size, (context,), generator=torch.Generator().manual_seed(0)
+        ).tolist()
+        self.engine.add_request(prompt, SamplingParams(max_tokens=steps + 8, temperature=0, ignore_eos=True))
         self.seconds: dict[str, list[float]] = {clock: [] for clock in CLOCKS}
         self.tokens: list[int] = []
         began = {clock: now() for clock, now in CLOCKS.items()}
         while not (pieces := self.engine.step()):
             pass
         self.prompt = {clock: context / (now() - began[clock]) for clock, now in CLOCKS.items()}
-        self.tokens += [piece.token for piece in pieces if piece.token is not None]
+        self.tokens += [piece.token_id for piece in pieces if piece.token_id is not None]
         self.before = self.moved()
 
     def moved(self) -> tuple[int, int, int]:
-        if self.engine.memory.spill is None:
+        if self.engine.kv_cache.offload_reader is None:
             return 0, 0, 0
-        stats = self.engine.memory.spill.stats()
+        stats = self.engine.kv_cache.offload_reader.stats()
         return stats.written, stats.from_ram, stats.from_disk
 
     def files(self) -> list[int]:
-        spill = self.engine.memory.spill
+        spill = self.engine.kv_cache.offload_reader
         return [] if spill is None else [file for spool in spill.spools.values() for file in spool._files]
 
     def step(self, cold: bool) -> None:
@@ -67,18 +69,20 @@ class Row:
         pieces = self.engine.step()
         for clock, now in CLOCKS.items():
             self.seconds[clock].append(now() - began[clock])
-        self.tokens += [piece.token for piece in pieces if piece.token is not None]
+        self.tokens += [piece.token_id for piece in pieces if piece.token_id is not None]
 
     def told(self) -> dict[str, object]:
-        memory, steps = self.engine.memory, len(self.seconds["wall"])
+        memory, steps = self.engine.kv_cache, len(self.seconds["wall"])
         per_token = [(now - before) // steps for now, before in zip(self.moved(), self.before, strict=True)]
-        plan = None if memory.spill is None else memory.spill.plan
+        plan = None if memory.offload_reader is None else memory.offload_reader.plan
         return {
             "tokens_per_s": {clock: round(1 / statistics.median(self.seconds[clock]), 2) for clock in CLOCKS},
             "prompt_tokens_per_s": {clock: round(self.prompt[clock], 1) for clock in CLOCKS},
             "bytes_per_token": dict(zip(("written", "from_ram", "from_disk"), per_token, strict=True)),
             "pool_bytes": sum(group_bytes(group).total for group in memory.groups),
-            "spilled_bytes": {} if plan is None else {"ram": plan.ram, "staging": plan.staging, "disk": plan.disk},
+            "spilled_bytes": {}
+            if plan is None
+            else {"ram": plan.ram_bytes, "staging": plan.staging_bytes, "disk": plan.disk_bytes},
         }
 
 
@@ -109,7 +113,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     limit = options.context + options.steps + 8
-    model = Transformer(PRESETS["demo"](4096, limit)).eval()
+    model = Transformer(MODEL_PRESETS["demo"](4096, limit)).eval()
     fields = {"block_size": 16, "chunk": 512, "dtype": options.dtype}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         spilled = {**fields, "capacity": options.pool, "on_full": "spill", "spill_dir": folder}
@@ -132,8 +136,8 @@ def main() -> None:
             "rows": told,
             "same_tokens": all(row.tokens == rows["memory"].tokens for row in rows.values()),
             "sequential_bytes_per_s": round(sequential(disk, options.cold)),
-            "machine": machine(),
-            "commit": commit(),
+            "machine": machine_info(),
+            "commit": commit_id(),
         }
         for row in rows.values():
             row.engine.close()

@@ -25,18 +25,18 @@ from pathlib import Path
 
 import torch
 
-from kvad.cache.deposits import Name, Ticket
-from kvad.cache.identity import Identity
-from kvad.cache.ledger import Ledger
-from kvad.cache.shelf import Shelf
-from kvad.cache.sizing import CacheConfig, groups
-from kvad.cache.tiers import Tiers
-from kvad.config import MixerSpec, ModelConfig
+from kvad.cache.deposits import BlockKey, LoadHandle
+from kvad.cache.identity import CacheFingerprint
+from kvad.cache.ledger import KVCacheManager
+from kvad.cache.shelf import DiskBlockStore
+from kvad.cache.sizing import CacheConfig, build_groups
+from kvad.cache.tiers import BlockStore
+from kvad.config import AttentionSpec, ModelConfig
 from kvad.engine.engine import Engine
-from kvad.engine.request import Sampling
-from kvad.lab.bench import machine
+from kvad.engine.request import SamplingParams
+from kvad.lab.bench import machine_info
 from kvad.model.transformer import Transformer
-from kvad.train.presets import PRESETS
+from kvad.train.presets import MODEL_PRESETS
 
 PROMPT = 2048
 SMOLLM = {  # the shape of SmolLM 135M
@@ -51,7 +51,7 @@ SMOLLM = {  # the shape of SmolLM 135M
 
 
 def told(measure: str, **numbers: object) -> None:
-    print(json.dumps({"bench": "tiers", "measure": measure, **numbers, "machine": machine()}), flush=True)
+    print(json.dumps({"bench": "tiers", "measure": measure, **numbers, "machine": machine_info()}), flush=True)
 
 
 # ---------------------------------------------------------------- the disk
@@ -78,28 +78,34 @@ def sequential(path: Path, *, kept: bool) -> float:
     return seconds
 
 
-def fetched(folder: Path, names: list[Name], size: int) -> float:
+def fetched(folder: Path, names: list[BlockKey], size: int) -> float:
     """Seconds until all tickets are done."""
-    tiers = Tiers([size], [4], shelf=Shelf(folder, 1 << 40), identity=Identity(model="m"))
+    tiers = BlockStore([size], [4], disk=DiskBlockStore(folder, 1 << 40), identity=CacheFingerprint(model="m"))
     began = time.perf_counter()
     tickets = [tiers.load(name, (0,)) for name in names]
     while not all(ticket.done for ticket in tickets):
         tiers.wait(0.01)
     seconds = time.perf_counter() - began
-    assert all(ticket.pieces is not None for ticket in tickets)
+    assert all(ticket.buffers is not None for ticket in tickets)
     tiers.close()
     return seconds
 
 
 def disk(folder: Path, size: int, count: int, repeats: int) -> None:
-    tiers = Tiers([size], [4], shelf=Shelf(folder / "blocks", 1 << 40), identity=Identity(model="m"), queue=1 << 40)
-    names = [Name(f"{number:032x}", "", number.to_bytes(8, "little") * 16) for number in range(count)]
+    tiers = BlockStore(
+        [size],
+        [4],
+        disk=DiskBlockStore(folder / "blocks", 1 << 40),
+        identity=CacheFingerprint(model="m"),
+        queue=1 << 40,
+    )
+    names = [BlockKey(f"{number:032x}", "", number.to_bytes(8, "little") * 16) for number in range(count)]
     block = os.urandom(size)
     began = time.perf_counter()
     for name in names:
-        number = tiers.wants(name, (0,), evicted=False)
+        number = tiers.request_copy(name, (0,), evicted=False)
         assert number is not None
-        tiers.give(number, {0: block})
+        tiers.put(number, {0: block})
     assert tiers.flush(600)
     written = time.perf_counter() - began
     tiers.close()
@@ -132,12 +138,12 @@ def disk(folder: Path, size: int, count: int, repeats: int) -> None:
 
 
 def first_token(engine: Engine, prompt: list[int]) -> float:
-    request = engine.submit(prompt, Sampling(max_tokens=1, temperature=0))
-    usage = engine.usage(request)
+    request = engine.add_request(prompt, SamplingParams(max_tokens=1, temperature=0))
+    usage = engine.metrics(request)
     began = time.perf_counter()
     while not engine.idle:
         engine.step()
-    assert usage.cached in (0, len(prompt) // engine.cache.block_size * engine.cache.block_size)
+    assert usage.num_cached_tokens in (0, len(prompt) // engine.cache.block_size * engine.cache.block_size)
     return time.perf_counter() - began
 
 
@@ -146,12 +152,12 @@ def tokens(config: ModelConfig, folder: Path, repeats: int) -> None:
     model = Transformer(config).eval()
     cache = {"rows": 1, "capacity": PROMPT + 64, "chunk": 512, "block_size": 16}
     draw = torch.Generator().manual_seed(1)
-    prompt = torch.randint(0, config.vocab, (PROMPT + 1,), generator=draw).tolist()
-    other = torch.randint(0, config.vocab, (PROMPT + 1,), generator=draw).tolist()
+    prompt = torch.randint(0, config.vocab_size, (PROMPT + 1,), generator=draw).tolist()
+    other = torch.randint(0, config.vocab_size, (PROMPT + 1,), generator=draw).tolist()
     seconds: dict[str, list[float]] = {"miss": [], "pool": [], "ram": [], "disk cold": [], "disk": []}
     for number in range(repeats):
         place = folder / f"{number}"
-        engine = Engine(model, CacheConfig(**cache, tier=os.fspath(place), tier_ram=1 << 40))
+        engine = Engine(model, CacheConfig(**cache, prefix_cache_dir=os.fspath(place), prefix_cache_ram=1 << 40))
         seconds["miss"].append(first_token(engine, prompt))
         seconds["pool"].append(first_token(engine, prompt))
         first_token(engine, other)  # the pool has room for one
@@ -160,7 +166,7 @@ def tokens(config: ModelConfig, folder: Path, repeats: int) -> None:
         for state in ("disk cold", "disk"):
             if state == "disk cold":
                 drop(list(place.glob("*.kv")))
-            engine = Engine(model, CacheConfig(**cache, tier=os.fspath(place)))
+            engine = Engine(model, CacheConfig(**cache, prefix_cache_dir=os.fspath(place)))
             seconds[state].append(first_token(engine, prompt))
             engine.close()
         shutil.rmtree(place)
@@ -181,18 +187,18 @@ class Instant:
     def has(self, key: str) -> bool:
         return self.full
 
-    def load(self, name: Name, wanted: tuple[int, ...]) -> Ticket:
-        ticket = Ticket(name, wanted)
-        ticket.came(dict.fromkeys(wanted, b""), "disk")
+    def load(self, name: BlockKey, wanted: tuple[int, ...]) -> LoadHandle:
+        ticket = LoadHandle(name, wanted)
+        ticket.complete(dict.fromkeys(wanted, b""), "disk")
         return ticket
 
-    def wants(self, name: Name, wanted: tuple[int, ...], *, evicted: bool) -> int | None:
+    def request_copy(self, name: BlockKey, wanted: tuple[int, ...], *, evicted: bool) -> int | None:
         self.number += 1
         return self.number
 
     def cancel(self, number: int) -> None: ...
 
-    def lend(self, pieces: object) -> int:
+    def stage_load(self, pieces: object) -> int:
         return 0
 
     def drop(self, key: str) -> None: ...
@@ -200,22 +206,22 @@ class Instant:
 
 def bookkeeping(repeats: int) -> None:
     """A prompt of 2,048 tokens is admitted, placed and committed: all that the host does for it but scheduling."""
-    placed = groups([MixerSpec(True, None, 2, 64, 64)], CacheConfig(rows=2, capacity=PROMPT + 64))
+    placed = build_groups([AttentionSpec(True, None, 2, 64, 64)], CacheConfig(max_num_seqs=2, max_seq_len=PROMPT + 64))
     for name, tier in (("no tier", None), ("empty tier", Instant(False)), ("full tier", Instant(True))):
         found = []
         for number in range(repeats):
-            ledger = Ledger(placed, prefix=True, seats=2, tier=tier)
+            ledger = KVCacheManager(placed, prefix_caching=True, max_num_seqs=2, block_store=tier)
             prompt = [number, *range(PROMPT)]
             began = time.process_time()
             fetch = None
             if tier is not None:
-                fetch = ledger.fetch(prompt, b"root")
+                fetch = ledger.prefetch(prompt, b"root")
                 fetch.start()
-            length = ledger.admit(0, prompt, b"root", None, fetch) or 0
+            length = ledger.add_sequence(0, prompt, b"root", None, fetch) or 0
             assert length == (PROMPT if tier is not None and tier.full else 0)
-            ledger.reserve([(0, length, len(prompt) - length)])
+            ledger.allocate_slots([(0, length, len(prompt) - length)])
             ledger.commit(0, prompt[length:])
-            ledger.release(0)
+            ledger.free(0)
             found.append(time.process_time() - began)
         told("bookkeeping", tier=name, us_per_token=round(1e6 * statistics.median(found) / PROMPT, 3))
 
@@ -227,10 +233,10 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=256, help="Of blocks, for the disk.")
     parser.add_argument("--repeats", type=int, default=3)
     asked = parser.parse_args()
-    config = PRESETS["demo"](4096, 4096) if asked.shape == "demo" else ModelConfig.from_dict(SMOLLM)
-    kinds = next(iter(config.stack.kinds.values())).mixer
-    heads = kinds.kv_heads or kinds.heads
-    size = 16 * (8 + config.stack.layers * heads * 2 * (config.width // kinds.heads) * 4)
+    config = MODEL_PRESETS["demo"](4096, 4096) if asked.shape == "demo" else ModelConfig.from_dict(SMOLLM)
+    kinds = next(iter(config.stack.layer_types.values())).attention
+    heads = kinds.num_kv_heads or kinds.num_heads
+    size = 16 * (8 + config.stack.num_layers * heads * 2 * (config.hidden_size // kinds.num_heads) * 4)
     folder = Path(tempfile.mkdtemp(prefix="kvad-tiers-", dir=asked.folder))
     try:
         bookkeeping(5 * asked.repeats)

@@ -25,9 +25,9 @@ import torch
 from kvad.cache.sizing import CacheConfig
 from kvad.checkpoint.open import load_model
 from kvad.engine.engine import Engine
-from kvad.engine.request import Sampling
-from kvad.lab.bench import machine
-from kvad.lab.replay import uncached
+from kvad.engine.request import SamplingParams
+from kvad.lab.bench import machine_info
+from kvad.lab.replay import run_uncached
 
 
 def alternate(sides: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
@@ -46,7 +46,7 @@ def alternate(sides: dict[str, Callable[[], Any]], repeats: int) -> dict[str, li
 def report(what: str, seconds: dict[str, list[float]], work: int, unit: str, **more: Any) -> None:
     medians = {name: statistics.median(each) for name, each in seconds.items()}
     rates = {name: round(work / median, 1) for name, median in medians.items()}
-    line = {"bench": what, "seconds": seconds, f"{unit}_per_second": rates, **more, "machine": machine()}
+    line = {"bench": what, "seconds": seconds, f"{unit}_per_second": rates, **more, "machine": machine_info()}
     for peer in ("transformers", "ctranslate2"):
         if peer in medians:
             line[f"ratio_to_{peer}"] = round(medians[peer] / medians["kvad"], 3)
@@ -65,12 +65,12 @@ def encoder(folder: Path, repeats: int, rows: int, length: int) -> None:
     BertForMaskedLM(BertConfig()).save_pretrained(folder)
     theirs = BertModel.from_pretrained(folder, add_pooling_layer=False).eval()
     model, _ = load_model(folder)
-    engine = Engine(model, CacheConfig(capacity=512, rows=rows), budget=rows * length)
+    engine = Engine(model, CacheConfig(max_seq_len=512, max_num_seqs=rows), max_num_batched_tokens=rows * length)
     ids = torch.randint(1000, 30000, (rows, length), generator=torch.Generator().manual_seed(0))
 
     def ours() -> None:
         for row in ids.tolist():
-            engine.submit_source(row, "mean")
+            engine.add_encoder_request(row, "mean")
         run_engine(engine)
 
     @torch.inference_mode()
@@ -98,16 +98,16 @@ def translate(folder: Path, repeats: int, rows: int, length: int, beams: int, ne
     )  # fmt: skip
     model, _ = load_model(folder)
     seats = rows * beams
-    cache = CacheConfig(capacity=new + 1, rows=seats, source_capacity=length)
-    engine = Engine(model, cache, budget=max(2048, seats))
+    cache = CacheConfig(max_seq_len=new + 1, max_num_seqs=seats, max_source_len=length)
+    engine = Engine(model, cache, max_num_batched_tokens=max(2048, seats))
     ids = torch.randint(5, 31000, (rows, length), generator=torch.Generator().manual_seed(0))
-    sampling = Sampling(temperature=0, max_tokens=new, min_tokens=new, beams=beams, stop_tokens=(0,))
+    sampling = SamplingParams(temperature=0, max_tokens=new, min_tokens=new, num_beams=beams, stop_token_ids=(0,))
 
     def ours() -> None:
         for row in ids.tolist():
-            engine.submit([32000], sampling, source=row)
+            engine.add_request([32000], sampling, source=row)
         run_engine(engine)
-        engine.ledger.drop_prefixes()
+        engine.kv_cache_manager.reset_prefix_cache()
 
     def transformers() -> None:
         theirs.generate(ids, attention_mask=torch.ones_like(ids))
@@ -117,7 +117,7 @@ def translate(folder: Path, repeats: int, rows: int, length: int, beams: int, ne
         source = ids[0].tolist()
         with torch.inference_mode():
             for _ in range(new):
-                target.append(int(uncached(model, target, source=source)[-1].argmax()))
+                target.append(int(run_uncached(model, target, source=source)[-1].argmax()))
 
     sides: dict[str, Callable[[], Any]] = {"kvad": ours, "transformers": transformers}
     fast = ctranslate2(theirs, ids.tolist(), beams, new, folder / "ct2")
@@ -165,10 +165,10 @@ def ctranslate2(theirs: Any, ids: list[list[int]], beams: int, new: int, folder:
     return run
 
 
-def one(engine: Engine, source: list[int], sampling: Sampling) -> None:
-    engine.submit([32000], sampling, source=source)
+def one(engine: Engine, source: list[int], sampling: SamplingParams) -> None:
+    engine.add_request([32000], sampling, source=source)
     run_engine(engine)
-    engine.ledger.drop_prefixes()
+    engine.kv_cache_manager.reset_prefix_cache()
 
 
 def load(folder: Path, repeats: int) -> None:
@@ -202,7 +202,7 @@ def load(folder: Path, repeats: int) -> None:
 
 def ready(folder: Path) -> Engine:
     model, _ = load_model(folder)
-    return Engine(model, CacheConfig(capacity=64, rows=1, dtype="bfloat16"))
+    return Engine(model, CacheConfig(max_seq_len=64, max_num_seqs=1, dtype="bfloat16"))
 
 
 def high_water() -> int:
@@ -217,7 +217,7 @@ def child(folder: Path) -> None:
     engine = ready(folder)
     loaded = high_water()
     began = time.perf_counter()
-    engine.submit([1, 2, 3], Sampling(max_tokens=2, temperature=0))
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=2, temperature=0))
     run_engine(engine)
     peak = high_water()
     said = {"peak_when_ready": loaded - before, "peak_after_two_tokens": peak - before}

@@ -38,18 +38,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvad.checkpoint.opened import Training
-from kvad.config import Attention, Embedding, Layer, LearnedPositions, ModelConfig, Norm, Plain, Stack
-from kvad.lab.bench import commit, machine
+from kvad.checkpoint.opened import TrainingState
+from kvad.config import (
+    AttentionConfig,
+    EmbeddingConfig,
+    LayerConfig,
+    LearnedPositionsConfig,
+    ModelConfig,
+    NormConfig,
+    PlainMLPConfig,
+    StackConfig,
+)
+from kvad.lab.bench import commit_id, machine_info
 from kvad.model.transformer import Transformer
 from kvad.train.config import RunConfig
-from kvad.train.data import DocumentData, Order
-from kvad.train.objective import Autocast, NextToken
-from kvad.train.optim import Optimization
+from kvad.train.data import DocumentDataset, RowOrder
+from kvad.train.objective import Autocast, CrossEntropyObjective
+from kvad.train.optim import OptimizersContainer
 from kvad.train.reports import Callback, StartReport, StepReport
-from kvad.train.saver import Moment, Saver
+from kvad.train.saver import AsyncCheckpointer, CheckpointSnapshot
 from kvad.train.store import TokenStore
-from kvad.train.trainer import State, Trainer
+from kvad.train.trainer import Trainer, TrainerState
 
 LR, BETAS, DECAY, CLIP = 6e-4, (0.9, 0.95), 0.1, 1.0
 TOKENS = 1 << 18
@@ -74,10 +83,14 @@ class Turn:
 
 
 def shape(asked: argparse.Namespace) -> ModelConfig:
-    mixer = Attention(asked.heads, position=None, bias=True, out_bias=True)
-    layer = Layer(mixer, Plain(4 * asked.width, "gelu_tanh", bias=True), Norm("layer", 1e-5, bias=True))
-    embed = Embedding(LearnedPositions(asked.context))
-    return ModelConfig(asked.width, asked.vocab, asked.context, Stack(asked.layers, {"L": layer}), embed=embed)
+    mixer = AttentionConfig(asked.heads, position=None, qkv_bias=True, out_bias=True)
+    layer = LayerConfig(
+        mixer, PlainMLPConfig(4 * asked.width, "gelu_tanh", bias=True), NormConfig("layer", 1e-5, bias=True)
+    )
+    embed = EmbeddingConfig(LearnedPositionsConfig(asked.context))
+    return ModelConfig(
+        asked.width, asked.vocab, asked.context, StackConfig(asked.layers, {"L": layer}), embedding=embed
+    )
 
 
 def settings(asked: argparse.Namespace) -> RunConfig:
@@ -109,12 +122,12 @@ def open_store(folder: Path) -> TokenStore:
 
 
 def run_kvad(asked: argparse.Namespace, turn: Turn) -> None:
-    from kvad.train.speed import prepare
+    from kvad.train.speed import apply_acceleration
 
     config, model = settings(asked), fresh(asked)
-    prepare(model, config.train)
-    data = DocumentData(open_store(asked.store), config)
-    objective = NextToken(model, Autocast(asked.precision, "cpu"))
+    apply_acceleration(model, config.train)
+    data = DocumentDataset(open_store(asked.store), config)
+    objective = CrossEntropyObjective(model, Autocast(asked.precision, "cpu"))
 
     class Turns(Callback):
         def on_start(self, _report: StartReport) -> None:
@@ -123,9 +136,11 @@ def run_kvad(asked: argparse.Namespace, turn: Turn) -> None:
         def on_step(self, report: StepReport) -> None:
             turn.over(report.loss)
 
-    optimization = Optimization(model, config.optim, config.train)
-    saver = Saver(lambda: Moment(0, {}, Training({}, {}), None), lambda _: Path(), beside=False)  # nothing, nowhere
-    Trainer(model, objective, optimization, data, config.train, State(), saver, callbacks=[Turns()]).fit()
+    optimization = OptimizersContainer(model, config.optim, config.train)
+    saver = AsyncCheckpointer(
+        lambda: CheckpointSnapshot(0, {}, TrainingState({}, {}), None), lambda _: Path(), async_save=False
+    )  # nothing, nowhere
+    Trainer(model, objective, optimization, data, config.train, TrainerState(), saver, callbacks=[Turns()]).fit()
 
 
 def fresh(asked: argparse.Namespace) -> Transformer:
@@ -207,9 +222,9 @@ def as_gpt(model: Transformer) -> list[Tensor]:
 def all_starts(asked: argparse.Namespace) -> list[list[int]]:
     """Where the rows of each step begin: kvad's own order."""
     config, store = settings(asked), open_store(asked.store)
-    training = DocumentData(store, config).training
+    training = DocumentDataset(store, config).training
     assert training.spans[0, 0] == 0, "the first tokens are for training"
-    order = Order("windows", len(training), asked.context, asked.batch, config.train.seed)
+    order = RowOrder("windows", len(training), asked.context, asked.batch, config.train.seed)
     return [order.starts(step).tolist() for step in range(asked.steps + asked.warm + 2)]
 
 
@@ -384,7 +399,7 @@ def main() -> None:
             found = by_turns(asked, precision, folder)
             said = {"clock": asked.clock, "threads": torch.get_num_threads(), "steps": asked.steps}
             said |= {size: getattr(asked, size) for size in sizes} | {"compile": asked.compile}
-            print(json.dumps({**found, **said, "commit": commit(), "machine": machine()}), flush=True)
+            print(json.dumps({**found, **said, "commit": commit_id(), "machine": machine_info()}), flush=True)
 
 
 if __name__ == "__main__":

@@ -20,15 +20,15 @@ from pathlib import Path
 
 import torch
 
-from kvad.lab.bench import commit, machine
-from kvad.model.fresh import Fresh
+from kvad.lab.bench import commit_id, machine_info
+from kvad.model.fresh import NoCache
 from kvad.model.transformer import Transformer
-from kvad.step import Lane, Step
+from kvad.step import ModelInput, SubBatch
 from kvad.train.config import OptimConfig, RunConfig, TrainConfig
 from kvad.train.data import Batch
-from kvad.train.objective import Autocast, NextToken
-from kvad.train.optim import Optimization
-from kvad.train.speed import prepare
+from kvad.train.objective import Autocast, CrossEntropyObjective
+from kvad.train.optim import OptimizersContainer
+from kvad.train.speed import apply_acceleration
 
 CASES: dict[str, tuple[dict[str, str], bool]] = {
     "adamw": ({}, False),
@@ -39,11 +39,11 @@ CASES: dict[str, tuple[dict[str, str], bool]] = {
 
 
 def rows(run: RunConfig, vocab: int) -> Batch:
-    count, length = run.train.batch, run.data.context
+    count, length = run.train.batch_size, run.data.seq_len
     tokens = torch.randint(vocab, (count * length,))
     positions = torch.arange(length).repeat(count)
     every, documents = torch.arange(count * length), torch.zeros_like(positions)
-    step = Step(tokens, positions, (Lane(count, length, length),), every, documents=documents)
+    step = ModelInput(tokens, positions, (SubBatch(count, length, length),), every, document_ids=documents)
     return Batch(step, torch.randint(vocab, (count * length,)))
 
 
@@ -52,20 +52,20 @@ class Case:
 
     def __init__(self, run: RunConfig, vocab: int, optim: dict[str, str], recompute: bool) -> None:
         torch.manual_seed(0)
-        train = TrainConfig(steps=1000, recompute=recompute)
+        train = TrainConfig(steps=1000, activation_checkpointing=recompute)
         self.model = Transformer(run.resolve(vocab)).train()
-        prepare(self.model, train)
-        self.objective = NextToken(self.model, Autocast("fp32", "cpu"))
-        self.optimization = Optimization(self.model, OptimConfig(**optim), train)  # type: ignore[arg-type]
+        apply_acceleration(self.model, train)
+        self.objective = CrossEntropyObjective(self.model, Autocast("fp32", "cpu"))
+        self.optimization = OptimizersContainer(self.model, OptimConfig(**optim), train)  # type: ignore[arg-type]
         self.steps: list[float] = []
         self.updates: list[float] = []
 
     def step(self, batch: Batch, clock: Callable[[], float]) -> None:
         began = clock()
-        self.optimization.begin(len(self.steps), 0.0)
-        self.objective.backward(batch, len(batch.targets))
+        self.optimization.begin_step(len(self.steps), 0.0)
+        self.objective.accumulate_gradients(batch, len(batch.targets))
         middle = clock()
-        self.optimization.step(self.optimization.norm())
+        self.optimization.step(self.optimization.clip_grad_norm())
         ended = clock()
         self.steps.append(1e3 * (ended - began))
         self.updates.append(1e3 * (ended - middle))
@@ -81,7 +81,7 @@ class Case:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
-            self.model(batch.step, Fresh(self.model.config))
+            self.model(batch.model_input, NoCache(self.model.config))
         return sum(storage.nbytes() for storage in held.values())
 
 
@@ -104,13 +104,17 @@ def main() -> None:
             "step_ms": round(statistics.median(case.steps[2:]), 2),
             "update_ms": round(statistics.median(case.updates[2:]), 2),
             "kept": case.kept(batch),
-            "state": sum(tensor.nbytes for tensor in case.optimization.tensors().values()),
+            "state": sum(tensor.nbytes for tensor in case.optimization.state_tensors().values()),
         }
         for name, case in cases.items()
     }
     parameters = sum(p.numel() for p in cases["adamw"].model.parameters())
     said = {"run": asked.run.name, "parameters": parameters, "clock": asked.clock, "repeats": asked.repeats}
-    print(json.dumps({**said, "threads": torch.get_num_threads(), **found, "commit": commit(), "machine": machine()}))
+    print(
+        json.dumps(
+            {**said, "threads": torch.get_num_threads(), **found, "commit": commit_id(), "machine": machine_info()}
+        )
+    )
 
 
 if __name__ == "__main__":

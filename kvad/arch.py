@@ -11,32 +11,32 @@ from typing import Literal
 
 __all__ = [
     "Activation",
-    "Alibi",
-    "Attention",
-    "Classes",
-    "Dropout",
-    "DynamicScaling",
-    "Embedding",
-    "Experts",
-    "Gated",
-    "Head",
-    "Layer",
-    "LearnedPositions",
-    "LinearScaling",
-    "Llama3Scaling",
-    "LongRopeScaling",
-    "Norm",
-    "OwnPositions",
-    "Plain",
-    "Pooled",
+    "AlibiConfig",
+    "AttentionConfig",
+    "ClassificationHeadConfig",
+    "DropoutConfig",
+    "DynamicScalingConfig",
+    "EmbeddingConfig",
+    "MoEConfig",
+    "GatedMLPConfig",
+    "LanguageHeadConfig",
+    "LayerConfig",
+    "LearnedPositionsConfig",
+    "LinearScalingConfig",
+    "Llama3ScalingConfig",
+    "LongRopeScalingConfig",
+    "NormConfig",
+    "CustomPositionsConfig",
+    "PlainMLPConfig",
+    "PoolingHeadConfig",
     "Pooling",
-    "Rope",
-    "Scaling",
-    "SinusoidalPositions",
-    "Stack",
-    "T5Bias",
-    "Transform",
-    "YarnScaling",
+    "RopeConfig",
+    "RopeScalingConfig",
+    "SinusoidalPositionsConfig",
+    "StackConfig",
+    "T5BiasConfig",
+    "HeadTransformConfig",
+    "YarnScalingConfig",
 ]
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "silu", "tanh"]
@@ -47,7 +47,7 @@ Pooling = Literal["first", "mean"]
 
 
 @dataclass(frozen=True)
-class LinearScaling:
+class LinearScalingConfig:
     """Position interpolation (Chen et al. 2023): positions are divided by ``factor``."""
 
     factor: float
@@ -55,37 +55,37 @@ class LinearScaling:
 
 
 @dataclass(frozen=True)
-class DynamicScaling:
+class DynamicScalingConfig:
     """Dynamic NTK: a row whose limit n exceeds ``original`` gets the base theta * (f n/original - (f-1))^(D/(D-2)).
 
     n is the row's limit, fixed at admission, so that keys already stored are never rotated by another base.
     """
 
     factor: float
-    original: int
+    original_max_seq_len: int
     kind: Literal["dynamic"] = "dynamic"
 
 
 @dataclass(frozen=True)
-class Llama3Scaling:
+class Llama3ScalingConfig:
     """Llama 3.1: long wavelengths are divided by ``factor``, short ones kept, those between interpolated."""
 
     factor: float
-    original: int
+    original_max_seq_len: int
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     kind: Literal["llama3"] = "llama3"
 
 
 @dataclass(frozen=True)
-class YarnScaling:
+class YarnScalingConfig:
     """YaRN (Peng et al. 2023, sec. 3.2): NTK by parts, and a temperature on cos and sin.
 
     ``attention_factor`` None means 0.1 ln(factor) + 1, or the ratio of the two mscale terms where they are given.
     """
 
     factor: float
-    original: int
+    original_max_seq_len: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
@@ -96,33 +96,35 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
-class LongRopeScaling:
+class LongRopeScalingConfig:
     """LongRoPE (Ding et al. 2024): one factor per frequency, ``short`` up to ``original``, ``long`` for longer rows."""
 
-    short: tuple[float, ...]
-    long: tuple[float, ...]
-    original: int
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_seq_len: int
     factor: float | None = None  # limit / original, where the checkpoint states it; decides the attention factor
     attention_factor: float | None = None
     kind: Literal["longrope"] = "longrope"
 
 
-Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+RopeScalingConfig = (
+    LinearScalingConfig | DynamicScalingConfig | Llama3ScalingConfig | YarnScalingConfig | LongRopeScalingConfig
+)
 
 
 @dataclass(frozen=True)
-class Rope:
+class RopeConfig:
     """Rotary positions on the first ``fraction`` of each head; ``interleaved`` pairs (0,1),(2,3),... as GPT-J does."""
 
     theta: float = 10000.0
-    fraction: float = 1.0
+    partial_rotary_factor: float = 1.0
     interleaved: bool = False
-    scaling: Scaling | None = None
+    scaling: RopeScalingConfig | None = None
     kind: Literal["rope"] = "rope"
 
 
 @dataclass(frozen=True)
-class Alibi:
+class AlibiConfig:
     """Linear biases (Press et al. 2021); slopes follow from the number of heads, powers of two or not.
 
     ``factor`` multiplies the slopes; ``rounded``: a slope, and it times the key's position, are bfloat16 numbers (so
@@ -130,15 +132,15 @@ class Alibi:
     """
 
     factor: float = 1.0
-    rounded: bool = False
+    round_to_bfloat16: bool = False
     kind: Literal["alibi"] = "alibi"
 
 
 @dataclass(frozen=True)
-class T5Bias:
+class T5BiasConfig:
     """Bucketed relative bias; one table shared by all layers of the stack (T5), or one per layer (UMT5)."""
 
-    buckets: int = 32
+    num_buckets: int = 32
     max_distance: int = 128
     bidirectional: bool = False
     shared: bool = True
@@ -146,7 +148,7 @@ class T5Bias:
 
 
 @dataclass(frozen=True)
-class OwnPositions:
+class CustomPositionsConfig:
     """A position encoding of one's own: ``name`` is "package.module:Class" (docs/extending.md), ``options`` its own."""
 
     name: str
@@ -155,16 +157,16 @@ class OwnPositions:
 
 
 @dataclass(frozen=True)
-class LearnedPositions:
+class LearnedPositionsConfig:
     """A table of ``size`` rows added to the embeddings (GPT-2); ``offset`` is added to the position (OPT: 2)."""
 
-    size: int
+    num_positions: int
     offset: int = 0
     kind: Literal["learned"] = "learned"
 
 
 @dataclass(frozen=True)
-class SinusoidalPositions:
+class SinusoidalPositionsConfig:
     """Sines and cosines added to the embeddings (Vaswani et al. 2017, sec. 3.5).
 
     ``form``: ``interleaved`` (the paper: sin, cos, sin, cos), ``concat`` (all sines, then all cosines; Marian),
@@ -181,7 +183,7 @@ class SinusoidalPositions:
 
 
 @dataclass(frozen=True)
-class Norm:
+class NormConfig:
     """``layer``: (x - mean) / sqrt(var + eps) * w (+ b).  ``rms``: x / sqrt(mean(x^2) + eps) * (w or 1 + w)."""
 
     kind: Literal["layer", "rms"] = "rms"
@@ -192,7 +194,7 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Dropout:
+class DropoutConfig:
     """Shares of numbers that training sets to zero, what is left divided by what remains (Srivastava et al. 2014).
 
     ``embedding``: of the vectors that enter a stack (the sums with positions, normed where the embedding norms them);
@@ -209,7 +211,7 @@ class Dropout:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionConfig:
     """Multi-head attention: ``heads`` queries share ``kv_heads`` keys and values (MHA = all, GQA, MQA = 1).
 
     ``head_dim`` and ``value_dim`` are free of width / heads.  ``scale``: ``"default"`` = 1/sqrt(head_dim),
@@ -218,46 +220,48 @@ class Attention:
     and v are cut to [-clip, clip].
     """
 
-    heads: int
-    kv_heads: int | None = None
+    num_heads: int
+    num_kv_heads: int | None = None
     head_dim: int | None = None
     value_dim: int | None = None
-    position: Rope | Alibi | T5Bias | OwnPositions | None = field(default_factory=Rope)
+    position: RopeConfig | AlibiConfig | T5BiasConfig | CustomPositionsConfig | None = field(default_factory=RopeConfig)
     causal: bool = True
     window: int | None = None
-    bias: bool = False
+    qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["none", "head", "each", "full"] = "none"
-    norm: Norm | None = None
-    clip: float | None = None
-    softcap: float | None = None
-    sinks: bool = False
-    scale: Literal["default", "none"] | float = "default"
-    own: str | None = None  # "package.module:Class": a mixer of one's own in place of kvad's (docs/extending.md)
+    qk_norm_config: NormConfig | None = None
+    clip_qkv: float | None = None
+    logit_softcap: float | None = None
+    sink_logits: bool = False
+    softmax_scale: Literal["default", "none"] | float = "default"
+    custom_class: str | None = (
+        None  # "package.module:Class": a mixer of one's own in place of kvad's (docs/extending.md)
+    )
 
 
 @dataclass(frozen=True)
-class Plain:
+class PlainMLPConfig:
     """``down(act(up(x)))``."""
 
-    hidden: int
+    intermediate_size: int
     activation: Activation = "gelu"
     bias: bool = False
     kind: Literal["plain"] = "plain"
 
 
 @dataclass(frozen=True)
-class Gated:
+class GatedMLPConfig:
     """``down(act(gate(x)) * up(x))`` (Shazeer 2020): SwiGLU with silu, GeGLU with gelu."""
 
-    hidden: int
+    intermediate_size: int
     activation: Activation = "silu"
     bias: bool = False
     kind: Literal["gated"] = "gated"
 
 
 @dataclass(frozen=True)
-class Experts:
+class MoEConfig:
     """A mixture of gated MLPs (Shazeer et al. 2017): each token goes to the ``active`` best of ``count`` experts.
 
     ``router``: ``softmax_first`` takes the best of a softmax over all and lets them sum to one (Mixtral),
@@ -266,32 +270,32 @@ class Experts:
     ``clip`` and up to [-clip, clip].
     """
 
-    hidden: int
-    count: int
-    active: int
+    intermediate_size: int
+    num_experts: int
+    num_experts_per_token: int
     activation: Activation = "silu"
     bias: bool = False
     router_bias: bool = False
     router: Literal["softmax_first", "softmax_last"] = "softmax_first"
-    alpha: float | None = None
-    clip: float | None = None
+    swiglu_alpha: float | None = None
+    swiglu_limit: float | None = None
     kind: Literal["experts"] = "experts"
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerConfig:
     """``cross``: attention to the encoder's output, between the mixer and the MLP.  ``first_norm`` False: none before
     the mixer (ModernBERT's first layer, whose input the embedding has normalised)."""
 
-    mixer: Attention
-    mlp: Plain | Gated | Experts
-    norm: Norm = field(default_factory=Norm)
-    cross: Attention | None = None
-    first_norm: bool = True
+    attention: AttentionConfig
+    mlp: PlainMLPConfig | GatedMLPConfig | MoEConfig
+    norm: NormConfig = field(default_factory=NormConfig)
+    cross_attention: AttentionConfig | None = None
+    pre_attention_norm: bool = True
 
 
 @dataclass(frozen=True)
-class Stack:
+class StackConfig:
     """``layers`` layers; layer i is of kind ``pattern[i % len(pattern)]``.
 
     ``norm_place``: ``pre`` x + f(norm(x)); ``post`` norm(x + f(x)); ``sandwich`` x + norm(f(norm(x)));
@@ -300,22 +304,22 @@ class Stack:
     ``final_norm`` follows the last layer.  ``residual`` multiplies what a branch adds (Granite).
     """
 
-    layers: int
-    kinds: Mapping[str, Layer]
-    pattern: str = "L"
-    norm_place: Literal["pre", "post", "sandwich", "after", "normed", "parallel", "parallel_pair"] = "pre"
+    num_layers: int
+    layer_types: Mapping[str, LayerConfig]
+    layer_pattern: str = "L"
+    norm_position: Literal["pre", "post", "sandwich", "after", "normed", "parallel", "parallel_pair"] = "pre"
     final_norm: bool = True
-    residual: float = 1.0
+    residual_scale: float = 1.0
 
-    def kind_of(self, index: int) -> str:
-        return self.pattern[index % len(self.pattern)]
+    def layer_type(self, index: int) -> str:
+        return self.layer_pattern[index % len(self.layer_pattern)]
 
-    def layer(self, index: int) -> Layer:
-        return self.kinds[self.kind_of(index)]
+    def layer_config(self, index: int) -> LayerConfig:
+        return self.layer_types[self.layer_type(index)]
 
 
 @dataclass(frozen=True)
-class Embedding:
+class EmbeddingConfig:
     """How ids become vectors: ``norm(scale * table[id] + position + segment)``.
 
     ``segments``: rows of a segment table (BERT's token types), one of which is added to every token: row 0 unless the
@@ -324,55 +328,55 @@ class Embedding:
     ``norm_first``: positions and segments are added to what is already normalised (BlenderbotSmall's decoder).
     """
 
-    position: LearnedPositions | SinusoidalPositions | None = None
+    position: LearnedPositionsConfig | SinusoidalPositionsConfig | None = None
     scale: float = 1.0
-    norm: Norm | None = None
-    segments: int = 0
-    width: int | None = None
-    project: Literal["start", "end"] = "end"
+    norm: NormConfig | None = None
+    num_token_types: int = 0
+    embedding_size: int | None = None
+    projection: Literal["start", "end"] = "end"
     norm_first: bool = False
 
 
 @dataclass(frozen=True)
-class Transform:
+class HeadTransformConfig:
     """What stands before an output matrix: ``norm(activation(W h + b))``; ``width``: of its output, if another."""
 
     activation: Activation | None = "gelu"
     bias: bool = True
-    norm: Norm | None = None
-    width: int | None = None
+    norm: NormConfig | None = None
+    output_size: int | None = None
 
 
 @dataclass(frozen=True)
-class Head:
+class LanguageHeadConfig:
     """From hidden states to logits over the vocabulary: ``softcap(scale * (W h + b))``, of a language model or of a
     masked one."""
 
     bias: bool = False
-    softcap: float | None = None
-    scale: float = 1.0
-    transform: Transform | None = None
+    logit_softcap: float | None = None
+    logit_scale: float = 1.0
+    transform: HeadTransformConfig | None = None
     kind: Literal["language"] = "language"
 
 
 @dataclass(frozen=True)
-class Classes:
+class ClassificationHeadConfig:
     """A score for each label: of every token (tagging), or of the whole row, from its pooled hidden states."""
 
     labels: tuple[str, ...]
-    per: Literal["token", "row"] = "token"
+    level: Literal["token", "row"] = "token"
     pool: Pooling = "first"
-    transform: Transform | None = None
+    transform: HeadTransformConfig | None = None
     bias: bool = True
     kind: Literal["classes"] = "classes"
 
 
 @dataclass(frozen=True)
-class Pooled:
+class PoolingHeadConfig:
     """A row's embedding: the mean of its hidden states or the first of them, transformed (BERT's pooler: a matrix and
     tanh); ``unit``: scaled to length one."""
 
     pool: Pooling = "mean"
-    unit: bool = False
-    transform: Transform | None = None
+    normalize: bool = False
+    transform: HeadTransformConfig | None = None
     kind: Literal["pooled"] = "pooled"

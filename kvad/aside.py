@@ -16,13 +16,13 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Leftover", "aside", "giving_way", "leftover", "leftovers", "missing"]
+__all__ = ["TempPath", "temp_path", "replaced_path", "parse_temp_path", "list_temp_paths", "interrupted_writes"]
 
 _STARTED_NS = time.time_ns()
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)\.(?P<token>[0-9a-f]{8})\.(?P<kind>tmp|old|gone)")
 
 
-class Leftover(NamedTuple):
+class TempPath(NamedTuple):
     """``name``: what it had or was to have; ``kind``: "tmp", "old" or "gone"."""
 
     path: Path
@@ -46,20 +46,20 @@ class Leftover(NamedTuple):
         return True
 
 
-def aside(path: Path, kind: str) -> Path:
+def temp_path(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.{kind}")
 
 
-def giving_way(path: Path, temporary: Path) -> Path:
+def replaced_path(path: Path, temporary: Path) -> Path:
     """The name of what gives way to what is written as ``temporary``."""
-    writing = leftover(temporary)
+    writing = parse_temp_path(temporary)
     assert writing is not None and writing.kind == "tmp", temporary
     return path.with_name(f".{path.name}.{writing.pid}.{writing.token}.gone")
 
 
-def missing(parent: Path) -> list[Leftover]:
+def interrupted_writes(parent: Path) -> list[TempPath]:
     """What a process has set aside and then died, so that it is still what its name says."""
-    left = leftovers(parent)
+    left = list_temp_paths(parent)
     written = {(each.pid, each.token) for each in left if each.kind == "tmp"}
     return [
         each
@@ -69,11 +69,11 @@ def missing(parent: Path) -> list[Leftover]:
     ]
 
 
-def leftover(path: Path) -> Leftover | None:
+def parse_temp_path(path: Path) -> TempPath | None:
     match = _LEFTOVER.fullmatch(path.name)
-    return None if match is None else Leftover(path, match["name"], int(match["pid"]), match["token"], match["kind"])
+    return None if match is None else TempPath(path, match["name"], int(match["pid"]), match["token"], match["kind"])
 
 
-def leftovers(parent: Path) -> list[Leftover]:
+def list_temp_paths(parent: Path) -> list[TempPath]:
     paths = sorted(parent.iterdir()) if parent.is_dir() else []
-    return [found for path in paths if (found := leftover(path)) is not None]
+    return [found for path in paths if (found := parse_temp_path(path)) is not None]

@@ -34,7 +34,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "EngineError",
-    "EntryError",
+    "StorageError",
     "KvadError",
     "MemoryPlanError",
     "NumericalError",
@@ -42,10 +42,10 @@ __all__ = [
     "SaveError",
     "TokenizerError",
     "UsageError",
-    "a",
-    "counted",
-    "nearest",
-    "nearest_file",
+    "with_article",
+    "format_count",
+    "suggest",
+    "suggest_path",
 ]
 
 
@@ -90,13 +90,13 @@ class ChatTemplateError(UsageError):
     pass
 
 
-class EntryError(UsageError):
+class StorageError(UsageError):
     """``why``: "missing" (there is none), "torn" (it was damaged or cut), "alien" (not a file of ours, or of another
     version), "other" (it belongs to another model, or another way of keeping things), "unread" (the disk refused)."""
 
-    def __init__(self, message: str, hint: str = "", *, why: str = "torn") -> None:
+    def __init__(self, message: str, hint: str = "", *, reason: str = "torn") -> None:
         super().__init__(message, hint)
-        self.why = why
+        self.reason = reason
 
 
 class RequestError(UsageError):
@@ -123,17 +123,17 @@ class CacheError(EngineError):
     pass
 
 
-def counted(number: int, noun: str, plural: str = "") -> str:
+def format_count(number: int, noun: str, plural: str = "") -> str:
     """``1 token``, ``2,048 tokens``; ``plural`` where it does not end in a plain s."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
-def a(noun: str) -> str:
+def with_article(noun: str) -> str:
     """``a decoder``, ``an encoder``: by its first letter."""
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
-def nearest_file(missing: Path) -> Path | None:
+def suggest_path(missing: Path) -> Path | None:
     """The file or folder beside it with the name that is most like its own; None where none is, or nobody can look."""
     try:
         close = difflib.get_close_matches(missing.name, os.listdir(missing.parent), n=1)
@@ -142,7 +142,7 @@ def nearest_file(missing: Path) -> Path | None:
     return missing.with_name(close[0]) if close and close[0] != missing.name else None
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def suggest(word: str, known: Iterable[str]) -> str:
     """``"did you mean 'x'?"`` for the nearest known word, or the list of them."""
     choices = list(known)
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)

@@ -27,21 +27,30 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvad.config import (
-    Attention,
-    Classes,
-    Embedding,
-    Experts,
-    Gated,
+    AttentionConfig,
+    ClassificationHeadConfig,
+    EmbeddingConfig,
+    GatedMLPConfig,
     ModelConfig,
-    Plain,
-    Pooled,
+    MoEConfig,
+    PlainMLPConfig,
+    PoolingHeadConfig,
+    attention_specs,
+    encoder_hidden_size,
     head_dim,
-    head_width,
-    mixers,
-    source_width,
+    head_input_size,
 )
 
-__all__ = ["Cost", "Gain", "cached_pass", "encoder_pass", "formula", "fresh_pass", "generation", "training_pass"]
+__all__ = [
+    "Cost",
+    "Gain",
+    "cached_pass",
+    "encoder_pass",
+    "closed_form_flops",
+    "uncached_pass",
+    "generation_cost",
+    "training_pass",
+]
 
 
 class Cost(NamedTuple):
@@ -52,8 +61,8 @@ class Cost(NamedTuple):
     attention: int = 0
     head: int = 0
     weights: int = 0
-    written: int = 0
-    read: int = 0
+    bytes_written: int = 0
+    bytes_read: int = 0
 
     @property
     def flops(self) -> int:
@@ -61,9 +70,9 @@ class Cost(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return self.weights + self.written + self.read
+        return self.weights + self.bytes_written + self.bytes_read
 
-    def plus(self, other: Cost) -> Cost:
+    def add(self, other: Cost) -> Cost:
         return Cost(*(a + b for a, b in zip(self, other, strict=True)))
 
 
@@ -74,7 +83,7 @@ class Gain(NamedTuple):
     projections: float
 
 
-def fresh_pass(config: ModelConfig, length: int, *, source: int = 0, element: int = 4) -> Cost:
+def uncached_pass(config: ModelConfig, length: int, *, source: int = 0, element: int = 4) -> Cost:
     """All ``length`` tokens of a row at once, with logits for the last: one token's worth of recomputation.
 
     ``source``: tokens that an encoder-decoder's encoder reads first.  An encoder alone reads ``length``, and its head
@@ -83,7 +92,7 @@ def fresh_pass(config: ModelConfig, length: int, *, source: int = 0, element: in
     if config.decoder is None:
         return encoder_pass(config, length, element=element)
     read = encoder_pass(config, source, element=element) if source else Cost()
-    return read.plus(_decoder_pass(config, length, [length] * config.decoder.layers, source, element, element))
+    return read.add(_decoder_pass(config, length, [length] * config.decoder.num_layers, source, element, element))
 
 
 def cached_pass(
@@ -94,7 +103,7 @@ def cached_pass(
 
     ``stored``: bytes per number in the cache.  A layer with a window reads its last ``window + new - 1`` tokens.
     """
-    own = [mixer for mixer in mixers(config) if not mixer.cross]
+    own = [mixer for mixer in attention_specs(config) if not mixer.is_cross_attention]
     slots = [length if mixer.window is None else min(length, mixer.window + new - 1) for mixer in own]
     return _decoder_pass(config, new, slots, source, element, element if stored is None else stored)
 
@@ -102,14 +111,14 @@ def cached_pass(
 def encoder_pass(config: ModelConfig, length: int, *, element: int = 4, stored: float | None = None) -> Cost:
     """The encoder over a text of ``length`` tokens: its head, where it stands alone; else the keys and values that
     cross-attention will read, ``stored`` bytes per number."""
-    cost, width = _encoder(config, length, element), source_width(config)
+    cost, width = _encoder(config, length, element), encoder_hidden_size(config)
     if config.decoder is None:
-        return cost.plus(_answers(config, 1 if config.per_row else length, element))
-    for spec in (mixer for mixer in mixers(config) if mixer.cross):
-        values = spec.kv_heads * (spec.head_dim + spec.value_dim)
+        return cost.add(_answers(config, 1 if config.pools_sequence else length, element))
+    for spec in (mixer for mixer in attention_specs(config) if mixer.is_cross_attention):
+        values = spec.num_kv_heads * (spec.head_dim + spec.value_dim)
         written = round(length * values * (element if stored is None else stored))
-        cost = cost.plus(
-            Cost(projections=2 * length * width * values, weights=width * values * element, written=written)
+        cost = cost.add(
+            Cost(projections=2 * length * width * values, weights=width * values * element, bytes_written=written)
         )
     return cost
 
@@ -121,27 +130,27 @@ def training_pass(
     sources of ``source`` tokens, with ``asked`` answers in all; ``frozen``: the weights are not trained."""
     row = Cost()
     if config.encoder is not None:
-        row = row.plus(_encoder(config, source if config.decoder is not None else length, 0))
+        row = row.add(_encoder(config, source if config.decoder is not None else length, 0))
     if config.decoder is not None:
-        row = row.plus(_decoder_layers(config, length, [length] * config.decoder.layers, source, 0, 0))
-        for spec in (mixer for mixer in mixers(config) if mixer.cross):
-            values = spec.kv_heads * (spec.head_dim + spec.value_dim)
-            row = row.plus(Cost(projections=2 * source * source_width(config) * values))
+        row = row.add(_decoder_layers(config, length, [length] * config.decoder.num_layers, source, 0, 0))
+        for spec in (mixer for mixer in attention_specs(config) if mixer.is_cross_attention):
+            values = spec.num_kv_heads * (spec.head_dim + spec.value_dim)
+            row = row.add(Cost(projections=2 * source * encoder_hidden_size(config) * values))
     weighted = rows * row.projections + _answers(config, asked, 0).head
     return (2 if frozen else 3) * weighted + 3 * rows * row.attention
 
 
-def generation(
+def generation_cost(
     config: ModelConfig, prompt: int, new: int, *, source: int = 0, element: int = 4, stored: float | None = None
 ) -> tuple[Cost, Cost]:
     """(with a cache, by recomputation): what it costs to generate ``new`` tokens after a prompt, greedily."""
     cached = [encoder_pass(config, source, element=element, stored=stored)] if source else []
     cached += [cached_pass(config, prompt, prompt, source=source, element=element, stored=stored)]
     cached += [cached_pass(config, 1, prompt + i, source=source, element=element, stored=stored) for i in range(1, new)]
-    return _sum(cached), _sum(fresh_pass(config, prompt + i, source=source, element=element) for i in range(new))
+    return _sum(cached), _sum(uncached_pass(config, prompt + i, source=source, element=element) for i in range(new))
 
 
-def formula(tokens: int) -> Gain:
+def closed_form_flops(tokens: int) -> Gain:
     """Document 004, section 4.7, for ``tokens`` tokens from an opening token."""
     return Gain(2 * tokens / 3, tokens / 2)
 
@@ -149,74 +158,93 @@ def formula(tokens: int) -> Gain:
 def _sum(costs: Iterable[Cost]) -> Cost:
     total = Cost()
     for cost in costs:
-        total = total.plus(cost)
+        total = total.add(cost)
     return total
 
 
 def _encoder(config: ModelConfig, length: int, element: int) -> Cost:
     """Its layers, over one text."""
     assert config.encoder is not None, "this model has no encoder"
-    width = source_width(config)
-    cost = _projection(config.embed if config.source is None else config.source.embed, width, length, element)
-    for index in range(config.encoder.layers):
-        layer = config.encoder.layer(index)
-        cost = cost.plus(_layer(config, layer.mixer, width, width, length, length, element))
-        cost = cost.plus(_mlp(layer.mlp, width, length, element))
+    width = encoder_hidden_size(config)
+    cost = _projection(
+        config.embedding if config.encoder_input is None else config.encoder_input.embedding, width, length, element
+    )
+    for index in range(config.encoder.num_layers):
+        layer = config.encoder.layer_config(index)
+        cost = cost.add(_layer(config, layer.attention, width, width, length, length, element))
+        cost = cost.add(_mlp(layer.mlp, width, length, element))
     return cost
 
 
 def _decoder_pass(config: ModelConfig, new: int, slots: list[int], source: int, element: int, stored: float) -> Cost:
-    return _decoder_layers(config, new, slots, source, element, stored).plus(_answers(config, 1, element))
+    return _decoder_layers(config, new, slots, source, element, stored).add(_answers(config, 1, element))
 
 
 def _decoder_layers(config: ModelConfig, new: int, slots: list[int], source: int, element: int, stored: float) -> Cost:
     assert config.decoder is not None, "an encoder generates nothing"
     assert bool(source) == (config.encoder is not None), "an encoder-decoder reads a source, and no other does"
-    cost = _projection(config.embed, config.width, new, element)
+    cost = _projection(config.embedding, config.hidden_size, new, element)
     for index, seen in enumerate(slots):
-        layer = config.decoder.layer(index)
-        cost = cost.plus(_layer(config, layer.mixer, config.width, config.width, new, seen, element, stored))
-        cost = cost.plus(_mlp(layer.mlp, config.width, new, element))
-        if layer.cross is not None:
-            cost = cost.plus(_layer(config, layer.cross, config.width, 0, new, source, element, stored))
+        layer = config.decoder.layer_config(index)
+        cost = cost.add(
+            _layer(config, layer.attention, config.hidden_size, config.hidden_size, new, seen, element, stored)
+        )
+        cost = cost.add(_mlp(layer.mlp, config.hidden_size, new, element))
+        if layer.cross_attention is not None:
+            cost = cost.add(_layer(config, layer.cross_attention, config.hidden_size, 0, new, source, element, stored))
     return cost
 
 
-def _projection(embed: Embedding, width: int, new: int, element: int) -> Cost:
+def _projection(embed: EmbeddingConfig, width: int, new: int, element: int) -> Cost:
     """From a table of another width to the model's."""
-    matrix = 0 if embed.width is None else embed.width * width
+    matrix = 0 if embed.embedding_size is None else embed.embedding_size * width
     return Cost(projections=2 * new * matrix, weights=matrix * element)
 
 
 def _layer(
-    config: ModelConfig, mixer: Attention, width: int, own: int, new: int, seen: int, element: int, stored: float = 0
+    config: ModelConfig,
+    mixer: AttentionConfig,
+    width: int,
+    own: int,
+    new: int,
+    seen: int,
+    element: int,
+    stored: float = 0,
 ) -> Cost:
     """One attention.  ``own``: the width that keys and values are made of; 0: none are made, they are read only."""
-    dim, kv_heads = head_dim(config, mixer), mixer.kv_heads or mixer.heads
+    dim, kv_heads = head_dim(config, mixer), mixer.num_kv_heads or mixer.num_heads
     value_dim = mixer.value_dim or dim
     values = kv_heads * (dim + value_dim)
-    matrices = width * mixer.heads * (dim + value_dim) + own * values
+    matrices = width * mixer.num_heads * (dim + value_dim) + own * values
     return Cost(
         projections=2 * new * matrices,
-        attention=2 * new * seen * mixer.heads * (dim + value_dim),
+        attention=2 * new * seen * mixer.num_heads * (dim + value_dim),
         weights=matrices * element,
-        written=round(new * values * stored) if own else 0,
-        read=round(seen * values * stored),
+        bytes_written=round(new * values * stored) if own else 0,
+        bytes_read=round(seen * values * stored),
     )
 
 
-def _mlp(mlp: Plain | Gated | Experts, width: int, new: int, element: int) -> Cost:
-    one = (2 if isinstance(mlp, Plain) else 3) * width * mlp.hidden
-    if not isinstance(mlp, Experts):
+def _mlp(mlp: PlainMLPConfig | GatedMLPConfig | MoEConfig, width: int, new: int, element: int) -> Cost:
+    one = (2 if isinstance(mlp, PlainMLPConfig) else 3) * width * mlp.intermediate_size
+    if not isinstance(mlp, MoEConfig):
         return Cost(projections=2 * new * one, weights=one * element)
-    router = width * mlp.count
-    chosen = min(mlp.count, new * mlp.active)
-    return Cost(projections=2 * new * (mlp.active * one + router), weights=(chosen * one + router) * element)
+    router = width * mlp.num_experts
+    chosen = min(mlp.num_experts, new * mlp.num_experts_per_token)
+    return Cost(
+        projections=2 * new * (mlp.num_experts_per_token * one + router), weights=(chosen * one + router) * element
+    )
 
 
 def _answers(config: ModelConfig, count: int, element: int) -> Cost:
     """The head, of ``count`` tokens or pooled rows."""
-    head, width = config.head, head_width(config)
-    outputs = 0 if isinstance(head, Pooled) else len(head.labels) if isinstance(head, Classes) else config.vocab
-    matrices = width * outputs + (0 if head.transform is None else config.width * width)
+    head, width = config.head, head_input_size(config)
+    outputs = (
+        0
+        if isinstance(head, PoolingHeadConfig)
+        else len(head.labels)
+        if isinstance(head, ClassificationHeadConfig)
+        else config.vocab_size
+    )
+    matrices = width * outputs + (0 if head.transform is None else config.hidden_size * width)
     return Cost(head=2 * count * matrices, weights=matrices * element)

@@ -25,30 +25,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvad.cache.formats import FORMATS
-from kvad.cache.full import with_endless
-from kvad.cache.planning import available_bytes, plan_memory, require
-from kvad.cache.sessions import default_folder, named, sweep
+from kvad.cache.full import resolve_endless
+from kvad.cache.planning import available_bytes, plan_memory, require_memory
+from kvad.cache.sessions import default_session_dir, remove_session_leftovers, session_path
 from kvad.cache.sizing import CacheConfig
-from kvad.checkpoint.adapter import Adapted, with_adapter
-from kvad.checkpoint.compressor import load_compressor
-from kvad.checkpoint.compressor_folder import read_summaries
-from kvad.checkpoint.generation import Generation
+from kvad.checkpoint.adapter import AdaptedCheckpoint, merge_adapter
+from kvad.checkpoint.compressor import load_summarizer
+from kvad.checkpoint.compressor_folder import read_summarizer_shape
+from kvad.checkpoint.generation import GenerationConfig
 from kvad.checkpoint.native import DTYPES
-from kvad.checkpoint.open import Opened, model_of, open_checkpoint
-from kvad.config import Classes, Head, ModelConfig, Pooled
-from kvad.engine.answers import fill_masks, label_row, label_tokens
+from kvad.checkpoint.open import CheckpointHandle, load_weights, open_checkpoint
+from kvad.config import ClassificationHeadConfig, LanguageHeadConfig, ModelConfig, PoolingHeadConfig
+from kvad.engine.answers import fill_masks, label_tokens, rank_labels
 from kvad.engine.completion import Completion, TextScore
-from kvad.engine.desk import Desk, Ticket
-from kvad.engine.engine import Engine, Piece
-from kvad.engine.request import SAMPLED, SEARCHED, SINGLE, Sampling, TokenScore
+from kvad.engine.desk import EngineClient, RequestHandle
+from kvad.engine.engine import Engine, StreamChunk
+from kvad.engine.request import BEAM_ONLY_FIELDS, NON_BEAM_FIELDS, SAMPLING_ONLY_FIELDS, SamplingParams, TokenLogprob
 from kvad.engine.session import Session
-from kvad.engine.texts import Prompt, Texts, one_or_many
-from kvad.engine.trace import Trace, trace
-from kvad.errors import ConfigError, RequestError, UsageError, nearest
-from kvad.model.compress import Compressor
-from kvad.model.fresh import Fresh
+from kvad.engine.texts import PromptEncoder, PromptInput, normalize_prompts
+from kvad.engine.trace import ForwardTrace, trace_forward
+from kvad.errors import ConfigError, RequestError, UsageError, suggest
+from kvad.model.compress import Summarizer
+from kvad.model.fresh import NoCache
 from kvad.model.transformer import Transformer
-from kvad.step import Lane, Step
+from kvad.step import ModelInput, SubBatch
 from kvad.text.chat import template_fingerprint
 from kvad.text.tokenizer import Tokenizer
 
@@ -64,34 +64,37 @@ class LLM:
         self,
         model: Transformer,
         tokenizer: Tokenizer | None,
-        cache: CacheConfig,
+        cache_config: CacheConfig,
         *,
-        generation: Generation | None = None,
-        budget: int = 2048,
+        generation: GenerationConfig | None = None,
+        max_num_batched_tokens: int = 2048,
         deterministic: bool = False,
-        compressor: Compressor | None = None,
-        park_dir: str | Path | None = None,
+        summarizer: Summarizer | None = None,
+        swap_dir: str | Path | None = None,
         name: str = "",
-        template: str = "",
-        adapter: str = "",
+        chat_template_fingerprint: str = "",
+        adapter_fingerprint: str = "",
     ) -> None:
-        self.name, self.template = name, template  # what sessions say of it; the chat template's fingerprint
-        self.model, self.tokenizer, self.cache = model.eval(), tokenizer, cache
-        self.generation = Generation() if generation is None else generation
-        ends = frozenset(self.generation.stops)
+        self.name, self.chat_template_fingerprint = (
+            name,
+            chat_template_fingerprint,
+        )  # what sessions say of it; the chat template's fingerprint
+        self.model, self.tokenizer, self.cache_config = model.eval(), tokenizer, cache_config
+        self.generation = GenerationConfig() if generation is None else generation
+        ends = frozenset(self.generation.eos_token_ids)
         self.engine = Engine(
             self.model,
-            cache,
+            cache_config,
             tokenizer=tokenizer,
-            budget=budget,
+            max_num_batched_tokens=max_num_batched_tokens,
             deterministic=deterministic,
-            compressor=compressor,
+            summarizer=summarizer,
             stop_tokens=ends,
-            park_dir=park_dir,
-            adapter=adapter,
+            swap_dir=swap_dir,
+            adapter_fingerprint=adapter_fingerprint,
         )
-        self.texts = Texts(model.config, tokenizer, self.generation, endless=self.engine.cache.endless)
-        self._desk = Desk(self.engine)
+        self.texts = PromptEncoder(model.config, tokenizer, self.generation, endless=self.engine.cache.endless)
+        self._desk = EngineClient(self.engine)
 
     @staticmethod
     def load(
@@ -142,48 +145,50 @@ class LLM:
             )
         opened = open_checkpoint(path, revision=revision)
         if adapter is not None:
-            opened = with_adapter(opened, Path(adapter))
+            opened = merge_adapter(opened, Path(adapter))
         computed = _computed_dtype(opened, dtype, where)
-        config = memory if memory is not None else default_cache(opened.config, cache_dtype or computed, **cache)
-        stored = None if compressor is None else read_summaries(Path(compressor))
+        config = memory if memory is not None else default_cache_config(opened.config, cache_dtype or computed, **cache)
+        stored = None if compressor is None else read_summarizer_shape(Path(compressor))
         if where.type == "cpu":
             planned = plan_memory(
                 opened.config, config, weights_dtype=computed, learned=stored, deterministic=deterministic
             )
-            require(planned, available_bytes())
-        for name in opened.generation.unheard:
+            require_memory(planned, available_bytes())
+        for name in opened.generation.ignored_fields:
             warnings.warn(f"{opened.path}: generation_config.json: {name} is not applied", stacklevel=2)
-        learned = None if compressor is None else load_compressor(Path(compressor), opened)
-        model = model_of(opened, dtype, where)
+        learned = None if compressor is None else load_summarizer(Path(compressor), opened)
+        model = load_weights(opened, dtype, where)
         return LLM(
             model,
             opened.tokenizer,
             config,
             generation=opened.generation,
             deterministic=deterministic,
-            compressor=learned,
-            park_dir=park_dir,
+            summarizer=learned,
+            swap_dir=park_dir,
             name=str(path),
-            template=template_fingerprint(opened.words),
-            adapter=opened.adapter_fingerprint if isinstance(opened, Adapted) else "",
+            chat_template_fingerprint=template_fingerprint(opened.tokenizer_folder),
+            adapter_fingerprint=opened.adapter_fingerprint if isinstance(opened, AdaptedCheckpoint) else "",
         )
 
     # ------------------------------------------------------------ text out
 
     @overload
-    def generate(self, prompts: str, sampling: Sampling | None = None, **options: Any) -> Completion: ...
-    @overload
-    def generate(self, prompts: Sequence[int], sampling: Sampling | None = None, **options: Any) -> Completion: ...
+    def generate(self, prompts: str, sampling: SamplingParams | None = None, **options: Any) -> Completion: ...
     @overload
     def generate(
-        self, prompts: Sequence[str] | Sequence[Sequence[int]], sampling: Sampling | None = None, **options: Any
+        self, prompts: Sequence[int], sampling: SamplingParams | None = None, **options: Any
+    ) -> Completion: ...
+    @overload
+    def generate(
+        self, prompts: Sequence[str] | Sequence[Sequence[int]], sampling: SamplingParams | None = None, **options: Any
     ) -> list[Completion]: ...
     def generate(
         self,
         prompts: Any,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         *,
-        prefix: Prompt | None = None,
+        prefix: PromptInput | None = None,
         language: str | None = None,
         source_language: str | None = None,
         **options: Any,
@@ -195,28 +200,28 @@ class LLM:
         that mark them.  Raises RequestError for a prompt or an option that cannot be served, NumericalError when the
         model's logits are NaN or infinite.
         """
-        chosen = self._sampling(sampling, options, language, prefix)
+        chosen = self._sampling_params(sampling, options, language, prefix)
         submit = self._submitter(chosen, prefix, source_language)
-        done: Completion | list[Completion] = self._each(prompts, submit, Ticket.finish)
+        done: Completion | list[Completion] = self._each(prompts, submit, RequestHandle.result)
         return done
 
     def stream(
         self,
-        prompt: Prompt,
-        sampling: Sampling | None = None,
+        prompt: PromptInput,
+        sampling: SamplingParams | None = None,
         *,
-        prefix: Prompt | None = None,
+        prefix: PromptInput | None = None,
         language: str | None = None,
         source_language: str | None = None,
         **options: Any,
-    ) -> Generator[Piece, None, None]:
+    ) -> Generator[StreamChunk, None, None]:
         """Pieces of one prompt's samples as they come; closing the iterator cancels what is left."""
-        chosen = self._sampling(sampling, options, language, prefix)
+        chosen = self._sampling_params(sampling, options, language, prefix)
         ticket = self._submitter(chosen, prefix, source_language)(prompt)
         try:
-            yield from ticket.pieces()
+            yield from ticket.chunks()
         finally:
-            self._desk.drop([ticket])
+            self._desk.cancel([ticket])
 
     def session(self, name: str | Path | None = None, folder: str | Path | None = None) -> Session:
         """A text that goes on from turn to turn, and from process to process (``engine/session.py``).
@@ -225,33 +230,44 @@ class LLM:
         Path; where there is one it is loaded, and what dead writers left there is removed.  None: of this process only.
         UsageError for what is no name; EntryError for a file that is damaged or belongs to another model or cache.
         """
-        self._desk.alive()
+        self._desk.check_open()
         path = None
         if isinstance(name, Path):
             path = name
         elif name is not None:
-            path = named(name, Path(folder) if folder is not None else default_folder())
-            sweep(path.parent)
+            path = session_path(name, Path(folder) if folder is not None else default_session_dir())
+            remove_session_leftovers(path.parent)
         said = name if isinstance(name, str) else "" if path is None else path.stem
         session = Session(
-            self._desk, self.texts, self._chosen, path=path, name=said, model=self.name, template=self.template
+            self._desk,
+            self.texts,
+            self._resolve_sampling,
+            path=path,
+            name=said,
+            model=self.name,
+            template=self.chat_template_fingerprint,
         )
         if path is not None and path.exists():
             session.load()
         return session
 
-    def _chosen(self, sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
-        return _chosen(sampling, options, self.generation)
+    def _resolve_sampling(self, sampling: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
+        return _sampling_params(sampling, options, self.generation)
 
     # ------------------------------------------------------------ numbers out
 
     @overload
     def score(  # type: ignore[overload-overlap]
-        self, texts: str, *, top: int = 0, source: Prompt | None = None, source_language: str | None = None
+        self, texts: str, *, top: int = 0, source: PromptInput | None = None, source_language: str | None = None
     ) -> TextScore: ...
     @overload
     def score(
-        self, texts: Sequence[int], *, top: int = 0, source: Prompt | None = None, source_language: str | None = None
+        self,
+        texts: Sequence[int],
+        *,
+        top: int = 0,
+        source: PromptInput | None = None,
+        source_language: str | None = None,
     ) -> TextScore: ...
     @overload
     def score(
@@ -259,59 +275,59 @@ class LLM:
         texts: Sequence[str] | Sequence[Sequence[int]],
         *,
         top: int = 0,
-        source: Prompt | None = None,
+        source: PromptInput | None = None,
         source_language: str | None = None,
     ) -> list[TextScore]: ...
     def score(
-        self, texts: Any, *, top: int = 0, source: Prompt | None = None, source_language: str | None = None
+        self, texts: Any, *, top: int = 0, source: PromptInput | None = None, source_language: str | None = None
     ) -> TextScore | list[TextScore]:
         """Log-probability of every token given those before it, through the cache; ``top`` alternatives beside each.
 
         Of an encoder-decoder ``texts`` are targets of ``source``.
         """
-        sampling = Sampling(max_tokens=0, prompt_logprobs=top)
+        sampling = SamplingParams(max_tokens=0, prompt_logprobs=top)
         crossed = self._crossed()
         if crossed != (source is not None):
             what = "source=: this model scores targets of a source" if crossed else "this model has no source"
             raise RequestError(what, "give the text that the targets answer" if crossed else "leave source= out")
-        read = None if source is None else self.texts.source(source, source_language)
+        read = None if source is None else self.texts.encode_source(source, source_language)
         known: dict[int, list[int]] = {}
 
-        def submit(text: Prompt) -> Ticket:
-            tokens = self.texts.prompt(text) if read is None else self.texts.target(text)
+        def submit(text: PromptInput) -> RequestHandle:
+            tokens = self.texts.encode_prompt(text) if read is None else self.texts.encode_target(text)
             ticket = self._submit(tokens, sampling, read)
             known[ticket.request] = tokens
             return ticket
 
-        def told(ticket: Ticket) -> TextScore:
-            return _text_score(known[ticket.request], ticket.finish().prompt_logprobs)
+        def told(ticket: RequestHandle) -> TextScore:
+            return _text_score(known[ticket.request], ticket.result().prompt_logprobs)
 
         done: TextScore | list[TextScore] = self._each(texts, submit, told)
         return done
 
     @torch.inference_mode()
-    def logits(self, tokens: Prompt, source: Prompt | None = None) -> Tensor:
+    def logits(self, tokens: PromptInput, source: PromptInput | None = None) -> Tensor:
         """[T, V] without any cache: what the model says, and what every cache is held against.
 
         Of an encoder-decoder, ``tokens`` are the target's; of an encoder, what its head says: [T, V], [T, labels],
         or [labels] or [E] where it speaks of the whole row.
         """
-        self._desk.alive()
+        self._desk.check_open()
         if source is not None and not self._crossed():
             raise RequestError("this model has no source", "leave source= out")
         if self._kind == "encoder":
-            ids = self.texts.source(tokens)
+            ids = self.texts.encode_source(tokens)
         else:
-            ids = self.texts.target(tokens) if self._crossed() else self.texts.prompt(tokens, whole=True)
+            ids = self.texts.encode_target(tokens) if self._crossed() else self.texts.encode_prompt(tokens, whole=True)
         step = self._step(ids)
         if self._crossed():
             if source is None:
                 raise RequestError("source=: this model answers a source", "give the text to translate")
-            step = step._replace(source=self._step(self.texts.source(source)))
-        hidden = self.model(step, Fresh(self.model.config, kernel=self.model.kernel))
-        if self.model.config.per_row:
-            return self.model.rows(hidden, step)[0]
-        return self.model.logits(hidden, step.wanted)
+            step = step._replace(encoder_input=self._step(self.texts.encode_source(source)))
+        hidden = self.model(step, NoCache(self.model.config, kernel=self.model.kernel))
+        if self.model.config.pools_sequence:
+            return self.model.pooled_outputs(hidden, step)[0]
+        return self.model.logits(hidden, step.logit_indices)
 
     def embed(self, texts: Any, *, pool: Literal["mean", "first", "head"] | None = None) -> Tensor:
         """[N, E]: one vector per text (of one text, N = 1).
@@ -321,17 +337,17 @@ class LLM:
         Raises RequestError for a model without an encoder.
         """
         if pool not in (None, "mean", "first", "head"):
-            raise RequestError(f"pool: {pool!r}", nearest(str(pool), ("mean", "first", "head")))
-        if pool == "head" and not isinstance(self.model.config.head, Pooled):
+            raise RequestError(f"pool: {pool!r}", suggest(str(pool), ("mean", "first", "head")))
+        if pool == "head" and not isinstance(self.model.config.head, PoolingHeadConfig):
             raise RequestError("pool='head': this model's head does not pool", "mean or first")
-        rows = torch.stack(self._encoded(texts, pool or self.generation.pool or "mean"))
-        return F.normalize(rows, dim=-1) if pool is None and self.generation.unit else rows
+        rows = torch.stack(self._encoded(texts, pool or self.generation.pooling or "mean"))
+        return F.normalize(rows, dim=-1) if pool is None and self.generation.normalize else rows
 
     def tag(self, texts: Any) -> Any:
         """The words of a text (or of many) with their labels, from a head that labels tokens."""
         self._needs("token", "label tokens")
         head = self.model.config.head
-        assert isinstance(head, Classes)
+        assert isinstance(head, ClassificationHeadConfig)
         tokenizer = self._tokenizer()
         return self._answered(texts, lambda ids, out: label_tokens(tokenizer, ids, out, head.labels))
 
@@ -339,54 +355,54 @@ class LLM:
         """The labels of a text (or of many), the likeliest first, from a head that labels whole texts."""
         self._needs("row", "label whole texts")
         head = self.model.config.head
-        assert isinstance(head, Classes)
-        return self._answered(texts, lambda ids, out: label_row(out, head.labels))
+        assert isinstance(head, ClassificationHeadConfig)
+        return self._answered(texts, lambda ids, out: rank_labels(out, head.labels))
 
-    def fill(self, texts: Any, *, top: int = 5) -> Any:
+    def fill_mask(self, texts: Any, *, top: int = 5) -> Any:
         """For each mask of a text (or of many), its ``top`` likeliest tokens, from a masked language model."""
-        if self._kind != "encoder" or not isinstance(self.model.config.head, Head):
+        if self._kind != "encoder" or not isinstance(self.model.config.head, LanguageHeadConfig):
             raise RequestError("this model fills no masks", self._can())
         tokenizer = self._tokenizer()
         return self._answered(texts, lambda ids, out: fill_masks(tokenizer, ids, out, top), specials=True)
 
     def trace(
         self,
-        prompt: Prompt,
+        prompt: PromptInput,
         layers: Sequence[int] | None = None,
         heads: Sequence[int] | None = None,
         *,
         cached: bool = False,
-    ) -> Trace:
+    ) -> ForwardTrace:
         """Named q, k, v, scores, weights, head outputs and hidden states of the layers and heads asked for.
 
         ``cached``: through a paged memory made for this call, in the model's dtype.  Others' requests wait meanwhile.
         """
-        self._desk.alive()
+        self._desk.check_open()
         if self._kind != "decoder":
             raise RequestError(f"an {self._kind} cannot be traced yet", "trace a decoder")
-        tokens = self.texts.prompt(prompt, whole=True)
+        tokens = self.texts.encode_prompt(prompt, whole=True)
         pieces = [str(t) if self.tokenizer is None else self.tokenizer.token_text(t) for t in tokens]
-        every = range(self.model.config.stack.layers)
+        every = range(self.model.config.stack.num_layers)
         chosen = list(every if layers is None else layers)
         for layer in chosen:
             if layer not in every:
                 raise RequestError(f"layer {layer} is not one of 0..{every[-1]}")
-            count = self.model.config.stack.layer(layer).mixer.heads
+            count = self.model.config.stack.layer_config(layer).attention.num_heads
             for head in heads or ():
                 if not 0 <= head < count:
                     raise RequestError(f"head {head} is not one of 0..{count - 1} of layer {layer}")
         with self._desk.lock:  # the trace watches the model itself
-            return trace(self.model, tokens, pieces, layers=chosen, heads=heads, cached=cached)
+            return trace_forward(self.model, tokens, pieces, layers=chosen, heads=heads, cached=cached)
 
     # ------------------------------------------------------------ text <-> ids
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: PromptInput) -> list[int]:
         """Token ids of a prompt (of a source, where the model has an encoder), as the model is given them."""
-        return self.texts.prompt(prompt) if self._kind == "decoder" else self.texts.source(prompt)
+        return self.texts.encode_prompt(prompt) if self._kind == "decoder" else self.texts.encode_source(prompt)
 
-    def sampling(self, **options: Any) -> Sampling:
+    def sampling_params(self, **options: Any) -> SamplingParams:
         """These options over the checkpoint's own defaults.  RequestError for a name or a value that cannot be."""
-        return sampling_of(options, self.generation)
+        return resolve_sampling(options, self.generation)
 
     # ------------------------------------------------------------ life
 
@@ -416,54 +432,54 @@ class LLM:
             raise RequestError("this model came without a tokenizer", "logits(ids) gives the numbers")
         return self.tokenizer
 
-    def _step(self, ids: Sequence[int]) -> Step:
+    def _step(self, ids: Sequence[int]) -> ModelInput:
         tokens = torch.tensor(ids, dtype=torch.int64, device=self.engine.device)
         every = torch.arange(len(ids), device=tokens.device)
-        lane = Lane(1, len(ids), len(ids))
-        return Step(tokens, every, (lane,), every, limits=torch.full_like(every, len(ids)))
+        lane = SubBatch(1, len(ids), len(ids))
+        return ModelInput(tokens, every, (lane,), every, max_seq_lens=torch.full_like(every, len(ids)))
 
-    def _sampling(
-        self, sampling: Sampling | None, options: dict[str, Any], language: str | None, prefix: Prompt | None
-    ) -> Sampling:
-        chosen = _chosen(sampling, options, self.generation)
+    def _sampling_params(
+        self, sampling: SamplingParams | None, options: dict[str, Any], language: str | None, prefix: PromptInput | None
+    ) -> SamplingParams:
+        chosen = _sampling_params(sampling, options, self.generation)
         if language is not None:
-            if options.get("forced_first") is not None:
+            if options.get("forced_bos_token_id") is not None:
                 raise RequestError("language= and forced_first= both given", "a language is a forced first token")
             if not isinstance(prefix, str | None):
                 raise RequestError("language= and prefix= as ids both given", "ids are the whole start of the target")
-            return dataclasses.replace(chosen, forced_first=self.texts.language(language))
+            return dataclasses.replace(chosen, forced_bos_token_id=self.texts.language_token(language))
         return chosen
 
     def _submitter(
-        self, sampling: Sampling, prefix: Prompt | None, source_language: str | None
-    ) -> Callable[[Prompt], Ticket]:
+        self, sampling: SamplingParams, prefix: PromptInput | None, source_language: str | None
+    ) -> Callable[[PromptInput], RequestHandle]:
         if self._kind == "encoder":
             raise RequestError("this model is an encoder: it cannot continue a text", self._can())
         if not self._crossed():
             if prefix is not None or source_language is not None:
                 raise RequestError("prefix= and source_language= are for encoder-decoders", "put it in the prompt")
-            return lambda prompt: self._submit(self.texts.prompt(prompt), sampling, None)
+            return lambda prompt: self._submit(self.texts.encode_prompt(prompt), sampling, None)
         prefix = None if prefix == "" else prefix
-        start = self.texts.target(prefix, sampling.forced_first)
-        chosen = sampling if prefix is None else dataclasses.replace(sampling, forced_first=None)
-        return lambda text: self._submit(start, chosen, self.texts.source(text, source_language))
+        start = self.texts.encode_target(prefix, sampling.forced_bos_token_id)
+        chosen = sampling if prefix is None else dataclasses.replace(sampling, forced_bos_token_id=None)
+        return lambda text: self._submit(start, chosen, self.texts.encode_source(text, source_language))
 
-    def _submit(self, tokens: list[int], sampling: Sampling, source: list[int] | None) -> Ticket:
+    def _submit(self, tokens: list[int], sampling: SamplingParams, source: list[int] | None) -> RequestHandle:
         def queue(engine: Engine) -> int:
-            return engine.submit(tokens, sampling, source=source)
+            return engine.add_request(tokens, sampling, source=source)
 
         return self._desk.submit(queue, sampling, len(tokens if source is None else source))
 
-    def _each(self, prompts: Any, submit: Callable[[Any], Ticket], take: Callable[[Ticket], T]) -> Any:
+    def _each(self, prompts: Any, submit: Callable[[Any], RequestHandle], take: Callable[[RequestHandle], T]) -> Any:
         """Submit one or many, then take what came of each; on an exception all of them are dropped."""
-        one, many = one_or_many(prompts)
-        tickets: list[Ticket] = []
+        one, many = normalize_prompts(prompts)
+        tickets: list[RequestHandle] = []
         try:
             for prompt in many:
                 tickets.append(submit(prompt))
             done = [take(ticket) for ticket in tickets]
         except BaseException:
-            self._desk.drop(tickets)
+            self._desk.cancel(tickets)
             raise
         return done[0] if one else done
 
@@ -484,27 +500,27 @@ class LLM:
             raise RequestError("this model has no encoder", "it continues prompts")
         known: dict[int, list[int]] = {}
 
-        def submit(text: Prompt) -> Ticket:
-            ids = self.texts.source(text, specials=specials)
-            ticket = self._desk.submit(lambda engine: engine.submit_source(ids, want), Sampling(), len(ids))
+        def submit(text: PromptInput) -> RequestHandle:
+            ids = self.texts.encode_source(text, specials=specials)
+            ticket = self._desk.submit(lambda engine: engine.add_encoder_request(ids, want), SamplingParams(), len(ids))
             known[ticket.request] = ids
             return ticket
 
-        return self._each(texts, submit, lambda ticket: take(known[ticket.request], ticket.answer()))
+        return self._each(texts, submit, lambda ticket: take(known[ticket.request], ticket.encoder_output()))
 
     def _needs(self, per: str, what: str) -> None:
         head = self.model.config.head
-        if not isinstance(head, Classes) or head.per != per:
+        if not isinstance(head, ClassificationHeadConfig) or head.level != per:
             raise RequestError(f"this model does not {what}", self._can())
 
     def _can(self) -> str:
         head = self.model.config.head
         if self._kind != "encoder":
             return "it can generate, score and give logits"
-        if isinstance(head, Head):
+        if isinstance(head, LanguageHeadConfig):
             return "it can fill masks, embed and give logits"
-        if isinstance(head, Classes):
-            return f"it can {'tag' if head.per == 'token' else 'classify'}, embed and give logits"
+        if isinstance(head, ClassificationHeadConfig):
+            return f"it can {'tag' if head.level == 'token' else 'classify'}, embed and give logits"
         return "it can embed"
 
 
@@ -514,7 +530,7 @@ def _dtype_name(where: str, dtype: Any, known: Iterable[str] = DTYPES) -> str | 
     own = isinstance(name, str) and ":" in name and known is FORMATS  # the cache's configuration finds it
     if name is None or own or (isinstance(name, str) and name in known):
         return name
-    raise ConfigError(f"{where}: unknown dtype {name!r}", nearest(str(name), known))
+    raise ConfigError(f"{where}: unknown dtype {name!r}", suggest(str(name), known))
 
 
 def _device(device: Any) -> torch.device:
@@ -533,65 +549,71 @@ def _device(device: Any) -> torch.device:
     return found
 
 
-def _computed_dtype(opened: Opened, dtype: str | None, device: torch.device) -> str:
+def _computed_dtype(opened: CheckpointHandle, dtype: str | None, device: torch.device) -> str:
     """What the model will compute in: as asked, else as stored (float16 is widened on a CPU)."""
     if dtype is not None:
         return dtype
-    stored = str(opened.stored).removeprefix("torch.")
+    stored = str(opened.stored_dtype).removeprefix("torch.")
     return "float32" if stored == "float16" and device.type == "cpu" else stored
 
 
-def default_cache(model: ModelConfig, dtype: str, **fields: Any) -> CacheConfig:
+def default_cache_config(model: ModelConfig, dtype: str, **fields: Any) -> CacheConfig:
     """Paged, in the dtype that the model computes in, eight rows of the model's limit."""
     known = [f.name for f in dataclasses.fields(CacheConfig)]
     for name in fields:
         if name not in known:
-            raise RequestError(f"unknown option {name!r} of the cache", nearest(name, known))
-    chosen: dict[str, Any] = {"capacity": model.limit, "dtype": dtype, **with_endless(fields)}
-    if model.source is not None:
-        chosen = {"source_capacity": model.source.limit, **chosen}
-    if isinstance(chosen["capacity"], int) and chosen["capacity"] > model.limit:
-        raise RequestError(f"a context of {chosen['capacity']} tokens exceeds the model's limit of {model.limit}")
+            raise RequestError(f"unknown option {name!r} of the cache", suggest(name, known))
+    chosen: dict[str, Any] = {"capacity": model.max_seq_len, "dtype": dtype, **resolve_endless(fields)}
+    if model.encoder_input is not None:
+        chosen = {"source_capacity": model.encoder_input.max_seq_len, **chosen}
+    if isinstance(chosen["capacity"], int) and chosen["capacity"] > model.max_seq_len:
+        raise RequestError(f"a context of {chosen['capacity']} tokens exceeds the model's limit of {model.max_seq_len}")
     return CacheConfig(**chosen)
 
 
-def _chosen(sampling: Sampling | None, options: dict[str, Any], generation: Generation) -> Sampling:
+def _sampling_params(
+    sampling: SamplingParams | None, options: dict[str, Any], generation: GenerationConfig
+) -> SamplingParams:
     if sampling is None:
-        return sampling_of(options, generation)
-    if not isinstance(sampling, Sampling):
+        return resolve_sampling(options, generation)
+    if not isinstance(sampling, SamplingParams):
         raise RequestError(f"sampling: expected a Sampling, found {sampling!r}", "give its fields as keywords")
     if options:
         raise RequestError(f"sampling= and {next(iter(options))}= both given", "put it in the Sampling")
     return sampling
 
 
-def sampling_of(options: Mapping[str, Any], generation: Generation) -> Sampling:
+def resolve_sampling(options: Mapping[str, Any], generation: GenerationConfig) -> SamplingParams:
     """What is asked for, over the checkpoint's defaults.
 
     Asking to sample, or for more than a search would give, leaves the checkpoint's search out, beams and greedy; asking
     for a beam search leaves its sampling out.  RequestError for a name or a value that cannot be.
     """
     defaults: dict[str, Any] = dict(generation.sampling or {})
-    words = (*((token,) for token in generation.banned), *generation.bad_words)
+    words = (*((token,) for token in generation.suppress_tokens), *generation.bad_words_ids)
     if words:
-        defaults["bad_words"] = words
-    for name in ("forced_first", "forced_last"):
+        defaults["bad_words_ids"] = words
+    for name in ("forced_bos_token_id", "forced_eos_token_id"):
         if getattr(generation, name) is not None:
             defaults[name] = getattr(generation, name)
     more = options.get("n", 1) > defaults.get("beams", 1)
-    if more or ({*SAMPLED, *SINGLE} & options.keys() and not options.keys() & set(SEARCHED)):
-        defaults = {name: value for name, value in defaults.items() if name not in SEARCHED}
+    if more or (
+        {*SAMPLING_ONLY_FIELDS, *NON_BEAM_FIELDS} & options.keys() and not options.keys() & set(BEAM_ONLY_FIELDS)
+    ):
+        defaults = {name: value for name, value in defaults.items() if name not in BEAM_ONLY_FIELDS}
     if options.get("beams", 1) != 1:
-        defaults = {name: value for name, value in defaults.items() if name not in (*SAMPLED, *SINGLE)}
+        defaults = {
+            name: value for name, value in defaults.items() if name not in (*SAMPLING_ONLY_FIELDS, *NON_BEAM_FIELDS)
+        }
         defaults["temperature"] = 0.0
     if isinstance(options.get("max_tokens"), int) and "min_tokens" in defaults:
         defaults["min_tokens"] = min(defaults["min_tokens"], options["max_tokens"])
     if options.get("beams", defaults.get("beams", 1)) == 1:  # a file's words on a search that is not made
-        defaults = {name: value for name, value in defaults.items() if name not in SEARCHED}
-        if defaults.get("temperature") == 0 and (more or options.keys() & set(SAMPLED)):
+        defaults = {name: value for name, value in defaults.items() if name not in BEAM_ONLY_FIELDS}
+        if defaults.get("temperature") == 0 and (more or options.keys() & set(SAMPLING_ONLY_FIELDS)):
             del defaults["temperature"]
-    return Sampling.of(**{**defaults, **options})
+    return SamplingParams.from_options(**{**defaults, **options})
 
 
-def _text_score(tokens: Sequence[int], scores: Sequence[TokenScore]) -> TextScore:
-    return TextScore(tuple(tokens), (None, *(s.logprob for s in scores)), ((), *(s.top for s in scores)))
+def _text_score(tokens: Sequence[int], scores: Sequence[TokenLogprob]) -> TextScore:
+    return TextScore(tuple(tokens), (None, *(s.logprob for s in scores)), ((), *(s.top_logprobs for s in scores)))

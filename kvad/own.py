@@ -7,10 +7,10 @@ from typing import Any
 
 from kvad.errors import ConfigError
 
-__all__ = ["load_own"]
+__all__ = ["load_plugin"]
 
 
-def load_own(name: str, where: str) -> Any:
+def load_plugin(name: str, where: str) -> Any:
     """What ``name`` says.  ConfigError names ``where`` it was asked for, and what is not there."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
-from kvad.errors import ConfigError, nearest
+from kvad.errors import ConfigError, suggest
 
 __all__ = ["from_dict", "override", "to_dict"]
 
@@ -38,7 +38,7 @@ def from_dict(cls: type[T], data: Any, where: str = "") -> T:
 
 
 def override(data: dict[str, Any], assignments: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of ``data`` with dotted keys set: ``{"decoder.layers": 4}``.  A key's parents must exist."""
+    """A copy of ``data`` with dotted keys set: ``{"decoder.num_layers": 4}``.  A key's parents must exist."""
     result: dict[str, Any] = json.loads(json.dumps(data))
     for dotted, value in assignments.items():
         node = result
@@ -48,7 +48,7 @@ def override(data: dict[str, Any], assignments: Mapping[str, Any]) -> dict[str, 
             if name in node and child is None:
                 raise ConfigError(f"{'.'.join(parents[: depth + 1])} is null: there is no {dotted}")
             if not isinstance(child, dict):
-                raise ConfigError(f"unknown key {'.'.join(parents[: depth + 1])!r}", nearest(name, node))
+                raise ConfigError(f"unknown key {'.'.join(parents[: depth + 1])!r}", suggest(name, node))
             node = child
         node[last] = value
     return result
@@ -98,7 +98,7 @@ def _read_union(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
             raise ConfigError(f"missing key {where}.kind", f"known: {', '.join(sorted(by_kind))}")
         name = data["kind"]
         if name not in by_kind:
-            raise ConfigError(f"{where}.kind: {name!r} is not known", nearest(str(name), by_kind))
+            raise ConfigError(f"{where}.kind: {name!r} is not known", suggest(str(name), by_kind))
         return _read(by_kind[name], data, where)
     errors = []
     for kind in kinds:
@@ -124,7 +124,7 @@ def _read_dataclass(cls: type[Any], data: Any, where: str) -> Any:
     prefix = f"{where}." if where else ""
     for key in data:
         if key not in fields:
-            raise ConfigError(f"unknown key {prefix}{key}", nearest(key, fields))
+            raise ConfigError(f"unknown key {prefix}{key}", suggest(key, fields))
     values = {key: _read(hints[key], _with_kind(fields[key], item), prefix + key) for key, item in data.items()}
     for name, f in fields.items():
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING

@@ -30,57 +30,57 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "BIN_BLOCK",
-    "EMPTY_BLOCK",
+    "PADDING_BLOCK",
+    "NULL_BLOCK",
     "RESERVED_BLOCKS",
-    "Attends",
-    "Bias",
-    "Buckets",
-    "Compact",
-    "Fold",
-    "Lane",
-    "Mark",
-    "Memory",
-    "Moves",
-    "Place",
-    "Reach",
+    "AttentionSpecLike",
+    "PositionBias",
+    "RelativeBuckets",
+    "EvictOp",
+    "MergeOp",
+    "SubBatch",
+    "TokenPositions",
+    "CacheProtocol",
+    "BlockOps",
+    "SlotMapping",
+    "AttentionPattern",
     "Rotary",
-    "Score",
-    "Slopes",
-    "Step",
-    "View",
+    "AttentionParams",
+    "AlibiSlopes",
+    "ModelInput",
+    "CacheView",
 ]
 
-EMPTY_BLOCK = 0  # pads tables; never written, so its positions stay -1 and nothing in it is visible
-BIN_BLOCK = 1  # takes the writes of padding tokens; stands in no table
+NULL_BLOCK = 0  # pads tables; never written, so its positions stay -1 and nothing in it is visible
+PADDING_BLOCK = 1  # takes the writes of padding tokens; stands in no table
 RESERVED_BLOCKS = 2
 
 
-class Lane(NamedTuple):
+class SubBatch(NamedTuple):
     """A rectangle of the step: ``rows`` rows of ``new`` tokens each, that read ``read`` slots each."""
 
-    rows: int
-    new: int
-    read: int
+    num_seqs: int
+    num_new_tokens: int
+    num_read_slots: int
 
 
-class Mark(NamedTuple):
+class TokenPositions(NamedTuple):
     """What decides visibility: ``position`` (int64, -1 = nothing there) and, in packed training, ``document``.
 
     ``order``: the place in the row, where positions restart and documents see those before them; -1 = never seen.
     """
 
     position: Tensor
-    document: Tensor | None = None
-    order: Tensor | None = None
+    document_id: Tensor | None = None
+    causal_order: Tensor | None = None
 
     @property
-    def place(self) -> Tensor:
+    def causal_index(self) -> Tensor:
         """What says who comes before whom: by (document, position), where a row's documents stand one after another."""
-        return self.position if self.order is None else self.order
+        return self.position if self.causal_order is None else self.causal_order
 
 
-class Place(NamedTuple):
+class SlotMapping(NamedTuple):
     """Where one cache group keeps a step's tokens.
 
     ``slots`` [T] int64: the slot (block * block_size + offset) that each new token is written to; None: read only.
@@ -90,11 +90,11 @@ class Place(NamedTuple):
     """
 
     slots: Tensor | None
-    tables: tuple[Tensor, ...]
-    lanes: tuple[Lane, ...] | None = None
+    block_tables: tuple[Tensor, ...]
+    sub_batches: tuple[SubBatch, ...] | None = None
 
 
-class Step(NamedTuple):
+class ModelInput(NamedTuple):
     """All inputs of one forward pass: plain tensors, and the lanes as Python integers.
 
     ``tokens`` [T] int64; ``positions`` [T] int64; ``documents`` [T] int64 in packed training, else None;
@@ -112,19 +112,19 @@ class Step(NamedTuple):
     written in a step without decoder tokens, and its ``places`` are those of the cross-attention groups.
     """
 
-    tokens: Tensor
+    token_ids: Tensor
     positions: Tensor
-    lanes: tuple[Lane, ...]
-    wanted: Tensor
-    documents: Tensor | None = None
-    limits: Tensor | None = None
-    places: tuple[Place, ...] = ()
-    source: Step | None = None
-    segments: Tensor | None = None
-    order: Tensor | None = None
+    sub_batches: tuple[SubBatch, ...]
+    logit_indices: Tensor
+    document_ids: Tensor | None = None
+    max_seq_lens: Tensor | None = None
+    slot_mappings: tuple[SlotMapping, ...] = ()
+    encoder_input: ModelInput | None = None
+    token_type_ids: Tensor | None = None
+    causal_order: Tensor | None = None
 
 
-class Attends(Protocol):
+class AttentionSpecLike(Protocol):
     """What says who an attention layer's queries may see (``config.MixerSpec``)."""
 
     @property
@@ -132,17 +132,17 @@ class Attends(Protocol):
     @property
     def window(self) -> int | None: ...
     @property
-    def sinks(self) -> int: ...
+    def num_sinks(self) -> int: ...
     @property
-    def grain(self) -> int: ...
+    def window_step(self) -> int: ...
     @property
-    def outer(self) -> int | None: ...
+    def layer_window(self) -> int | None: ...
     @property
-    def renumber(self) -> bool: ...
+    def renumber_positions(self) -> bool: ...
 
 
 @dataclass(frozen=True)
-class Reach:
+class AttentionPattern:
     """Who may see whom: the one definition of truth for masks.
 
     ``causal``: a query sees keys at its own position and before.  ``window`` counts visible keys, oneself included:
@@ -160,68 +160,70 @@ class Reach:
 
     causal: bool = True
     window: int | None = None
-    sinks: int = 0
-    grain: int = 1
-    outer: int | None = None
-    renumber: bool = False
+    num_sinks: int = 0
+    window_step: int = 1
+    layer_window: int | None = None
+    renumber_positions: bool = False
 
     @staticmethod
-    def of(mixer: Attends) -> Reach:
-        return Reach(mixer.causal, mixer.window, mixer.sinks, mixer.grain, mixer.outer, mixer.renumber)
+    def from_spec(mixer: AttentionSpecLike) -> AttentionPattern:
+        return AttentionPattern(
+            mixer.causal, mixer.window, mixer.num_sinks, mixer.window_step, mixer.layer_window, mixer.renumber_positions
+        )
 
     @property
-    def turns(self) -> bool:
+    def renumbers_sinks(self) -> bool:
         """Whether a sink's distance is another than the difference of positions."""
-        return self.renumber and self.sinks > 0 and self.window is not None
+        return self.renumber_positions and self.num_sinks > 0 and self.window is not None
 
-    def oldest(self, query: int) -> int:
+    def first_visible(self, query: int) -> int:
         """The first position behind the sinks that a query at ``query`` may see."""
         if self.window is None:
             return 0
         first = max(0, query - self.window + 1)
-        return -(-first // self.grain) * self.grain
+        return -(-first // self.window_step) * self.window_step
 
-    def renumbered(self, query: Tensor) -> Tensor:
+    def renumbered_query(self, query: Tensor) -> Tensor:
         """What a query's position counts as, seen from a sink."""
         assert self.window is not None
-        return query.clamp(max=self.sinks + self.window - 1)
+        return query.clamp(max=self.num_sinks + self.window - 1)
 
-    def allows(self, q: Mark, k: Mark) -> Tensor:
+    def visible(self, q: TokenPositions, k: TokenPositions) -> Tensor:
         """Visibility [..., L, S] of keys ``k`` ([..., S]) to queries ``q`` ([..., L])."""
-        queries, keys = q.place, k.place
+        queries, keys = q.causal_index, k.causal_index
         ahead = queries.unsqueeze(-1) - keys.unsqueeze(-2)
         seen = (keys >= 0).unsqueeze(-2)
         if self.causal:
             seen = seen & (ahead >= 0)
             if self.window is not None:
                 seen = seen & self._recent(queries, keys, ahead)
-            if self.outer is not None:
-                seen = seen & (self.distance(queries, keys) < self.outer)
+            if self.layer_window is not None:
+                seen = seen & (self.distance(queries, keys) < self.layer_window)
         elif self.window is not None:
             seen = seen & (ahead.abs() < self.window)
         else:
             seen = seen.expand(ahead.shape)
-        if q.document is not None and k.document is not None:
-            seen = seen & (q.document.unsqueeze(-1) == k.document.unsqueeze(-2))
+        if q.document_id is not None and k.document_id is not None:
+            seen = seen & (q.document_id.unsqueeze(-1) == k.document_id.unsqueeze(-2))
         return seen
 
     def _recent(self, queries: Tensor, keys: Tensor, ahead: Tensor) -> Tensor:
         assert self.window is not None
-        if self.grain == 1:
+        if self.window_step == 1:
             recent = ahead < self.window
         else:
             first = (queries - self.window + 1).clamp(min=0)
-            first = (first + self.grain - 1) // self.grain * self.grain
+            first = (first + self.window_step - 1) // self.window_step * self.window_step
             recent = keys.unsqueeze(-2) >= first.unsqueeze(-1)
-        return recent | (keys < self.sinks).unsqueeze(-2) if self.sinks else recent
+        return recent | (keys < self.num_sinks).unsqueeze(-2) if self.num_sinks else recent
 
     def distance(self, q: Tensor, k: Tensor) -> Tensor:
         """q - k [..., L, S] as a position encoding is to see it, of positions q [..., L] and k [..., S]."""
         behind = q.unsqueeze(-1) - k.unsqueeze(-2)
-        if not self.turns:
+        if not self.renumbers_sinks:
             return behind
-        far = self.renumbered(q).unsqueeze(-1) - k.unsqueeze(-2)
-        return far.where((k < self.sinks).unsqueeze(-2), behind)
+        far = self.renumbered_query(q).unsqueeze(-1) - k.unsqueeze(-2)
+        return far.where((k < self.num_sinks).unsqueeze(-2), behind)
 
 
 class Rotary(NamedTuple):
@@ -237,7 +239,7 @@ class Rotary(NamedTuple):
     factor: float
 
 
-class Slopes(NamedTuple):
+class AlibiSlopes(NamedTuple):
     """ALiBi (Press et al. 2021, sec. 3): the logit gets ``-factor * slopes[h] * |q - k|``. ``slopes`` [H].
 
     ``rounded``: the product of slope and k is a bfloat16 number, as Falcon has it: beyond position 256 neighbours share
@@ -246,10 +248,10 @@ class Slopes(NamedTuple):
 
     slopes: Tensor
     factor: float = 1.0
-    rounded: bool = False
+    round_to_bfloat16: bool = False
 
 
-class Buckets(NamedTuple):
+class RelativeBuckets(NamedTuple):
     """T5 relative bias (Raffel et al. 2020, sec. 2.1): ``table`` [num_buckets, H] indexed by the bucket of k - q."""
 
     table: Tensor
@@ -257,31 +259,31 @@ class Buckets(NamedTuple):
     bidirectional: bool
 
 
-class Bias(Protocol):
+class PositionBias(Protocol):
     """What a position encoding of one's own adds to the logits: data, with one function of positions."""
 
-    def between(self, queries: Tensor, keys: Tensor) -> Tensor:
+    def compute(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Positions [R, L] and [R, S] -> [R, H, L, S]."""
         ...
 
 
-class Score(NamedTuple):
+class AttentionParams(NamedTuple):
     """How q.k becomes a logit, as data: ``softcap(scale * rotate(q).rotate(k)) + bias``; ``sink_logits`` [H] join the
     softmax's denominator only (a head may attend to nothing).  ``dropout``: the share of the softmax's weights that
     training sets to zero; 0 wherever a cache reads."""
 
     scale: float
-    softcap: float | None = None
+    logit_softcap: float | None = None
     rotary: Rotary | None = None
-    bias: Slopes | Buckets | Bias | None = None
+    bias: AlibiSlopes | RelativeBuckets | PositionBias | None = None
     sink_logits: Tensor | None = None
     dropout: float = 0.0
 
 
-class View(Protocol):
+class CacheView(Protocol):
     """What one attention layer sees of a memory."""
 
-    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: Score) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: AttentionParams) -> Tensor:
         """q [T, H, D], k [T, K, D], v [T, K, Dv] -> [T, H, Dv].  Rotates, writes, reads, attends.
 
         k = v = None: reads what :meth:`write` wrote (cross-attention).
@@ -293,29 +295,29 @@ class View(Protocol):
         ...
 
 
-class Compact(NamedTuple):
+class EvictOp(NamedTuple):
     """A row of ``length`` tokens keeps ``kept`` of the ``held`` slots in ``blocks``: which of them, the policy ranks on
     the device, head by head.  They fill ``targets`` from the front, in their order.  ``row`` is its seat."""
 
-    row: int
+    seq_index: int
     length: int
     blocks: tuple[int, ...]
-    held: int
-    kept: int
-    targets: tuple[int, ...]
+    num_held: int
+    num_retained: int
+    target_blocks: tuple[int, ...]
 
 
-class Fold(NamedTuple):
+class MergeOp(NamedTuple):
     """The tokens of block ``source`` become few slots of block ``target``, from ``slot`` on.  Slots before it are those
     of block ``base`` (the target itself, but for copy-on-write); those behind are empty."""
 
-    source: int
-    target: int
-    slot: int
-    base: int
+    source_block: int
+    target_block: int
+    first_slot: int
+    base_block: int
 
 
-class Moves(NamedTuple):
+class BlockOps(NamedTuple):
     """Edits of bytes between two steps; plain integers from the ledger.  Applied in this order, which lets a block that
     one move has read be another's in the same step:
 
@@ -333,19 +335,19 @@ class Moves(NamedTuple):
 
     clear: tuple[tuple[int, ...], ...]
     copy: tuple[tuple[tuple[int, int, int], ...], ...]
-    compact: tuple[tuple[Compact, ...], ...] = ()
-    park: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
-    wake: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
-    drop: tuple[int, ...] = ()
-    pack: tuple[tuple[tuple[int, int], ...], ...] = ()
-    fold: tuple[tuple[Fold, ...], ...] = ()
+    evict: tuple[tuple[EvictOp, ...], ...] = ()
+    swap_out: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
+    swap_in: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
+    drop_swapped: tuple[int, ...] = ()
+    quantize: tuple[tuple[tuple[int, int], ...], ...] = ()
+    merge: tuple[tuple[MergeOp, ...], ...] = ()
     store: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
     load: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
 
 
-class Memory(Protocol):
+class CacheProtocol(Protocol):
     """Fresh (forgets) or a cache: the model does not know which."""
 
-    def open(self, step: Step) -> Sequence[View]:
+    def open(self, step: ModelInput) -> Sequence[CacheView]:
         """One view per decoder layer, then one per cross-attention, for this step only."""
         ...

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from kvad.cache.sizing import CacheConfig
-from kvad.config import mixers
+from kvad.config import attention_specs
 from kvad.engine.engine import Engine
-from kvad.engine.request import Result, Sampling
-from kvad.engine.swaps import SwapStats
-from kvad.lab.rounded import Rounded
-from kvad.model.fresh import Fresh
+from kvad.engine.request import SamplingParams, SequenceOutput
+from kvad.engine.swaps import PreemptionStats
+from kvad.lab.rounded import QuantizedNoCache
+from kvad.model.fresh import NoCache
 from kvad.model.transformer import Transformer
-from kvad.step import RESERVED_BLOCKS, Lane, Step
+from kvad.step import RESERVED_BLOCKS, ModelInput, SubBatch
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Run:
     copies: int = 0
     encoded: int = 0  # tokens of sources, each time that one was read
     encodings: int = 0  # steps of the encoder
-    swaps: SwapStats = field(default_factory=SwapStats)  # how rows gave way
+    swaps: PreemptionStats = field(default_factory=PreemptionStats)  # how rows gave way
     folded: int = 0  # steps in which cross-attention had fewer rows than the step
 
 
@@ -70,67 +70,69 @@ def drive(
     **options: Any,
 ) -> Run:
     """``options``: the engine's."""
-    engine = Engine(model, cache, budget=budget, **options)
+    engine = Engine(model, cache, max_num_batched_tokens=budget, **options)
     run = Run()
     waiting = dict(enumerate(streams))
     ids: dict[int, int] = {}
     while waiting or not engine.idle:
         for number, stream in list(waiting.items()):
             if run.steps >= stream.arrives and (stream.arrives < 1000 or engine.idle):
-                asked = Sampling(max_tokens=len(stream.continuations[0]), n=len(stream.continuations), temperature=0)
-                ids[engine.submit(stream.prompt, asked, source=stream.source)] = number
+                asked = SamplingParams(
+                    max_tokens=len(stream.continuations[0]), n=len(stream.continuations), temperature=0
+                )
+                ids[engine.add_request(stream.prompt, asked, source=stream.source)] = number
                 del waiting[number]
-        plan = engine.scheduler.plan()
+        plan = engine.scheduler.schedule()
         if plan is None:
             run.steps += 1
             continue
         run.steps += 1
-        if plan.encoding is not None:
-            hidden, _ = engine.runner.encode(plan.encoding)
+        if plan.encoder_batch is not None:
+            hidden, _ = engine.runner.encode(plan.encoder_batch)
             run.encoded += len(hidden)
             run.encodings += 1
-            engine.scheduler.settle(plan, [Result()] * len(plan.encoding.rows))
+            engine.scheduler.update_from_output(plan, [SequenceOutput()] * len(plan.encoder_batch.sequences))
             engine.scheduler.check()
             if poison:
                 fill_unowned(engine, math.nan)
             continue
-        logits = engine.runner.run(plan)
-        run.folded += _rows(plan.lanes) > _rows(plan.cross or plan.lanes)
-        run.widest = max(run.widest, len(plan.work))
-        run.lanes = max(run.lanes, len(plan.lanes))
-        run.mixed += len({work.count for work in plan.work}) > 1
-        run.copies += sum(map(len, plan.placed.moves.copy))
+        logits = engine.runner.execute(plan)
+        run.folded += _rows(plan.sub_batches) > _rows(plan.cross_sub_batches or plan.sub_batches)
+        run.widest = max(run.widest, len(plan.scheduled))
+        run.lanes = max(run.lanes, len(plan.sub_batches))
+        run.mixed += len({work.num_tokens for work in plan.scheduled}) > 1
+        run.copies += sum(map(len, plan.allocation.block_ops.copy))
         results, at = [], 0
-        for work in plan.work:
-            at += len(work.wanted)
+        for work in plan.scheduled:
+            at += len(work.logit_offsets)
             token = None
-            if work.samples:
-                number, end = ids[work.row.request], work.start + work.count
-                run.logits.setdefault((number, work.row.sample), {})[end - 1] = logits[at - 1]
-                token = streams[number].tokens(work.row.sample)[end]
-            results.append(Result(token))
-        engine.scheduler.settle(plan, results)
+            if work.is_sampled:
+                number, end = ids[work.sequence.request_id], work.start + work.num_tokens
+                run.logits.setdefault((number, work.sequence.sample_index), {})[end - 1] = logits[at - 1]
+                token = streams[number].tokens(work.sequence.sample_index)[end]
+            results.append(SequenceOutput(token))
+        engine.scheduler.update_from_output(plan, results)
         engine.scheduler.check()
         if poison:
             fill_unowned(engine, math.nan)
     run.preemptions = engine.scheduler.stats().preemptions
-    run.hit_tokens = engine.ledger.stats().hit_tokens
-    run.swaps = engine.swaps.stats()
+    run.hit_tokens = engine.kv_cache_manager.stats().hit_tokens
+    run.swaps = engine.preemption.stats()
     engine.close()
     return run
 
 
-def _rows(lanes: Sequence[Lane]) -> int:
-    return sum(lane.rows for lane in lanes)
+def _rows(lanes: Sequence[SubBatch]) -> int:
+    return sum(lane.num_seqs for lane in lanes)
 
 
 def fill_unowned(engine: Engine, value: float) -> None:
     """Every block that no row and no published prefix owns, the reserved ones apart, gets ``value``."""
-    memory = engine.memory
+    memory = engine.kv_cache
     for group, stores, weights, pool in zip(
-        memory.groups, memory.stores, memory.weights, engine.ledger.pools, strict=True
+        memory.groups, memory.stores, memory.weights, engine.kv_cache_manager.pools, strict=True
     ):
-        every = range(RESERVED_BLOCKS, group.blocks)
+        every = range(RESERVED_BLOCKS, group.num_blocks)
         blocks = [block for block in every if pool.refs[block] == 0 and pool.prefixes[block] is None]
         for layer, (keys, values) in stores.items():
             weight = weights[layer].arrays if layer in weights else ()
@@ -151,19 +153,21 @@ def uncached(
 
     ``cache``: whose policy says what a query may see; ``formats``: keys and values go through these and back."""
     step = fresh_step(tokens, limit, source)
-    specs = None if cache is None else cache.narrowed(mixers(model.config))
-    fresh = Fresh(model.config, specs=specs, exact=cache is not None and cache.endless, kernel="reference")
-    how = {} if cache is None else {"rotate": cache.rotate, "exact": cache.endless}
-    memory = fresh if formats is None else Rounded(fresh, *formats, **how)
-    return model.logits(model(step, memory), step.wanted)
+    specs = None if cache is None else cache.restrict(attention_specs(model.config))
+    fresh = NoCache(model.config, specs=specs, exact_rope=cache is not None and cache.endless, kernel="reference")
+    how = {} if cache is None else {"rotate": cache.rope_at, "exact": cache.endless}
+    memory = fresh if formats is None else QuantizedNoCache(fresh, *formats, **how)
+    return model.logits(model(step, memory), step.logit_indices)
 
 
-def fresh_step(tokens: Sequence[int], limit: int | None = None, source: Sequence[int] | None = None) -> Step:
+def fresh_step(tokens: Sequence[int], limit: int | None = None, source: Sequence[int] | None = None) -> ModelInput:
     """One row, and its source; a source's limit is its length."""
     ids, every = torch.tensor(tokens), torch.arange(len(tokens))
     limits = torch.full_like(every, limit or len(tokens))
     read = None if source is None else fresh_step(source)
-    return Step(ids, every, (Lane(1, len(tokens), len(tokens)),), every, limits=limits, source=read)
+    return ModelInput(
+        ids, every, (SubBatch(1, len(tokens), len(tokens)),), every, max_seq_lens=limits, encoder_input=read
+    )
 
 
 def worst(

@@ -25,7 +25,7 @@ import torch
 import torch._dynamo  # noqa: F401  the optimizer imports it, a second each time: once, before the forks
 
 from kvad.checkpoint import adapter, compressor, native
-from kvad.checkpoint.folder import TRAINING, check_file, read_json, read_manifest, steps_of
+from kvad.checkpoint.folder import TRAINING, check_file, list_steps, read_json, read_manifest
 from kvad.train import compress, distil, job, objective, sampling, saver
 from kvad.train.config import RunConfig
 from kvad.train.metrics import read_metrics
@@ -33,8 +33,8 @@ from kvad.train.pairs import PairPaths
 from tests import mortal
 
 STEPS = 24
-SMALL = {"width": 32, "decoder.layers": 1, "decoder.kinds.L.mlp.hidden": 32}
-BOTH = {**SMALL, "encoder.layers": 1, "encoder.kinds.L.mlp.hidden": 32}
+SMALL = {"width": 32, "decoder.num_layers": 1, "decoder.layer_types.L.mlp.intermediate_size": 32}
+BOTH = {**SMALL, "encoder.num_layers": 1, "encoder.layer_types.L.mlp.intermediate_size": 32}
 DROPOUT = {"dropout.residual": 0.2, "dropout.hidden": 0.1}
 TRAIN = {"steps": STEPS, "batch": 3, "accumulate": 3, "log_every": 1, "eval_every": 7, "save_every": 2}
 BYTES = {"data": {"context": 16}, "tokenizer": {"kind": "byte"}}
@@ -89,15 +89,15 @@ class Run:
 
     def make_base(self) -> None:
         content = {"model": DECODER, **BYTES, "train": {"steps": 2, "batch": 2, "precision": "fp32"}}
-        job.train(RunConfig.from_dict(content), self.corpus, self.folder / "base")
+        job.train_model(RunConfig.from_dict(content), self.corpus, self.folder / "base")
 
     def go(self, out: Path, death: mortal.Death) -> None:
         """A life: from the newest checkpoint, or from the beginning."""
         ticking(death)
         if self.uncopied and out.name == "parts":
-            saver.Saver._copied = lambda self, moment: moment  # type: ignore[method-assign]
+            saver.AsyncCheckpointer._copied = lambda self, moment: moment  # type: ignore[method-assign]
         module = compress if self.setup == "compress" else job
-        if steps_of(out):
+        if list_steps(out):
             module.resume(out)
         else:
             module.train(self.config, self.corpus, out)
@@ -105,8 +105,8 @@ class Run:
 
 def ticking(death: mortal.Death) -> None:
     """Micro-batches and halves of tensor files are operations too."""
-    for owner in (objective.NextToken, sampling.Sampling, distil.Distillation):
-        owner.backward = death.counted(owner.backward)  # type: ignore[method-assign]
+    for owner in (objective.CrossEntropyObjective, sampling.ScheduledSamplingObjective, distil.SummaryDistillation):
+        owner.accumulate_gradients = death.counted(owner.accumulate_gradients)  # type: ignore[method-assign]
     real = native.save_tensors
 
     def torn(folder: Path, path: Path, *rest: Any) -> None:
@@ -140,7 +140,7 @@ def summary(out: Path) -> dict[str, Any]:
         "losses": [(line["step"], line["loss"], line["grad_norm"]) for line in lines if line["kind"] == "step"],
         "evals": [(line["step"], line["val_loss"], line["best"]) for line in lines if line["kind"] == "eval"],
     }
-    for which, path in (("newest", steps_of(out)[-1]), ("best", locate_best(out))):
+    for which, path in (("newest", list_steps(out)[-1]), ("best", locate_best(out))):
         files = manifest(path)
         found[which] = (
             path.name,
@@ -177,8 +177,8 @@ def main(setup: str, kills: int, seed: int, folder: Path, uncopied: bool = False
                 at, within = 0, random.uniform(0.1, 0.9) * took
             ended = mortal.live(lambda death: run.go(out, death), at, within)
             died += not ended
-            if steps_of(out):
-                newest = steps_of(out)[-1]
+            if list_steps(out):
+                newest = list_steps(out)[-1]
                 manifest(newest)
                 now = progress(newest)["step"]
                 assert now >= before, "a death lost a checkpoint that was there"

@@ -14,19 +14,19 @@ from torch._C._distributed_c10d import Store
 
 from kvad.cache.mesh import Mesh
 from kvad.cache.sizing import CacheConfig
-from kvad.engine.costs import Costs
+from kvad.engine.costs import SwapCostModel
 from kvad.engine.engine import Engine
 from kvad.errors import ConfigError
-from kvad.model.fingerprint import fingerprint
-from kvad.parallel.links import connect
-from kvad.parallel.ranks import follow, lead, part
+from kvad.model.fingerprint import weights_fingerprint
+from kvad.parallel.links import connect_groups
+from kvad.parallel.ranks import build_follower_cache, leader_cache_factory, run_follower
 from tests.models import build
 from tests.ranks import TIMEOUT, Case, Result, cut, greedy
 
 ROOM = 1 << 22
 
 
-class Swaps(Costs):
+class Swaps(SwapCostModel):
     """To copy is always cheaper."""
 
     def swap_is_cheaper(self, *_: Any, **__: Any) -> bool:
@@ -35,37 +35,42 @@ class Swaps(Costs):
 
 def beside(case: Case, rank: int, store: Store) -> Result | None:
     """Texts of engines on the mesh, and of one process that stores blocks for it and reads what it has stored."""
-    links = connect(Mesh.parse(case.mesh).at(rank), dist.PrefixStore("beside", store), timeout=TIMEOUT, idle=TIMEOUT)
+    links = connect_groups(
+        Mesh.parse(case.mesh).with_rank(rank), dist.PrefixStore("beside", store), timeout=TIMEOUT, idle=TIMEOUT
+    )
     model = cut(case, links)
     if rank:
         for _ in range(5):  # two of them are refused when their memory is there
-            follow(model, part(model, case.cache, links))
+            run_follower(model, build_follower_cache(model, case.cache, links))
         return None
     whole = build(case.config)
-    known = {"weights": fingerprint(whole)}
+    known = {"weights": weights_fingerprint(whole)}
     right = greedy(Engine(whole, case.cache), case)
 
     def engine(cache: CacheConfig, **options: Any) -> Engine:
-        return Engine(model, cache, memory=lead(model, links), **options)
+        return Engine(model, cache, cache_factory=leader_cache_factory(model, links), **options)
 
-    made = engine(replace(case.cache, park_ram=ROOM), costs=Swaps())
-    result: Result = {"parked": greedy(made, case) == right, "swaps": made.swaps.stats().to_ram}
+    made = engine(replace(case.cache, swap_space=ROOM), costs=Swaps())
+    result: Result = {"parked": greedy(made, case) == right, "swaps": made.preemption.stats().to_ram}
     made.close()
-    made = engine(replace(case.cache, tier_ram=ROOM))
+    made = engine(replace(case.cache, prefix_cache_ram=ROOM))
     result["kept"], result["from_ram"] = _again(made, case, right), _fetched(made)
     made.close()
     with tempfile.TemporaryDirectory() as folder:
-        cache = replace(case.cache, tier=folder)
+        cache = replace(case.cache, prefix_cache_dir=folder)
         made = engine(cache, **known)
         result["stored"], result["on_mesh"] = _again(made, case, right), _fetched(made)
         made.close()
         made = Engine(whole, cache, **known)
         result["stored"] &= greedy(made, case) == right
-        result["from_disk"], result["torn"] = _fetched(made), made.tiers is None or made.tiers.stats().disk.failures > 0
+        result["from_disk"], result["torn"] = (
+            _fetched(made),
+            made.block_store is None or made.block_store.stats().disk.failures > 0,
+        )
         made.close()
-        result["unknown"] = _refused(engine, replace(case.cache, tier=folder))
+        result["unknown"] = _refused(engine, replace(case.cache, prefix_cache_dir=folder))
         result["park_dir"] = _refused(engine, case.cache, park_dir=folder)
-        result["spill"] = _refused(engine, replace(case.cache, on_full="spill", capacity=24, spill_dir=folder))
+        result["spill"] = _refused(engine, replace(case.cache, overflow="spill", max_seq_len=24, offload_dir=folder))
     result["said"] = sum(map(len, right.values()))
     return result
 
@@ -73,17 +78,19 @@ def beside(case: Case, rank: int, store: Store) -> Result | None:
 def _again(engine: Engine, case: Case, right: dict[str, list[int]]) -> bool:
     """Twice the same texts, the second time with what the tiers have of the first."""
     first = greedy(engine, case)
-    if engine.cache.tier is not None:  # what is dropped is on disk already; host memory has what others pushed out
-        engine.store()
-        engine.ledger.drop_prefixes()
+    if (
+        engine.cache.prefix_cache_dir is not None
+    ):  # what is dropped is on disk already; host memory has what others pushed out
+        engine.flush_offload()
+        engine.kv_cache_manager.reset_prefix_cache()
     again = greedy(engine, case)
     every = [sorted(texts.items(), key=lambda each: int(each[0])) for texts in (again, right)]
     return first == right and [text for _, text in every[0]] == [text for _, text in every[1]]
 
 
 def _fetched(engine: Engine) -> int:
-    assert engine.tiers is not None
-    return engine.tiers.stats().into
+    assert engine.block_store is not None
+    return engine.block_store.stats().bytes_in
 
 
 def _refused(engine: Any, cache: CacheConfig, **options: Any) -> str:

@@ -19,8 +19,8 @@ from kvad.cache.ranks import TOVA
 from kvad.cache.sizing import CacheConfig
 from kvad.config import ModelConfig
 from kvad.model.transformer import Transformer
-from kvad.parallel.links import Links
-from kvad.step import Step
+from kvad.parallel.links import ProcessGroups
+from kvad.step import ModelInput
 from tests.drive import Stream
 from tests.mesh_beside import beside
 from tests.mesh_restore import restore
@@ -35,27 +35,29 @@ def shaped(position: str = "rope", kv_heads: int = 4, layers: int = 2, **mixer: 
     """Eight query heads; hidden widths of 40 and 41 numbers, which two ranks share evenly or not."""
     config = model_config(position, "post" if position == "learned" else "pre", "gqa", layers)
     assert config.decoder is not None
-    layer = config.decoder.kinds["L"]
+    layer = config.decoder.layer_types["L"]
     given = {"heads": HEADS, "kv_heads": kv_heads, "bias": True, "out_bias": True, **mixer}
-    return with_layer(config, replace(layer, mixer=replace(layer.mixer, **given)))
+    return with_layer(config, replace(layer, attention=replace(layer.attention, **given)))
 
 
-def with_layer(config: ModelConfig, layer: cfg.Layer, **stack: Any) -> ModelConfig:
+def with_layer(config: ModelConfig, layer: cfg.LayerConfig, **stack: Any) -> ModelConfig:
     assert config.decoder is not None
-    return replace(config, decoder=replace(config.decoder, **{"kinds": {**config.decoder.kinds, "L": layer}, **stack}))
+    return replace(
+        config, decoder=replace(config.decoder, **{"kinds": {**config.decoder.layer_types, "L": layer}, **stack})
+    )
 
 
-def with_mlp(config: ModelConfig, mlp: cfg.Plain | cfg.Gated | cfg.Experts) -> ModelConfig:
+def with_mlp(config: ModelConfig, mlp: cfg.PlainMLPConfig | cfg.GatedMLPConfig | cfg.MoEConfig) -> ModelConfig:
     assert config.decoder is not None
-    return with_layer(config, replace(config.decoder.kinds["L"], mlp=mlp))
+    return with_layer(config, replace(config.decoder.layer_types["L"], mlp=mlp))
 
 
 def mixed(position: str = "rope") -> ModelConfig:
     """Windows by a pattern of three: a stage begins in the middle of it."""
     config = shaped(position)
     assert config.decoder is not None
-    layer = config.decoder.kinds["L"]
-    near = replace(layer, mixer=replace(layer.mixer, window=7))
+    layer = config.decoder.layer_types["L"]
+    near = replace(layer, attention=replace(layer.attention, window=7))
     return with_layer(config, layer, pattern="LWW", layers=4, kinds={"L": layer, "W": near})
 
 
@@ -63,25 +65,27 @@ def pair(position: str = "rope", kv_heads: int = 4) -> ModelConfig:
     """An encoder-decoder, whose cross-attention has kv heads of its own number."""
     config = shaped(position, kv_heads)
     assert config.decoder is not None
-    layer = config.decoder.kinds["L"]
-    across = replace(layer.mixer, position=None, causal=False, window=None, kv_heads=HEADS)
-    decoder = replace(config.decoder, kinds={"L": replace(layer, cross=across)})
-    source = cfg.Source(64, cfg.Embedding(scale=2.0, norm=cfg.Norm("layer", bias=True)), 41, width=30)
-    side = replace(bidirectional(config.decoder), layers=3)
-    return replace(config, decoder=decoder, encoder=side, source=source)
+    layer = config.decoder.layer_types["L"]
+    across = replace(layer.attention, position=None, causal=False, window=None, num_kv_heads=HEADS)
+    decoder = replace(config.decoder, layer_types={"L": replace(layer, cross_attention=across)})
+    source = cfg.EncoderInputConfig(
+        64, cfg.EmbeddingConfig(scale=2.0, norm=cfg.NormConfig("layer", bias=True)), 41, hidden_size=30
+    )
+    side = replace(bidirectional(config.decoder), num_layers=3)
+    return replace(config, decoder=decoder, encoder=side, encoder_input=source)
 
 
 class Fading(nn.Module):
     """A position encoding of one's own: keys fade with the square root of their distance, faster in later heads."""
 
-    def __init__(self, mixer: cfg.Attention, head_dim: int) -> None:
+    def __init__(self, mixer: cfg.AttentionConfig, head_dim: int) -> None:
         super().__init__()
-        self.rates = torch.arange(1, mixer.heads + 1) / 9
+        self.rates = torch.arange(1, mixer.num_heads + 1) / 9
 
-    def forward(self, step: Step) -> Fading:
+    def forward(self, step: ModelInput) -> Fading:
         return self
 
-    def between(self, queries: Tensor, keys: Tensor) -> Tensor:
+    def compute(self, queries: Tensor, keys: Tensor) -> Tensor:
         behind = (queries.unsqueeze(-1) - keys.unsqueeze(-2)).abs().double()
         return -self.rates.view(1, -1, 1, 1) * behind.sqrt().unsqueeze(1)
 
@@ -89,16 +93,16 @@ class Fading(nn.Module):
 def own_positions() -> ModelConfig:
     config = shaped("none")
     assert config.decoder is not None
-    layer = config.decoder.kinds["L"]
-    position = cfg.OwnPositions("tests.mesh_cases:Fading")
-    return with_layer(config, replace(layer, mixer=replace(layer.mixer, position=position)))
+    layer = config.decoder.layer_types["L"]
+    position = cfg.CustomPositionsConfig("tests.mesh_cases:Fading")
+    return with_layer(config, replace(layer, attention=replace(layer.attention, position=position)))
 
 
 def encoder() -> ModelConfig:
     """An encoder alone, with the head of a masked language model."""
     config = shaped("alibi")
     assert config.decoder is not None
-    return replace(config, decoder=None, encoder=bidirectional(config.decoder), head=cfg.Head(bias=True))
+    return replace(config, decoder=None, encoder=bidirectional(config.decoder), head=cfg.LanguageHeadConfig(bias=True))
 
 
 def streams(seed: int, source: bool = False, longest: int = 18) -> list[Stream]:
@@ -163,13 +167,13 @@ LONG = {
 
 
 def case(name: str, mesh: str, config: ModelConfig, cache: CacheConfig, **given: Any) -> Case:
-    rows = streams(len(name), config.source is not None)
+    rows = streams(len(name), config.encoder_input is not None)
     known = f"{name} {mesh}"
     return Case(known, mesh, config, cache, rows, long=known in LONG, **given)
 
 
 SUMMED = "hierarchy(8, packed=8, every=4, sinks=4, summaries=8, ratio=2)"
-EXPERTS = cfg.Experts(24, 4, 2, bias=True, router_bias=True)
+EXPERTS = cfg.MoEConfig(24, 4, 2, bias=True, router_bias=True)
 
 
 def of_two() -> list[Case]:
@@ -187,7 +191,7 @@ def of_two() -> list[Case]:
         case("sinks and softcap", "2x1", shaped(sinks=True, softcap=3.0), tight()),
         case("values", "2x1", shaped(value_dim=6, clip=2.0), tight()),
         case("experts", "2x1", with_mlp(shaped(), EXPERTS), tight()),
-        case("odd widths", "2x1", with_mlp(shaped(), cfg.Gated(41, bias=True)), tight()),
+        case("odd widths", "2x1", with_mlp(shaped(), cfg.GatedMLPConfig(41, bias=True)), tight()),
         case("windows", "1x2", mixed(), tight()),
         case("windows", "2x1", mixed("alibi"), tight()),
         case("copied", "2x1", shaped(), roomy(prefix=False)),
@@ -195,7 +199,7 @@ def of_two() -> list[Case]:
             "contiguous",
             "2x1",
             mixed(),
-            CacheConfig(layout="contiguous", rows=4, capacity=44, chunk=5, dtype="float64"),
+            CacheConfig(layout="contiguous", max_num_seqs=4, max_seq_len=44, prefill_chunk_size=5, dtype="float64"),
         ),
         case("pair", "2x1", pair(), tight(source_capacity=24), texts=True),
         case("pair t5", "1x2", pair("t5"), tight(source_capacity=24)),
@@ -231,10 +235,11 @@ def own_tables() -> ModelConfig:
     """T5's biases with a table for each layer (UMT5)."""
     config = shaped("t5")
     assert config.decoder is not None
-    layer = config.decoder.kinds["L"]
-    assert isinstance(layer.mixer.position, cfg.T5Bias)
+    layer = config.decoder.layer_types["L"]
+    assert isinstance(layer.attention.position, cfg.T5BiasConfig)
     return with_layer(
-        config, replace(layer, mixer=replace(layer.mixer, position=replace(layer.mixer.position, shared=False)))
+        config,
+        replace(layer, attention=replace(layer.attention, position=replace(layer.attention.position, shared=False))),
     )
 
 
@@ -281,37 +286,37 @@ def alone(policy: str, **given: Any) -> CacheConfig:
 # ---------------------------------------------------------------- broken on purpose
 
 
-def bias_everywhere(model: Transformer, links: Links) -> None:
+def bias_everywhere(model: Transformer, links: ProcessGroups) -> None:
     """Added on each rank, and so as often as there are ranks."""
-    whole = torch.full((model.config.width,), 0.3, dtype=model.table.dtype)
+    whole = torch.full((model.config.hidden_size,), 0.3, dtype=model.token_embedding.dtype)
     assert model.decoder is not None
     for layer in model.decoder.layers:
-        layer.mixer.out.bias = nn.Parameter(whole)  # type: ignore[union-attr]
+        layer.attention.out.bias = nn.Parameter(whole)  # type: ignore[union-attr]
 
 
-def without_sum(model: Transformer, links: Links) -> None:
+def without_sum(model: Transformer, links: ProcessGroups) -> None:
     assert model.decoder is not None
     layer = model.decoder.layers[0]
-    layer.mixer.out._forward_hooks.clear()  # type: ignore[union-attr]
+    layer.attention.out._forward_hooks.clear()  # type: ignore[union-attr]
 
 
-def slopes_of_the_first(model: Transformer, links: Links) -> None:
+def slopes_of_the_first(model: Transformer, links: ProcessGroups) -> None:
     """Every rank has the slopes of the first rank's heads."""
     assert model.decoder is not None
     for layer in model.decoder.layers:
-        for hook in layer.mixer._forward_pre_hooks.values():  # type: ignore[union-attr]
+        for hook in layer.attention._forward_pre_hooks.values():  # type: ignore[union-attr]
             hook._heads = range(len(hook._heads))
 
 
-def layers_swapped(model: Transformer, links: Links) -> None:
+def layers_swapped(model: Transformer, links: ProcessGroups) -> None:
     assert model.decoder is not None
     layers = list(model.decoder.layers)
     model.decoder.layers = nn.ModuleList(reversed(layers)) if links.mesh.stage else model.decoder.layers
 
 
-def heads_alone(model: Transformer, links: Links) -> None:
+def heads_alone(model: Transformer, links: ProcessGroups) -> None:
     """A policy that ranks by all heads goes by those of its rank, from here to the end of this process."""
-    TOVA.alone = True  # type: ignore[assignment,method-assign]
+    TOVA.per_head_independent = True  # type: ignore[assignment,method-assign]
 
 
 def broken() -> list[Case]:

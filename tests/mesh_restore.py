@@ -9,15 +9,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from kvad.cache.ledger import Ledger, Parked
-from kvad.cache.memory import Memory
+from kvad.cache.ledger import KVCacheManager, SwappedSequence
+from kvad.cache.memory import KVCache
 from kvad.cache.mesh import Mesh
-from kvad.cache.sizing import groups
-from kvad.config import mixers
+from kvad.cache.sizing import build_groups
+from kvad.config import attention_specs
 from kvad.model.transformer import Transformer
-from kvad.parallel.links import connect
-from kvad.parallel.ranks import Leading, follow, lead, part
-from kvad.step import Lane, Moves, Place, Step
+from kvad.parallel.links import connect_groups
+from kvad.parallel.ranks import LeaderKVCache, build_follower_cache, leader_cache_factory, run_follower
+from kvad.step import BlockOps, ModelInput, SlotMapping, SubBatch
 from tests.models import build
 from tests.ranks import TIMEOUT, Case, Result, cut
 
@@ -27,32 +27,32 @@ MESHES = ("1x1", "1x2", "2x2", "4x1")
 class Alone:
     """One row, its ledger, and a memory: tokens in, logits out."""
 
-    def __init__(self, case: Case, model: Transformer, memory: Memory | None = None) -> None:
-        placed = groups(mixers(case.config), case.cache)
-        self.model, self.memory = model, Memory(placed) if memory is None else memory
-        self.ledger, self.seat = Ledger(placed, prefix=False, seats=1), 0
+    def __init__(self, case: Case, model: Transformer, memory: KVCache | None = None) -> None:
+        placed = build_groups(attention_specs(case.config), case.cache)
+        self.model, self.memory = model, KVCache(placed) if memory is None else memory
+        self.ledger, self.seat = KVCacheManager(placed, prefix_caching=False, max_num_seqs=1), 0
 
     def begin(self) -> Alone:
-        self.ledger.admit(0, [1], b"")
+        self.ledger.add_sequence(0, [1], b"")
         return self
 
     @property
     def blocks(self) -> tuple[tuple[int, ...], ...]:
         seat = self.ledger._seat(0)
-        return tuple(tuple(hold.blocks) for hold in seat.every)
+        return tuple(tuple(hold.blocks) for hold in seat.all_groups)
 
     @torch.inference_mode()
     def feed(self, tokens: Sequence[int]) -> list[Tensor]:
         """Logits behind every span; spans end where the policy cuts."""
         said, done = [], 0
         while done < len(tokens):
-            start = self.ledger.length(0)
-            count = min(3, len(tokens) - done, self.ledger.room(0))
-            placed = self.ledger.reserve([(0, start, count)])
+            start = self.ledger.seq_len(0)
+            count = min(3, len(tokens) - done, self.ledger.tokens_until_eviction(0))
+            placed = self.ledger.allocate_slots([(0, start, count)])
             assert placed is not None
-            self.memory.apply(placed.moves)
+            self.memory.apply(placed.block_ops)
             each = tokens[done : done + count]
-            said.append(self._logits(each, start, placed.slots, placed.tables))
+            said.append(self._logits(each, start, placed.slots, placed.block_tables))
             self.ledger.commit(0, each)
             done += count
         return said
@@ -62,15 +62,19 @@ class Alone:
     ) -> Tensor:
         written = [torch.tensor(each) for each in slots]
         places = tuple(
-            Place(written[at] if at < len(written) else None, (torch.tensor(table, dtype=torch.int64),))
+            SlotMapping(written[at] if at < len(written) else None, (torch.tensor(table, dtype=torch.int64),))
             for at, table in enumerate(tables)
         )
         most = max(len(table[0]) for table in tables) * self.ledger.groups[0].block_size
         positions = torch.arange(start, start + len(tokens))
-        step = Step(
-            torch.tensor(tokens), positions, (Lane(1, len(tokens), most),), positions[-1:] - start, places=places
+        step = ModelInput(
+            torch.tensor(tokens),
+            positions,
+            (SubBatch(1, len(tokens), most),),
+            positions[-1:] - start,
+            slot_mappings=places,
         )
-        return self.model.logits(self.model(step, self.memory), step.wanted)[0]
+        return self.model.logits(self.model(step, self.memory), step.logit_indices)[0]
 
 
 def restore(case: Case, rank: int, store: Store) -> Result | None:
@@ -82,17 +86,19 @@ def restore(case: Case, rank: int, store: Store) -> Result | None:
     if rank == 0:
         whole = Alone(case, build(case.config)).begin()
         whole.feed(tokens[:half])
-        state = {each.name: each.array[each.blocks].clone() for each in whole.memory.held(whole.blocks)}
+        state = {each.name: each.array[each.blocks].clone() for each in whole.memory.iter_arrays(whole.blocks)}
         right = whole.feed(tokens[half:])
     kept = _keep(case, Mesh.parse(case.mesh), rank, store, tokens[:half])
     for name in MESHES:
         mesh = Mesh.parse(name)
         if rank >= mesh.size:
             continue
-        links = connect(mesh.at(rank), dist.PrefixStore(f"wake {name}", store), timeout=TIMEOUT, idle=TIMEOUT)
+        links = connect_groups(
+            mesh.with_rank(rank), dist.PrefixStore(f"wake {name}", store), timeout=TIMEOUT, idle=TIMEOUT
+        )
         model = cut(case, links)
         if rank:
-            follow(model, part(model, case.cache, links))
+            run_follower(model, build_follower_cache(model, case.cache, links))
             continue
         assert kept is not None
         parked, found, again = kept
@@ -110,38 +116,38 @@ def restore(case: Case, rank: int, store: Store) -> Result | None:
 
 def _keep(
     case: Case, mesh: Mesh, rank: int, store: Store, tokens: Sequence[int]
-) -> tuple[Parked, dict[str, Tensor], dict[str, Tensor]] | None:
+) -> tuple[SwappedSequence, dict[str, Tensor], dict[str, Tensor]] | None:
     """The row's place and its state, read while it lives, and again from where it was parked."""
     if rank >= mesh.size:
         return None
-    links = connect(mesh.at(rank), dist.PrefixStore("keep", store), timeout=TIMEOUT, idle=TIMEOUT)
+    links = connect_groups(mesh.with_rank(rank), dist.PrefixStore("keep", store), timeout=TIMEOUT, idle=TIMEOUT)
     model = cut(case, links)
     if rank:
-        follow(model, part(model, case.cache, links))
+        run_follower(model, build_follower_cache(model, case.cache, links))
         return None
     row = Alone(case, model, _leading(case, model, links)).begin()
     row.feed(tokens)
     memory, blocks = row.memory, row.blocks
-    assert isinstance(memory, Leading)
-    found = memory.row(blocks)
-    parked, nothing = row.ledger.park(0), ((),) * len(memory.groups)
-    memory.apply(Moves(nothing, nothing, park=((parked.key, blocks),)))
-    again = memory.parked_row(parked.key)
+    assert isinstance(memory, LeaderKVCache)
+    found = memory.read_blocks(blocks)
+    parked, nothing = row.ledger.swap_out(0), ((),) * len(memory.groups)
+    memory.apply(BlockOps(nothing, nothing, swap_out=((parked.key, blocks),)))
+    again = memory.read_swapped(parked.key)
     memory.release()
     return parked, found, again
 
 
-def _leading(case: Case, model: Transformer, links: object) -> Leading:
-    return lead(model, links)(groups(mixers(case.config), case.cache), device="cpu")  # type: ignore[arg-type]
+def _leading(case: Case, model: Transformer, links: object) -> LeaderKVCache:
+    return leader_cache_factory(model, links)(build_groups(attention_specs(case.config), case.cache), device="cpu")  # type: ignore[arg-type]
 
 
-def _woken(row: Alone, parked: Parked, state: dict[str, Tensor], tokens: Sequence[int]) -> list[Tensor]:
+def _woken(row: Alone, parked: SwappedSequence, state: dict[str, Tensor], tokens: Sequence[int]) -> list[Tensor]:
     """By the mesh's own memory, or by one process's that is given the whole."""
-    assert row.ledger.wake(0, parked)
-    if isinstance(row.memory, Leading):
-        row.memory.keep_row(parked.key, state)
+    assert row.ledger.swap_in(0, parked)
+    if isinstance(row.memory, LeaderKVCache):
+        row.memory.store_swapped(parked.key, state)
     else:
-        row.memory.parked[parked.key] = list(state.values())
+        row.memory.swapped[parked.key] = list(state.values())
     return row.feed(tokens)
 
 

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from kvad.cache.mesh import Mesh
-from kvad.cache.session import load_state, save_state
+from kvad.cache.session import load_session, save_session
 from kvad.cache.sizing import CacheConfig
-from kvad.cache.state import State
+from kvad.cache.state import SequenceState
 from kvad.engine.engine import Engine
 from kvad.errors import ConfigError
-from kvad.model.fingerprint import fingerprint
-from kvad.parallel.links import connect
-from kvad.parallel.ranks import follow, lead, part
+from kvad.model.fingerprint import weights_fingerprint
+from kvad.parallel.links import connect_groups
+from kvad.parallel.ranks import build_follower_cache, leader_cache_factory, run_follower
 from tests.engine.sessions import run, worst
 from tests.models import build
 from tests.ranks import TIMEOUT, Case, Result, cut
@@ -38,7 +38,7 @@ def travel(case: Case, rank: int, store: Store) -> Result | None:
     prompt, source = stream.tokens(), stream.source
     if rank == 0:
         whole = build(case.config)
-        weights = fingerprint(whole)
+        weights = weights_fingerprint(whole)
         _, tokens, scores = run(Engine(whole, case.cache), prompt, EACH * len(HOPS), source=source)
         result: Result = {"far": {}, "tokens": True, "cached": True, "lost": 0.0, "unknown": False}
     with tempfile.TemporaryDirectory() as folder:
@@ -47,27 +47,31 @@ def travel(case: Case, rank: int, store: Store) -> Result | None:
             mesh, cache = Mesh.parse(name), _cache(case, hop)
             if rank >= mesh.size:
                 continue
-            links = connect(mesh.at(rank), dist.PrefixStore(f"{hop}", store), timeout=TIMEOUT, idle=TIMEOUT)
+            links = connect_groups(
+                mesh.with_rank(rank), dist.PrefixStore(f"{hop}", store), timeout=TIMEOUT, idle=TIMEOUT
+            )
             model = cut(case, links)
             if rank:
-                follow(model, part(model, cache, links))
+                run_follower(model, build_follower_cache(model, cache, links))
                 continue
-            engine = Engine(model, cache, memory=lead(model, links), weights=weights)
+            engine = Engine(model, cache, cache_factory=leader_cache_factory(model, links), weights_fingerprint=weights)
             said = tokens[: EACH * hop]
             if hop == len(HOPS) - 1:
                 lost = _without_keys(_load(engine, path))
                 result["lost"] = worst(_said(engine, prompt + said, source, lost)[1], scores[EACH * hop :])
-                engine.ledger.drop_prefixes()
+                engine.kv_cache_manager.reset_prefix_cache()
             state = _load(engine, path) if hop else None
             came, found = _said(engine, prompt + said, source, state, path)
             result["far"][f"{hop}: {name}"] = worst(found, scores[EACH * hop :][:EACH])
             result["tokens"] &= came == tokens[EACH * hop :][:EACH]
-            usage = engine.usage(engine._next - 1)
-            result["cached"] &= usage.cached == (len(prompt + said) - 1 if hop else 0) and not usage.missed
+            usage = engine.metrics(engine._next - 1)
+            result["cached"] &= (
+                usage.num_cached_tokens == (len(prompt + said) - 1 if hop else 0) and not usage.resume_miss_reason
+            )
             if mesh.size > 1:
-                engine._weights = None
+                engine._weights_fingerprint = None
                 try:
-                    engine.identity("")
+                    engine.cache_fingerprint("")
                 except ConfigError as error:
                     result["unknown"] = "weights" in str(error)
             engine.close()
@@ -75,18 +79,22 @@ def travel(case: Case, rank: int, store: Store) -> Result | None:
 
 
 def _said(
-    engine: Engine, tokens: Sequence[int], source: Sequence[int] | None, state: State | None, path: Path | None = None
+    engine: Engine,
+    tokens: Sequence[int],
+    source: Sequence[int] | None,
+    state: SequenceState | None,
+    path: Path | None = None,
 ) -> tuple[list[int], Any]:
     request, came, found = run(engine, tokens, EACH, source=source, resume=state, keep=path is not None)
     if path is not None:
-        left = engine.kept(request)
-        save_state(path, left, engine.identity(left.regime), left.tokens, {})
+        left = engine.pop_state(request)
+        save_session(path, left, engine.cache_fingerprint(left.regime), left.tokens, {})
     return came, found
 
 
-def _load(engine: Engine, path: Path) -> State:
-    known = lambda regime, salt: engine.identity(regime, salt=salt)  # noqa: E731
-    return load_state(path, known, engine.memory, engine.keeper.home).state
+def _load(engine: Engine, path: Path) -> SequenceState:
+    known = lambda regime, salt: engine.cache_fingerprint(regime, salt=salt)  # noqa: E731
+    return load_session(path, known, engine.kv_cache, engine.state_keeper.engine_id).state
 
 
 def _cache(case: Case, hop: int) -> CacheConfig:
@@ -95,9 +103,9 @@ def _cache(case: Case, hop: int) -> CacheConfig:
     return case.cache if fixed or hop % 2 == 0 else replace(case.cache, block_size=8)
 
 
-def _without_keys(state: State) -> State:
+def _without_keys(state: SequenceState) -> SequenceState:
     parts = [
         part._replace(arrays={k: torch.zeros_like(x) if "keys" in k else x for k, x in part.arrays.items()})
-        for part in state.parts
+        for part in state.groups
     ]
-    return replace(state, parts=tuple(parts))
+    return replace(state, groups=tuple(parts))

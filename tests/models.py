@@ -18,81 +18,89 @@ NORMS = ("pre", "post", "sandwich", "parallel")
 HEADS = ("mha", "gqa", "mqa", "value-dim", "qk-norm", "softcap", "sinks", "window", "window-mix")
 
 
-def attention(position: str, heads: str) -> cfg.Attention:
+def attention(position: str, heads: str) -> cfg.AttentionConfig:
     """Six query heads (not a power of two) of eight dims, whatever the axis asks."""
-    encodings: dict[str, cfg.Rope | cfg.Alibi | cfg.T5Bias | None] = {
-        "rope": cfg.Rope(theta=100.0),
-        "rope-partial": cfg.Rope(theta=100.0, fraction=0.5, interleaved=True),
-        "rope-dynamic": cfg.Rope(theta=100.0, scaling=cfg.DynamicScaling(factor=2.0, original=20)),
-        "rope-longrope": cfg.Rope(
-            scaling=cfg.LongRopeScaling(short=(1.0, 1.1, 1.2, 1.3), long=(2.0, 3.0, 4.0, 5.0), original=20)
+    encodings: dict[str, cfg.RopeConfig | cfg.AlibiConfig | cfg.T5BiasConfig | None] = {
+        "rope": cfg.RopeConfig(theta=100.0),
+        "rope-partial": cfg.RopeConfig(theta=100.0, partial_rotary_factor=0.5, interleaved=True),
+        "rope-dynamic": cfg.RopeConfig(
+            theta=100.0, scaling=cfg.DynamicScalingConfig(factor=2.0, original_max_seq_len=20)
         ),
-        "alibi": cfg.Alibi(),
-        "t5": cfg.T5Bias(buckets=8, max_distance=20),
+        "rope-longrope": cfg.RopeConfig(
+            scaling=cfg.LongRopeScalingConfig(
+                short_factor=(1.0, 1.1, 1.2, 1.3), long_factor=(2.0, 3.0, 4.0, 5.0), original_max_seq_len=20
+            )
+        ),
+        "alibi": cfg.AlibiConfig(),
+        "t5": cfg.T5BiasConfig(num_buckets=8, max_distance=20),
     }
     kv_heads = {"gqa": 3, "window": 2, "window-mix": 2, "mqa": 1, "sinks": 2, "softcap": 3, "value-dim": 3}.get(
         heads, 6
     )
-    return cfg.Attention(
-        heads=6,
-        kv_heads=kv_heads,
+    return cfg.AttentionConfig(
+        num_heads=6,
+        num_kv_heads=kv_heads,
         head_dim=8,
         value_dim=6 if heads == "value-dim" else None,
         position=encodings.get(position),
         window=7 if heads in ("window", "window-mix") else None,
         qk_norm="head" if heads == "qk-norm" else "none",
-        softcap=3.0 if heads == "softcap" else None,
-        sinks=heads == "sinks",
-        bias=heads == "mha",
+        logit_softcap=3.0 if heads == "softcap" else None,
+        sink_logits=heads == "sinks",
+        qkv_bias=heads == "mha",
         out_bias=heads == "mha",
     )
 
 
 def model_config(position: str = "rope", norm: str = "pre", heads: str = "gqa", layers: int = 2) -> ModelConfig:
-    kind = cfg.Norm("layer", bias=True) if norm == "post" else cfg.Norm("rms", unit_offset=norm == "sandwich")
+    kind = (
+        cfg.NormConfig("layer", bias=True) if norm == "post" else cfg.NormConfig("rms", unit_offset=norm == "sandwich")
+    )
     mixer = attention(position, heads)
-    mlp = cfg.Plain(40, "gelu", bias=True) if norm == "post" else cfg.Gated(40)
-    kinds = {"L": cfg.Layer(mixer, mlp, kind)}
+    mlp = cfg.PlainMLPConfig(40, "gelu", bias=True) if norm == "post" else cfg.GatedMLPConfig(40)
+    kinds = {"L": cfg.LayerConfig(mixer, mlp, kind)}
     if heads == "window-mix":
-        kinds["G"] = cfg.Layer(attention(position, "gqa"), mlp, kind)
+        kinds["G"] = cfg.LayerConfig(attention(position, "gqa"), mlp, kind)
     place = "pre" if norm not in NORMS else norm
-    absolute: cfg.LearnedPositions | cfg.SinusoidalPositions | None = None
+    absolute: cfg.LearnedPositionsConfig | cfg.SinusoidalPositionsConfig | None = None
     if position == "learned":
-        absolute = cfg.LearnedPositions(LIMIT + 2, offset=2)
+        absolute = cfg.LearnedPositionsConfig(LIMIT + 2, offset=2)
     elif position == "sinusoidal":
-        absolute = cfg.SinusoidalPositions()
+        absolute = cfg.SinusoidalPositionsConfig()
     return ModelConfig(
-        width=WIDTH,
-        vocab=VOCAB,
-        limit=LIMIT,
-        decoder=cfg.Stack(layers, kinds, "LG" if heads == "window-mix" else "L", norm_place=place),  # type: ignore[arg-type]
-        embed=cfg.Embedding(absolute),
-        tie=norm != "post",
-        head=cfg.Head(bias=norm == "post"),
+        hidden_size=WIDTH,
+        vocab_size=VOCAB,
+        max_seq_len=LIMIT,
+        decoder=cfg.StackConfig(layers, kinds, "LG" if heads == "window-mix" else "L", norm_position=place),  # type: ignore[arg-type]
+        embedding=cfg.EmbeddingConfig(absolute),
+        tie_embeddings=norm != "post",
+        head=cfg.LanguageHeadConfig(bias=norm == "post"),
     )
 
 
-def cross(heads: str) -> cfg.Attention:
+def cross(heads: str) -> cfg.AttentionConfig:
     """Attention to a source, which has no positions and no window."""
     return replace(attention("none", heads), causal=False, window=None)
 
 
-def bidirectional(stack: cfg.Stack) -> cfg.Stack:
+def bidirectional(stack: cfg.StackConfig) -> cfg.StackConfig:
     """The same layers, which see both ways: an encoder's."""
     kinds = {}
-    for letter, layer in stack.kinds.items():
-        position = layer.mixer.position
-        if isinstance(position, cfg.T5Bias):
+    for letter, layer in stack.layer_types.items():
+        position = layer.attention.position
+        if isinstance(position, cfg.T5BiasConfig):
             position = replace(position, bidirectional=True)
-        kinds[letter] = replace(layer, mixer=replace(layer.mixer, causal=False, position=position))
-    return replace(stack, kinds=kinds)
+        kinds[letter] = replace(layer, attention=replace(layer.attention, causal=False, position=position))
+    return replace(stack, layer_types=kinds)
 
 
 def encoder_config(position: str = "rope", norm: str = "pre", heads: str = "gqa", layers: int = 2) -> ModelConfig:
     """An encoder alone, with the head of a masked language model."""
     config = model_config(position, norm, heads, layers)
     assert config.decoder is not None
-    head = cfg.Head(bias=True, transform=cfg.Transform("gelu", norm=cfg.Norm("layer", bias=True)))
+    head = cfg.LanguageHeadConfig(
+        bias=True, transform=cfg.HeadTransformConfig("gelu", norm=cfg.NormConfig("layer", bias=True))
+    )
     return replace(config, decoder=None, encoder=bidirectional(config.decoder), head=head)
 
 
@@ -105,18 +113,20 @@ def pair_config(
     """
     config = model_config(position, norm, heads, layers)
     assert config.decoder is not None
-    kinds = {letter: replace(layer, cross=cross(heads)) for letter, layer in config.decoder.kinds.items()}
-    place = config.decoder.norm_place if config.decoder.norm_place in ("pre", "post", "sandwich") else "pre"
-    absolute = config.embed.position
-    if isinstance(absolute, cfg.LearnedPositions):
-        absolute = cfg.LearnedPositions(SOURCE_LIMIT + 1, offset=1)
-    embed = cfg.Embedding(absolute, scale=2.0, norm=cfg.Norm("layer", bias=True))
-    source = cfg.Source(SOURCE_LIMIT, embed, SOURCE_VOCAB if own else None, width=30 if own else None)
+    kinds = {
+        letter: replace(layer, cross_attention=cross(heads)) for letter, layer in config.decoder.layer_types.items()
+    }
+    place = config.decoder.norm_position if config.decoder.norm_position in ("pre", "post", "sandwich") else "pre"
+    absolute = config.embedding.position
+    if isinstance(absolute, cfg.LearnedPositionsConfig):
+        absolute = cfg.LearnedPositionsConfig(SOURCE_LIMIT + 1, offset=1)
+    embed = cfg.EmbeddingConfig(absolute, scale=2.0, norm=cfg.NormConfig("layer", bias=True))
+    source = cfg.EncoderInputConfig(SOURCE_LIMIT, embed, SOURCE_VOCAB if own else None, hidden_size=30 if own else None)
     return replace(
         config,
-        decoder=replace(config.decoder, kinds=kinds, norm_place=place),
-        encoder=replace(bidirectional(config.decoder), layers=layers + 1),
-        source=source,
+        decoder=replace(config.decoder, layer_types=kinds, norm_position=place),
+        encoder=replace(bidirectional(config.decoder), num_layers=layers + 1),
+        encoder_input=source,
     )
 
 

@@ -23,15 +23,15 @@ from torch._C._distributed_c10d import Store
 
 from kvad.cache.mesh import Mesh
 from kvad.cache.sizing import CacheConfig
-from kvad.config import ModelConfig, mixers
+from kvad.config import ModelConfig, attention_specs
 from kvad.engine.engine import Engine
-from kvad.engine.request import Sampling
+from kvad.engine.request import SamplingParams
 from kvad.errors import EngineError
-from kvad.model.compress import Compressor
+from kvad.model.compress import Summarizer
 from kvad.model.transformer import Transformer
-from kvad.parallel.links import Links, connect
-from kvad.parallel.ranks import Leading, Part, follow, lead, part
-from kvad.parallel.shard import shard
+from kvad.parallel.links import ProcessGroups, connect_groups
+from kvad.parallel.ranks import LeaderKVCache, ShardedKVCache, build_follower_cache, leader_cache_factory, run_follower
+from kvad.parallel.shard import shard_model
 from kvad.parallel.wire import receive
 from kvad.step import RESERVED_BLOCKS
 from tests.drive import Stream, drive
@@ -53,22 +53,22 @@ class Case:
     streams: Sequence[Stream] = field(default_factory=list)
     budget: int = 256
     dtype: torch.dtype = torch.float64
-    wrong: Callable[[Transformer, Links], None] | None = None
+    wrong: Callable[[Transformer, ProcessGroups], None] | None = None
     run: Callable[[Case, int, Store], Result | None] | None = None  # instead of the usual
     long: bool = False  # run with the long tests only
     learned: bool = False  # summaries by a compressor whose numbers are random
     texts: bool = False  # compare the texts of real engines, one of whose requests is cancelled, too
 
 
-def cut(case: Case, links: Links, seed: int = 0) -> Transformer:
+def cut(case: Case, links: ProcessGroups, seed: int = 0) -> Transformer:
     model = build(case.config, seed=seed, dtype=case.dtype)
-    shard(model, links)
+    shard_model(model, links)
     if case.wrong is not None:
         case.wrong(model, links)
     return model
 
 
-def poisoned(memory: Part) -> Part:
+def poisoned(memory: ShardedKVCache) -> ShardedKVCache:
     """Nothing may be read that nobody has written."""
     for stores in memory.stores:
         for pair in stores.values():
@@ -77,23 +77,23 @@ def poisoned(memory: Part) -> Part:
     return memory
 
 
-def compare(case: Case, links: Links) -> Result | None:
+def compare(case: Case, links: ProcessGroups) -> Result | None:
     """Teacher-forced logits, and greedy tokens, of the whole model and of the cut one."""
     if links.mesh.rank:
         model = cut(case, links)
         given = {} if not case.learned else {"compressors": compressor(case).by_layer()}
         for _ in range(1 + case.texts):
-            follow(model, poisoned(part(model, case.cache, links, **given)))
+            run_follower(model, poisoned(build_follower_cache(model, case.cache, links, **given)))
         return None
     whole, model = build(case.config, dtype=case.dtype), cut(case, links)
     options: dict[str, Any] = {"budget": case.budget}
     if case.learned:
         options["compressor"] = compressor(case)
     right = drive(whole, case.cache, case.streams, **options)
-    made: list[Leading] = []
+    made: list[LeaderKVCache] = []
 
-    def memory(*given: Any, **options: Any) -> Leading:
-        made.append(lead(model, links)(*given, **options))
+    def memory(*given: Any, **options: Any) -> LeaderKVCache:
+        made.append(leader_cache_factory(model, links)(*given, **options))
         return made[-1]
 
     got = drive(model, case.cache, case.streams, memory=memory, **options)
@@ -116,15 +116,15 @@ def compare(case: Case, links: Links) -> Result | None:
         "same_run": (right.steps, right.preemptions, right.copies) == (got.steps, got.preemptions, got.copies),
     }
     if case.texts:
-        engine = Engine(model, case.cache, budget=case.budget, memory=memory)
-        texts = greedy(Engine(whole, case.cache, budget=case.budget), case), greedy(engine, case)
+        engine = Engine(model, case.cache, max_num_batched_tokens=case.budget, cache_factory=memory)
+        texts = greedy(Engine(whole, case.cache, max_num_batched_tokens=case.budget), case), greedy(engine, case)
         engine.close()
         result |= {"tokens": texts[0] == texts[1], "said": sum(map(len, texts[0].values()))}
     return result
 
 
-def compressor(case: Case) -> Compressor:
-    made = Compressor(mixers(case.config), 2)
+def compressor(case: Case) -> Summarizer:
+    made = Summarizer(attention_specs(case.config), 2)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -134,19 +134,19 @@ def compressor(case: Case) -> Compressor:
 
 def answers(case: Case, rank: int, store: Store) -> Result | None:
     """What an encoder says of texts: hidden states, or what its head makes of them.  Nothing is cached."""
-    links = connect(Mesh.parse(case.mesh).at(rank), store, timeout=TIMEOUT, idle=TIMEOUT)
+    links = connect_groups(Mesh.parse(case.mesh).with_rank(rank), store, timeout=TIMEOUT, idle=TIMEOUT)
     model = cut(case, links)
     if rank:
-        follow(model, part(model, case.cache, links))
+        run_follower(model, build_follower_cache(model, case.cache, links))
         return None
     texts = [stream.prompt[:40] for stream in case.streams]
     said = []
     for engine in (
         Engine(build(case.config, dtype=case.dtype), case.cache),
-        Engine(model, case.cache, memory=lead(model, links)),
+        Engine(model, case.cache, cache_factory=leader_cache_factory(model, links)),
     ):
         for text in texts:
-            engine.submit_source([token % 41 for token in text])
+            engine.add_encoder_request([token % 41 for token in text])
         pieces = {}
         while not engine.idle:
             pieces |= {piece.request: piece.output for piece in engine.step()}
@@ -157,18 +157,18 @@ def answers(case: Case, rank: int, store: Store) -> Result | None:
 
 def deserted(case: Case, rank: int, store: Store) -> Result | None:
     """Rank 1 hears of one step and goes away: rank 0 says so, and ends the rows of its step."""
-    links = connect(Mesh.parse(case.mesh).at(rank), store, timeout=TIMEOUT, idle=TIMEOUT)
+    links = connect_groups(Mesh.parse(case.mesh).with_rank(rank), store, timeout=TIMEOUT, idle=TIMEOUT)
     model = cut(case, links)
     if rank:
-        receive(links.of_first)
+        receive(links.broadcast_from_first_rank)
         return None
-    engine = Engine(model, case.cache, memory=lead(model, links))
-    engine.submit([1, 2, 3], Sampling(max_tokens=3))
+    engine = Engine(model, case.cache, cache_factory=leader_cache_factory(model, links))
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=3))
     try:
         engine.step()
     except EngineError as error:
         (piece,) = engine.step()
-        return {"message": str(error), "finish": piece.finish, "error_of_row": piece.error}
+        return {"message": str(error), "finish": piece.finish_reason, "error_of_row": piece.error}
     return {"message": "", "finish": None, "error_of_row": None}
 
 
@@ -176,19 +176,19 @@ def greedy(engine: Engine, case: Case) -> dict[str, list[int]]:
     """Every stream's own text, all at once; the last is cancelled after some steps where there are several."""
     tokens: dict[str, list[int]] = {}
     ids = [
-        engine.submit(
-            stream.prompt, Sampling(max_tokens=len(stream.continuations[0]), temperature=0), source=stream.source
+        engine.add_request(
+            stream.prompt, SamplingParams(max_tokens=len(stream.continuations[0]), temperature=0), source=stream.source
         )
         for stream in case.streams
     ]
     steps = 0
     while not engine.idle:
         for piece in engine.step():
-            if piece.token is not None:
-                tokens.setdefault(f"{piece.request}", []).append(piece.token)
+            if piece.token_id is not None:
+                tokens.setdefault(f"{piece.request}", []).append(piece.token_id)
         steps += 1
         if steps == 6 and len(ids) > 1:
-            engine.cancel(ids[-1])
+            engine.abort_request(ids[-1])
             tokens.pop(f"{ids[-1]}", None)
     return {key: tokens[key] for key in tokens if int(key) != ids[-1] or len(ids) == 1}
 
@@ -206,7 +206,7 @@ def run_rank(folder: Path, rank: int, size: int, cases: Sequence[Case]) -> None:
             if case.run is not None:
                 result = case.run(case, rank, apart)
             else:
-                result = compare(case, connect(mesh.at(rank), apart, timeout=TIMEOUT, idle=TIMEOUT))
+                result = compare(case, connect_groups(mesh.with_rank(rank), apart, timeout=TIMEOUT, idle=TIMEOUT))
         except BaseException:
             result = {"error": traceback.format_exc()}
         if result is not None:

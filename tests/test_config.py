@@ -11,48 +11,48 @@ from typing import Any
 import pytest
 
 from kvad import config as cfg
-from kvad.config import MixerSpec, ModelConfig, from_dict, mixers, override, to_dict
+from kvad.config import AttentionSpec, ModelConfig, attention_specs, from_dict, override, to_dict
 from kvad.errors import ConfigError
 from tests.models import HEADS, NORMS, POSITIONS, model_config
 from tests.pairwise import pairwise
 
-LONGROPE = cfg.LongRopeScaling((1.0, 1.5), (2.0, 3.0), 16, factor=4.0)
+LONGROPE = cfg.LongRopeScalingConfig((1.0, 1.5), (2.0, 3.0), 16, factor=4.0)
 
 
 def whole() -> ModelConfig:
     """Every field away from its default."""
-    mixer = cfg.Attention(
+    mixer = cfg.AttentionConfig(
         6,
         3,
         8,
         5,
-        cfg.Rope(500.0, 0.5, True, LONGROPE),
+        cfg.RopeConfig(500.0, 0.5, True, LONGROPE),
         causal=False,
         window=7,
-        bias=True,
+        qkv_bias=True,
         out_bias=True,
         qk_norm="full",
-        softcap=20.0,
-        sinks=True,
-        scale=0.3,
+        logit_softcap=20.0,
+        sink_logits=True,
+        softmax_scale=0.3,
     )
-    norm = cfg.Norm("layer", 1e-3, bias=True, unit_offset=True)
-    alibi = dataclasses.replace(mixer, position=cfg.Alibi(), scale="none")
-    t5 = dataclasses.replace(mixer, position=cfg.T5Bias(16, 50, True, False), scale="default")
+    norm = cfg.NormConfig("layer", 1e-3, bias=True, unit_offset=True)
+    alibi = dataclasses.replace(mixer, position=cfg.AlibiConfig(), softmax_scale="none")
+    t5 = dataclasses.replace(mixer, position=cfg.T5BiasConfig(16, 50, True, False), softmax_scale="default")
     kinds = {
-        "L": cfg.Layer(mixer, cfg.Plain(40, "relu2", bias=True), norm),
-        "A": cfg.Layer(alibi, cfg.Gated(30, "gelu_tanh", bias=True), cfg.Norm()),
-        "T": cfg.Layer(t5, cfg.Gated(30), norm),
+        "L": cfg.LayerConfig(mixer, cfg.PlainMLPConfig(40, "relu2", bias=True), norm),
+        "A": cfg.LayerConfig(alibi, cfg.GatedMLPConfig(30, "gelu_tanh", bias=True), cfg.NormConfig()),
+        "T": cfg.LayerConfig(t5, cfg.GatedMLPConfig(30), norm),
     }
     return ModelConfig(
         24,
         67,
         64,
-        cfg.Stack(5, kinds, "LLAT", norm_place="sandwich", final_norm=False),
-        embed=cfg.Embedding(cfg.LearnedPositions(80, offset=2), 2.0, norm),
-        head=cfg.Head(bias=True, softcap=30.0, scale=0.25),
-        tie=False,
-        dropout=cfg.Dropout(0.1, 0.2, 0.3, 0.4),
+        cfg.StackConfig(5, kinds, "LLAT", norm_position="sandwich", final_norm=False),
+        embedding=cfg.EmbeddingConfig(cfg.LearnedPositionsConfig(80, offset=2), 2.0, norm),
+        head=cfg.LanguageHeadConfig(bias=True, logit_softcap=30.0, logit_scale=0.25),
+        tie_embeddings=False,
+        dropout=cfg.DropoutConfig(0.1, 0.2, 0.3, 0.4),
     )
 
 
@@ -67,7 +67,7 @@ def plain(**changes: Any) -> dict[str, Any]:
             "layers": 2,
             "kinds": {
                 "L": {
-                    "mixer": {"heads": 6, "head_dim": 8, "position": {"kind": "rope"}},
+                    "attention": {"heads": 6, "head_dim": 8, "position": {"kind": "rope"}},
                     "mlp": {"kind": "gated", "hidden": 40},
                     "norm": {},
                 }
@@ -79,8 +79,8 @@ def plain(**changes: Any) -> dict[str, Any]:
     return override(data, changes)
 
 
-L = "decoder.kinds.L"
-P = f"{L}.mixer.position"
+L = "decoder.layer_types.L"
+P = f"{L}.attention.position"
 
 # ---------------------------------------------------------------- round trips
 
@@ -95,7 +95,7 @@ def test_every_field_survives_json() -> None:
     config = whole()
     data = json.loads(json.dumps(config.to_dict()))
     assert ModelConfig.from_dict(data) == config
-    assert data["decoder"]["kinds"]["L"]["mixer"]["position"]["scaling"] == {
+    assert data["decoder"]["kinds"]["L"]["attention"]["position"]["scaling"] == {
         "kind": "longrope",
         "short": [1.0, 1.5],
         "long": [2.0, 3.0],
@@ -109,24 +109,29 @@ def test_every_field_survives_json() -> None:
             assert getattr(config, field.name) != getattr(default, field.name)
 
 
-@pytest.mark.parametrize("cls", typing.get_args(cfg.Scaling), ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", typing.get_args(cfg.RopeScalingConfig), ids=lambda cls: cls.__name__)
 def test_every_scaling_is_told_by_its_kind(cls: type[Any]) -> None:
     given = {"factor": 2.0, "original": 32, "short": (1.0, 1.0), "long": (2.0, 2.0)}
     scaling = cls(**{f.name: given[f.name] for f in dataclasses.fields(cls) if f.name in given})
-    rope = cfg.Rope(scaling=scaling)
-    assert from_dict(cfg.Rope, to_dict(rope)) == rope
+    rope = cfg.RopeConfig(scaling=scaling)
+    assert from_dict(cfg.RopeConfig, to_dict(rope)) == rope
 
 
 def test_what_is_left_out_has_its_default() -> None:
     config = ModelConfig.from_dict(plain())
-    assert config.decoder.kinds["L"] == cfg.Layer(cfg.Attention(6, head_dim=8), cfg.Gated(40))
-    assert (config.tie, config.head, config.embed.scale) == (True, cfg.Head(), 1.0)
+    assert config.decoder.layer_types["L"] == cfg.LayerConfig(
+        cfg.AttentionConfig(6, head_dim=8), cfg.GatedMLPConfig(40)
+    )
+    assert (config.tie_embeddings, config.head, config.embedding.scale) == (True, cfg.LanguageHeadConfig(), 1.0)
 
 
 def test_whole_numbers_will_do_for_floats_and_not_the_other_way() -> None:
-    scale = ModelConfig.from_dict(plain(**{"embed.scale": 2})).embed.scale
+    scale = ModelConfig.from_dict(plain(**{"embedding.scale": 2})).embedding.scale
     assert scale == 2.0 and type(scale) is float
-    assert ModelConfig.from_dict(plain(**{f"{L}.mixer.scale": 1})).decoder.kinds["L"].mixer.scale == 1.0
+    assert (
+        ModelConfig.from_dict(plain(**{f"{L}.attention.scale": 1})).decoder.layer_types["L"].attention.softmax_scale
+        == 1.0
+    )
     with pytest.raises(ConfigError, match=r"width: expected int, found 24\.0"):
         ModelConfig.from_dict(plain(width=24.0))
 
@@ -165,22 +170,22 @@ def test_load_says_what_is_wrong_with_a_file(content: bytes | None, message: str
 WRONG_KEYS: list[tuple[dict[str, Any], str, str]] = [  # changes, message, hint
     ({"widht": 3}, "unknown key widht", "did you mean 'width'?"),
     ({"decoder.layer": 3}, "unknown key decoder.layer", "did you mean 'layers'?"),
-    ({f"{L}.mixer.kvheads": 3}, f"unknown key {L}.mixer.kvheads", "did you mean 'kv_heads'?"),
+    ({f"{L}.attention.kvheads": 3}, f"unknown key {L}.attention.kvheads", "did you mean 'kv_heads'?"),
     ({f"{L}.mlp.kind": "gatde"}, f"{L}.mlp.kind: 'gatde' is not known", "did you mean 'gated'?"),
     ({f"{P}.kind": "ropes"}, f"{P}.kind: 'ropes' is not known", "did you mean 'rope'?"),
     ({f"{L}.mlp": {"hidden": 3}}, f"missing key {L}.mlp.kind", "known: experts, gated, plain"),
-    ({"embed.position": {"size": 3}}, "missing key embed.position.kind", "known: learned, sinusoidal"),
+    ({"embedding.position": {"size": 3}}, "missing key embedding.position.kind", "known: learned, sinusoidal"),
     ({P: {"buckets": 3}}, f"unknown key {P}.buckets", "known: fraction, interleaved, kind, scaling, theta"),
     ({f"{P}": {"kind": 3}}, f"{P}.kind: 3 is not known", "known: alibi, own, rope, t5"),
     ({f"{P}.scaling": {"kind": "yarm"}}, f"{P}.scaling.kind: 'yarm' is not known", "did you mean 'yarn'?"),
     ({f"{P}.scaling": {"kind": "yarn", "factor": 2.0}}, f"missing key {P}.scaling.original", ""),
-    ({"decoder.pattern": "LG"}, "decoder.pattern names kind 'G'", "known: L"),
+    ({"decoder.layer_pattern": "LG"}, "decoder.layer_pattern names kind 'G'", "known: L"),
     (
-        {"decoder.kinds.G": {"mixer": {"heads": 6, "head_dim": 8}, "mlp": {"kind": "gated", "hidden": 40}}},
-        "decoder.kinds.G is in no place of the pattern 'L'",
+        {"decoder.layer_types.G": {"attention": {"heads": 6, "head_dim": 8}, "mlp": {"kind": "gated", "hidden": 40}}},
+        "decoder.layer_types.G is in no place of the pattern 'L'",
         "leave it out",
     ),
-    ({"embed.position": {"kind": "learned"}}, "missing key embed.position.size", ""),
+    ({"embedding.position": {"kind": "learned"}}, "missing key embedding.position.num_positions", ""),
 ]
 
 
@@ -196,16 +201,16 @@ WRONG_TYPES: list[tuple[str, Any, str]] = [
     ("width", True, "width: expected int, found True"),
     ("width", None, "width: expected int, found None"),
     ("tie", 1, "tie: expected bool, found 1"),
-    ("embed.scale", float("nan"), "embed.scale: expected a finite number, found nan"),
-    ("embed.scale", float("inf"), "embed.scale: expected a finite number, found inf"),
-    ("embed.scale", True, "embed.scale: expected float, found True"),
+    ("embedding.scale", float("nan"), "embedding.scale: expected a finite number, found nan"),
+    ("embedding.scale", float("inf"), "embedding.scale: expected a finite number, found inf"),
+    ("embedding.scale", True, "embedding.scale: expected float, found True"),
     ("decoder", 3, "decoder: expected an object or null, found 3"),
-    ("decoder.kinds", [1], "decoder.kinds: expected an object, found [1]"),
-    ("decoder.kinds", {"L": 5}, "decoder.kinds.L: expected an object, found 5"),
+    ("decoder.layer_types", [1], "decoder.layer_types: expected an object, found [1]"),
+    ("decoder.layer_types", {"L": 5}, "decoder.layer_types.L: expected an object, found 5"),
     (f"{L}.mlp", 5, f"{L}.mlp: expected an object, found 5"),
     (f"{L}.mlp", None, f"{L}.mlp: expected an object, found None"),
-    (f"{L}.mixer.window", "wide", f"{L}.mixer.window: expected int, found 'wide'"),
-    (f"{L}.mixer.scale", "nono", f"{L}.mixer.scale: 'nono' is not one of 'default', 'none'"),
+    (f"{L}.attention.window", "wide", f"{L}.attention.window: expected int, found 'wide'"),
+    (f"{L}.attention.scale", "nono", f"{L}.attention.scale: 'nono' is not one of 'default', 'none'"),
     (f"{L}.mlp.activation", "swish", f"{L}.mlp.activation: 'swish' is not one of 'gelu', "),
     (f"{P}", 4, f"{P}: expected an object or null, found 4"),
     (
@@ -218,7 +223,7 @@ WRONG_TYPES: list[tuple[str, Any, str]] = [
         {"kind": "longrope", "short": [1.0, "x"], "long": [], "original": 4},
         f"{P}.scaling.short[1]: expected float, found 'x'",
     ),
-    ("decoder.norm_place", "middle", "decoder.norm_place: 'middle' is not one of 'pre', 'post', "),
+    ("decoder.norm_position", "middle", "decoder.norm_position: 'middle' is not one of 'pre', 'post', "),
 ]
 
 
@@ -235,7 +240,7 @@ def test_wrong_types_are_named_with_what_was_found(key: str, value: Any, message
     assert caught.value.message.startswith(message)
 
 
-@pytest.mark.parametrize("key", ["width", "vocab", "limit", "decoder.layers", f"{L}.mixer", f"{L}.mlp"])
+@pytest.mark.parametrize("key", ["width", "vocab", "limit", "decoder.num_layers", f"{L}.attention", f"{L}.mlp"])
 def test_what_has_no_default_must_be_there(key: str) -> None:
     data = plain()
     *parents, last = key.split(".")
@@ -253,19 +258,19 @@ def test_what_has_no_default_must_be_there(key: str) -> None:
 def test_overrides_reach_any_depth_and_leave_the_original() -> None:
     data = whole().to_dict()
     kept = json.loads(json.dumps(data))
-    changed = override(data, {"decoder.layers": 9, f"{P}.theta": 7.0, "tie": True, "head": {"bias": False}})
+    changed = override(data, {"decoder.num_layers": 9, f"{P}.theta": 7.0, "tie": True, "head": {"bias": False}})
     assert data == kept
     config = ModelConfig.from_dict(changed)
-    assert (config.decoder.layers, config.tie, config.head) == (9, True, cfg.Head())
-    position = config.decoder.kinds["L"].mixer.position
-    assert isinstance(position, cfg.Rope) and position.theta == 7.0
+    assert (config.decoder.num_layers, config.tie_embeddings, config.head) == (9, True, cfg.LanguageHeadConfig())
+    position = config.decoder.layer_types["L"].attention.position
+    assert isinstance(position, cfg.RopeConfig) and position.theta == 7.0
 
 
 @pytest.mark.parametrize(
     ("key", "message", "hint"),
     [
         ("decodr.layers", "unknown key 'decodr'", "did you mean 'decoder'?"),
-        ("decoder.kinds.L.mixr.heads", "unknown key 'decoder.kinds.L.mixr'", "did you mean 'mixer'?"),
+        ("decoder.layer_types.L.mixr.num_heads", "unknown key 'decoder.layer_types.L.mixr'", "did you mean 'mixer'?"),
         ("width.x", "unknown key 'width'", "did you mean 'width'?"),
     ],
 )
@@ -296,28 +301,28 @@ def t5(**more: Any) -> dict[str, Any]:
 
 
 IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
-    *(({key: 0}, f"{key}: must be at least 1, found 0") for key in ("width", "vocab", "limit", "decoder.layers")),
-    ({"decoder.pattern": ""}, "decoder.pattern is empty"),
-    ({f"{L}.mixer.heads": 0}, f"{L}.mixer.heads: must be at least 1, found 0"),
-    ({f"{L}.mixer.kv_heads": 0}, f"{L}.mixer.kv_heads: must be at least 1, found 0"),
-    ({f"{L}.mixer.kv_heads": 4}, f"{L}.mixer.kv_heads: 4 does not divide heads 6"),
-    ({f"{L}.mixer.head_dim": None, "width": 25}, f"{L}.mixer.heads: 6 does not divide width 25"),
-    ({f"{L}.mixer.head_dim": 0}, f"{L}.mixer.head_dim: must be at least 1, found 0"),
-    ({f"{L}.mixer.value_dim": 0}, f"{L}.mixer.value_dim: must be at least 1, found 0"),
-    ({f"{L}.mixer.window": 0}, f"{L}.mixer.window: must be at least 1, found 0"),
-    ({f"{L}.mixer.softcap": 0.0}, f"{L}.mixer.softcap: must be above 0, found 0.0"),
-    ({f"{L}.mixer.norm": {}}, f"{L}.mixer.norm: of q and k, which qk_norm none leaves as they are"),
+    *(({key: 0}, f"{key}: must be at least 1, found 0") for key in ("width", "vocab", "limit", "decoder.num_layers")),
+    ({"decoder.layer_pattern": ""}, "decoder.layer_pattern is empty"),
+    ({f"{L}.attention.heads": 0}, f"{L}.attention.heads: must be at least 1, found 0"),
+    ({f"{L}.attention.kv_heads": 0}, f"{L}.attention.kv_heads: must be at least 1, found 0"),
+    ({f"{L}.attention.kv_heads": 4}, f"{L}.attention.kv_heads: 4 does not divide heads 6"),
+    ({f"{L}.attention.head_dim": None, "width": 25}, f"{L}.attention.heads: 6 does not divide width 25"),
+    ({f"{L}.attention.head_dim": 0}, f"{L}.attention.head_dim: must be at least 1, found 0"),
+    ({f"{L}.attention.value_dim": 0}, f"{L}.attention.value_dim: must be at least 1, found 0"),
+    ({f"{L}.attention.window": 0}, f"{L}.attention.window: must be at least 1, found 0"),
+    ({f"{L}.attention.softcap": 0.0}, f"{L}.attention.softcap: must be above 0, found 0.0"),
+    ({f"{L}.attention.norm": {}}, f"{L}.attention.norm: of q and k, which qk_norm none leaves as they are"),
     (
-        {f"{L}.mixer.norm": {"eps": -1.0}, f"{L}.mixer.qk_norm": "head"},
-        f"{L}.mixer.norm.eps: must not be negative, found -1.0",
+        {f"{L}.attention.norm": {"eps": -1.0}, f"{L}.attention.qk_norm": "head"},
+        f"{L}.attention.norm.eps: must not be negative, found -1.0",
     ),
     (
-        {P: {"kind": "alibi", "rounded": True}, f"{L}.mixer.causal": False},
+        {P: {"kind": "alibi", "rounded": True}, f"{L}.attention.causal": False},
         f"{P}.rounded: only a causal layer rounds by the key's position",
     ),
     ({f"{L}.mlp.hidden": 0}, f"{L}.mlp.hidden: must be at least 1, found 0"),
     ({f"{L}.norm.eps": -1.0}, f"{L}.norm.eps: must not be negative, found -1.0"),
-    ({"embed.norm": {"eps": -1.0}}, "embed.norm.eps: must not be negative, found -1.0"),
+    ({"embedding.norm": {"eps": -1.0}}, "embedding.norm.eps: must not be negative, found -1.0"),
     ({"head.softcap": 0.0}, "head.softcap: must be above 0, found 0.0"),
     ({f"{P}.fraction": 0.0}, f"{P}.fraction: 0.0 of head_dim 8 is 0 dims, not an even number"),
     ({f"{P}.fraction": 1.5}, f"{P}.fraction: 1.5 of head_dim 8 is 12 dims, not an even number"),
@@ -346,25 +351,28 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     (t5(buckets=3, bidirectional=True), f"{P}.buckets: must be at least 4, found 3"),
     (t5(buckets=32, max_distance=16), f"{P}.max_distance: must exceed the 16 exact buckets, found 16"),
     (
-        {"embed.position": {"kind": "learned", "size": 63}},
-        "embed.position: limit 64 (+ offset 0) exceeds the table's 63 rows",
+        {"embedding.position": {"kind": "learned", "size": 63}},
+        "embedding.position: limit 64 (+ offset 0) exceeds the table's 63 rows",
     ),
     (
-        {"embed.position": {"kind": "learned", "size": 65, "offset": 2}},
-        "embed.position: limit 64 (+ offset 2) exceeds the table's 65 rows",
+        {"embedding.position": {"kind": "learned", "size": 65, "offset": 2}},
+        "embedding.position: limit 64 (+ offset 2) exceeds the table's 65 rows",
     ),
     (
-        {"embed.position": {"kind": "learned", "size": 65, "offset": -1}},
-        "embed.position.offset: must be at least 0, found -1",
+        {"embedding.position": {"kind": "learned", "size": 65, "offset": -1}},
+        "embedding.position.offset: must be at least 0, found -1",
     ),
     (
-        {"embed.position": {"kind": "sinusoidal"}, "width": 25},
-        "embed.position.kind sinusoidal needs an even width, found 25",
+        {"embedding.position": {"kind": "sinusoidal"}, "width": 25},
+        "embedding.position.kind sinusoidal needs an even width, found 25",
     ),
-    ({"embed.position": {"kind": "sinusoidal", "base": 0.0}}, "embed.position.base: must be above 0, found 0.0"),
     (
-        {"embed.position": {"kind": "sinusoidal", "form": "fairseq"}, "width": 2},
-        "embed.position.form fairseq needs a width of at least 4, found 2",
+        {"embedding.position": {"kind": "sinusoidal", "base": 0.0}},
+        "embedding.position.base: must be above 0, found 0.0",
+    ),
+    (
+        {"embedding.position": {"kind": "sinusoidal", "form": "fairseq"}, "width": 2},
+        "embedding.position.form fairseq needs a width of at least 4, found 2",
     ),
 ]
 
@@ -379,35 +387,35 @@ def test_what_cannot_be_right_is_refused_by_name(changes: dict[str, Any], messag
 @pytest.mark.parametrize(
     "changes",
     [
-        {f"{L}.mixer.window": 1, f"{L}.mixer.kv_heads": 1},
+        {f"{L}.attention.window": 1, f"{L}.attention.kv_heads": 1},
         {f"{P}.fraction": 0.25, f"{P}.scaling": {"kind": "linear", "factor": 0.5}},
-        {"embed.position": {"kind": "learned", "size": 66, "offset": 2}},
-        {"embed.position": {"kind": "sinusoidal", "form": "fairseq"}, "width": 4},
+        {"embedding.position": {"kind": "learned", "size": 66, "offset": 2}},
+        {"embedding.position": {"kind": "sinusoidal", "form": "fairseq"}, "width": 4},
         t5(buckets=2, max_distance=2),
         t5(buckets=4, max_distance=2, bidirectional=True),
         yarn(beta_fast=1.0),
         longrope(),
-        {f"{L}.norm.eps": 0.0, f"{L}.mixer.position": None},
+        {f"{L}.norm.eps": 0.0, f"{L}.attention.position": None},
     ],
 )
 def test_what_stands_at_the_edge_is_allowed_and_runs(changes: dict[str, Any]) -> None:
     import torch
 
-    from kvad.model.fresh import Fresh
+    from kvad.model.fresh import NoCache
     from kvad.model.transformer import Transformer
-    from kvad.step import Lane, Step
+    from kvad.step import ModelInput, SubBatch
 
     config = ModelConfig.from_dict(plain(**changes))
     positions = torch.arange(64)
-    step = Step(positions, positions, (Lane(1, 64, 64),), positions, limits=torch.full((64,), 64))
+    step = ModelInput(positions, positions, (SubBatch(1, 64, 64),), positions, max_seq_lens=torch.full((64,), 64))
     model = Transformer(config)
     with torch.no_grad():
-        assert bool(model.logits(model(step, Fresh(config)), step.wanted).isfinite().all())
+        assert bool(model.logits(model(step, NoCache(config)), step.logit_indices).isfinite().all())
 
 
 def test_a_config_made_in_python_is_checked_too() -> None:
     with pytest.raises(ConfigError, match="vocab: must be at least 1, found 0"):
-        dataclasses.replace(whole(), vocab=0)
+        dataclasses.replace(whole(), vocab_size=0)
 
 
 # ---------------------------------------------------------------- what a memory must hold
@@ -415,27 +423,27 @@ def test_a_config_made_in_python_is_checked_too() -> None:
 
 def test_mixers_say_what_each_layer_asks_of_a_memory() -> None:
     """Five layers of the pattern LLAT; a window as long as the limit is none; dims and heads by default."""
-    spec = MixerSpec(False, 7, 3, 8, 5)
-    assert mixers(whole()) == (spec,) * 5
-    wide = ModelConfig.from_dict(plain(**{f"{L}.mixer.window": 64, f"{L}.mixer.head_dim": None}))
-    assert mixers(wide) == (MixerSpec(True, None, 6, 4, 4),) * 2
-    narrow = ModelConfig.from_dict(plain(**{f"{L}.mixer.window": 63}))
-    assert {spec.window for spec in mixers(narrow)} == {63}
+    spec = AttentionSpec(False, 7, 3, 8, 5)
+    assert attention_specs(whole()) == (spec,) * 5
+    wide = ModelConfig.from_dict(plain(**{f"{L}.attention.window": 64, f"{L}.attention.head_dim": None}))
+    assert attention_specs(wide) == (AttentionSpec(True, None, 6, 4, 4),) * 2
+    narrow = ModelConfig.from_dict(plain(**{f"{L}.attention.window": 63}))
+    assert {spec.window for spec in attention_specs(narrow)} == {63}
     mixed = model_config(heads="window-mix", layers=5)
-    assert [spec.window for spec in mixers(mixed)] == [7, None, 7, None, 7]
-    assert [mixed.decoder.kind_of(i) for i in range(5)] == list("LGLGL")
+    assert [spec.window for spec in attention_specs(mixed)] == [7, None, 7, None, 7]
+    assert [mixed.decoder.layer_type(i) for i in range(5)] == list("LGLGL")
 
 
 # ---------------------------------------------------------------- encoders, and both
 
-E = "encoder.kinds.L"
+E = "encoder.layer_types.L"
 
 
 def both(**changes: Any) -> dict[str, Any]:
     """A small valid encoder-decoder as JSON values, with dotted keys set."""
     data = plain()
     kind = data["decoder"]["kinds"]["L"]
-    data["encoder"] = {"layers": 2, "kinds": {"L": {**kind, "mixer": {**kind["mixer"], "causal": False}}}}
+    data["encoder"] = {"layers": 2, "kinds": {"L": {**kind, "attention": {**kind["attention"], "causal": False}}}}
     cross = {"heads": 6, "head_dim": 8, "position": None, "causal": False}
     data["decoder"]["kinds"]["L"] = {**kind, "cross": cross}
     data["source"] = {"limit": 32, "embed": {}}
@@ -444,13 +452,13 @@ def both(**changes: Any) -> dict[str, Any]:
 
 def test_an_encoder_decoder_s_memory_holds_its_own_and_its_cross_attention() -> None:
     config = ModelConfig.from_dict(both())
-    own, cross = MixerSpec(True, None, 6, 8, 8), MixerSpec(False, None, 6, 8, 8, cross=True)
-    assert config.kind == "encoder-decoder" and mixers(config) == (own, own, cross, cross)
-    assert cfg.encoder_mixers(config) == (MixerSpec(False, None, 6, 8, 8),) * 2
+    own, cross = AttentionSpec(True, None, 6, 8, 8), AttentionSpec(False, None, 6, 8, 8, is_cross_attention=True)
+    assert config.kind == "encoder-decoder" and attention_specs(config) == (own, own, cross, cross)
+    assert cfg.encoder_attention_specs(config) == (AttentionSpec(False, None, 6, 8, 8),) * 2
     alone = both()
     del alone["decoder"], alone["source"]
     encoder = ModelConfig.from_dict(alone)
-    assert encoder.kind == "encoder" and mixers(encoder) == () and encoder.stack is encoder.encoder
+    assert encoder.kind == "encoder" and attention_specs(encoder) == () and encoder.stack is encoder.encoder
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
@@ -459,17 +467,23 @@ def test_an_encoder_decoder_s_memory_holds_its_own_and_its_cross_attention() -> 
     [
         ({"encoder": None, "decoder": None}, "a model needs a decoder, an encoder, or both"),
         ({"source": None}, "source is missing"),
-        ({"encoder": None}, f"{L}.cross: there is no encoder to attend to"),
-        ({f"{L}.cross": None}, f"{L}.cross is missing"),
-        ({f"{L}.cross.causal": True}, f"{L}.cross: sees the whole source, without positions"),
-        ({f"{L}.cross.position": {"kind": "alibi"}}, f"{L}.cross: sees the whole source, without positions"),
-        ({"decoder.norm_place": "parallel"}, f"{L}.cross: not known with norm_place parallel"),
-        ({"source.limit": 0}, "source.limit: must be at least 1, found 0"),
-        ({"source.vocab": 0}, "source.vocab: must be at least 1, found 0"),
+        ({"encoder": None}, f"{L}.cross_attention: there is no encoder to attend to"),
+        ({f"{L}.cross_attention": None}, f"{L}.cross_attention is missing"),
+        ({f"{L}.cross_attention.causal": True}, f"{L}.cross_attention: sees the whole source, without positions"),
+        (
+            {f"{L}.cross_attention.position": {"kind": "alibi"}},
+            f"{L}.cross_attention: sees the whole source, without positions",
+        ),
+        ({"decoder.norm_position": "parallel"}, f"{L}.cross_attention: not known with norm_place parallel"),
+        ({"encoder_input.max_seq_len": 0}, "encoder_input.max_seq_len: must be at least 1, found 0"),
+        ({"encoder_input.vocab_size": 0}, "encoder_input.vocab_size: must be at least 1, found 0"),
         ({"head": {"kind": "pooled"}}, "head.kind: a decoder ends in a language head, found pooled"),
         ({"head": {"kind": "language", "transform": {"width": 8}}}, "tie: the table is 24 wide, the head reads 8"),
         ({f"{E}.mlp": {"kind": "experts", "hidden": 8, "count": 2, "active": 3}}, f"{E}.mlp.count: must be at least 3"),
-        ({f"{E}.first_norm": False, "encoder.norm_place": "post"}, f"{E}.first_norm: only a layer of norm_place pre"),
+        (
+            {f"{E}.first_norm": False, "encoder.norm_position": "post"},
+            f"{E}.first_norm: only a layer of norm_place pre",
+        ),
     ],
 )
 def test_what_an_encoder_decoder_cannot_be(changes: dict[str, Any], message: str) -> None:

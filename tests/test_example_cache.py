@@ -13,7 +13,7 @@ from torch import Tensor
 from examples import cache as page
 from kvad import LLM
 from kvad import config as cfg
-from kvad.checkpoint.native import save
+from kvad.checkpoint.native import save_checkpoint
 from kvad.model.transformer import Transformer
 from tests.models import build, model_config
 
@@ -23,13 +23,15 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5]]
 
 def decoder(tie: bool = True, head_dim: int = 8, kv_heads: int = 2, norm_place: str = "pre") -> Transformer:
     """As ``kvad demo`` composes it, tiny; every parameter random."""
-    layer = cfg.Layer(cfg.Attention(4, kv_heads, head_dim), cfg.Gated(40), cfg.Norm(eps=1e-3))
-    stack = cfg.Stack(3, {"L": layer}, norm_place=norm_place)  # type: ignore[arg-type]
-    return build(cfg.ModelConfig(24, 32, 96, stack, tie=tie))
+    layer = cfg.LayerConfig(
+        cfg.AttentionConfig(4, kv_heads, head_dim), cfg.GatedMLPConfig(40), cfg.NormConfig(eps=1e-3)
+    )
+    stack = cfg.StackConfig(3, {"L": layer}, norm_position=norm_place)  # type: ignore[arg-type]
+    return build(cfg.ModelConfig(24, 32, 96, stack, tie_embeddings=tie))
 
 
 def saved(model: Transformer, folder: Path) -> Path:
-    save(folder, model.config, model.state_dict(), None)
+    save_checkpoint(folder, model.config, model.state_dict(), None)
     return folder
 
 
@@ -117,9 +119,9 @@ def test_a_broken_page_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -
         pytest.param(build(model_config("rope-partial", "pre", "gqa")), "0.5", id="partial rotation"),
         pytest.param(build(model_config("alibi", "pre", "gqa")), "'alibi'", id="alibi"),
         pytest.param(build(model_config("rope", "pre", "window")), "7", id="window"),
-        pytest.param(build(model_config("rope", "pre", "mha")), "mixer.q.bias", id="bias"),
-        pytest.param(build(model_config("rope", "pre", "sinks")), "mixer.sink_logits", id="sinks"),
-        pytest.param(build(model_config("learned", "pre", "gqa")), "embed.positions.weight", id="learned"),
+        pytest.param(build(model_config("rope", "pre", "mha")), "attention.q.bias", id="bias"),
+        pytest.param(build(model_config("rope", "pre", "sinks")), "attention.sink_logits", id="sinks"),
+        pytest.param(build(model_config("learned", "pre", "gqa")), "embedding.positions.weight", id="learned"),
         pytest.param(build(model_config("sinusoidal", "pre", "gqa")), "'sinusoidal'", id="sinusoidal"),
         pytest.param(build(model_config("rope", "sandwich", "gqa")), "'sandwich'", id="sandwich"),
     ],

@@ -12,14 +12,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvad.cache.memory import Memory
-from kvad.cache.sizing import CacheConfig, group_bytes, groups
+from kvad.cache.memory import KVCache
+from kvad.cache.sizing import CacheConfig, build_groups, group_bytes
 from kvad.cache.weights import weight_shapes
 from kvad.checkpoint.hf import write_tensors
-from kvad.checkpoint.native import save
+from kvad.checkpoint.native import save_checkpoint
 from kvad.checkpoint.shards import write_sharded
 from kvad.cli.main import main
-from kvad.config import Attention, Gated, Layer, ModelConfig, OwnPositions, Stack, mixers
+from kvad.config import (
+    AttentionConfig,
+    CustomPositionsConfig,
+    GatedMLPConfig,
+    LayerConfig,
+    ModelConfig,
+    StackConfig,
+    attention_specs,
+)
 from kvad.errors import ConfigError
 from kvad.model.transformer import Transformer
 from tests.lab.looker import make_looker
@@ -52,8 +60,8 @@ def test_the_proof_says_exact(folder: Path) -> None:
 
 
 def test_weights_are_counted_without_a_model(folder: Path) -> None:
-    mixer = Attention(4, 2, position=OwnPositions("kerple:Kerple"), own="gated:GatedAttention")
-    config = ModelConfig(32, 61, 96, Stack(2, {"L": Layer(mixer, Gated(48))}))
+    mixer = AttentionConfig(4, 2, position=CustomPositionsConfig("kerple:Kerple"), custom_class="gated:GatedAttention")
+    config = ModelConfig(32, 61, 96, StackConfig(2, {"L": LayerConfig(mixer, GatedMLPConfig(48))}))
     model = Transformer(config)
     assert weight_shapes(config) == {name: tuple(t.shape) for name, t in model.state_dict().items()}
     assert ModelConfig.from_dict(config.to_dict()) == config
@@ -66,7 +74,7 @@ COMMANDS = [shlex.split(line) for line in re.findall(r"^    kvad (.*)$", PAGE, r
 def looker(folder: Path) -> Path:
     """A model that looks keys up, in place of the one that the page's commands name."""
     model, tokenizer = make_looker(limit=256)
-    save(folder / "looker", model.config, model.state_dict(), tokenizer)
+    save_checkpoint(folder / "looker", model.config, model.state_dict(), tokenizer)
     return folder / "looker"
 
 
@@ -87,10 +95,10 @@ def test_a_policy_and_a_format_of_ones_own_are_verified(looker: Path, capsys: py
 def test_a_format_of_ones_own_is_planned_to_the_byte(looker: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("plan", looker, capsys)
     config = make_looker(limit=256)[0].config
-    cache = CacheConfig(keys="log8:Log8", values="log8:Log8", rows=2, capacity=32)
-    placed = groups(mixers(config), cache)
+    cache = CacheConfig(key_dtype="log8:Log8", value_dtype="log8:Log8", max_num_seqs=2, max_seq_len=32)
+    placed = build_groups(attention_specs(config), cache)
     planned = [group_bytes(group) for group in placed]
-    memory = Memory(placed)
+    memory = KVCache(placed)
     assert memory.payload_bytes() == sum(each.payload for each in planned)
     assert memory.scale_bytes() == sum(each.scales for each in planned) > 0
 
@@ -119,7 +127,9 @@ def test_a_format_that_cannot_be_is_refused(folder: Path, body: str, message: st
     sys.modules.pop("wrong", None)
     config = make_looker(limit=64)[0].config
     with pytest.raises(ConfigError, match=message):
-        Memory(groups(mixers(config), CacheConfig(keys="wrong:Wrong", rows=1, capacity=16)))
+        KVCache(
+            build_groups(attention_specs(config), CacheConfig(key_dtype="wrong:Wrong", max_num_seqs=1, max_seq_len=16))
+        )
 
 
 def test_a_family_of_ones_own_is_read_and_verified(
@@ -132,9 +142,9 @@ def test_a_family_of_ones_own_is_read_and_verified(
     content = {"model_type": "parrot", **sizes}
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(content))
-    from kvad.checkpoint.hf import Fields
+    from kvad.checkpoint.hf import HFConfigReader
 
-    config = parrot.FAMILY.read(Fields(content, "config.json"))
+    config = parrot.FAMILY.read(HFConfigReader(content, "config.json"))
     torch.manual_seed(0)
     write_sharded(folder / "model", write_tensors(parrot.FAMILY, config, Transformer(config).state_dict()))
     assert main(["verify", str(folder / "model"), "--chunk", "8", "--block-size", "4", "--tokens", "8"]) == 0
@@ -147,6 +157,6 @@ def test_a_family_of_ones_own_is_read_and_verified(
     [("nothing", "names no class"), ("no.such:Thing", "cannot import"), ("kerple:Missing", "has no 'Missing'")],
 )
 def test_a_wrong_name_is_told(folder: Path, name: str, message: str) -> None:
-    mixer = Attention(4, position=OwnPositions(name))
+    mixer = AttentionConfig(4, position=CustomPositionsConfig(name))
     with pytest.raises(ConfigError, match=message):
-        Transformer(ModelConfig(32, 61, 96, Stack(1, {"L": Layer(mixer, Gated(48))})))
+        Transformer(ModelConfig(32, 61, 96, StackConfig(1, {"L": LayerConfig(mixer, GatedMLPConfig(48))})))

@@ -10,7 +10,7 @@ import torch
 import kvad
 from kvad.cache.planning import plan_memory
 from kvad.cache.sizing import CacheConfig
-from kvad.engine.request import Sampling
+from kvad.engine.request import SamplingParams
 from kvad.errors import (
     CheckpointError,
     ConfigError,
@@ -67,9 +67,9 @@ def test_three_lines(folder):
 def test_generate_is_what_the_model_says_without_a_cache(llm):
     done = llm.generate(PROMPT, max_tokens=12, temperature=0, ignore_eos=True)
     assert done.tokens == greedy(llm, PROMPT, 12)
-    assert (done.usage.prompt, done.usage.completion) == (len(PROMPT), 12)
+    assert (done.usage.num_prompt_tokens, done.usage.num_completion_tokens) == (len(PROMPT), 12)
     assert 0 < done.timings.first_token <= done.timings.total and done.timings.tokens_per_second > 0
-    assert len(done.samples) == 1 and done.samples[0].text == done.text and done.prompt_logprobs == ()
+    assert len(done.choices) == 1 and done.choices[0].text == done.text and done.prompt_logprobs == ()
 
 
 def test_timings_are_the_requests_own_and_not_those_of_who_waits(llm, monkeypatch):
@@ -77,9 +77,10 @@ def test_timings_are_the_requests_own_and_not_those_of_who_waits(llm, monkeypatc
     steps = llm.engine.scheduler.stats
     monkeypatch.setattr(llm.engine.scheduler, "_clock", lambda: float(steps().steps))
     collectors = [
-        llm._submitter(Sampling(max_tokens=n, temperature=0, ignore_eos=True), None, None)(PROMPT) for n in (40, 4)
+        llm._submitter(SamplingParams(max_tokens=n, temperature=0, ignore_eos=True), None, None)(PROMPT)
+        for n in (40, 4)
     ]
-    long, short = (collector.finish().timings for collector in collectors)
+    long, short = (collector.result().timings for collector in collectors)
     assert (long.total, short.total) == (39 + long.first_token, 3 + short.first_token)
     assert long.tokens_per_second == short.tokens_per_second == 1.0
     nothing = llm.generate(PROMPT, max_tokens=0).timings
@@ -96,7 +97,7 @@ def test_text_or_ids_one_or_many(llm):
     assert isinstance(many, list) and many[0].tokens == one.tokens
     assert [done.tokens for done in llm.generate(ids, **options)] == [done.tokens for done in many]
     assert llm.generate(["ab"], **options)[0].tokens == one.tokens
-    assert llm.generate("ab", Sampling(**options)).tokens == one.tokens
+    assert llm.generate("ab", SamplingParams(**options)).tokens == one.tokens
 
 
 def test_more_prompts_than_seats(llm):
@@ -106,17 +107,17 @@ def test_more_prompts_than_seats(llm):
 
 
 def test_an_empty_text_begins_with_the_opening_token(llm):
-    opening = llm.tokenizer.specials.separator
+    opening = llm.tokenizer.special_tokens.separator
     assert llm.encode("") == [opening] == llm.encode([])
     assert llm.generate("", max_tokens=5, temperature=0).tokens == greedy(llm, [opening], 5)
 
 
 def test_n_samples_differ_and_each_is_its_own(llm):
     done = llm.generate(PROMPT, n=6, max_tokens=8, seed=7)
-    assert len(done.samples) == 6 and len({sample.tokens for sample in done.samples}) > 3
-    assert done.usage.completion == sum(len(sample.tokens) for sample in done.samples)
+    assert len(done.choices) == 6 and len({sample.token_ids for sample in done.choices}) > 3
+    assert done.usage.num_completion_tokens == sum(len(sample.token_ids) for sample in done.choices)
     fewer = llm.generate(PROMPT, n=2, max_tokens=8, seed=7)
-    assert [s.tokens for s in fewer.samples] == [s.tokens for s in done.samples[:2]]
+    assert [s.token_ids for s in fewer.choices] == [s.token_ids for s in done.choices[:2]]
 
 
 def test_a_seed_means_the_same_whoever_else_is_in_the_batch(llm):
@@ -131,8 +132,8 @@ def test_a_prefix_that_is_known_is_not_computed_again(llm):
     prompt = "the same beginning, again and again"
     first = llm.generate(prompt, max_tokens=4, temperature=0)
     again = llm.generate(prompt, max_tokens=4, temperature=0)
-    assert again.usage.cached == (len(prompt) - 1) // 4 * 4 and again.tokens == first.tokens
-    assert first.usage.cached < again.usage.cached
+    assert again.usage.num_cached_tokens == (len(prompt) - 1) // 4 * 4 and again.tokens == first.tokens
+    assert first.usage.num_cached_tokens < again.usage.num_cached_tokens
 
 
 @pytest.mark.parametrize("stop", ["aa", "aaa", "ab"])
@@ -145,7 +146,7 @@ def test_stop_strings(llm, stop):
 
 
 def test_stop_tokens_and_the_end_of_a_document(llm):
-    end = llm.tokenizer.specials.separator
+    end = llm.tokenizer.special_tokens.separator
     biased = {"max_tokens": 5, "temperature": 0, "logit_bias": {end: 500.0}}
     done = llm.generate(PROMPT, **biased)
     assert (done.text, done.tokens, done.finish_reason) == ("", (end,), "stop")
@@ -172,13 +173,13 @@ def test_without_max_tokens_it_goes_to_the_models_limit(llm):
 def test_logprobs_are_those_of_the_model(llm):
     done = llm.generate(PROMPT, max_tokens=6, seed=2, temperature=0.5, top_k=3, logprobs=4, ignore_eos=True)
     expected = llm.logits(llm.encode(PROMPT) + list(done.tokens)).log_softmax(-1)[len(PROMPT) - 1 : -1]
-    assert [score.token for score in done.logprobs] == list(done.tokens)
+    assert [score.token_id for score in done.logprobs] == list(done.tokens)
     for score, row in zip(done.logprobs, expected, strict=True):
-        assert score.logprob == pytest.approx(float(row[score.token]), abs=1e-5)
+        assert score.logprob == pytest.approx(float(row[score.token_id]), abs=1e-5)
         best = row.topk(4)
-        assert [token for token, _ in score.top] == best.indices.tolist()
-        assert [p for _, p in score.top] == pytest.approx(best.values.tolist(), abs=1e-5)
-    assert llm.generate(PROMPT, max_tokens=2, logprobs=0).logprobs[0].top == ()
+        assert [token for token, _ in score.top_logprobs] == best.indices.tolist()
+        assert [p for _, p in score.top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-5)
+    assert llm.generate(PROMPT, max_tokens=2, logprobs=0).logprobs[0].top_logprobs == ()
     assert llm.generate(PROMPT, max_tokens=2).logprobs == ()
 
 
@@ -190,10 +191,10 @@ def test_prompt_logprobs_are_the_models(folder, warm):
         scores = llm.generate(PROMPT, max_tokens=3, prompt_logprobs=2, n=2).prompt_logprobs
         expected = llm.logits(PROMPT).log_softmax(-1)
         ids = llm.encode(PROMPT)
-        assert [score.token for score in scores] == ids[1:]
+        assert [score.token_id for score in scores] == ids[1:]
         for at, score in enumerate(scores):
             assert score.logprob == pytest.approx(float(expected[at, ids[at + 1]]), abs=1e-5)
-            assert [token for token, _ in score.top] == expected[at].topk(2).indices.tolist()
+            assert [token for token, _ in score.top_logprobs] == expected[at].topk(2).indices.tolist()
 
 
 def test_score_is_the_sum_of_log_probabilities(llm):
@@ -201,7 +202,7 @@ def test_score_is_the_sum_of_log_probabilities(llm):
     ids = llm.encode(PROMPT)
     expected = llm.logits(PROMPT).log_softmax(-1)[range(len(ids) - 1), ids[1:]]
     assert score.tokens == tuple(ids) and score.logprobs[0] is None and len(score.logprobs) == len(ids)
-    assert score.total == pytest.approx(float(expected.sum()), abs=1e-4)
+    assert score.total_logprob == pytest.approx(float(expected.sum()), abs=1e-4)
     assert score.perplexity == pytest.approx(math.exp(-float(expected.mean())), rel=1e-5)
     assert score.alternatives[0] == () and all(len(top) == 3 for top in score.alternatives[1:])
 
@@ -212,7 +213,7 @@ def test_score_of_one_or_many_texts_or_ids(llm):
     assert llm.score(ids) == one
     assert llm.score([PROMPT, "ab"])[0] == one and llm.score([ids, [1, 2]])[0] == one
     alone = llm.score("a")
-    assert alone.logprobs == (None,) and alone.total == 0 and math.isnan(alone.perplexity)
+    assert alone.logprobs == (None,) and alone.total_logprob == 0 and math.isnan(alone.perplexity)
 
 
 def test_logits(llm):
@@ -225,7 +226,7 @@ def test_logits(llm):
 @pytest.mark.parametrize("cached", [False, True])
 def test_trace(llm, cached):
     found = llm.trace("abcd", layers=[1], heads=[0, 3], cached=cached)
-    assert found.pieces == ("a", "b", "c", "d") and list(found.layers) == [1]
+    assert found.token_texts == ("a", "b", "c", "d") and list(found.layers) == [1]
     layer = found.layers[1]
     assert layer.weights.shape == (2, 4, 4) and layer.q.shape[:2] == (4, 2) and layer.hidden.shape == (4, 24)
     assert torch.allclose(layer.weights.sum(-1), torch.ones(2, 4, dtype=torch.float64))
@@ -241,20 +242,20 @@ def test_trace(llm, cached):
 def test_a_stream_is_generate_in_pieces(llm):
     pieces = list(llm.stream(PROMPT, max_tokens=9, seed=4, n=2, logprobs=1))
     done = llm.generate(PROMPT, max_tokens=9, seed=4, n=2, logprobs=1)
-    for number, sample in enumerate(done.samples):
-        mine = [piece for piece in pieces if piece.sample == number]
+    for number, sample in enumerate(done.choices):
+        mine = [piece for piece in pieces if piece.sample_index == number]
         assert "".join(piece.text for piece in mine) == sample.text
-        assert tuple(piece.token for piece in mine if piece.token is not None) == sample.tokens
-        assert [piece.finish for piece in mine if piece.finish] == [sample.finish_reason]
-        assert tuple(piece.score for piece in mine if piece.score) == sample.logprobs
+        assert tuple(piece.token_id for piece in mine if piece.token_id is not None) == sample.token_ids
+        assert [piece.finish_reason for piece in mine if piece.finish_reason] == [sample.finish_reason]
+        assert tuple(piece.logprob for piece in mine if piece.logprob) == sample.logprobs
 
 
 def test_closing_a_stream_cancels_what_is_left(llm):
     stream = llm.stream(PROMPT, max_tokens=50, ignore_eos=True)
     next(stream)
-    assert llm.engine.ledger.stats().used[0] > 0 and not llm.engine.idle
+    assert llm.engine.kv_cache_manager.stats().used[0] > 0 and not llm.engine.idle
     stream.close()
-    assert llm.engine.ledger.stats().used == (0,) and llm.engine.idle and not llm._desk._mail
+    assert llm.engine.kv_cache_manager.stats().used == (0,) and llm.engine.idle and not llm._client._mail
     llm.engine.scheduler.check()
 
 
@@ -268,8 +269,8 @@ def test_streams_side_by_side(llm):
             piece = next(stream, None)
             if piece is None:
                 del live[number]
-            elif piece.token is not None:
-                found[number].append(piece.token)
+            elif piece.token_id is not None:
+                found[number].append(piece.token_id)
     assert [tuple(tokens) for tokens in found] == expected
 
 
@@ -285,12 +286,14 @@ def test_threads_share_one_engine_and_each_gets_its_own(llm):
         if number < 6:
             start.wait()
         if number % 3 == 0:
-            return tuple(p.token for p in llm.stream(prompts[number], max_tokens=8, seed=number) if p.token is not None)
+            return tuple(
+                p.token_id for p in llm.stream(prompts[number], max_tokens=8, seed=number) if p.token_id is not None
+            )
         return llm.generate(prompts[number], max_tokens=8, seed=number).tokens
 
     with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(ask, range(12))) == expected
-    assert llm.engine.idle and not llm._desk._mail
+    assert llm.engine.idle and not llm._client._mail
     llm.engine.scheduler.check()
 
 
@@ -316,7 +319,7 @@ def test_as_a_context_manager_it_frees_its_pool(folder):
         llm.generate("a", max_tokens=2)
         running = llm.stream("b", max_tokens=9)
         next(running)
-    assert all(leaf.numel() == 0 for leaf in llm.engine.memory.leaves())
+    assert all(leaf.numel() == 0 for leaf in llm.engine.kv_cache.tensors())
     for call in (
         lambda: llm.generate("a"),
         lambda: llm.score("a"),
@@ -331,24 +334,28 @@ def test_as_a_context_manager_it_frees_its_pool(folder):
 
 def test_load_takes_a_dtype_and_a_cache(folder):
     with LLM.load(folder, dtype="float64", rows=2, capacity=32, layout="contiguous", cache_dtype="bfloat16") as llm:
-        assert llm.model.embed.tokens.weight.dtype == torch.float64
-        assert llm.cache == CacheConfig(rows=2, capacity=32, layout="contiguous", dtype="bfloat16")
-        assert llm.engine.memory.keys[0].data.dtype == torch.bfloat16
-    with LLM.load(folder, memory=CacheConfig(capacity=16)) as llm:
-        assert llm.cache == CacheConfig(capacity=16)
+        assert llm.model.embedding.tokens.weight.dtype == torch.float64
+        assert llm.cache_config == CacheConfig(max_num_seqs=2, max_seq_len=32, layout="contiguous", dtype="bfloat16")
+        assert llm.engine.kv_cache.keys[0].data.dtype == torch.bfloat16
+    with LLM.load(folder, memory=CacheConfig(max_seq_len=16)) as llm:
+        assert llm.cache_config == CacheConfig(max_seq_len=16)
     with LLM.load(folder) as llm:
-        assert llm.cache == CacheConfig(capacity=LIMIT)
+        assert llm.cache_config == CacheConfig(max_seq_len=LIMIT)
 
 
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"rows": 0}, ConfigError, "cache.rows"),
+        ({"rows": 0}, ConfigError, "cache.max_num_seqs"),
         ({"layout": "heap"}, ConfigError, "cache.layout"),
         ({"cache_dtype": "int3"}, ConfigError, "cache.dtype"),
         ({"row": 2}, RequestError, "row"),
-        ({"memory": CacheConfig(capacity=8), "rows": 2}, RequestError, "memory= and rows= both given"),
-        ({"memory": CacheConfig(capacity=8), "cache_dtype": "float32"}, RequestError, "memory= and cache_dtype= both"),
+        ({"memory": CacheConfig(max_seq_len=8), "rows": 2}, RequestError, "memory= and rows= both given"),
+        (
+            {"memory": CacheConfig(max_seq_len=8), "cache_dtype": "float32"},
+            RequestError,
+            "memory= and cache_dtype= both",
+        ),
         ({"rows": 3_000_000_000}, MemoryPlanError, "available"),
     ],
 )
@@ -369,9 +376,9 @@ def test_load_refuses_what_cannot_be(folder, options, error, says):
         ({"dtype": torch.float16}, "float16 is for storage only on a CPU"),
         ({"cache_dtype": 5}, "cache.dtype: unknown dtype 5"),
         ({"cache_dtype": torch.int16}, "cache.dtype: unknown dtype 'int16'"),
-        ({"cache_keys": "int5"}, "cache.keys: unknown dtype 'int5' (did you mean 'int8'?)"),
-        ({"cache_values": "int8-channel"}, "cache.values: int8-channel is for keys"),
-        ({"cache_keys": "int4-channel", "layout": "contiguous"}, "cache.keys: int4-channel packs whole blocks"),
+        ({"cache_keys": "int5"}, "cache.key_dtype: unknown dtype 'int5' (did you mean 'int8'?)"),
+        ({"cache_values": "int8-channel"}, "cache.value_dtype: int8-channel is for keys"),
+        ({"cache_keys": "int4-channel", "layout": "contiguous"}, "cache.key_dtype: int4-channel packs whole blocks"),
         ({"device": "cuda"}, "device 'cuda': this torch finds no CUDA device here"),
         ({"device": "cuda:1"}, "device 'cuda:1': this torch finds no CUDA device here"),
         ({"device": "foo"}, "unknown device 'foo'"),
@@ -388,7 +395,7 @@ def test_load_refuses_a_dtype_or_a_device_that_is_not_there(folder, monkeypatch,
 
 def test_load_takes_dtypes_and_devices_of_torch(folder):
     with LLM.load(folder, dtype=torch.float64, cache_dtype=torch.float16, device=torch.device("cpu")) as llm:
-        assert (llm.model.embed.tokens.weight.dtype, llm.cache.dtype) == (torch.float64, "float16")
+        assert (llm.model.embedding.tokens.weight.dtype, llm.cache_config.dtype) == (torch.float64, "float16")
 
 
 def test_load_refuses_a_folder_that_is_no_checkpoint(tmp_path):
@@ -399,8 +406,8 @@ def test_load_refuses_a_folder_that_is_no_checkpoint(tmp_path):
 
 def test_the_pool_is_what_plan_says(folder):
     with LLM.load(folder, rows=3, capacity=40) as llm:
-        held = sum(leaf.numel() * leaf.element_size() for leaf in llm.engine.memory.leaves())
-        assert held == plan_memory(llm.model.config, llm.cache).pool
+        held = sum(leaf.numel() * leaf.element_size() for leaf in llm.engine.kv_cache.tensors())
+        assert held == plan_memory(llm.model.config, llm.cache_config).pool
 
 
 # ---------------------------------------------------------------- refusals
@@ -418,7 +425,7 @@ def test_the_pool_is_what_plan_says(folder):
         ("a", {"n": 0}, "n: 0 is out of range"),
         ("a", {"stop": ("",)}, "stop: an empty string"),
         ("a", {"logit_bias": {999: 1.0}}, "logit_bias: token id 999"),
-        ("a", {"sampling": Sampling(), "max_tokens": 2}, "sampling= and max_tokens= both given"),
+        ("a", {"sampling": SamplingParams(), "max_tokens": 2}, "sampling= and max_tokens= both given"),
         ("a", {"sampling": 5}, "sampling: expected a Sampling, found 5"),
         (5, {}, "prompt: expected text or token ids"),
         (None, {}, "prompt: expected text or token ids"),
@@ -431,13 +438,13 @@ def test_requests_that_cannot_be(llm, prompt, options, says):
         with pytest.raises(RequestError) as caught:
             call(prompt, **options)
         assert says in caught.value.message
-    assert llm.engine.idle and not llm._desk._mail
+    assert llm.engine.idle and not llm._client._mail
 
 
 def test_a_bad_prompt_among_good_ones_leaves_nothing_behind(llm):
     with pytest.raises(RequestError):
         llm.generate(["a", "x" * 200, "b"], max_tokens=4)
-    assert llm.engine.idle and not llm._desk._mail and llm.engine.ledger.stats().used == (0,)
+    assert llm.engine.idle and not llm._client._mail and llm.engine.kv_cache_manager.stats().used == (0,)
 
 
 @pytest.mark.parametrize(("layers", "heads", "says"), [([2], None, "layer 2 is not one of 0..1"), ([0], [4], "head 4")])
@@ -454,7 +461,7 @@ def test_lone_surrogates_are_refused(llm):
 def test_without_a_tokenizer_ids_do(bare):
     done = bare.generate([3, 4], max_tokens=4, temperature=0)
     assert done.tokens == greedy(bare, [3, 4], 4) and done.text == ""
-    assert bare.trace([3, 4]).pieces == ("3", "4")
+    assert bare.trace([3, 4]).token_texts == ("3", "4")
     for prompt, says in (("hi", "without a tokenizer"), ([], "no opening token")):
         with pytest.raises(RequestError, match=says):
             bare.generate(prompt)
@@ -466,12 +473,12 @@ def test_a_model_that_says_nan_is_a_named_error_and_the_next_call_works(folder):
     with LLM.load(folder) as llm:
         expected = llm.generate("ok", max_tokens=3, temperature=0).tokens
         with torch.no_grad():
-            row = llm.model.embed.tokens.weight[120].clone()
-            llm.model.embed.tokens.weight[120] = math.nan
+            row = llm.model.embedding.tokens.weight[120].clone()
+            llm.model.embedding.tokens.weight[120] = math.nan
         with pytest.raises(NumericalError, match="NaN"):
             llm.generate("ox", max_tokens=3)
         with torch.no_grad():
-            llm.model.embed.tokens.weight[120] = row
+            llm.model.embedding.tokens.weight[120] = row
         assert llm.generate("ok", max_tokens=3, temperature=0).tokens == expected
         assert llm.engine.idle and not llm._desk._mail
         llm.engine.scheduler.check()

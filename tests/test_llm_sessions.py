@@ -9,7 +9,7 @@ import pytest
 
 from kvad import LLM
 from kvad.engine.session import Session
-from kvad.errors import EngineError, EntryError, RequestError, SaveError, UsageError
+from kvad.errors import EngineError, RequestError, SaveError, StorageError, UsageError
 from tests.cache.disks import FailingDisk
 from tests.cli.checkpoint import write_model
 
@@ -66,7 +66,7 @@ def test_turns_in_one_process_use_what_is_there(llm):
 def test_a_stream_that_is_closed_leaves_what_came(llm):
     session = llm.session()
     stream = session.stream("hello", **{**GREEDY, "max_tokens": 40})
-    came = [next(stream).token for _ in range(3)]
+    came = [next(stream).token_id for _ in range(3)]
     stream.close()
     assert session.tokens[:5] == list(b"hello") and len(session.tokens) <= 5 + len(came)
     right = llm.generate([*session.tokens, *b" you"], **GREEDY).text
@@ -97,7 +97,7 @@ def test_reading_alone_leaves_one_token_to_compute(model, tmp_path):
     for fields in CACHES.values():
         with LLM.load(model, rows=2, **fields) as opened:
             session = opened.session("read", tmp_path)
-            session.read("a text that is read, and nothing more")
+            session.append("a text that is read, and nothing more")
             session.save()
             count = len(session.tokens)
         with LLM.load(model, rows=2, **fields) as opened:
@@ -128,17 +128,17 @@ def test_a_session_of_another_model_says_which_part(model, tmp_path):
         session.generate("hello there", **GREEDY)
         session.save()
     with LLM.load(model, rows=2, policy="window(20)") as other:
-        with pytest.raises(EntryError, match=r"policy: window\(20\) here, full there"):
+        with pytest.raises(StorageError, match=r"policy: window\(20\) here, full there"):
             other.session("trip", tmp_path)
         session = other.session()
         session.generate("hi", **GREEDY)
         before = list(session.tokens)
-        with pytest.raises(EntryError):
+        with pytest.raises(StorageError):
             session.load(tmp_path / "trip.session")
         assert session.tokens == before and session.generate("", **GREEDY).text
     templated = write_model(tmp_path / "templated")
     (templated / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    with LLM.load(templated, rows=2) as other, pytest.raises(EntryError, match=r"cache: template \("):
+    with LLM.load(templated, rows=2) as other, pytest.raises(StorageError, match=r"cache: template \("):
         other.session("trip", tmp_path)
 
 
@@ -169,7 +169,7 @@ def test_names_and_paths(llm, tmp_path, monkeypatch):
 
 def test_a_disk_that_fails(llm, tmp_path):
     def session_of(disk):
-        made = Session(llm._desk, llm.texts, llm._chosen, path=tmp_path / "trip.session", disk=disk)
+        made = Session(llm._client, llm.texts, llm._resolve_sampling, path=tmp_path / "trip.session", disk=disk)
         made.generate("hello", **GREEDY)
         return made
 
@@ -181,9 +181,9 @@ def test_a_disk_that_fails(llm, tmp_path):
     assert (tmp_path / "trip.session").read_bytes() == before
     assert session.save()  # the next time it does not fail
     session = session_of(FailingDisk(1, which=("read",)))
-    with pytest.raises(EntryError, match="Input/output error") as caught:
+    with pytest.raises(StorageError, match="Input/output error") as caught:
         session.load()
-    assert caught.value.why == "unread" and session.generate(" x", **GREEDY).text is not None
+    assert caught.value.reason == "unread" and session.generate(" x", **GREEDY).text is not None
 
 
 def test_the_page_on_sessions_does_what_it_says(model, tmp_path, monkeypatch, capsys):

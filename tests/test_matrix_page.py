@@ -16,12 +16,12 @@ import torch
 
 from kvad import config as cfg
 from kvad.cache import memory
-from kvad.cache.formats import FORMATS, Format
+from kvad.cache.formats import FORMATS, CacheFormat
 from kvad.cache.named import POLICIES
 from kvad.cache.policy import Window
-from kvad.cache.state import Laid
-from kvad.cache.store import Store
-from kvad.cache.swap import Copier
+from kvad.cache.state import PendingRestore
+from kvad.cache.store import LayerTensor
+from kvad.cache.swap import HostCopier
 from kvad.lab.asked import SIZED
 from tests.matrix import cells, lives, lives_page, page
 
@@ -79,7 +79,10 @@ def test_every_cell_was_asked() -> None:
 
 def test_every_encoding_and_topology_is_a_column() -> None:
     """One of one's own is proved on docs/extending.md."""
-    hints = typing.get_type_hints(cfg.Attention)["position"], typing.get_type_hints(cfg.Embedding)["position"]
+    hints = (
+        typing.get_type_hints(cfg.AttentionConfig)["position"],
+        typing.get_type_hints(cfg.EmbeddingConfig)["position"],
+    )
     kinds = {kind.kind for hint in hints for kind in typing.get_args(hint) if hasattr(kind, "kind")}
     assert kinds == {*cells.ENCODINGS, "own"} - {"none"}
     assert {cells.config_of(each, "rope").kind for each in cells.TOPOLOGIES} == set(cells.TOPOLOGIES)
@@ -142,16 +145,16 @@ def test_some_meshes_asked_again() -> None:
 
 @pytest.mark.parametrize("way", ["parked in RAM", "parked on disk"])
 def test_a_row_that_comes_back_wrong_is_measured_as_broken(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    back = Copier.back
+    back = HostCopier.copy_in
     monkeypatch.setattr(
-        Copier, "back", lambda self, key, held, copies: back(self, key, held, [each.flip(0) for each in copies])
+        HostCopier, "copy_in", lambda self, key, held, copies: back(self, key, held, [each.flip(0) for each in copies])
     )
     assert lives.ask(("decoder", "rope", "full", "int8", way))["structure"] > cells.EXACT
 
 
 @pytest.mark.parametrize("way", ["session", "session, other layout"])
 def test_a_session_that_comes_back_wrong_is_measured_as_broken(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Laid, "put", lambda *_: None)
+    monkeypatch.setattr(PendingRestore, "restore", lambda *_: None)
     assert lives.ask(("decoder", "rope", "full", "float64", way))["structure"] > cells.EXACT
 
 
@@ -186,7 +189,7 @@ def test_a_new_policy_or_format_has_no_row(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(POLICIES, "latest", Window)
     assert any("latest" in cell for cell in missing())
     monkeypatch.delitem(POLICIES, "latest")
-    monkeypatch.setitem(FORMATS, "int3", Format("int3", "token", 8, "lossy", 1.0, 1.0))
+    monkeypatch.setitem(FORMATS, "int3", CacheFormat("int3", "token", 8, "lossy", 1.0, 1.0))
     assert any("int3" in cell for cell in missing())
 
 
@@ -201,8 +204,8 @@ def test_a_broken_cell_is_written_as_such() -> None:
 @pytest.mark.parametrize("policy", ["full", "sinks"])
 def test_a_cell_of_a_broken_format_is_measured_as_broken(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     """A store that forgets the scales of what it copies or reads."""
-    read = Store.read
-    monkeypatch.setattr(Store, "read", lambda self, table, dtype: read(self, table, dtype) * (1 + 1e-6))
+    read = LayerTensor.read
+    monkeypatch.setattr(LayerTensor, "read", lambda self, table, dtype: read(self, table, dtype) * (1 + 1e-6))
     assert cells.ask("product", ("decoder", "rope", policy, "int8"))["structure"] > cells.EXACT
 
 

@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvad.checkpoint.families import FAMILIES, REFUSED
+from kvad.checkpoint.families import FAMILIES, UNSUPPORTED
 from tests.oracle import checkpoint, page
 
 RESULTS = json.loads(page.RESULTS.read_text("utf-8"))
@@ -45,7 +45,7 @@ def test_every_family_has_a_row() -> None:
 
 def test_every_refused_model_type_is_there() -> None:
     refused = page.PAGE.read_text("utf-8").split("## What is refused", 1)[1]
-    assert all(f"- `{model_type}`: " in refused for model_type in REFUSED), HINT
+    assert all(f"- `{model_type}`: " in refused for model_type in UNSUPPORTED), HINT
 
 
 @pytest.mark.parametrize("oracle", checkpoint.ORACLES)

@@ -13,7 +13,7 @@ import random
 import pytest
 import torch
 
-from kvad.cache.formats import parted
+from kvad.cache.formats import split_format_name
 from kvad.cache.sizing import CacheConfig
 from kvad.model.transformer import Transformer
 from tests.drive import Run, Stream, drive, worst
@@ -87,17 +87,17 @@ def with_sources(scenario: str, streams: list[Stream], draw: random.Random) -> l
 def cache_of(case: Case) -> CacheConfig:
     scenario, paged = case["scenario"], case["layout"] == "paged"
     tight = scenario == "preempted"
-    keys, values = parted(case["dtype"])
+    keys, values = split_format_name(case["dtype"])
     return CacheConfig(
         layout="paged" if paged else "contiguous",
-        keys=keys,
-        values=values,
+        key_dtype=keys,
+        value_dtype=values,
         block_size=4,
-        rows=2 if tight and not paged else 4,
-        capacity=96,
-        chunk=5 if scenario in ("chunked", "mixed") else 32,
-        blocks=13 if tight and paged and case["heads"] != "window" else None,
-        source_capacity=60,
+        max_num_seqs=2 if tight and not paged else 4,
+        max_seq_len=96,
+        prefill_chunk_size=5 if scenario in ("chunked", "mixed") else 32,
+        num_blocks=13 if tight and paged and case["heads"] != "window" else None,
+        max_source_len=60,
     )
 
 
@@ -152,7 +152,7 @@ def measure(case: Case) -> float:
         return worst(model, streams, run)
     if not 1e-6 < worst(model, streams, run) <= LOSS[case["dtype"]]:
         return math.inf
-    return worst(model, streams, run, formats=parted(case["dtype"]))
+    return worst(model, streams, run, formats=split_format_name(case["dtype"]))
 
 
 def case_id(case: Case) -> str:
@@ -198,7 +198,7 @@ def exact_case(**change: str) -> Case:
 def hurt(monkeypatch: pytest.MonkeyPatch, name: str, replacement: object) -> None:
     from kvad.cache import memory
 
-    monkeypatch.setattr(memory.Memory, name, replacement)
+    monkeypatch.setattr(memory.KVCache, name, replacement)
 
 
 def test_without_clearing_the_oracle_objects(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,15 +220,15 @@ def test_a_scale_of_a_whole_step_is_heard(monkeypatch: pytest.MonkeyPatch, scena
         scale = (x.abs().amax() / 127).float().expand(*x.shape[:-1], 1)
         return (x / scale).round().to(torch.int8), scale
 
-    real = store.find_codec
+    real = store.get_codec
     monkeypatch.setattr(store, "find_codec", lambda name, device: real(name, device)._replace(encode=together))
     assert not measure(exact_case(dtype="int8", scenario=scenario)) <= 1e-6
 
 
 def test_a_copy_without_scales_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvad.cache.store import Store
+    from kvad.cache.store import LayerTensor
 
-    monkeypatch.setattr(Store, "copy", lambda self, source, target: self.data[target].copy_(self.data[source]))
+    monkeypatch.setattr(LayerTensor, "copy", lambda self, source, target: self.data[target].copy_(self.data[source]))
     assert not measure(exact_case(dtype="int8", scenario="forked")) <= 1e-3
 
 
@@ -236,9 +236,9 @@ def test_a_copy_without_scales_is_heard(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_lost_position_is_heard(monkeypatch: pytest.MonkeyPatch, heads: str) -> None:
     from kvad.cache import views
 
-    real = views.read_column
+    real = views.gather_metadata
 
-    def shifted(column: torch.Tensor, table: views.Table) -> torch.Tensor:
+    def shifted(column: torch.Tensor, table: views.BlockTable) -> torch.Tensor:
         marks = real(column, table)
         return torch.where(marks == 2, -1, marks)
 
@@ -257,7 +257,7 @@ def test_the_judge_is_not_the_judged() -> None:
     model = build(model_config())
     assert isinstance(model, Transformer)
     streams = [Stream([1, 2, 3], [[4, 5]])]
-    run = drive(model, CacheConfig(dtype="float64", rows=1, capacity=16, block_size=4), streams)
+    run = drive(model, CacheConfig(dtype="float64", max_num_seqs=1, max_seq_len=16, block_size=4), streams)
     assert 0 <= worst(model, streams, run) <= 1e-10
     streams[0].continuations[0][0] = 6  # another text: the judge must object
     assert worst(model, streams, run) > 1e-3

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from kvad.cache.sizing import CacheConfig
-from kvad.config import mixers
+from kvad.config import attention_specs
 from kvad.errors import ConfigError
 from kvad.model.transformer import Transformer
-from kvad.ops.biases import distance_bias
-from kvad.ops.rotary import Angles
-from kvad.step import Lane, Score, Step
+from kvad.ops.biases import position_bias
+from kvad.ops.rotary import RotaryCache
+from kvad.step import AttentionParams, ModelInput, SubBatch
 from tests.drive import Run, Stream, drive, worst
 from tests.models import NORMS, POSITIONS, VOCAB, build, model_config, pair_config
 from tests.pairwise import Case, full, pairwise
@@ -117,13 +117,13 @@ def test_blocks_go_back_as_they_are_passed() -> None:
     cache = cache_of(plain(), rows=1, chunk=5)
     run, most = drive_watching(model, cache, [Stream(text(30), [text(30)])])
     assert run.logits and most <= 1 + -(-(9 + 5 - 1) // 4) + 1
-    assert most <= sum(group.usable for group in made(model, cache))
+    assert most <= sum(group.num_usable_blocks for group in made(model, cache))
 
 
 def made(model: Transformer, cache: CacheConfig) -> tuple:
-    from kvad.cache.sizing import groups
+    from kvad.cache.sizing import build_groups
 
-    return groups(mixers(model.config), cache)
+    return build_groups(attention_specs(model.config), cache)
 
 
 def drive_watching(model: Transformer, cache: CacheConfig, streams: list[Stream]) -> tuple[Run, int]:
@@ -135,15 +135,15 @@ def drive_watching(model: Transformer, cache: CacheConfig, streams: list[Stream]
 
     def watched(self: Engine, *args: object, **named: object) -> None:
         settle(self, *args, **named)  # type: ignore[arg-type]
-        reserve = self.ledger.reserve
+        reserve = self.kv_cache_manager.allocate_slots
 
         def counted(spans: object) -> object:
             nonlocal most
             placed = reserve(spans)  # type: ignore[arg-type]
-            most = max(most, *self.ledger.stats().used)
+            most = max(most, *self.kv_cache_manager.stats().used)
             return placed
 
-        self.ledger.reserve = counted  # type: ignore[method-assign, assignment]
+        self.kv_cache_manager.allocate_slots = counted  # type: ignore[method-assign, assignment]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "__init__", watched)
@@ -170,8 +170,8 @@ class Renumbered:
         self.values: list[list[Tensor]] = [[] for _ in range(layers)]
         self.seen: list[int] = []
 
-    def open(self, step: Step) -> list[_RenumberedView]:
-        assert len(step.tokens) == 1
+    def open(self, step: ModelInput) -> list[_RenumberedView]:
+        assert len(step.token_ids) == 1
         return [_RenumberedView(self, layer) for layer in range(len(self.keys))]
 
 
@@ -179,7 +179,7 @@ class _RenumberedView:
     def __init__(self, memory: Renumbered, layer: int) -> None:
         self.memory, self.layer = memory, layer
 
-    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: Score) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: AttentionParams) -> Tensor:
         memory, keys, values = self.memory, self.memory.keys[self.layer], self.memory.values[self.layer]
         assert k is not None and v is not None
         keys.append(k)
@@ -190,13 +190,13 @@ class _RenumberedView:
         every, many = torch.cat([keys[i] for i in kept]), torch.cat([values[i] for i in kept])  # [n, K, D]
         places = torch.arange(len(kept))
         if score.rotary is not None:
-            every = Angles(places, exact=True).rotate(every, score.rotary)
-            q = Angles(places[-1:], exact=True).rotate(q, score.rotary)
+            every = RotaryCache(places, exact=True).rotate(every, score.rotary)
+            q = RotaryCache(places[-1:], exact=True).rotate(q, score.rotary)
         groups = q.shape[1] // every.shape[1]
         every, many = every.repeat_interleave(groups, 1), many.repeat_interleave(groups, 1)
         logits = torch.einsum("qhd,nhd->hqn", q, every) * score.scale
         if score.bias is not None:
-            logits = logits + distance_bias(score.bias, places[None, -1:], places[None])[0]
+            logits = logits + position_bias(score.bias, places[None, -1:], places[None])[0]
         return torch.einsum("hqn,nhd->qhd", logits.softmax(-1), many)
 
 
@@ -204,11 +204,11 @@ class _RenumberedView:
 def by_hand(model: Transformer, tokens: Sequence[int], sinks: int, window: int) -> Tensor:
     """[T, V]."""
     assert model.config.decoder is not None
-    memory = Renumbered(model.config.decoder.layers, sinks, window)
+    memory = Renumbered(model.config.decoder.num_layers, sinks, window)
     rows = []
     for at, token in enumerate(tokens):
-        step = Step(torch.tensor([token]), torch.tensor([at]), (Lane(1, 1, 1),), torch.tensor([0]))
-        rows.append(model.logits(model(step, memory), step.wanted))  # type: ignore[arg-type]
+        step = ModelInput(torch.tensor([token]), torch.tensor([at]), (SubBatch(1, 1, 1),), torch.tensor([0]))
+        rows.append(model.logits(model(step, memory), step.logit_indices))  # type: ignore[arg-type]
     assert max(memory.seen) == sinks + window
     return torch.cat(rows)
 
@@ -237,12 +237,12 @@ def test_a_row_without_an_end_counts_what_it_keeps(case: Case) -> None:
         layout=case["layout"],  # type: ignore[arg-type]
         dtype="float64",
         block_size=4,
-        rows=2,
-        capacity=96,
-        chunk=int(case["chunk"]),
+        max_num_seqs=2,
+        max_seq_len=96,
+        prefill_chunk_size=int(case["chunk"]),
         policy="sinks(3, 20)",
         endless=True,
-        rotate=case["rotate"],  # type: ignore[arg-type]
+        rope_at=case["rotate"],  # type: ignore[arg-type]
     )
     run = drive(model, cache, FAR)
     assert worst(model, FAR, run, cache) <= EXACT
@@ -254,7 +254,7 @@ def test_a_row_without_an_end_counts_what_it_keeps(case: Case) -> None:
 def test_kept_positions_would_say_something_else() -> None:
     """Without numbering anew, a sink's distance grows: another answer (so the test above can fail)."""
     model, tokens = build(model_config("alibi", "pre", "gqa")), text(80)
-    cache = CacheConfig(dtype="float64", block_size=4, rows=1, capacity=96, policy="sinks(3, 20)")
+    cache = CacheConfig(dtype="float64", block_size=4, max_num_seqs=1, max_seq_len=96, policy="sinks(3, 20)")
     run = drive(model, cache, [Stream(tokens[:60], [tokens[60:]])])
     right = by_hand(model, tokens, 3, 20)
     assert max((logits - right[at]).abs().max() for at, logits in run.logits[0, 0].items()) > 1e-3
@@ -280,7 +280,7 @@ def test_kept_positions_would_say_something_else() -> None:
 def test_an_end_that_cannot_be_lifted_is_refused_by_name(position: str, policy: str, says: str) -> None:
     model = build(model_config(position, "pre", "gqa"))
     with pytest.raises(ConfigError, match=says):
-        drive(model, CacheConfig(block_size=4, rows=1, capacity=96, policy=policy, endless=True), [])
+        drive(model, CacheConfig(block_size=4, max_num_seqs=1, max_seq_len=96, policy=policy, endless=True), [])
 
 
 # ---------------------------------------------------------------- policies that rank, and levels
@@ -392,23 +392,23 @@ def test_a_late_sample_chooses_blocks_as_if_alone(seed: int) -> None:
     model = build(model_config("rope", "pre", "gqa"), seed=seed)
     samples = [text(30, seed + 10), text(30, seed + 20)]
     streams = [Stream(text(27 + seed, seed), samples), Stream(text(24, 9), [text(3, 8)])]
-    cache = CacheConfig(dtype="float64", block_size=8, rows=2, capacity=96, policy="quest(16)")
+    cache = CacheConfig(dtype="float64", block_size=8, max_num_seqs=2, max_seq_len=96, policy="quest(16)")
     run = drive(model, cache, streams)
     for sample, tokens in enumerate(samples):
         assert apart(drive(model, cache, [Stream(streams[0].prompt, [tokens])]), run, 0, sample) <= EXACT
 
 
 def test_a_late_sample_without_emptied_blocks_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvad.cache.ledger import Ledger
+    from kvad.cache.ledger import KVCacheManager
 
-    made = Ledger.__init__
+    made = KVCacheManager.__init__
 
-    def forgetful(self: Ledger, *args: object, **named: object) -> None:
+    def forgetful(self: KVCacheManager, *args: object, **named: object) -> None:
         made(self, *args, **named)  # type: ignore[arg-type]
-        for rules in self.rules:
-            rules.summed = False
+        for rules in self.block_mappings:
+            rules.has_block_bounds = False
 
-    monkeypatch.setattr(Ledger, "__init__", forgetful)
+    monkeypatch.setattr(KVCacheManager, "__init__", forgetful)
     with pytest.raises(AssertionError):
         test_a_late_sample_chooses_blocks_as_if_alone(0)
 
@@ -417,7 +417,7 @@ def test_a_late_sample_without_emptied_blocks_is_heard(monkeypatch: pytest.Monke
 def test_summaries_of_keys_whose_turns_depend_on_a_limit_are_refused_by_name(position: str) -> None:
     model, policy = build(model_config(position, "pre", "gqa")), "hierarchy(8, packed=0, every=8, summaries=8)"
     with pytest.raises(ConfigError, match=r"gives each row frequencies of its own.*cache\.rotate='read'"):
-        drive(model, CacheConfig(block_size=8, rows=1, capacity=96, policy=policy), [])
+        drive(model, CacheConfig(block_size=8, max_num_seqs=1, max_seq_len=96, policy=policy), [])
 
 
 @pytest.mark.parametrize("position", ["rope-dynamic", "rope-longrope"])

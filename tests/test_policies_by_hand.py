@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvad.cache.memory import Memory
+from kvad.cache.memory import KVCache
 from kvad.cache.sizing import CacheConfig
 from kvad.engine.engine import Engine
-from kvad.engine.request import Sampling
+from kvad.engine.request import SamplingParams
 from kvad.model.transformer import Transformer
-from kvad.ops.biases import distance_bias
-from kvad.step import Lane, Rotary, Score, Step
+from kvad.ops.biases import position_bias
+from kvad.step import AttentionParams, ModelInput, Rotary, SubBatch
 from tests.drive import Stream, drive
 from tests.models import VOCAB, build, model_config
 
@@ -62,8 +62,8 @@ class ByHand:
         self.shares: dict[tuple[int, int], list[list[float]]] = {}  # by layer and query head: each query's weights
         self.keys: dict[tuple[int, int], list[Tensor]] = {}  # by layer and kv head, turned
 
-    def open(self, step: Step) -> list[HandView]:
-        assert len(step.tokens) == 1
+    def open(self, step: ModelInput) -> list[HandView]:
+        assert len(step.token_ids) == 1
         return [HandView(self, layer, int(step.positions[0])) for layer in range(len(self.heads))]
 
     def edited(self, items: list[Item], now: int) -> list[Item]:
@@ -74,7 +74,7 @@ class HandView:
     def __init__(self, memory: ByHand, layer: int, now: int) -> None:
         self.memory, self.layer, self.now = memory, layer, now
 
-    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: Score) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: AttentionParams) -> Tensor:
         assert k is not None and v is not None
         heads, now = self.memory.heads[self.layer], self.now
         group = q.shape[1] // len(heads)
@@ -88,7 +88,7 @@ class HandView:
                 keys = [item.key if score.rotary is None else turned(item.key, item.at, score.rotary) for item in items]
                 logits = torch.stack([asks @ key for key in keys]) * score.scale
                 if score.bias is not None:
-                    logits = logits + distance_bias(score.bias, torch.tensor([[now]]), places)[0, query, 0]
+                    logits = logits + position_bias(score.bias, torch.tensor([[now]]), places)[0, query, 0]
                 logits = logits + torch.tensor([item.weight for item in items], dtype=torch.float64)
                 shares = logits.softmax(-1)
                 self.memory.shares.setdefault((self.layer, query), []).append(shares.tolist())
@@ -151,12 +151,12 @@ STREAM = Stream(text(41, 0), [text(50, 1)])
 @torch.inference_mode()
 def by_hand(kind: type[ByHand], model: Transformer, rotate: str) -> list[Tensor]:
     assert model.config.decoder is not None
-    memory = kind(model.config.decoder.layers, 3, rotate)
+    memory = kind(model.config.decoder.num_layers, 3, rotate)
     rows = []
     for at, token in enumerate(STREAM.tokens()):
-        step = Step(torch.tensor([token]), torch.tensor([at]), (Lane(1, 1, 1),), torch.tensor([0]))
-        rows.append(model.logits(model(step, memory), step.wanted)[0])  # type: ignore[arg-type]
-    assert memory.edits >= 5 * 3 * model.config.decoder.layers, "it was hardly ever cut"
+        step = ModelInput(torch.tensor([token]), torch.tensor([at]), (SubBatch(1, 1, 1),), torch.tensor([0]))
+        rows.append(model.logits(model(step, memory), step.logit_indices)[0])  # type: ignore[arg-type]
+    assert memory.edits >= 5 * 3 * model.config.decoder.num_layers, "it was hardly ever cut"
     return rows
 
 
@@ -167,14 +167,14 @@ def wrong_by(kind: type[ByHand], position: str, rotate: str, chunk: int, monkeyp
     cache = CacheConfig(
         dtype="float64",
         block_size=4,
-        rows=1,
-        capacity=96,
-        chunk=chunk,
+        max_num_seqs=1,
+        max_seq_len=96,
+        prefill_chunk_size=chunk,
         policy=kind.policy,  # type: ignore[attr-defined]
-        rotate=rotate,  # type: ignore[arg-type]
+        rope_at=rotate,  # type: ignore[arg-type]
     )
     exact = {"exact": True}
-    monkeypatch.setattr("kvad.engine.engine.Memory", lambda groups, **given: Memory(groups, **(given | exact)))
+    monkeypatch.setattr("kvad.engine.engine.Memory", lambda groups, **given: KVCache(groups, **(given | exact)))
     run = drive(model, cache, [STREAM])
     got = run.logits[0, 0]
     assert len(got) == 50
@@ -198,8 +198,8 @@ def test_a_summary_of_rotated_keys_would_be_another(monkeypatch: pytest.MonkeyPa
 def test_a_cut_by_other_ranks_would_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvad.cache.ranks import HeavyHitters
 
-    real = HeavyHitters.rank
-    monkeypatch.setattr(HeavyHitters, "rank", lambda self, seen: -real(self, seen))
+    real = HeavyHitters.score
+    monkeypatch.setattr(HeavyHitters, "score", lambda self, seen: -real(self, seen))
     assert wrong_by(Hitters, "rope", "write", 64, monkeypatch) > 1e-3
 
 
@@ -263,17 +263,21 @@ def test_the_first_cut_of_a_run_leaves_what_the_definition_says(policy: str, pos
     memory = Untouched(2, KV_HEADS, "write")
     with torch.inference_mode():
         for at, token in enumerate(tokens[:LENGTH]):
-            model(Step(torch.tensor([token]), torch.tensor([at]), (Lane(1, 1, 1),), torch.tensor([0])), memory)  # type: ignore[arg-type]
-    cache = CacheConfig(dtype="float64", block_size=4, rows=1, capacity=96, chunk=chunk, policy=policy)
+            model(
+                ModelInput(torch.tensor([token]), torch.tensor([at]), (SubBatch(1, 1, 1),), torch.tensor([0])), memory
+            )  # type: ignore[arg-type]
+    cache = CacheConfig(
+        dtype="float64", block_size=4, max_num_seqs=1, max_seq_len=96, prefill_chunk_size=chunk, policy=policy
+    )
     engine = Engine(model, cache)
-    engine.submit(tokens, Sampling(max_tokens=4, temperature=0, ignore_eos=True))
-    while engine.ledger.stats().used[0] == 0 or engine.ledger.length(0) <= LENGTH:
+    engine.add_request(tokens, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+    while engine.kv_cache_manager.stats().used[0] == 0 or engine.kv_cache_manager.seq_len(0) <= LENGTH:
         engine.step()
-    seat = engine.ledger._seats[0]
+    seat = engine.kv_cache_manager._max_num_seqs[0]
     assert seat is not None
-    blocks = seat.holds[0].blocks
+    blocks = seat.groups[0].blocks
     for layer in range(2):
         for head in range(KV_HEADS):
-            held = engine.memory.columns[layer].positions[blocks, head].flatten().tolist()
+            held = engine.kv_cache.head_metadata[layer].positions[blocks, head].flatten().tolist()
             assert held[:10] == by_definition(policy, memory, layer, head), (layer, head)
             assert held[10] == LENGTH  # what came next lies behind them

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvad.step import BIN_BLOCK, EMPTY_BLOCK, RESERVED_BLOCKS, Mark, Reach
+from kvad.step import NULL_BLOCK, PADDING_BLOCK, RESERVED_BLOCKS, AttentionPattern, TokenPositions
 
 
 def may_see(q: int, k: int, causal: bool, window: int | None) -> bool:
@@ -23,18 +23,20 @@ def may_see(q: int, k: int, causal: bool, window: int | None) -> bool:
     return window is None or distance < window
 
 
-reaches = st.builds(Reach, st.booleans(), st.none() | st.integers(1, 9))
+reaches = st.builds(AttentionPattern, st.booleans(), st.none() | st.integers(1, 9))
 marks = st.lists(st.tuples(st.integers(-1, 8), st.integers(0, 2)), min_size=1, max_size=7)
 
 
 @given(reaches, marks, marks, st.sampled_from(["both", "queries", "keys", "neither"]))
-def test_truth_table(reach: Reach, queries: list[tuple[int, int]], keys: list[tuple[int, int]], given_to: str) -> None:
+def test_truth_table(
+    reach: AttentionPattern, queries: list[tuple[int, int]], keys: list[tuple[int, int]], given_to: str
+) -> None:
     """Documents part tokens only where both sides know theirs (a cache's keys have none)."""
     q_position, q_document = torch.tensor(queries).T
     k_position, k_document = torch.tensor(keys).T
-    q = Mark(q_position, q_document if given_to in ("both", "queries") else None)
-    k = Mark(k_position, k_document if given_to in ("both", "keys") else None)
-    seen = reach.allows(q, k)
+    q = TokenPositions(q_position, q_document if given_to in ("both", "queries") else None)
+    k = TokenPositions(k_position, k_document if given_to in ("both", "keys") else None)
+    seen = reach.visible(q, k)
     assert seen.shape == (len(queries), len(keys)) and seen.dtype == torch.bool
     for i, (q_at, q_doc) in enumerate(queries):
         for j, (k_at, k_doc) in enumerate(keys):
@@ -45,37 +47,37 @@ def test_truth_table(reach: Reach, queries: list[tuple[int, int]], keys: list[tu
 def test_rows_are_judged_each_by_its_own_marks() -> None:
     q = torch.tensor([[0, 3], [5, 1]])
     k = torch.tensor([[0, 1, -1], [4, 5, 6]])
-    for reach in (Reach(), Reach(window=2), Reach(False), Reach(False, 2)):
-        together = reach.allows(Mark(q), Mark(k))
+    for reach in (AttentionPattern(), AttentionPattern(window=2), AttentionPattern(False), AttentionPattern(False, 2)):
+        together = reach.visible(TokenPositions(q), TokenPositions(k))
         assert together.shape == (2, 2, 3)
         for row in range(2):
-            assert torch.equal(together[row], reach.allows(Mark(q[row]), Mark(k[row])))
+            assert torch.equal(together[row], reach.visible(TokenPositions(q[row]), TokenPositions(k[row])))
 
 
 @pytest.mark.parametrize(
     ("reach", "table"),
     [
-        (Reach(), ["1...", "11..", "111.", "1111"]),
-        (Reach(window=1), ["1...", ".1..", "..1.", "...1"]),
-        (Reach(window=2), ["1...", "11..", ".11.", "..11"]),
-        (Reach(False), ["1111"] * 4),
-        (Reach(False, 2), ["11..", "111.", ".111", "..11"]),
+        (AttentionPattern(), ["1...", "11..", "111.", "1111"]),
+        (AttentionPattern(window=1), ["1...", ".1..", "..1.", "...1"]),
+        (AttentionPattern(window=2), ["1...", "11..", ".11.", "..11"]),
+        (AttentionPattern(False), ["1111"] * 4),
+        (AttentionPattern(False, 2), ["11..", "111.", ".111", "..11"]),
     ],
 )
-def test_worked_examples(reach: Reach, table: list[str]) -> None:
+def test_worked_examples(reach: AttentionPattern, table: list[str]) -> None:
     """A window counts visible keys, oneself included."""
-    mark = Mark(torch.arange(4))
-    assert ["".join(".1"[int(bit)] for bit in row) for row in reach.allows(mark, mark)] == table
+    mark = TokenPositions(torch.arange(4))
+    assert ["".join(".1"[int(bit)] for bit in row) for row in reach.visible(mark, mark)] == table
 
 
 def test_a_window_holds_exactly_that_many_keys() -> None:
-    mark = Mark(torch.arange(20))
+    mark = TokenPositions(torch.arange(20))
     for window in range(1, 20):
-        assert int(Reach(window=window).allows(mark, mark)[19].sum()) == window
+        assert int(AttentionPattern(window=window).visible(mark, mark)[19].sum()) == window
 
 
 def test_reserved_blocks_are_the_first_ones() -> None:
-    assert sorted({EMPTY_BLOCK, BIN_BLOCK}) == list(range(RESERVED_BLOCKS))
+    assert sorted({NULL_BLOCK, PADDING_BLOCK}) == list(range(RESERVED_BLOCKS))
 
 
 def test_the_contract_needs_no_torch() -> None:

@@ -13,13 +13,13 @@ from kvad.cache.sizing import CacheConfig
 from kvad.engine import outcome
 from kvad.errors import EngineError, KvadError, RequestError
 from kvad.llm import LLM
-from kvad.model.fresh import Fresh
-from kvad.step import Lane, Step
+from kvad.model.fresh import NoCache
+from kvad.step import ModelInput, SubBatch
 from kvad.text.tokenizer import train_tokenizer
 from tests.drive import uncached
 from tests.models import VOCAB, build, model_config
 
-CACHE = CacheConfig(dtype="float64", rows=4, capacity=96, block_size=4)
+CACHE = CacheConfig(dtype="float64", max_num_seqs=4, max_seq_len=96, block_size=4)
 OPTIONS = {"temperature": 0, "max_tokens": 12}
 
 
@@ -41,7 +41,7 @@ def test_a_step_that_raises_ends_its_rows_and_nothing_else(
 
     with monkeypatch.context():
         if where == "model":
-            monkeypatch.setattr(llm.engine.runner, "run", raise_once)
+            monkeypatch.setattr(llm.engine.runner, "execute", raise_once)
         else:
             monkeypatch.setattr(outcome, "sample", raise_once)
         with pytest.raises(failure):
@@ -60,7 +60,7 @@ def test_a_neighbour_of_a_failed_step_is_told(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.undo()
         raise RuntimeError("now")
 
-    monkeypatch.setattr(llm.engine.runner, "run", raise_once)
+    monkeypatch.setattr(llm.engine.runner, "execute", raise_once)
     with pytest.raises(RuntimeError):
         llm.generate([1, 2, 3], **OPTIONS)
     with pytest.raises(EngineError, match="the step failed: RuntimeError: now"):
@@ -80,7 +80,7 @@ def test_a_token_that_the_tokenizer_does_not_know_fails_its_own_sample() -> None
         llm.generate("xyz", **OPTIONS, logit_bias={unknown: 1000.0})
     pieces += list(stream)
     assert "".join(piece.text for piece in pieces) == alone.text
-    assert tuple(piece.token for piece in pieces if piece.token is not None) == alone.tokens
+    assert tuple(piece.token_id for piece in pieces if piece.token_id is not None) == alone.tokens
     llm.engine.scheduler.check()
 
 
@@ -90,13 +90,13 @@ def test_a_stream_collected_in_the_middle_of_a_step_does_not_lock(monkeypatch: p
     next(knot[0])  # type: ignore[call-overload]
     knot.append(knot)
     del knot
-    real = llm.engine.runner.run
+    real = llm.engine.runner.execute
 
     def run(plan: object) -> torch.Tensor:
         gc.collect()
         return real(plan)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(llm.engine.runner, "run", run)
+    monkeypatch.setattr(llm.engine.runner, "execute", run)
     done: list[object] = []
     thread = threading.Thread(target=lambda: done.append(llm.generate([1, 2, 3], **OPTIONS)), daemon=True)
     thread.start()
@@ -143,7 +143,7 @@ def test_tensors_and_arrays_are_token_ids() -> None:
 
 def test_a_stop_token_is_no_text_and_min_tokens_holds_for_stop_strings() -> None:
     letters = train_tokenizer("char", ["abcdefghijklmnopqrstuvwxyz"])
-    llm = LLM(build(replace(model_config(), vocab=letters.vocab_size)), letters, CACHE)
+    llm = LLM(build(replace(model_config(), vocab_size=letters.vocab_size)), letters, CACHE)
     whole = llm.generate("abc", temperature=0, max_tokens=20, ignore_eos=True)
     middle = whole.tokens[4]
     first = whole.tokens.index(middle)
@@ -181,11 +181,11 @@ def test_a_model_that_serves_can_go_on_training(heads: str) -> None:
     llm = make(heads)
     model = llm.model
     every = torch.arange(6)
-    step = Step(every + 1, every, (Lane(1, 6, 6),), every)
-    model.logits(model(step, Fresh(model.config)), every).square().sum().backward()
+    step = ModelInput(every + 1, every, (SubBatch(1, 6, 6),), every)
+    model.logits(model(step, NoCache(model.config)), every).square().sum().backward()
     assert not [name for name, p in model.named_parameters() if p.grad is None]
     if heads == "mha":
         before = uncached(model, [1, 2, 3])
-        bias = model.decoder.layers[0].mixer.q
+        bias = model.decoder.layers[0].attention.q
         bias.bias = torch.nn.Parameter(bias.bias.data + 1.0)
         assert (uncached(model, [1, 2, 3]) - before).abs().max() > 1e-3

@@ -22,40 +22,42 @@ T5 = {
     "tie_word_embeddings": True,
 }  # a config of theirs
 
-NORM = cfg.Norm("layer", bias=True)
+NORM = cfg.NormConfig("layer", bias=True)
 
 
-def attention(**changes: Any) -> cfg.Attention:
-    return cfg.Attention(6, **{"position": None, "bias": True, "out_bias": True, **changes})
+def attention(**changes: Any) -> cfg.AttentionConfig:
+    return cfg.AttentionConfig(6, **{"position": None, "bias": True, "out_bias": True, **changes})
 
 
 def configs() -> dict[str, ModelConfig]:
     """Like what ``kvad train`` makes: a Llama, a BERT, and a BART."""
-    llama = cfg.Layer(cfg.Attention(6, 2, head_dim=8), cfg.Gated(52))
-    bert = cfg.Layer(attention(causal=False), cfg.Plain(52, bias=True), cfg.Norm("layer", 1e-12, bias=True))
+    llama = cfg.LayerConfig(cfg.AttentionConfig(6, 2, head_dim=8), cfg.GatedMLPConfig(52))
+    bert = cfg.LayerConfig(
+        attention(causal=False), cfg.PlainMLPConfig(52, bias=True), cfg.NormConfig("layer", 1e-12, bias=True)
+    )
     cross = attention(causal=False)
-    bart = cfg.Layer(attention(), cfg.Plain(52, bias=True), NORM, cross)
-    head = cfg.Head(bias=True, transform=cfg.Transform("gelu", True, bert.norm))
-    embed = cfg.Embedding(cfg.LearnedPositions(66, offset=2), 1.0, NORM)
+    bart = cfg.LayerConfig(attention(), cfg.PlainMLPConfig(52, bias=True), NORM, cross)
+    head = cfg.LanguageHeadConfig(bias=True, transform=cfg.HeadTransformConfig("gelu", True, bert.norm))
+    embed = cfg.EmbeddingConfig(cfg.LearnedPositionsConfig(66, offset=2), 1.0, NORM)
     post = {"norm_place": "post", "final_norm": False}
     return {
-        "decoder": ModelConfig(36, 300, 64, cfg.Stack(2, {"L": llama})),
+        "decoder": ModelConfig(36, 300, 64, cfg.StackConfig(2, {"L": llama})),
         "encoder": ModelConfig(
             36,
             300,
             64,
-            encoder=cfg.Stack(2, {"L": bert}, **post),  # type: ignore[arg-type]
-            embed=cfg.Embedding(cfg.LearnedPositions(64), 1.0, bert.norm, segments=2),
+            encoder=cfg.StackConfig(2, {"L": bert}, **post),  # type: ignore[arg-type]
+            embedding=cfg.EmbeddingConfig(cfg.LearnedPositionsConfig(64), 1.0, bert.norm, num_token_types=2),
             head=head,
         ),
         "encoder-decoder": ModelConfig(
             36,
             300,
             64,
-            cfg.Stack(2, {"L": bart}, **post),  # type: ignore[arg-type]
-            cfg.Stack(2, {"L": cfg.Layer(attention(causal=False), bart.mlp, NORM)}, **post),  # type: ignore[arg-type]
+            cfg.StackConfig(2, {"L": bart}, **post),  # type: ignore[arg-type]
+            cfg.StackConfig(2, {"L": cfg.LayerConfig(attention(causal=False), bart.mlp, NORM)}, **post),  # type: ignore[arg-type]
             embed,
-            cfg.Source(64, embed),
-            cfg.Head(bias=True),
+            cfg.EncoderInputConfig(64, embed),
+            cfg.LanguageHeadConfig(bias=True),
         ),
     }

@@ -10,52 +10,52 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvad.cache.deposits import Name
+from kvad.cache.deposits import BlockKey
 from kvad.cache.disk import Buffer
-from kvad.cache.planes import pack, unpack
+from kvad.cache.planes import compress, decompress
 from kvad.errors import ConfigError
 
-__all__ = ["Attic", "AtticStats", "Kept"]
+__all__ = ["RamBlockStore", "RamStoreStats", "CachedBlock"]
 
 
 @dataclass(frozen=True)
-class AtticStats:
+class RamStoreStats:
     bytes: int = 0
     limit: int = 0
-    entries: int = 0
-    packed: int = 0
+    num_blocks: int = 0
+    compressed: int = 0
     evictions: int = 0
 
 
-class Kept:
+class CachedBlock:
     """One block: its pieces by group, packed or not (``tried``: packing was)."""
 
-    __slots__ = ("name", "packed", "pieces", "tried")
+    __slots__ = ("name", "compressed", "buffers", "compression_tried")
 
-    def __init__(self, name: Name, pieces: Mapping[int, Buffer]) -> None:
-        self.name, self.tried = name, False
-        self.pieces: dict[int, Buffer] = dict(pieces)
-        self.packed: dict[int, bytes] = {}
+    def __init__(self, name: BlockKey, buffers: Mapping[int, Buffer]) -> None:
+        self.name, self.compression_tried = name, False
+        self.buffers: dict[int, Buffer] = dict(buffers)
+        self.compressed: dict[int, bytes] = {}
 
     @property
     def nbytes(self) -> int:
-        return sum(memoryview(each).nbytes for each in (*self.pieces.values(), *self.packed.values()))
+        return sum(memoryview(each).nbytes for each in (*self.buffers.values(), *self.compressed.values()))
 
     def has(self, groups: Sequence[int]) -> bool:
-        return all(group in self.pieces or group in self.packed for group in groups)
+        return all(group in self.buffers or group in self.compressed for group in groups)
 
 
-class Attic:
+class RamBlockStore:
     """``limit`` bytes; ``widths``: bytes of a number, per group."""
 
     def __init__(self, limit: int, widths: Sequence[int]) -> None:
         if limit < 1:
             raise ConfigError(f"tier_ram: a tier of {limit} bytes holds nothing", "leave it out, or give it more")
         self.limit, self._widths = limit, tuple(widths)
-        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self._kept: OrderedDict[str, CachedBlock] = OrderedDict()
         self._bytes = self._raw = self._evictions = 0
 
-    def get(self, name: Name, groups: Sequence[int]) -> Kept | None:
+    def get(self, name: BlockKey, groups: Sequence[int]) -> CachedBlock | None:
         """The block of this very name with all of these groups; it is the latest used from now on."""
         kept = self._kept.get(name.key)
         if kept is None or kept.name != name or not kept.has(groups):
@@ -66,18 +66,18 @@ class Attic:
     def has(self, key: str) -> bool:
         return key in self._kept
 
-    def put(self, name: Name, pieces: Mapping[int, Buffer]) -> Kept | None:
+    def put(self, name: BlockKey, pieces: Mapping[int, Buffer]) -> CachedBlock | None:
         """The block that is to be packed next, if any is."""
         before = self._kept.get(name.key)
         if before is not None:
             self.drop(name.key)
             if before.name == name:  # other groups of the same block
                 pieces = {
-                    **before.pieces,
-                    **{g: unpack(raw, self._widths[g]) for g, raw in before.packed.items()},
+                    **before.buffers,
+                    **{g: decompress(raw, self._widths[g]) for g, raw in before.compressed.items()},
                     **pieces,
                 }
-        kept = Kept(name, pieces)
+        kept = CachedBlock(name, pieces)
         if kept.nbytes > self.limit:
             return None
         self._kept[name.key] = kept
@@ -88,40 +88,40 @@ class Attic:
             self._evictions += 1
         return self.oldest()
 
-    def oldest(self) -> Kept | None:
+    def oldest(self) -> CachedBlock | None:
         """The next one to be packed: more than half of the budget lies as it was."""
         if 2 * self._raw <= self.limit:
             return None
-        return next((kept for kept in self._kept.values() if not kept.tried), None)
+        return next((kept for kept in self._kept.values() if not kept.compression_tried), None)
 
     def drop(self, key: str) -> None:
         kept = self._kept.pop(key, None)
         if kept is not None:
             self._bytes -= kept.nbytes
-            self._raw -= 0 if kept.tried else kept.nbytes
+            self._raw -= 0 if kept.compression_tried else kept.nbytes
 
-    def packing(self, kept: Kept) -> Callable[[], dict[int, bytes | None]]:
+    def compress_job(self, kept: CachedBlock) -> Callable[[], dict[int, bytes | None]]:
         """What packs it, without the lock."""
-        pieces = dict(kept.pieces)
-        return lambda: {group: pack(piece, self._widths[group]) for group, piece in pieces.items()}
+        pieces = dict(kept.buffers)
+        return lambda: {group: compress(piece, self._widths[group]) for group, piece in pieces.items()}
 
-    def packed(self, kept: Kept, done: Mapping[int, bytes | None]) -> None:
+    def on_compressed(self, kept: CachedBlock, done: Mapping[int, bytes | None]) -> None:
         """It was packed; where that did not pay, it stays as it is."""
-        if self._kept.get(kept.name.key) is not kept or kept.tried:
+        if self._kept.get(kept.name.key) is not kept or kept.compression_tried:
             return
-        before, kept.tried = kept.nbytes, True
+        before, kept.compression_tried = kept.nbytes, True
         for group, raw in done.items():
             if raw is not None:
-                kept.packed[group] = raw
-                del kept.pieces[group]
+                kept.compressed[group] = raw
+                del kept.buffers[group]
         self._raw -= before
         self._bytes += kept.nbytes - before
 
-    def opening(self, kept: Kept, groups: Sequence[int]) -> Callable[[], dict[int, Buffer]]:
+    def decompress_job(self, kept: CachedBlock, groups: Sequence[int]) -> Callable[[], dict[int, Buffer]]:
         """What gives its pieces as they were: at once where nothing is packed, else without the lock."""
-        pieces, packed = dict(kept.pieces), dict(kept.packed)
-        return lambda: {g: pieces[g] if g in pieces else unpack(packed[g], self._widths[g]) for g in groups}
+        pieces, packed = dict(kept.buffers), dict(kept.compressed)
+        return lambda: {g: pieces[g] if g in pieces else decompress(packed[g], self._widths[g]) for g in groups}
 
-    def stats(self) -> AtticStats:
-        count = sum(bool(kept.packed) for kept in self._kept.values())
-        return AtticStats(self._bytes, self.limit, len(self._kept), count, self._evictions)
+    def stats(self) -> RamStoreStats:
+        count = sum(bool(kept.compressed) for kept in self._kept.values())
+        return RamStoreStats(self._bytes, self.limit, len(self._kept), count, self._evictions)

@@ -14,101 +14,111 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from kvad.cache.blocks import BlockPool, Prefix
-from kvad.cache.seats import Known, Parked, Seat
-from kvad.cache.standing import Laid
-from kvad.step import Moves
+from kvad.cache.blocks import BlockPool, PrefixNode
+from kvad.cache.seats import PublishedPrefix, SequenceBlocks, SwappedSequence
+from kvad.cache.standing import GroupLayout
+from kvad.step import BlockOps
 
-__all__ = ["Away"]
+__all__ = ["SwappedSequences"]
 
-Told = tuple[int, tuple[tuple[int, ...], ...]]  # a key, and blocks per group
+SwapCopy = tuple[int, tuple[tuple[int, ...], ...]]  # a key, and blocks per group
 
 
-class Waking(NamedTuple):
+class PendingSwapIn(NamedTuple):
     """A row that is seated again: as it was parked, and what its next step fills."""
 
-    parked: Parked
+    sequence: SwappedSequence
     blocks: tuple[tuple[int, ...], ...]
 
 
-class Away:
+class SwappedSequences:
     """``pools``: of the groups that a row's tokens are in, ``own`` that take tokens, then their levels."""
 
     def __init__(self, pools: Sequence[BlockPool], own: int) -> None:
         self._pools, self._own = tuple(pools), own
         self._keys = self._epoch = 0  # keys so far; times that all prefixes were forgotten
-        self.park_next: list[Told] = []  # told with the next moves
-        self.waking: dict[int, Waking] = {}  # by row
+        self.pending_swap_outs: list[SwapCopy] = []  # told with the next moves
+        self.pending_swap_ins: dict[int, PendingSwapIn] = {}  # by row
         self.drop_next: list[int] = []
 
-    def park(self, row: int, seat: Seat) -> Parked:
+    def swap_out(self, row: int, seat: SequenceBlocks) -> SwappedSequence:
         """What the row's blocks are known by when it has left its seat, which it is about to do."""
-        if row in self.waking:  # it has not moved since it was to wake
-            return self.waking[row].parked
+        if row in self.pending_swap_ins:  # it has not moved since it was to wake
+            return self.pending_swap_ins[row].sequence
         key = self._key()
-        self.park_next.append((key, tuple(tuple(hold.blocks) for hold in seat.every)))
-        holds = tuple((len(hold.blocks), hold.gap, hold.dropped, hold.cut) for hold in seat.holds)
-        below = tuple((len(each.blocks), each.used) for each in seat.below)
-        known = None if seat.root is None else Known(seat.root, seat.tip, tuple(seat.tail), self._epoch)
-        return Parked(key, seat.length, holds, below, known, seat.floor)
+        self.pending_swap_outs.append((key, tuple(tuple(hold.blocks) for hold in seat.all_groups)))
+        holds = tuple(
+            (len(hold.blocks), hold.num_skipped_blocks, hold.num_evicted_tokens, hold.last_eviction_length)
+            for hold in seat.groups
+        )
+        below = tuple((len(each.blocks), each.num_used_slots) for each in seat.lower_levels)
+        known = (
+            None
+            if seat.root is None
+            else PublishedPrefix(seat.root, seat.last_block, tuple(seat.tail_tokens), self._epoch)
+        )
+        return SwappedSequence(key, seat.length, holds, below, known, seat.min_truncate_length)
 
-    def wake(self, row: int, parked: Parked) -> Seat | None:
+    def swap_in(self, row: int, parked: SwappedSequence) -> SequenceBlocks | None:
         """The row's new seat, with blocks that its next step fills; None, and no change: there is no room now."""
-        counts = [count for count, *_ in (*parked.holds, *parked.below)]
-        if any(count > pool.available for count, pool in zip(counts, self._pools, strict=True)):
+        counts = [count for count, *_ in (*parked.groups, *parked.lower_levels)]
+        if any(count > pool.num_available for count, pool in zip(counts, self._pools, strict=True)):
             return None
-        known = parked.known if parked.known is not None and parked.known.epoch == self._epoch else None
-        seat = Seat(self._own, len(self._pools) - self._own, None if known is None else known.root)
+        known = parked.published if parked.published is not None and parked.published.epoch == self._epoch else None
+        seat = SequenceBlocks(self._own, len(self._pools) - self._own, None if known is None else known.root)
         if known is not None:
-            seat.tip, seat.tail, seat.again = known.tip, list(known.tail), True
-        seat.length = seat.reach = parked.length
-        seat.floor = parked.floor
-        for hold, (_, *marks) in zip(seat.holds, parked.holds, strict=True):
-            hold.gap, hold.dropped, hold.cut = marks
-        for level, (_, used) in zip(seat.below, parked.below, strict=True):
-            level.used = used
-        for each, pool, count in zip(seat.every, self._pools, counts, strict=True):
-            each.blocks = [pool.take()[0] for _ in range(count)]
-        self.waking[row] = Waking(parked, tuple(tuple(hold.blocks) for hold in seat.every))
+            seat.last_block, seat.tail_tokens, seat.republish = known.last_block, list(known.tail_tokens), True
+        seat.length = seat.num_written = parked.length
+        seat.min_truncate_length = parked.min_truncate_length
+        for hold, (_, *marks) in zip(seat.groups, parked.groups, strict=True):
+            hold.num_skipped_blocks, hold.num_evicted_tokens, hold.last_eviction_length = marks
+        for level, (_, used) in zip(seat.lower_levels, parked.lower_levels, strict=True):
+            level.num_used_slots = used
+        for each, pool, count in zip(seat.all_groups, self._pools, counts, strict=True):
+            each.blocks = [pool.allocate()[0] for _ in range(count)]
+        self.pending_swap_ins[row] = PendingSwapIn(parked, tuple(tuple(hold.blocks) for hold in seat.all_groups))
         return seat
 
-    def adopt(
+    def import_sequence(
         self,
         tokens: Sequence[int],
-        begin: Prefix | None,
-        laid: Sequence[Laid],
+        begin: PrefixNode | None,
+        laid: Sequence[GroupLayout],
         below: Sequence[tuple[int, int]],
         *,
         source: bool,
-    ) -> Parked:
+    ) -> SwappedSequence:
         """As :meth:`Ledger.adopt <kvad.cache.ledger.Ledger.adopt>`; ``begin``: the root under which it may publish."""
         length = len(tokens)
-        holds = tuple((each.count, each.gap, each.marks.dropped, each.marks.cut) for each in laid)
+        holds = tuple(
+            (each.count, each.num_skipped_blocks, each.held_range.num_evicted, each.held_range.last_eviction_length)
+            for each in laid
+        )
         floor = 0 if all(each.whole for each in laid) else length
-        known = None if begin is None or floor else Known(begin, begin, tuple(tokens), self._epoch)
-        return Parked(self._key(), length, holds, tuple(below), known, floor, source)
+        known = None if begin is None or floor else PublishedPrefix(begin, begin, tuple(tokens), self._epoch)
+        return SwappedSequence(self._key(), length, holds, tuple(below), known, floor, source)
 
-    def forget(self, parked: Parked) -> None:
+    def drop(self, parked: SwappedSequence) -> None:
         """It will not come back."""
         self.drop_next.append(parked.key)
 
-    def forget_prefixes(self) -> None:
+    def drop_prefixes(self) -> None:
         """Rows that are away publish no more."""
         self._epoch += 1
 
-    def add_source(self, row: int, blocks: Sequence[Sequence[int]]) -> None:
+    def restore_encoder_blocks(self, row: int, blocks: Sequence[Sequence[int]]) -> None:
         """A waking row's source comes back with it."""
-        parked, own = self.waking[row]
-        self.waking[row] = Waking(parked, (*own, *map(tuple, blocks)))
+        parked, own = self.pending_swap_ins[row]
+        self.pending_swap_ins[row] = PendingSwapIn(parked, (*own, *map(tuple, blocks)))
 
-    def told(self, moves: Moves, rows: Collection[int]) -> Moves:
+    def attach_to_ops(self, moves: BlockOps, rows: Collection[int]) -> BlockOps:
         """With what was parked and given up since moves were last told, and those of these ``rows`` that wake."""
-        if not (self.park_next or self.waking or self.drop_next):
+        if not (self.pending_swap_outs or self.pending_swap_ins or self.drop_next):
             return moves
-        woken = [self.waking.pop(row) for row in sorted(set(rows) & self.waking.keys())]
+        woken = [self.pending_swap_ins.pop(row) for row in sorted(set(rows) & self.pending_swap_ins.keys())]
         wake = tuple((parked.key, blocks) for parked, blocks in woken)
-        moves = moves._replace(park=tuple(self.park_next), wake=wake, drop=tuple(self.drop_next))
-        self.park_next, self.drop_next = [], []
+        moves = moves._replace(swap_out=tuple(self.pending_swap_outs), swap_in=wake, drop_swapped=tuple(self.drop_next))
+        self.pending_swap_outs, self.drop_next = [], []
         return moves
 
     def _key(self) -> int:

@@ -26,55 +26,55 @@ from weakref import WeakValueDictionary
 
 from kvad.step import RESERVED_BLOCKS
 
-__all__ = ["BlockPool", "Hash", "LowestFirst", "Prefix", "Prefixes", "digest"]
+__all__ = ["BlockPool", "HashFn", "LowestFreeBlockPool", "PrefixNode", "PrefixIndex", "digest"]
 
-Hash = Callable[[bytes], bytes]
+HashFn = Callable[[bytes], bytes]
 
 
 def digest(data: bytes) -> bytes:
     return blake2b(data, digest_size=16).digest()
 
 
-class Prefix:
+class PrefixNode:
     """A history that ends with a full block.  ``tokens``: that block's, packed as int64; ``depth``: blocks so far."""
 
-    __slots__ = ("__weakref__", "depth", "digest", "parent", "proof", "tokens")
+    __slots__ = ("__weakref__", "depth", "digest", "parent", "full_digest", "tokens")
 
-    def __init__(self, digest: bytes, parent: Prefix | None, tokens: bytes) -> None:
+    def __init__(self, digest: bytes, parent: PrefixNode | None, tokens: bytes) -> None:
         self.digest = digest
         self.parent = parent
         self.tokens = tokens
         self.depth: int = parent.depth + 1 if parent is not None else 0
-        self.proof = b""  # for tiers, where it was asked for (deposits.py)
+        self.full_digest = b""  # for tiers, where it was asked for (deposits.py)
 
 
-class Prefixes:
+class PrefixIndex:
     """The one Prefix of each history, found by digest.  It lives while a block, a longer prefix or a row holds it."""
 
-    def __init__(self, hasher: Hash = digest) -> None:
+    def __init__(self, hasher: HashFn = digest) -> None:
         self._hash = hasher
-        self._known: WeakValueDictionary[bytes, Prefix] = WeakValueDictionary()
+        self._known: WeakValueDictionary[bytes, PrefixNode] = WeakValueDictionary()
 
-    def root(self, name: bytes) -> Prefix | None:
+    def root(self, name: bytes) -> PrefixNode | None:
         """The empty history under ``name`` (weights, adapter, tenant ...); None: its digest is another's."""
         return self.extend(None, name)
 
-    def find(self, parent: Prefix | None, tokens: bytes) -> Prefix | None:
+    def find(self, parent: PrefixNode | None, tokens: bytes) -> PrefixNode | None:
         """The history ``parent`` + ``tokens``, if it is known."""
         return self._look(self._key(parent, tokens), parent, tokens)
 
-    def extend(self, parent: Prefix | None, tokens: bytes) -> Prefix | None:
+    def extend(self, parent: PrefixNode | None, tokens: bytes) -> PrefixNode | None:
         """The same, made known.  None: its digest is another history's, so this one cannot be published."""
         key = self._key(parent, tokens)
         if key in self._known:
             return self._look(key, parent, tokens)
-        prefix = self._known[key] = Prefix(key, parent, tokens)
+        prefix = self._known[key] = PrefixNode(key, parent, tokens)
         return prefix
 
-    def _key(self, parent: Prefix | None, tokens: bytes) -> bytes:
+    def _key(self, parent: PrefixNode | None, tokens: bytes) -> bytes:
         return self._hash((parent.digest if parent is not None else b"root:") + tokens)
 
-    def _look(self, key: bytes, parent: Prefix | None, tokens: bytes) -> Prefix | None:
+    def _look(self, key: bytes, parent: PrefixNode | None, tokens: bytes) -> PrefixNode | None:
         known = self._known.get(key)
         if known is None or known.parent is not parent or known.tokens != tokens:
             return None
@@ -87,25 +87,27 @@ class BlockPool:
     def __init__(self, blocks: int) -> None:
         self.total = blocks - RESERVED_BLOCKS
         self.refs = [0] * blocks
-        self.prefixes: list[Prefix | None] = [None] * blocks
+        self.prefixes: list[PrefixNode | None] = [None] * blocks
         self.evictable = 0
         self.evictions = 0
         self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(RESERVED_BLOCKS, blocks))
         self._least = len(self._idle)
-        self._where: dict[Prefix, int] = {}
-        self.evicting: Callable[[int, Prefix], None] | None = None  # told of a published block before it is handed on
+        self._where: dict[PrefixNode, int] = {}
+        self.on_evict: Callable[[int, PrefixNode], None] | None = (
+            None  # told of a published block before it is handed on
+        )
 
     @property
-    def available(self) -> int:
+    def num_available(self) -> int:
         """Blocks that :meth:`take` can give: free and evictable ones."""
         return len(self._idle)
 
     @property
-    def free(self) -> int:
+    def num_free(self) -> int:
         return len(self._idle) - self.evictable
 
     @property
-    def live(self) -> int:
+    def num_live(self) -> int:
         return self.total - len(self._idle)
 
     @property
@@ -113,10 +115,10 @@ class BlockPool:
         """The most blocks that were live at once since :meth:`restart_peak`."""
         return self.total - self._least
 
-    def restart_peak(self) -> None:
+    def reset_peak(self) -> None:
         self._least = len(self._idle)
 
-    def take(self) -> tuple[int, bool]:
+    def allocate(self) -> tuple[int, bool]:
         """(the block at the head of the list, was it evicted).  Its contents are another row's: clear it."""
         block, _ = self._idle.popitem(last=False)
         self._least = min(self._least, len(self._idle))
@@ -124,15 +126,15 @@ class BlockPool:
         prefix = self.prefixes[block]
         if prefix is None:
             return block, False
-        if self.evicting is not None:
-            self.evicting(block, prefix)
+        if self.on_evict is not None:
+            self.on_evict(block, prefix)
         self.prefixes[block] = None
         del self._where[prefix]
         self.evictable -= 1
         self.evictions += 1
         return block, True
 
-    def acquire(self, block: int) -> None:
+    def incref(self, block: int) -> None:
         """One more row counts on a live or published block."""
         if self.refs[block] == 0:
             assert self.prefixes[block] is not None, f"block {block} is free: nobody may claim it"
@@ -141,7 +143,7 @@ class BlockPool:
             self.evictable -= 1
         self.refs[block] += 1
 
-    def release(self, block: int) -> None:
+    def decref(self, block: int) -> None:
         """One row less.  The last one leaves it evictable (the list's end) if published, else free (its head)."""
         assert self.refs[block] > 0, f"block {block} is released twice"
         self.refs[block] -= 1
@@ -153,10 +155,10 @@ class BlockPool:
         else:
             self.evictable += 1
 
-    def find(self, prefix: Prefix) -> int | None:
+    def find(self, prefix: PrefixNode) -> int | None:
         return self._where.get(prefix)
 
-    def publish(self, block: int, prefix: Prefix) -> bool:
+    def publish(self, block: int, prefix: PrefixNode) -> bool:
         """Let later rows find ``block`` under ``prefix``.  False: another block holds it already."""
         if prefix in self._where:
             return False
@@ -165,7 +167,7 @@ class BlockPool:
         self.prefixes[block] = prefix
         return True
 
-    def withdraw(self, block: int) -> None:
+    def unpublish(self, block: int) -> None:
         """The inverse of :meth:`publish`: nobody finds it any more; rows that count on it keep it."""
         prefix = self.prefixes[block]
         assert prefix is not None, f"block {block} is not published"
@@ -186,7 +188,7 @@ class BlockPool:
         live = sum(1 for block in blocks if self.refs[block] > 0)
         evictable = sum(1 for block in self._idle if self.prefixes[block] is not None)
         assert evictable == self.evictable, f"{evictable} evictable blocks, {self.evictable} counted"
-        assert self.free + self.evictable + live == self.total, "free + evictable + live != total"
+        assert self.num_free + self.evictable + live == self.total, "free + evictable + live != total"
         for block in blocks:
             assert self.refs[block] >= 0, f"block {block} has {self.refs[block]} owners"
             assert (self.refs[block] == 0) == (block in self._idle), f"block {block} is both owned and idle, or neither"
@@ -199,18 +201,18 @@ class BlockPool:
             seen_published = published
 
 
-class LowestFirst(BlockPool):
+class LowestFreeBlockPool(BlockPool):
     """A pool that gives its lowest free block, and publishes none: of a spool, whose first blocks are the fastest."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__(blocks)
         self._heap = list(self._idle)
 
-    def take(self) -> tuple[int, bool]:
+    def allocate(self) -> tuple[int, bool]:
         self._idle.move_to_end(heapq.heappop(self._heap), last=False)
-        return super().take()
+        return super().allocate()
 
-    def release(self, block: int) -> None:
-        super().release(block)
+    def decref(self, block: int) -> None:
+        super().decref(block)
         if not self.refs[block]:
             heapq.heappush(self._heap, block)

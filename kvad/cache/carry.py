@@ -14,48 +14,48 @@ import torch
 from torch import Tensor
 
 from kvad.cache.disk import Buffer
-from kvad.cache.sizing import Group, group_bytes
+from kvad.cache.sizing import CacheGroup, group_bytes
 
-__all__ = ["Host", "carry_in", "carry_out", "piece_sizes"]
+__all__ = ["HostStore", "copy_blocks_in", "copy_blocks_out", "block_bytes_per_group"]
 
-AT_ONCE = 8  # blocks
-Carried = Sequence[tuple[int, Sequence[Sequence[int]]]]
+BLOCKS_PER_COPY = 8  # blocks
+BlockTransfer = Sequence[tuple[int, Sequence[Sequence[int]]]]
 
 
-class Host(Protocol):
+class HostStore(Protocol):
     """The tiers, as Memory sees them."""
 
-    def give(self, number: int, pieces: Mapping[int, Buffer]) -> None: ...
+    def put(self, number: int, pieces: Mapping[int, Buffer]) -> None: ...
 
     def take(self, number: int) -> Mapping[int, Buffer]: ...
 
     def cancel(self, number: int) -> None: ...
 
 
-class Holder(Protocol):
+class KVCacheLike(Protocol):
     """A Memory, as this module sees it."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[CacheGroup, ...]
 
-    def shaped(self) -> dict[str, Tensor]: ...
+    def array_specs(self) -> dict[str, Tensor]: ...
 
-    def row(self, blocks: Sequence[Sequence[int]]) -> dict[str, Tensor]: ...
+    def read_blocks(self, blocks: Sequence[Sequence[int]]) -> dict[str, Tensor]: ...
 
-    def put_row(self, blocks: Sequence[Sequence[int]], state: Mapping[str, Tensor]) -> None: ...
+    def write_blocks(self, blocks: Sequence[Sequence[int]], state: Mapping[str, Tensor]) -> None: ...
 
 
-def piece_sizes(groups: Sequence[Group]) -> tuple[int, ...]:
+def block_bytes_per_group(groups: Sequence[CacheGroup]) -> tuple[int, ...]:
     """Bytes of one block of each group."""
-    return tuple(group_bytes(group).total // group.blocks for group in groups)
+    return tuple(group_bytes(group).total // group.num_blocks for group in groups)
 
 
-def carry_out(memory: Holder, host: Host, stores: Carried) -> None:
+def copy_blocks_out(memory: KVCacheLike, host: HostStore, stores: BlockTransfer) -> None:
     """Give the host a copy of each block."""
     if not stores:
         return
     pieces: dict[int, dict[int, Buffer]] = {number: {} for number, _ in stores}
     blocks, numbers = _by_group(memory, stores)
-    arrays = memory.row(blocks)
+    arrays = memory.read_blocks(blocks)
     for index, own in enumerate(numbers):
         if not own:
             continue
@@ -64,13 +64,13 @@ def carry_out(memory: Holder, host: Host, stores: Carried) -> None:
             piece = torch.cat([part[at] for part in parts])  # memory of its own: it outlives its neighbours
             pieces[number][index] = piece.numpy().data
     for number, given in pieces.items():
-        host.give(number, given)
+        host.put(number, given)
 
 
-def carry_in(memory: Holder, host: Host, loads: Carried) -> None:
+def copy_blocks_in(memory: KVCacheLike, host: HostStore, loads: BlockTransfer) -> None:
     """Fill each block with what the host lends, AT_ONCE blocks at a time: what is made on the way stays small."""
-    for low in range(0, len(loads), AT_ONCE):
-        some = loads[low : low + AT_ONCE]
+    for low in range(0, len(loads), BLOCKS_PER_COPY):
+        some = loads[low : low + BLOCKS_PER_COPY]
         lent = {number: host.take(number) for number, _ in some}
         blocks, numbers = _by_group(memory, some)
         state = {}
@@ -85,7 +85,7 @@ def carry_in(memory: Holder, host: Host, loads: Carried) -> None:
                 state[name] = raw.view(array.dtype).view(len(own), *shape)
                 at += size
             assert at == len(pieces[0]), f"a piece of {len(pieces[0])} bytes for a block of {at}"
-        memory.put_row(blocks, state)
+        memory.write_blocks(blocks, state)
 
 
 def _bytes(piece: Buffer) -> Tensor:
@@ -93,12 +93,12 @@ def _bytes(piece: Buffer) -> Tensor:
     return torch.frombuffer(bytearray(piece) if memoryview(piece).readonly else piece, dtype=torch.uint8)
 
 
-def _names(memory: Holder, index: int) -> dict[str, Tensor]:
+def _names(memory: KVCacheLike, index: int) -> dict[str, Tensor]:
     """The arrays of a group, in their order."""
-    return {name: array for name, array in memory.shaped().items() if name.startswith(f"{index}.")}
+    return {name: array for name, array in memory.array_specs().items() if name.startswith(f"{index}.")}
 
 
-def _by_group(memory: Holder, carried: Carried) -> tuple[list[list[int]], list[list[int]]]:
+def _by_group(memory: KVCacheLike, carried: BlockTransfer) -> tuple[list[list[int]], list[list[int]]]:
     """Per group: the blocks, and whose they are."""
     num_groups = len(memory.groups)
     blocks: list[list[int]] = [[] for _ in range(num_groups)]

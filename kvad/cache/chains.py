@@ -20,36 +20,42 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 
-from kvad.cache.blocks import BlockPool, Prefix, Prefixes
-from kvad.cache.deposits import Deposits, Fetch
-from kvad.cache.rules import Rules
-from kvad.cache.seats import NEVER, Seat, place_of
+from kvad.cache.blocks import BlockPool, PrefixIndex, PrefixNode
+from kvad.cache.deposits import PrefetchRequest, PrefixOffload
+from kvad.cache.rules import BlockMapping
+from kvad.cache.seats import NEVER, SequenceBlocks, block_index
 
-__all__ = ["Chains"]
+__all__ = ["PrefixCache"]
 
 
-class Chains:
+class PrefixCache:
     """Of the groups that take tokens, all of one block size.  ``deposits``: what they say to the tiers, if there are
     any.  ``hits``, ``misses``: admissions that found something known and that did not; ``hit_tokens``: what of them
     needed no computing."""
 
     def __init__(
-        self, rules: Sequence[Rules], pools: Sequence[BlockPool], prefixes: Prefixes, deposits: Deposits | None
+        self,
+        rules: Sequence[BlockMapping],
+        pools: Sequence[BlockPool],
+        prefixes: PrefixIndex,
+        offload: PrefixOffload | None,
     ) -> None:
-        self._rules, self._pools, self.prefixes, self.deposits = tuple(rules), tuple(pools), prefixes, deposits
-        self._size = rules[0].size if rules else 1
+        self._rules, self._pools, self.prefixes, self.offload = tuple(rules), tuple(pools), prefixes, offload
+        self._size = rules[0].block_size if rules else 1
         self.hits = self.misses = self.hit_tokens = 0
 
     # ------------------------------------------------------------ found
 
-    def find(self, root: Prefix, tokens: Sequence[int], longest: int, fetch: Fetch | None = None) -> list[Prefix]:
+    def find(
+        self, root: PrefixNode, tokens: Sequence[int], longest: int, fetch: PrefetchRequest | None = None
+    ) -> list[PrefixNode]:
         """The longest chain of known blocks of ``tokens`` that every group can serve, at most ``longest`` tokens."""
         size = self._size
         stride = size * 8
         packed = array("q", tokens[: longest - longest % size]).tobytes() if longest > 0 else b""
         full = [index for index, rules in enumerate(self._rules) if rules.window == NEVER]
-        chain: list[Prefix] = []
-        prefix: Prefix | None = root
+        chain: list[PrefixNode] = []
+        prefix: PrefixNode | None = root
         named = () if fetch is None else fetch.chain
         for at in range(0, len(packed), stride):
             if len(chain) < len(named):  # its digest is known
@@ -61,9 +67,9 @@ class Chains:
             chain.append(prefix)
         return chain[: self._served(chain, lambda index, prefix: self._there(index, prefix, fetch))]
 
-    def survives(self, seat: Seat) -> int:
+    def retained_prefix_length(self, seat: SequenceBlocks) -> int:
         """Tokens from the row's start on that would still be known if it gave its blocks back: others hold them."""
-        prefix, chain = seat.tip, list[Prefix]()
+        prefix, chain = seat.last_block, list[PrefixNode]()
         while prefix is not None and prefix.depth:
             chain.append(prefix)
             prefix = prefix.parent
@@ -76,9 +82,9 @@ class Chains:
             count += 1
         return count * self._size
 
-    def keys(self, tokens: Sequence[int], root: bytes) -> list[str]:
+    def block_keys(self, tokens: Sequence[int], root: bytes) -> list[str]:
         """Under which keys the tiers have the whole blocks of these tokens."""
-        made, size, at = list[Prefix](), self._size, self.prefixes.root(root)
+        made, size, at = list[PrefixNode](), self._size, self.prefixes.root(root)
         for start in range(0, len(tokens) - size + 1, size):
             at = None if at is None else self.prefixes.extend(at, array("q", tokens[start : start + size]).tobytes())
             if at is None:
@@ -86,18 +92,18 @@ class Chains:
             made.append(at)
         return [prefix.digest.hex() for prefix in made]
 
-    def fetch(self, tokens: Sequence[int], root: bytes, longest: int) -> Fetch:
+    def prefetch(self, tokens: Sequence[int], root: bytes, longest: int) -> PrefetchRequest:
         """What the tiers have of the first ``longest`` tokens and no pool does; nothing moves before it is started.
 
         A group with a window is fetched the blocks that the longest known prefix needs, and no others.
         """
-        at = self.prefixes.root(root) if self.deposits is not None else None
-        if at is None or self.deposits is None or longest < self._size:
-            return Fetch(None, (), {})
-        tier, size, missed = self.deposits.tier, self._size, ""
+        at = self.prefixes.root(root) if self.offload is not None else None
+        if at is None or self.offload is None or longest < self._size:
+            return PrefetchRequest(None, (), {})
+        tier, size, missed = self.offload.block_store, self._size, ""
         packed = array("q", tokens[: longest - longest % size]).tobytes()
-        chain: list[Prefix] = []
-        stored: set[Prefix] = set()
+        chain: list[PrefixNode] = []
+        stored: set[PrefixNode] = set()
         for start in range(0, len(packed), size * 8):
             prefix = self.prefixes.extend(at, packed[start : start + size * 8])
             if prefix is None:
@@ -113,18 +119,22 @@ class Chains:
             at = prefix
         depth = self._served(chain, lambda index, prefix: prefix in stored or self._there(index, prefix, None))
         missed = missed or ("unknown" if depth < len(packed) // (size * 8) else "")
-        wanted: dict[Prefix, tuple[int, ...]] = {}
+        wanted: dict[PrefixNode, tuple[int, ...]] = {}
         for index, pool in enumerate(self._pools):
             for prefix in self._needs(index, chain[:depth])[1]:
                 if pool.find(prefix) is None:
                     wanted[prefix] = (*wanted.get(prefix, ()), index)
-        fetch = Fetch(tier, chain[:depth], {prefix: wanted[prefix] for prefix in chain[:depth] if prefix in wanted})
+        fetch = PrefetchRequest(
+            tier, chain[:depth], {prefix: wanted[prefix] for prefix in chain[:depth] if prefix in wanted}
+        )
         fetch.missed = missed
         return fetch
 
     # ------------------------------------------------------------ claimed
 
-    def claim(self, row: int, seat: Seat, tokens: Sequence[int], longest: int, fetch: Fetch | None) -> int:
+    def acquire_longest(
+        self, row: int, seat: SequenceBlocks, tokens: Sequence[int], longest: int, fetch: PrefetchRequest | None
+    ) -> int:
         """Let a new row hold the longest known chain; returns its tokens."""
         assert seat.root is not None, "this row shares nothing"
         chain, why = self.find(seat.root, tokens, longest, fetch), ""
@@ -135,101 +145,108 @@ class Chains:
             self.misses += not chain
         if chain:
             self._hold(row, seat, chain, tokens, fetch)
-        if self.deposits is not None and fetch is not None:
+        if self.offload is not None and fetch is not None:
             short = len(chain) < longest // self._size
-            self.deposits.admitted(row, (why or fetch.why() or "moved") if short else "")
+            self.offload.on_admitted(row, (why or fetch.miss_reason() or "moved") if short else "")
         length = len(chain) * self._size
         self.hit_tokens += length
         return length
 
-    def _room_for(self, chain: Sequence[Prefix]) -> bool:
+    def _room_for(self, chain: Sequence[PrefixNode]) -> bool:
         """Are there blocks for what of a chain was fetched, beside those that it claims?"""
         for index, pool in enumerate(self._pools):
             found = [pool.find(prefix) for prefix in self._needs(index, chain)[1]]
             idle = sum(block is not None and pool.refs[block] == 0 for block in found)
-            if found.count(None) > pool.available - idle:
+            if found.count(None) > pool.num_available - idle:
                 return False
         return True
 
-    def _hold(self, row: int, seat: Seat, chain: Sequence[Prefix], tokens: Sequence[int], fetch: Fetch | None) -> None:
+    def _hold(
+        self,
+        row: int,
+        seat: SequenceBlocks,
+        chain: Sequence[PrefixNode],
+        tokens: Sequence[int],
+        fetch: PrefetchRequest | None,
+    ) -> None:
         """Hold the blocks of a chain: those in the pools are claimed before any is taken for those that were
         fetched."""
-        missing: dict[Prefix, dict[int, int]] = {}
+        missing: dict[PrefixNode, dict[int, int]] = {}
         for claimed in (True, False):
-            for index, (hold, pool) in enumerate(zip(seat.holds, self._pools, strict=True)):
+            for index, (hold, pool) in enumerate(zip(seat.groups, self._pools, strict=True)):
                 first, needed = self._needs(index, chain)
                 if claimed:
-                    hold.gap = first - self._rules[index].sinks
+                    hold.num_skipped_blocks = first - self._rules[index].num_sink_blocks
                     found = [pool.find(prefix) for prefix in needed]
                     for block in found:
                         if block is not None:
-                            pool.acquire(block)
+                            pool.incref(block)
                     hold.blocks = [0 if block is None else block for block in found]
                     continue
                 for place, prefix in enumerate(needed):
                     if not hold.blocks[place]:
-                        hold.blocks[place] = missing.setdefault(prefix, {})[index] = pool.take()[0]
+                        hold.blocks[place] = missing.setdefault(prefix, {})[index] = pool.allocate()[0]
         sure = next((at for at, prefix in enumerate(chain) if prefix in missing), len(chain))
-        seat.tip = chain[sure - 1] if sure else seat.root
-        seat.tail = list(tokens[sure * self._size : len(chain) * self._size])
+        seat.last_block = chain[sure - 1] if sure else seat.root
+        seat.tail_tokens = list(tokens[sure * self._size : len(chain) * self._size])
         if missing:
-            assert fetch is not None and self.deposits is not None
-            passed = 0 if any(hold.gap == 0 for hold in seat.holds) else sure
-            self.deposits.claimed(row, fetch, missing, chain[-1], self._size, passed)
+            assert fetch is not None and self.offload is not None
+            passed = 0 if any(hold.num_skipped_blocks == 0 for hold in seat.groups) else sure
+            self.offload.on_acquired(row, fetch, missing, chain[-1], self._size, passed)
 
     # ------------------------------------------------------------ published, and not any more
 
-    def publish(self, seat: Seat, sure: int) -> None:
+    def publish(self, seat: SequenceBlocks, sure: int) -> None:
         """The row's full blocks within its first ``sure`` tokens."""
-        size, tail, at = self._size, seat.tail, 0
-        assert seat.tip is not None
-        for _ in range(sure // size - seat.tip.depth):
-            tip = self.prefixes.extend(seat.tip, array("q", tail[at : at + size]).tobytes())
+        size, tail, at = self._size, seat.tail_tokens, 0
+        assert seat.last_block is not None
+        for _ in range(sure // size - seat.last_block.depth):
+            tip = self.prefixes.extend(seat.last_block, array("q", tail[at : at + size]).tobytes())
             if tip is None:  # its digest is another history's: this row publishes no more
-                seat.tip, seat.tail = None, []
+                seat.last_block, seat.tail_tokens = None, []
                 return
             stored = {}
-            for index, (hold, pool, rules) in enumerate(zip(seat.holds, self._pools, self._rules, strict=True)):
-                place = place_of(tip.depth - 1, rules.sinks, hold.gap)
+            for index, (hold, pool, rules) in enumerate(zip(seat.groups, self._pools, self._rules, strict=True)):
+                place = block_index(tip.depth - 1, rules.num_sink_blocks, hold.num_skipped_blocks)
                 if place is not None:
                     pool.publish(hold.blocks[place], tip)
                     stored[index] = hold.blocks[place]
-            if self.deposits is not None:
-                self.deposits.published(tip, stored)
-            seat.tip = tip
+            if self.offload is not None:
+                self.offload.on_published(tip, stored)
+            seat.last_block = tip
             at += size
         del tail[:at]
 
-    def publish_again(self, seat: Seat) -> None:
+    def republish(self, seat: SequenceBlocks) -> None:
         """What a woken row had published before it was parked, where nobody else has it."""
-        seat.again, prefix = False, seat.tip
+        seat.republish, prefix = False, seat.last_block
         while prefix is not None and prefix.depth:
-            for hold, pool, rules in zip(seat.holds, self._pools, self._rules, strict=True):
-                place = place_of(prefix.depth - 1, rules.sinks, hold.gap)
+            for hold, pool, rules in zip(seat.groups, self._pools, self._rules, strict=True):
+                place = block_index(prefix.depth - 1, rules.num_sink_blocks, hold.num_skipped_blocks)
                 if place is not None and pool.prefixes[hold.blocks[place]] is None:
                     pool.publish(hold.blocks[place], prefix)
             prefix = prefix.parent
 
-    def withdraw(self, prefix: Prefix | None) -> None:
+    def invalidate(self, prefix: PrefixNode | None) -> None:
         """A whole history, from its end to its root: its numbers cannot be trusted."""
         while prefix is not None:
             for pool in self._pools:
                 block = pool.find(prefix)
                 if block is not None:
-                    pool.withdraw(block)
-            if self.deposits is not None:
-                self.deposits.withdrawn(prefix)
+                    pool.unpublish(block)
+            if self.offload is not None:
+                self.offload.on_invalidated(prefix)
             prefix = prefix.parent
 
-    def history(self, seat: Seat, length: int) -> tuple[Prefix | None, list[int]]:
+    def history(self, seat: SequenceBlocks, length: int) -> tuple[PrefixNode | None, list[int]]:
         """(tip, tail) of the row's first ``length`` tokens."""
-        tip = seat.tip
+        tip = seat.last_block
         if tip is None:
             return None, []
         size = self._size
         depth, rest = divmod(length, size)
         if depth >= tip.depth:
-            return tip, seat.tail[: length - tip.depth * size]
+            return tip, seat.tail_tokens[: length - tip.depth * size]
         while tip.depth > depth + 1:
             assert tip.parent is not None
             tip = tip.parent
@@ -237,17 +254,17 @@ class Chains:
 
     # ------------------------------------------------------------ inside
 
-    def _there(self, index: int, prefix: Prefix, fetch: Fetch | None) -> bool:
+    def _there(self, index: int, prefix: PrefixNode, fetch: PrefetchRequest | None) -> bool:
         """Is this block of group ``index`` in its pool, or fetched?"""
         return self._pools[index].find(prefix) is not None or (fetch is not None and fetch.has(prefix, index))
 
-    def _needs(self, index: int, chain: Sequence[Prefix]) -> tuple[int, list[Prefix]]:
+    def _needs(self, index: int, chain: Sequence[PrefixNode]) -> tuple[int, list[PrefixNode]]:
         """(the first one behind those of sinks, all) of the blocks of a chain that a row in group ``index`` holds."""
         rules = self._rules[index]
         first = rules.first_needed(len(chain) * self._size)
-        return first, [*chain[: rules.sinks], *chain[first:]]
+        return first, [*chain[: rules.num_sink_blocks], *chain[first:]]
 
-    def _served(self, chain: Sequence[Prefix], there: Callable[[int, Prefix], bool]) -> int:
+    def _served(self, chain: Sequence[PrefixNode], there: Callable[[int, PrefixNode], bool]) -> int:
         """How many blocks of a chain, each of which is there in the groups without a window, all groups can serve."""
         usable = [True] * (len(chain) + 1)
         for index, rules in enumerate(self._rules):
@@ -256,6 +273,6 @@ class Chains:
                 rooted = True  # so are those of sinks
                 for depth, prefix in enumerate(chain, 1):
                     run = run + 1 if there(index, prefix) else 0
-                    rooted &= depth > rules.sinks or run == depth
+                    rooted &= depth > rules.num_sink_blocks or run == depth
                     usable[depth] &= rooted and run >= depth - rules.first_needed(depth * self._size)
         return max(depth for depth, ok in enumerate(usable) if ok)

@@ -14,41 +14,52 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvad.cache.layout import Table, by_head, read
-from kvad.cache.policy import ALWAYS, Scored, Seen
-from kvad.cache.sizing import Group
-from kvad.cache.store import Store
-from kvad.step import Compact
+from kvad.cache.layout import BlockTable, allocate_head_major, gather_blocks
+from kvad.cache.policy import ALL_QUERIES, EvictionContext, EvictionPolicy
+from kvad.cache.sizing import CacheGroup
+from kvad.cache.store import LayerTensor
+from kvad.step import EvictOp
 
-__all__ = ["Cut", "HeadColumns", "Witness", "best_of", "count_queries", "cut_layer", "ranks_of", "rounded"]
+__all__ = [
+    "EvictionEvent",
+    "PerHeadMetadata",
+    "EvictionHook",
+    "top_slots",
+    "count_queries",
+    "evict_layer",
+    "eviction_scores",
+    "round_mantissa",
+]
 
 
-class Cut(NamedTuple):
+class EvictionEvent(NamedTuple):
     """One row's cut in one layer, as a witness is told of it: ``positions`` [K, held]; ``ranks`` [K, held] as they were
     compared (inf: stays anyway); ``order`` [K, kept], which of the held slots stay."""
 
     layer: int
-    compact: Compact
+    op: EvictOp
     positions: Tensor
-    ranks: Tensor
+    scores: Tensor
     order: Tensor
 
 
-Witness = Callable[[Cut], None]
+EvictionHook = Callable[[EvictionEvent], None]
 
 
-class HeadColumns:
+class PerHeadMetadata:
     """Of one layer: which position each head has in a slot (-1: none), and the attention that it got.
 
     ``positions`` [blocks, K, block_size] int32; ``mass``, of the same shape, where the policy watches.
     """
 
-    def __init__(self, group: Group, device: torch.device | str) -> None:
-        assert group.scored is not None
-        shape = group.blocks, group.mixer.kv_heads, group.block_size
-        self.positions = by_head(*shape, dtype=torch.int32, fill=-1, device=device)
-        mass = torch.float64 if group.keys == "float64" else torch.float32
-        self.mass = by_head(*shape, dtype=mass, device=device) if group.scored.watch else None
+    def __init__(self, group: CacheGroup, device: torch.device | str) -> None:
+        assert group.eviction_policy is not None
+        shape = group.num_blocks, group.spec.num_kv_heads, group.block_size
+        self.positions = allocate_head_major(*shape, dtype=torch.int32, fill=-1, device=device)
+        mass = torch.float64 if group.key_format == "float64" else torch.float32
+        self.mass = (
+            allocate_head_major(*shape, dtype=mass, device=device) if group.eviction_policy.observed_queries else None
+        )
 
     @property
     def arrays(self) -> tuple[Tensor, ...]:
@@ -74,11 +85,11 @@ class HeadColumns:
         if self.mass is not None:
             self.mass[blocks, :, offsets] = 0
 
-    def read(self, table: Table) -> Tensor:
+    def read(self, table: BlockTable) -> Tensor:
         """Positions [R, K, S] int64."""
-        return read(self.positions.unsqueeze(-1), table).squeeze(-1).long()
+        return gather_blocks(self.positions.unsqueeze(-1), table).squeeze(-1).long()
 
-    def add(self, table: Table, mass: Tensor) -> None:
+    def add(self, table: BlockTable, mass: Tensor) -> None:
         """mass [R, K, S] on top of what there is."""
         assert self.mass is not None
         mass = mass.to(self.mass.dtype)
@@ -90,75 +101,75 @@ class HeadColumns:
         self.mass.index_put_((table.flat,), blocks, accumulate=True)
 
 
-def count_queries(policy: Scored, positions: Tensor) -> Tensor:
+def count_queries(policy: EvictionPolicy, positions: Tensor) -> Tensor:
     """positions [R, L] -> 1.0 where a query's attention counts: it is one of the last ``watch`` before a cut."""
-    if policy.watch == ALWAYS:
+    if policy.observed_queries == ALL_QUERIES:
         return torch.ones_like(positions, dtype=torch.float32)
-    cut = (positions.clamp(min=policy.budget) // policy.every + 1) * policy.every
-    return (cut - positions <= policy.watch).float()
+    cut = (positions.clamp(min=policy.budget) // policy.interval + 1) * policy.interval
+    return (cut - positions <= policy.observed_queries).float()
 
 
-def ranks_of(policy: Scored, seen: Seen, bits: int = 12) -> Tensor:
+def eviction_scores(policy: EvictionPolicy, seen: EvictionContext, bits: int = 12) -> Tensor:
     """[K, held]: what is compared; inf for those that stay anyway.
 
     Ranks are compared by their first ``bits`` bits, and of equals the older stays: else the order in which a step adds
     up its sums would choose between equal tokens, and with it the neighbours.
     """
-    ranks = rounded(policy.rank(seen).double(), bits)
-    always = (seen.positions >= seen.now - policy.recent) | (seen.positions < policy.sinks)
+    ranks = round_mantissa(policy.score(seen).double(), bits)
+    always = (seen.positions >= seen.length - policy.recent) | (seen.positions < policy.num_sinks)
     return ranks.masked_fill(always, torch.inf)
 
 
-def best_of(ranks: Tensor, kept: int) -> Tensor:
+def top_slots(ranks: Tensor, kept: int) -> Tensor:
     """[K, kept]: which of the held slots stay, in their order."""
     return ranks.sort(dim=-1, descending=True, stable=True).indices[:, :kept].sort(dim=-1).values
 
 
-def rounded(x: Tensor, bits: int) -> Tensor:
+def round_mantissa(x: Tensor, bits: int) -> Tensor:
     """To so many bits behind the first."""
     mantissa, exponent = torch.frexp(x)
     return torch.ldexp((mantissa * 2.0**bits).round(), exponent - bits)
 
 
-def cut_layer(
-    group: Group,
+def evict_layer(
+    group: CacheGroup,
     layer: int,
-    keys: Store,
-    values: Store,
-    columns: HeadColumns,
-    cuts: Sequence[Compact],
-    witness: Witness | None = None,
+    keys: LayerTensor,
+    values: LayerTensor,
+    columns: PerHeadMetadata,
+    cuts: Sequence[EvictOp],
+    witness: EvictionHook | None = None,
 ) -> None:
     """All cuts of one step in one layer: everything that stays is read before anything is written."""
-    policy, size = group.scored, group.block_size
+    policy, size = group.eviction_policy, group.block_size
     assert policy is not None
     device = columns.positions.device
     arrays = (*keys.arrays, *values.arrays, *columns.arrays)
     taken: list[list[Tensor]] = []
     for cut in cuts:
-        table = Table(torch.tensor([cut.blocks], device=device), size, cut.held)
-        seen = Seen(
-            columns.read(table)[0, :, : cut.held],
-            None if columns.mass is None else read(columns.mass.unsqueeze(-1), table)[0, :, : cut.held, 0],
-            lambda table=table, cut=cut: keys.read(table, _wide(keys))[0, :, : cut.held],  # type: ignore[misc]
-            lambda table=table, cut=cut: values.read(table, _wide(values))[0, :, : cut.held],  # type: ignore[misc]
+        table = BlockTable(torch.tensor([cut.blocks], device=device), size, cut.num_held)
+        seen = EvictionContext(
+            columns.read(table)[0, :, : cut.num_held],
+            None if columns.mass is None else gather_blocks(columns.mass.unsqueeze(-1), table)[0, :, : cut.num_held, 0],
+            lambda table=table, cut=cut: keys.read(table, _wide(keys))[0, :, : cut.num_held],  # type: ignore[misc]
+            lambda table=table, cut=cut: values.read(table, _wide(values))[0, :, : cut.num_held],  # type: ignore[misc]
             cut.length,
             layer,
         )
-        ranks = ranks_of(policy, seen, bits=30 if keys.format.name == "float64" else 12)
-        order = best_of(ranks, cut.kept)
+        ranks = eviction_scores(policy, seen, bits=30 if keys.format.name == "float64" else 12)
+        order = top_slots(ranks, cut.num_retained)
         if witness is not None:
-            witness(Cut(layer, cut, seen.positions, ranks, order))
+            witness(EvictionEvent(layer, cut, seen.positions, ranks, order))
         taken.append([_slots(array, table.flat, order) for array in arrays])
-        if columns.mass is not None and policy.watch != ALWAYS:
+        if columns.mass is not None and policy.observed_queries != ALL_QUERIES:
             taken[-1][-1].zero_()  # the next queries that count begin anew
     for cut, kept in zip(cuts, taken, strict=True):
-        targets = torch.tensor(cut.targets, device=device)
+        targets = torch.tensor(cut.target_blocks, device=device)
         for array, slots in zip(arrays, kept, strict=True):
             _fill(array, targets, slots, -1 if array is columns.positions else 0)
 
 
-def _wide(store: Store) -> torch.dtype:
+def _wide(store: LayerTensor) -> torch.dtype:
     return torch.float64 if store.format.name == "float64" else torch.float32
 
 

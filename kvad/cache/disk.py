@@ -22,19 +22,28 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvad.aside import leftovers
+from kvad.aside import list_temp_paths
 from kvad.errors import UsageError
 
-__all__ = ["DISK", "Buffer", "Disk", "Listed", "is_name", "no_name", "remove_leftovers", "user_cache"]
+__all__ = [
+    "REAL_FILE_SYSTEM",
+    "Buffer",
+    "FileSystem",
+    "DirEntry",
+    "is_valid_name",
+    "invalid_name_error",
+    "remove_temp_files",
+    "user_cache_dir",
+]
 
 Buffer = bytes | bytearray | memoryview
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-SHOWN = 80  # characters of what is no name
-PRIVATE = 0o600  # what a cache holds can be read back as text
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+MAX_SHOWN_CHARS = 80  # characters of what is no name
+OWNER_ONLY = 0o600  # what a cache holds can be read back as text
 
 
-class Listed(NamedTuple):
+class DirEntry(NamedTuple):
     """A file of a folder, its bytes, and when it was last written or used."""
 
     name: str
@@ -42,12 +51,12 @@ class Listed(NamedTuple):
     used_ns: int
 
 
-class Disk:
+class FileSystem:
     """The real one."""
 
     def create(self, path: Path) -> int:
         """A new file to write to and to read back, for its owner only; FileExistsError where there is one."""
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, OWNER_ONLY)
 
     def open(self, path: Path) -> int:
         """An existing file to read from, not a link."""
@@ -90,7 +99,7 @@ class Disk:
         """``source`` is ``target`` from now on, whole, whatever was there."""
         os.replace(source, target)
 
-    def sync_folder(self, folder: Path) -> None:
+    def sync_dir(self, folder: Path) -> None:
         """Names that came and went in ``folder`` survive a power cut when this returns."""
         file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -101,17 +110,17 @@ class Disk:
     def remove(self, path: Path) -> None:
         os.unlink(path)
 
-    def folder(self, path: Path) -> None:
+    def make_dir(self, path: Path) -> None:
         """There is such a folder, its owner's only where it is new."""
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def scan(self, folder: Path) -> list[Listed]:
+    def list_files(self, folder: Path) -> list[DirEntry]:
         """The plain files of a folder; links and folders are left out."""
         with os.scandir(folder) as found:
             stats = [
                 (each.name, each.stat(follow_symlinks=False)) for each in found if each.is_file(follow_symlinks=False)
             ]
-        return [Listed(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+        return [DirEntry(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
     def touch(self, path: Path) -> None:
         """It was used now."""
@@ -120,7 +129,7 @@ class Disk:
     def lock(self, path: Path) -> int:
         """Hold ``path`` (made if need be) until it is closed or this process ends, however it ends.  BlockingIOError:
         somebody else holds it."""
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, PRIVATE)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, OWNER_ONLY)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BaseException:
@@ -128,20 +137,20 @@ class Disk:
             raise
         return file
 
-    def free(self, folder: Path) -> int:
+    def free_bytes(self, folder: Path) -> int:
         """Bytes that one without privileges may still write there."""
         stat = os.statvfs(folder)
         return stat.f_bavail * stat.f_frsize
 
 
-DISK = Disk()
+REAL_FILE_SYSTEM = FileSystem()
 
 
-def remove_leftovers(folder: Path, ours: Callable[[str], bool], disk: Disk = DISK) -> int:
+def remove_temp_files(folder: Path, ours: Callable[[str], bool], disk: FileSystem = REAL_FILE_SYSTEM) -> int:
     """Remove what dead writers left half written under names that are ``ours``; how many files.  One that the disk
     keeps, or that another process has swept, is left alone; OSError: the folder cannot be looked at."""
     count = 0
-    for left in leftovers(folder):
+    for left in list_temp_paths(folder):
         with suppress(OSError):
             if left.kind == "tmp" and ours(left.name) and not left.in_use:
                 disk.remove(left.path)
@@ -149,20 +158,20 @@ def remove_leftovers(folder: Path, ours: Callable[[str], bool], disk: Disk = DIS
     return count
 
 
-def is_name(name: str) -> bool:
+def is_valid_name(name: str) -> bool:
     """Letters, digits, dots, dashes and underscores, the first a letter or a digit: it leads out of no folder."""
-    return NAME.fullmatch(name) is not None
+    return NAME_PATTERN.fullmatch(name) is not None
 
 
-def no_name(name: str, what: str) -> UsageError:
+def invalid_name_error(name: str, what: str) -> UsageError:
     """``name`` is none, "of a session" say."""
-    shown = name if len(name) <= SHOWN else f"{name[:SHOWN]}..."
+    shown = name if len(name) <= MAX_SHOWN_CHARS else f"{name[:MAX_SHOWN_CHARS]}..."
     return UsageError(
         f"{shown!r} is no name {what}", "letters, digits, . _ and -, at most 64, the first a letter or a digit"
     )
 
 
-def user_cache(name: str) -> Path:
+def user_cache_dir(name: str) -> Path:
     """Where ``name`` lies if nobody says: the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "kvad" / name

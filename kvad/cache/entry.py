@@ -31,18 +31,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from kvad.aside import aside
-from kvad.cache.disk import DISK, Buffer, Disk
-from kvad.errors import EntryError
+from kvad.aside import temp_path
+from kvad.cache.disk import REAL_FILE_SYSTEM, Buffer, FileSystem
+from kvad.errors import StorageError
 
-__all__ = ["Entry", "Header", "Section", "open_entry", "read_header", "write_entry"]
+__all__ = ["ContainerFile", "Header", "Section", "open_container", "read_header", "write_container"]
 
 MAGIC, END = b"KVADKV01", b"KVADEND\n"
 _SIZE, _CRC = struct.Struct("<Q"), struct.Struct("<I")
 _PREFIX = len(MAGIC) + _SIZE.size + _CRC.size
-LONGEST_HEADER = 64 << 20
-PIECE = 1 << 20  # bytes read at a time where only their checksum is wanted
-WHOLE = 64 << 20  # bytes of the largest file that is read in one go
+MAX_HEADER_BYTES = 64 << 20
+READ_CHUNK = 1 << 20  # bytes read at a time where only their checksum is wanted
+MAX_CACHED_BYTES = 64 << 20  # bytes of the largest file that is read in one go
 PAGES = 64 << 10  # bytes from which on memory to read into has pages of its own
 ALIGNED = 64  # bytes, a multiple of which stands before the sections: so they can be numbers where they are
 WIDTHS = {  # bytes of a number, by its name in torch
@@ -60,7 +60,7 @@ class Section(NamedTuple):
     data: Buffer
 
 
-class Stored(NamedTuple):
+class SectionInfo(NamedTuple):
     """Where a section lies in its file."""
 
     name: str
@@ -75,13 +75,13 @@ class Header(NamedTuple):
     """What a file says of itself, checked; ``nbytes``: of the whole file."""
 
     kind: str
-    identity: Mapping[str, str]
-    facts: Mapping[str, Any]
-    sections: Mapping[str, Stored]
+    fingerprint: Mapping[str, str]
+    metadata: Mapping[str, Any]
+    sections: Mapping[str, SectionInfo]
     nbytes: int
 
 
-def write_entry(
+def write_container(
     path: Path,
     kind: str,
     identity: Mapping[str, str],
@@ -89,7 +89,7 @@ def write_entry(
     sections: Sequence[Section],
     *,
     durable: bool,
-    disk: Disk = DISK,
+    disk: FileSystem = REAL_FILE_SYSTEM,
 ) -> int:
     """Write ``path``, or leave what was there; returns the bytes of the file.  OSError as the disk says it."""
     sizes = [memoryview(each.data).nbytes for each in sections]
@@ -100,9 +100,9 @@ def write_entry(
     assert len({each.name for each in sections}) == len(sections), "two sections of one name"
     header = json.dumps({"kind": kind, "identity": dict(identity), "facts": dict(facts), "sections": told}).encode()
     header += b" " * (-(_PREFIX + len(header)) % ALIGNED)
-    assert len(header) <= LONGEST_HEADER, f"a header of {len(header)} bytes"
+    assert len(header) <= MAX_HEADER_BYTES, f"a header of {len(header)} bytes"
     start = MAGIC + _SIZE.pack(len(header))
-    temporary = aside(path, "tmp")
+    temporary = temp_path(path, "tmp")
     file = disk.create(temporary)
     try:
         try:
@@ -120,21 +120,21 @@ def write_entry(
             disk.remove(temporary)
         raise
     if durable:
-        disk.sync_folder(path.parent)
+        disk.sync_dir(path.parent)
     return _PREFIX + len(header) + sum(sizes) + len(END)
 
 
-class Entry:
+class ContainerFile:
     """An open file, its header read.  A section is checked as it is read: nothing that is wrong is ever returned.
 
     ``whole``: all of it is read at once (up to WHOLE bytes), and sections are views of that.
     """
 
-    def __init__(self, path: Path, file: int, disk: Disk, *, whole: bool = False) -> None:
+    def __init__(self, path: Path, file: int, disk: FileSystem, *, whole: bool = False) -> None:
         self.path, self._file, self._disk = path, file, disk
         self._size = disk.size(file)
         self._held: memoryview | None = None
-        if whole and self._size <= WHOLE:
+        if whole and self._size <= MAX_CACHED_BYTES:
             held = _room(self._size)
             self._held = held[: disk.read(file, held, 0)]
         self.header = self._header()
@@ -143,7 +143,7 @@ class Entry:
         """The bytes of a section, in ``into`` (of that size) where given.  EntryError: it was damaged."""
         section = self.header.sections.get(name)
         if section is None:
-            raise EntryError(f"{self.path}: it has no {name}", why="alien")
+            raise StorageError(f"{self.path}: it has no {name}", reason="alien")
         if into is None and self._held is not None:
             target = self._held[section.offset : section.offset + section.nbytes]
         else:
@@ -158,11 +158,11 @@ class Entry:
 
     def check(self) -> None:
         """Read all of it, in pieces.  EntryError: something was damaged."""
-        piece = memoryview(bytearray(PIECE))
+        piece = memoryview(bytearray(READ_CHUNK))
         for section in self.header.sections.values():
             crc, at = 0, 0
             while at < section.nbytes:
-                part = piece[: min(PIECE, section.nbytes - at)]
+                part = piece[: min(READ_CHUNK, section.nbytes - at)]
                 if self._disk.read(self._file, part, section.offset + at) != len(part):
                     raise self._torn(f"{section.name} was cut")
                 crc, at = crc32(part, crc), at + len(part)
@@ -175,17 +175,19 @@ class Entry:
         if not MAGIC.startswith(begun):  # however short: what is not ours is not torn
             ours = begun[: len(MAGIC) - 2] == MAGIC[:-2]
             what = "it was written by another version of kvad" if ours else "it is not a file of kvad's cache"
-            raise EntryError(f"{self.path}: {what}", "it is left as it is", why="alien")
+            raise StorageError(f"{self.path}: {what}", "it is left as it is", reason="alien")
         start = self._bytes(0, _PREFIX)
         (length,) = _SIZE.unpack(start[len(MAGIC) : len(MAGIC) + _SIZE.size])
-        if length > min(LONGEST_HEADER, size - _PREFIX - len(END)):
+        if length > min(MAX_HEADER_BYTES, size - _PREFIX - len(END)):
             raise self._torn("its header is cut")
         raw = self._bytes(_PREFIX, length)
         if _CRC.unpack(start[-_CRC.size :])[0] != crc32(raw, crc32(start[: -_CRC.size])):
             raise self._torn("its header is not what was written")
         header = _parsed(raw, _PREFIX + length)
         if header is None:
-            raise EntryError(f"{self.path}: its header is none of this version's", "it is left as it is", why="alien")
+            raise StorageError(
+                f"{self.path}: its header is none of this version's", "it is left as it is", reason="alien"
+            )
         if header.nbytes != size:
             raise self._torn(f"{size:,} bytes, its header says {header.nbytes:,}")
         if self._bytes(size - len(END), len(END)) != END:
@@ -202,21 +204,21 @@ class Entry:
             raise self._torn("it was cut")
         return found
 
-    def _torn(self, what: str) -> EntryError:
-        return EntryError(f"{self.path}: {what}: the file is damaged", "nothing of it is used", why="torn")
+    def _torn(self, what: str) -> StorageError:
+        return StorageError(f"{self.path}: {what}: the file is damaged", "nothing of it is used", reason="torn")
 
 
 @contextmanager
-def open_entry(path: Path, disk: Disk = DISK, *, whole: bool = False) -> Iterator[Entry]:
+def open_container(path: Path, disk: FileSystem = REAL_FILE_SYSTEM, *, whole: bool = False) -> Iterator[ContainerFile]:
     """An open file (``whole``: see :class:`Entry`).
 
     EntryError for a file that is missing, damaged or not ours; OSError as the disk says it, with the file's name."""
     try:
         file = disk.open(path)
     except FileNotFoundError:
-        raise EntryError(f"{path} does not exist", why="missing") from None
+        raise StorageError(f"{path} does not exist", reason="missing") from None
     try:
-        yield Entry(path, file, disk, whole=whole)
+        yield ContainerFile(path, file, disk, whole=whole)
     except OSError as error:
         error.filename = error.filename or str(path)  # reading knows a number, no name
         raise
@@ -224,9 +226,9 @@ def open_entry(path: Path, disk: Disk = DISK, *, whole: bool = False) -> Iterato
         disk.close(file)
 
 
-def read_header(path: Path, disk: Disk = DISK) -> Header:
+def read_header(path: Path, disk: FileSystem = REAL_FILE_SYSTEM) -> Header:
     """What a file says of itself; its sections are not read."""
-    with open_entry(path, disk) as entry:
+    with open_container(path, disk) as entry:
         return entry.header
 
 
@@ -247,7 +249,7 @@ def _parsed(raw: bytes, offset: int) -> Header | None:
             return None
         if any(type(value) is not str for value in identity.values()):
             return None
-        stored: dict[str, Stored] = {}
+        stored: dict[str, SectionInfo] = {}
         for name, dtype, shape, nbytes, crc in sections:
             numbers = WIDTHS[dtype]
             for count in shape:
@@ -256,7 +258,7 @@ def _parsed(raw: bytes, offset: int) -> Header | None:
                 numbers *= count
             if not isinstance(name, str) or name in stored or type(crc) is not int or numbers != nbytes:
                 return None
-            stored[name] = Stored(name, dtype, tuple(shape), nbytes, crc, offset)
+            stored[name] = SectionInfo(name, dtype, tuple(shape), nbytes, crc, offset)
             offset += nbytes
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -33,21 +33,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from kvad.errors import ConfigError, nearest
-from kvad.own import load_own
+from kvad.errors import ConfigError, suggest
+from kvad.own import load_plugin
 
-__all__ = ["FORMATS", "Array", "Format", "find_format", "joined", "parted"]
+__all__ = ["FORMATS", "ArraySpec", "CacheFormat", "get_format", "join_format_names", "split_format_name"]
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
 FLOAT32, FLOAT16 = (2 - 2.0**-23) * 2.0**127, 65504.0
 
 
-class Array(NamedTuple):
+class ArraySpec(NamedTuple):
     """One raw array of a store, [blocks, K, block_size or 1, width]: ``grain`` says which.  "data" is the payload, any
     other name a scale or a zero."""
 
     name: str
-    grain: Literal["slot", "block"]
+    granularity: Literal["slot", "block"]
     dtype: str
     width: int
 
@@ -58,7 +58,7 @@ class Array(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Format:
+class CacheFormat:
     """``loss``: "none" (as computed), "rounding" (of a floating-point dtype that models compute in) or "lossy".
 
     ``eps``: twice the largest error, relative to the number itself (floating point) or to the largest magnitude of
@@ -71,86 +71,90 @@ class Format:
     bits: int
     loss: Literal["none", "rounding", "lossy"]
     eps: float
-    most: float
-    own: Callable[[int], Sequence[Array]] | None = field(default=None, compare=False, repr=False)
+    max_value: float
+    custom_class: Callable[[int], Sequence[ArraySpec]] | None = field(default=None, compare=False, repr=False)
 
     @property
-    def sealed(self) -> bool:
+    def is_blockwise(self) -> bool:
         return self.kind == "channel"
 
     @property
-    def even(self) -> bool:
+    def needs_even_dim(self) -> bool:
         """Whether it packs two numbers into a byte, so that a head needs an even width."""
         return 0 < self.bits < 8
 
-    def arrays(self, dim: int) -> tuple[Array, ...]:
+    def arrays(self, dim: int) -> tuple[ArraySpec, ...]:
         """What a head of ``dim`` numbers takes."""
-        if self.own is not None:
-            return _checked(self.name, self.own(dim))
+        if self.custom_class is not None:
+            return _checked(self.name, self.custom_class(dim))
         if self.kind == "plain":
-            return (Array("data", "slot", self.name, dim),)
+            return (ArraySpec("data", "slot", self.name, dim),)
         if self.kind == "fp8":
-            return (Array("data", "slot", "uint8", dim),)
-        data = Array("data", "slot", "uint8", dim // 2) if self.even else Array("data", "slot", "int8", dim)
+            return (ArraySpec("data", "slot", "uint8", dim),)
+        data = (
+            ArraySpec("data", "slot", "uint8", dim // 2)
+            if self.needs_even_dim
+            else ArraySpec("data", "slot", "int8", dim)
+        )
         if self.kind == "channel":
-            return (data, Array("scale", "block", "float16", dim), Array("zero", "block", "float16", dim))
-        scale = Array("scale", "slot", "float32", 1)
-        return (data, scale, Array("zero", "slot", "float32", 1)) if self.even else (data, scale)
+            return (data, ArraySpec("scale", "block", "float16", dim), ArraySpec("zero", "block", "float16", dim))
+        scale = ArraySpec("scale", "slot", "float32", 1)
+        return (data, scale, ArraySpec("zero", "slot", "float32", 1)) if self.needs_even_dim else (data, scale)
 
 
 FORMATS = {
     each.name: each
     for each in (
-        Format("float64", "plain", 64, "none", 2.0**-52, (2 - 2.0**-52) * 2.0**1023),
-        Format("float32", "plain", 32, "none", 2.0**-23, FLOAT32),
-        Format("bfloat16", "plain", 16, "rounding", 2.0**-7, (2 - 2.0**-7) * 2.0**127),
-        Format("float16", "plain", 16, "rounding", 2.0**-10, FLOAT16),
-        Format("fp8-e4m3", "fp8", 8, "lossy", 2.0**-3, 448.0),
-        Format("fp8-e5m2", "fp8", 8, "lossy", 2.0**-2, 57344.0),
-        Format("int8", "token", 8, "lossy", 1 / 127, FLOAT32),
-        Format("int4", "token", 4, "lossy", 2 / 15, FLOAT32 / 2),
-        Format("int8-channel", "channel", 8, "lossy", 1 / 127, FLOAT16),
-        Format("int4-channel", "channel", 4, "lossy", 2 / 15, FLOAT16),
+        CacheFormat("float64", "plain", 64, "none", 2.0**-52, (2 - 2.0**-52) * 2.0**1023),
+        CacheFormat("float32", "plain", 32, "none", 2.0**-23, FLOAT32),
+        CacheFormat("bfloat16", "plain", 16, "rounding", 2.0**-7, (2 - 2.0**-7) * 2.0**127),
+        CacheFormat("float16", "plain", 16, "rounding", 2.0**-10, FLOAT16),
+        CacheFormat("fp8-e4m3", "fp8", 8, "lossy", 2.0**-3, 448.0),
+        CacheFormat("fp8-e5m2", "fp8", 8, "lossy", 2.0**-2, 57344.0),
+        CacheFormat("int8", "token", 8, "lossy", 1 / 127, FLOAT32),
+        CacheFormat("int4", "token", 4, "lossy", 2 / 15, FLOAT32 / 2),
+        CacheFormat("int8-channel", "channel", 8, "lossy", 1 / 127, FLOAT16),
+        CacheFormat("int4-channel", "channel", 4, "lossy", 2 / 15, FLOAT16),
     )
 }
 
 
-def find_format(name: str, key: str = "format") -> Format:
+def get_format(name: str, key: str = "format") -> CacheFormat:
     """ConfigError, with the nearest name, for one that is not known; ``key``: where it was said."""
     if ":" in str(name):
         return _own(name, key)
     if name not in FORMATS:
-        raise ConfigError(f"{key}: {name!r}", nearest(str(name), FORMATS))
+        raise ConfigError(f"{key}: {name!r}", suggest(str(name), FORMATS))
     return FORMATS[name]
 
 
-def _own(name: str, key: str) -> Format:
-    made: Any = load_own(name, key)()
+def _own(name: str, key: str) -> CacheFormat:
+    made: Any = load_plugin(name, key)()
     for method in ("arrays", "encode", "decode"):
         if not callable(getattr(made, method, None)):
             raise ConfigError(f"{key}: {name} has no {method}", "a format has arrays, encode and decode")
     loss: Any = getattr(made, "loss", "lossy")
     if loss not in ("none", "rounding", "lossy"):
         raise ConfigError(f"{key}: {name}: loss {loss!r}", "none, rounding or lossy")
-    return Format(name, "own", 0, loss, getattr(made, "eps", 1.0), getattr(made, "most", FLOAT32), made.arrays)
+    return CacheFormat(name, "own", 0, loss, getattr(made, "eps", 1.0), getattr(made, "most", FLOAT32), made.arrays)
 
 
-def _checked(name: str, said: Sequence[Array]) -> tuple[Array, ...]:
-    arrays = tuple(Array(*each) for each in said)
+def _checked(name: str, said: Sequence[ArraySpec]) -> tuple[ArraySpec, ...]:
+    arrays = tuple(ArraySpec(*each) for each in said)
     if not arrays or arrays[0].name != "data":
         raise ConfigError(f"{name}: its first array must be named 'data': the payload")
     for array in arrays:
-        if array.dtype not in BYTES or array.grain != "slot" or array.width < 1:
+        if array.dtype not in BYTES or array.granularity != "slot" or array.width < 1:
             raise ConfigError(f"{name}: cannot hold {array}", f"of grain 'slot', a dtype of {', '.join(BYTES)}")
     return arrays
 
 
-def joined(keys: str, values: str) -> str:
+def join_format_names(keys: str, values: str) -> str:
     """A name for both: "int8", or "int8/int4" where keys and values differ."""
     return keys if keys == values else f"{keys}/{values}"
 
 
-def parted(name: str) -> tuple[str, str]:
+def split_format_name(name: str) -> tuple[str, str]:
     """The inverse of :func:`joined`: "int8/int4" -> ("int8", "int4"), "int8" -> ("int8", "int8")."""
     keys, _, values = name.partition("/")
     return keys, values or keys

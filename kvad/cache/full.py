@@ -24,26 +24,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-__all__ = ["GOES_ON", "ON_FULL", "SINKS", "LimitName", "OnFull", "with_endless"]
+__all__ = ["CONTINUING_MODES", "OVERFLOW_MODES", "NUM_SINKS", "LengthLimit", "OverflowMode", "resolve_endless"]
 
-OnFull = Literal["preempt", "stop", "refuse", "window", "sinks", "summarise", "spill"]
-LimitName = Literal["max_tokens", "model", "cache", "pool"]  # what ends a row by its length
+OverflowMode = Literal["preempt", "stop", "refuse", "window", "sinks", "summarise", "spill"]
+LengthLimit = Literal["max_tokens", "model", "cache", "pool"]  # what ends a row by its length
 
-SINKS = 4  # Xiao et al. 2023, sec. 3.1: four are enough
+NUM_SINKS = 4  # Xiao et al. 2023, sec. 3.1: four are enough
 
-ON_FULL: Mapping[str, str] = {
+OVERFLOW_MODES: Mapping[str, str] = {
     "preempt": "a row ends at its limit L; without free blocks the youngest waits and comes back",
     "stop": "the same; without free blocks the youngest row that cannot grow ends",
     "refuse": "what could pass L or the blocks is refused at once; what runs never gives way",
     "window": "a row goes on past L with its last L tokens",
-    "sinks": f"a row goes on past L with its first {SINKS} tokens and its last L - {SINKS}",
+    "sinks": f"a row goes on past L with its first {NUM_SINKS} tokens and its last L - {NUM_SINKS}",
     "summarise": "a row goes on past the cache's capacity, older tokens as summaries",
     "spill": "the same, older tokens as they are in host memory and on disk: slower, and nothing is lost",
 }
-GOES_ON = ("window", "sinks", "summarise", "spill")
+CONTINUING_MODES = ("window", "sinks", "summarise", "spill")
 
 
-def with_endless(fields: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_endless(fields: Mapping[str, Any]) -> dict[str, Any]:
     """A cache's fields as a user says them: ``endless`` alone, with no word on what stays, goes on under ``sinks``."""
     silent = fields.get("endless") is True and not fields.keys() & {"policy", "on_full"}
     return {**fields, "on_full": "sinks"} if silent else dict(fields)

@@ -18,141 +18,149 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvad.cache.blocks import BlockPool
-from kvad.cache.descent import Descended, Descents
-from kvad.cache.rules import Rules
-from kvad.cache.seats import Seat
-from kvad.step import Compact, Moves
+from kvad.cache.descent import DemotionOps, LevelDemotion
+from kvad.cache.rules import BlockMapping
+from kvad.cache.seats import SequenceBlocks
+from kvad.step import BlockOps, EvictOp
 
-__all__ = ["Growth", "Span", "Spans"]
+__all__ = ["BlockAllocator", "TokenSpan", "TokenSpans"]
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """Write the tokens at positions ``start .. start + count - 1`` of a row; ``start`` is the row's length."""
 
-    row: int
+    seq_index: int
     start: int
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody asks of a span
+    num_tokens: int
 
 
-Spans = Sequence[Span] | Sequence[tuple[int, int, int]]
+TokenSpans = Sequence[TokenSpan] | Sequence[tuple[int, int, int]]
 
 
-class Growth:
+class BlockAllocator:
     """Of the rows in ``seats``.  ``pools``: of all groups; ``rules``: of those that take tokens, the first ones."""
 
     def __init__(
-        self, rules: Sequence[Rules], pools: Sequence[BlockPool], seats: Sequence[Seat | None], descents: Descents
+        self,
+        mappings: Sequence[BlockMapping],
+        pools: Sequence[BlockPool],
+        sequences: Sequence[SequenceBlocks | None],
+        descents: LevelDemotion,
     ) -> None:
-        self._rules, self._pools, self._seats, self.descents = tuple(rules), tuple(pools), seats, descents
-        self._moved = any(each.scored or each.levels for each in rules)
+        self._mappings, self._pools, self._sequences, self.descents = tuple(mappings), tuple(pools), sequences, descents
+        self._moved = any(each.eviction_policy or each.demotion_policy for each in mappings)
 
-    def grow(self, spans: Spans) -> Moves | None:
+    def allocate(self, spans: TokenSpans) -> BlockOps | None:
         """Drop what windows have passed, then give every span the blocks that it writes; None: a pool is too full."""
-        moving = [(self._seat(row), start) for row, start, _ in spans] if any(r.levels for r in self._rules) else []
-        if not all(self._enough(index, spans) for index in range(len(self._rules))):
+        moving = (
+            [(self._seat(row), start) for row, start, _ in spans]
+            if any(r.demotion_policy for r in self._mappings)
+            else []
+        )
+        if not all(self._enough(index, spans) for index in range(len(self._mappings))):
             return None
-        if not self.descents.enough(moving):
+        if not self.descents.has_room(moving):
             return None
         num_groups = len(self._pools)
         clears: list[tuple[int, ...]] = [()] * num_groups
         copies: list[tuple[tuple[int, int, int], ...]] = [()] * num_groups
-        compacts: list[tuple[Compact, ...]] = [()] * num_groups
-        done = Descended(num_groups)
-        for index, rules in enumerate(self._rules):
-            cuts = self._cut(index, spans) if rules.scored is not None else ()
+        compacts: list[tuple[EvictOp, ...]] = [()] * num_groups
+        done = DemotionOps(num_groups)
+        for index, rules in enumerate(self._mappings):
+            cuts = self._cut(index, spans) if rules.eviction_policy is not None else ()
             for seat, start in moving:
-                self.descents.descend(index, seat, start, done)
-            clear, copy = self._grow(index, spans)
+                self.descents.demote(index, seat, start, done)
+            clear, copy = self._allocate(index, spans)
             clears[index], copies[index], compacts[index] = tuple(clear), tuple(copy), tuple(cuts)
         done.release()
-        moves = Moves(tuple(clears), tuple(copies))
-        return done.told(moves._replace(compact=tuple(compacts))) if self._moved else moves
+        moves = BlockOps(tuple(clears), tuple(copies))
+        return done.attach_to_ops(moves._replace(evict=tuple(compacts))) if self._moved else moves
 
-    def needs(self, row: int, count: int) -> bool:
+    def needs_blocks(self, row: int, count: int) -> bool:
         """Do the row's next ``count`` tokens need blocks that it does not have?"""
         seat = self._seat(row)
         spans = [(row, seat.length, count)]
-        if any(self.balance(index, spans) > 0 for index in range(len(self._rules))):
+        if any(self.net_block_demand(index, spans) > 0 for index in range(len(self._mappings))):
             return True
-        return any(self.descents.need([(seat, seat.length)]))
+        return any(self.descents.blocks_needed([(seat, seat.length)]))
 
-    def balance(self, index: int, spans: Spans) -> int:
+    def net_block_demand(self, index: int, spans: TokenSpans) -> int:
         """Blocks that :meth:`grow` would take of a group, less those it gives back first: it counts as that does, and
         changes nothing."""
-        rules, pool, need, gain = self._rules[index], self._pools[index], 0, 0
+        rules, pool, need, gain = self._mappings[index], self._pools[index], 0, 0
         left: dict[int, int] = {}  # references after the releases counted so far
         for row, start, _ in spans:
-            hold = self._seat(row).holds[index]
-            sinks = rules.sinks
-            passed = rules.passed(hold, start) or self.descents.leaving(index, hold, start)
+            hold = self._seat(row).groups[index]
+            sinks = rules.num_sink_blocks
+            passed = rules.blocks_out_of_window(hold, start) or self.descents.num_leaving(index, hold, start)
             for block in hold.blocks[sinks : sinks + passed]:
                 left[block] = left.get(block, pool.refs[block]) - 1
                 gain += left[block] == 0
         for row, start, count in spans:
-            hold = self._seat(row).holds[index]
-            low, high = rules.touched(hold, start, start + count)
-            kept = rules.stays(hold, start)
+            hold = self._seat(row).groups[index]
+            low, high = rules.written_blocks(hold, start, start + count)
+            kept = rules.num_slots_to_keep(hold, start)
             if kept is not None:
-                stay = rules.stay(kept)
+                stay = rules.num_blocks_to_keep(kept)
                 for place, block in enumerate(hold.blocks):
                     left[block] = left.get(block, pool.refs[block]) - 1
                     gain += left[block] == 0 and place >= stay
                     need += left[block] > 0 and place < stay
-                need += 0 if rules.ring else max(0, rules.stay(kept + count) - stay)
+                need += 0 if rules.is_ring else max(0, rules.num_blocks_to_keep(kept + count) - stay)
                 continue
             need += max(0, high - len(hold.blocks))
             for block in hold.blocks[low:high]:
                 refs = left.get(block, pool.refs[block])
-                if self.shared(pool, block, refs):
+                if self.is_shared(pool, block, refs):
                     need += 1
                     left[block] = refs - 1
         return need - gain
 
-    def shared(self, pool: BlockPool, block: int, refs: int) -> bool:
+    def is_shared(self, pool: BlockPool, block: int, refs: int) -> bool:
         """Must a writer copy this block first?  (Its own method, so that a test can break it.)"""
         return refs > 1 or pool.prefixes[block] is not None
 
     # ------------------------------------------------------------ inside
 
-    def _seat(self, row: int) -> Seat:
-        seat = self._seats[row]
+    def _seat(self, row: int) -> SequenceBlocks:
+        seat = self._sequences[row]
         assert seat is not None, f"seat {row} is empty"
         return seat
 
-    def _enough(self, index: int, spans: Spans) -> bool:
+    def _enough(self, index: int, spans: TokenSpans) -> bool:
         """Would :meth:`_grow` find enough blocks?"""
-        return self.balance(index, spans) <= self._pools[index].available
+        return self.net_block_demand(index, spans) <= self._pools[index].num_available
 
-    def _grow(self, index: int, spans: Spans) -> tuple[list[int], list[tuple[int, int, int]]]:
+    def _allocate(self, index: int, spans: TokenSpans) -> tuple[list[int], list[tuple[int, int, int]]]:
         """(blocks to clear, copies to make) in one group."""
-        rules, pool = self._rules[index], self._pools[index]
+        rules, pool = self._mappings[index], self._pools[index]
         clear: list[int] = []
         copy: list[tuple[int, int, int]] = []
         sources: list[int] = []  # given back last: Moves clears before it copies, so no source may be handed on here
         for row, start, _ in spans:
-            hold = self._seat(row).holds[index]
-            passed = rules.passed(hold, start)
+            hold = self._seat(row).groups[index]
+            passed = rules.blocks_out_of_window(hold, start)
             if passed:
-                sinks = rules.sinks
+                sinks = rules.num_sink_blocks
                 for block in hold.blocks[sinks : sinks + passed]:
-                    pool.release(block)
+                    pool.decref(block)
                 del hold.blocks[sinks : sinks + passed]
-                hold.gap += passed
+                hold.num_skipped_blocks += passed
         for row, start, count in spans:
             seat = self._seat(row)
-            hold = seat.holds[index]
-            low, high = rules.touched(hold, start, start + count)
+            hold = seat.groups[index]
+            low, high = rules.written_blocks(hold, start, start + count)
             for place in range(low, high):
                 if place == len(hold.blocks):
-                    hold.blocks.append(pool.take()[0])
+                    hold.blocks.append(pool.allocate()[0])
                     clear.append(hold.blocks[place])
                     continue
                 block = hold.blocks[place]
-                shared = self.shared(pool, block, pool.refs[block])
-                if not shared and not (rules.summed and seat.reach > start):
+                shared = self.is_shared(pool, block, pool.refs[block])
+                if not shared and not (rules.has_block_bounds and seat.num_written > start):
                     continue
-                target = hold.blocks[place] = pool.take()[0] if shared else block
-                kept = rules.before(hold, start, place)
+                target = hold.blocks[place] = pool.allocate()[0] if shared else block
+                kept = rules.filled_slots(hold, start, place)
                 if kept:
                     copy.append((block, target, kept))
                 else:
@@ -160,34 +168,34 @@ class Growth:
                 if not shared:
                     continue
                 if pool.refs[block] > 1:
-                    pool.release(block)
+                    pool.decref(block)
                 else:
                     sources.append(block)
         for block in sources:
-            pool.release(block)
+            pool.decref(block)
         return clear, copy
 
-    def _cut(self, index: int, spans: Spans) -> list[Compact]:
+    def _cut(self, index: int, spans: TokenSpans) -> list[EvictOp]:
         """Cut the rows that have reached a length at which the policy cuts; a block that others count on is theirs.
 
         What a cut leaves is free at once: its contents are moved before anything else is (``Moves``).
         """
-        rules, pool, cut = self._rules[index], self._pools[index], []
+        rules, pool, cut = self._mappings[index], self._pools[index], []
         for row, start, _ in spans:
-            hold = self._seat(row).holds[index]
-            kept = rules.stays(hold, start)
+            hold = self._seat(row).groups[index]
+            kept = rules.num_slots_to_keep(hold, start)
             if kept is None:
                 continue
-            stay = rules.stay(kept)
+            stay = rules.num_blocks_to_keep(kept)
             own = [block if pool.refs[block] == 1 else None for block in hold.blocks[:stay]]
             for block, same in zip(hold.blocks, [*own, *[None] * (len(hold.blocks) - stay)], strict=True):
                 if same is None:
-                    pool.release(block)
+                    pool.decref(block)
             cut.append((row, start, hold, kept, own))
         made = []
         for row, start, hold, kept, own in cut:  # when all have given back: one may need what another leaves
-            held, blocks = start - hold.dropped, tuple(hold.blocks)
-            hold.blocks = [pool.take()[0] if block is None else block for block in own]
-            hold.dropped, hold.cut = start - kept, start
-            made.append(Compact(row, start, blocks, held, kept, tuple(hold.blocks)))
+            held, blocks = start - hold.num_evicted_tokens, tuple(hold.blocks)
+            hold.blocks = [pool.allocate()[0] if block is None else block for block in own]
+            hold.num_evicted_tokens, hold.last_eviction_length = start - kept, start
+            made.append(EvictOp(row, start, blocks, held, kept, tuple(hold.blocks)))
         return made

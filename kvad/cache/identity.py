@@ -18,21 +18,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
-__all__ = ["VERSION", "Identity"]
+__all__ = ["FORMAT_VERSION", "CacheFingerprint"]
 
-VERSION = "1"
+FORMAT_VERSION = "1"
 
 
 @dataclass(frozen=True)
-class Identity:
+class CacheFingerprint:
     """Equal parts, or not the same."""
 
     parts: Mapping[str, str]
 
     def __init__(self, **parts: str) -> None:
-        object.__setattr__(self, "parts", {"version": VERSION, **dict(sorted(parts.items()))})
+        object.__setattr__(self, "parts", {"version": FORMAT_VERSION, **dict(sorted(parts.items()))})
 
-    def differs(self, other: Mapping[str, str]) -> Iterator[str]:
+    def differences(self, other: Mapping[str, str]) -> Iterator[str]:
         """Which parts are others there: "model", "policy: full here, window(64) there"."""
         for name in dict.fromkeys([*self.parts, *other]):
             here, there = self.parts.get(name, ""), other.get(name, "")

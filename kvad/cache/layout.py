@@ -12,17 +12,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["Table", "by_head", "read", "read_column", "split"]
+__all__ = ["BlockTable", "allocate_head_major", "gather_blocks", "gather_metadata", "split_slots"]
 
 Device = torch.device | str
 
 
-def by_head(blocks: int, heads: int, *of_each: int, dtype: torch.dtype, fill: float = 0, device: Device) -> Tensor:
+def allocate_head_major(
+    blocks: int, heads: int, *of_each: int, dtype: torch.dtype, fill: float = 0, device: Device
+) -> Tensor:
     """A new store, [blocks, K, *of_each], that lies in memory as [K, blocks, *of_each]."""
     return torch.full((heads, blocks, *of_each), fill, dtype=dtype, device=device).transpose(0, 1)
 
 
-class Table:
+class BlockTable:
     """One lane's blocks [R, P], and how to read them: ``first`` is set where all of them ascend by one, row by row.
 
     ``start``: of rows of one block, the first slot that is read.
@@ -35,32 +37,32 @@ class Table:
         self.flat = blocks.reshape(-1)
         self.ids: list[int] = self.flat.tolist() if per_row == 1 else []
         self.first = _run(self.flat)
-        self._lines: dict[tuple[int, int], Tensor] = {}
-        self._pieces: dict[int, list[Table]] = {}
+        self._row_index: dict[tuple[int, int], Tensor] = {}
+        self._tiles: dict[int, list[BlockTable]] = {}
 
-    def pieces(self, slots: int) -> list[Table]:
+    def tiles(self, slots: int) -> list[BlockTable]:
         """The same, cut into tables of ``slots`` slots: in whole blocks, one at least, where a row has many."""
-        if slots not in self._pieces:
+        if slots not in self._tiles:
             size, per_row = self.block_size, self.per_row
             blocks = self.flat.view(self.rows, per_row)
             if per_row == 1:
                 first, end = self.start, self.start + self.slots
-                cut = [Table(blocks, size, min(slots, end - at), at) for at in range(first, end, slots)]
+                cut = [BlockTable(blocks, size, min(slots, end - at), at) for at in range(first, end, slots)]
             else:
                 many = max(1, slots // size)
-                cut = [Table(blocks[:, at : at + many], size, many * size) for at in range(0, per_row, many)]
-            self._pieces[slots] = cut
-        return self._pieces[slots]
+                cut = [BlockTable(blocks[:, at : at + many], size, many * size) for at in range(0, per_row, many)]
+            self._tiles[slots] = cut
+        return self._tiles[slots]
 
-    def lines(self, blocks: int, heads: int) -> Tensor:
+    def row_index(self, blocks: int, heads: int) -> Tensor:
         """[R * K * P]: where row r's head k keeps its blocks, among the store's lines [K * blocks, block_size * D].
 
         8 blocks, 2 heads, table [[2, 5]]  ->  2 5 10 13
         """
-        if (blocks, heads) not in self._lines:
+        if (blocks, heads) not in self._row_index:
             first = torch.arange(0, heads * blocks, blocks, device=self.flat.device).view(1, -1, 1)
-            self._lines[blocks, heads] = (self.flat.view(self.rows, 1, self.per_row) + first).reshape(-1)
-        return self._lines[blocks, heads]
+            self._row_index[blocks, heads] = (self.flat.view(self.rows, 1, self.per_row) + first).reshape(-1)
+        return self._row_index[blocks, heads]
 
 
 def _run(flat: Tensor) -> int | None:
@@ -72,12 +74,12 @@ def _run(flat: Tensor) -> int | None:
     return first if ascends else None
 
 
-def split(slots: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+def split_slots(slots: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """slots [T] -> (block [T], offset [T])."""
     return slots // block_size, slots % block_size
 
 
-def read(store: Tensor, table: Table) -> Tensor:
+def gather_blocks(store: Tensor, table: BlockTable) -> Tensor:
     """-> [R, K, S, D]; a view where the table allows it, else one gathered copy.
 
     A store of one line per block, [blocks, K, 1, D], gives [R, K, P, D].  ``store`` lies head by head.
@@ -91,11 +93,11 @@ def read(store: Tensor, table: Table) -> Tensor:
     if table.ids and high - low < lines:  # a part of each row
         return torch.stack([store[block, :, low:high] for block in table.ids])
     # Whole lines are copied: other orders cost 10 to 60 times as much.
-    gathered = heads_first.view(heads * blocks, lines * width).index_select(0, table.lines(blocks, heads))
+    gathered = heads_first.view(heads * blocks, lines * width).index_select(0, table.row_index(blocks, heads))
     return gathered.view(table.rows, heads, slots, width)[:, :, low:high]
 
 
-def read_column(column: Tensor, table: Table) -> Tensor:
+def gather_metadata(column: Tensor, table: BlockTable) -> Tensor:
     """column [blocks, block_size] -> [R, S]."""
     gathered = torch.index_select(column, 0, table.flat)
     return gathered.view(table.rows, table.per_row * table.block_size)[:, table.start : table.start + table.slots]

@@ -16,41 +16,43 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvad.cache.layout import Table
-from kvad.cache.store import Store
+from kvad.cache.layout import BlockTable
+from kvad.cache.store import LayerTensor
 from kvad.ops.rotary import rotate_blocks
-from kvad.step import Fold, Rotary
+from kvad.step import MergeOp, Rotary
 
-__all__ = ["Compressor", "fold_layer", "fold_positions", "means", "pack_layer"]
+__all__ = ["SummarizerFn", "merge_layer", "merge_positions", "mean_summary", "quantize_layer"]
 
 # (keys unrotated [n, K, ratio, D], values [n, K, ratio, Dv]) -> those of the summaries, [n, K, D] and [n, K, Dv], and
 # what each logit gets beyond log(ratio), [n, K].
-Compressor = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+SummarizerFn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-def means(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def mean_summary(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The summary that knows nothing of the model."""
     return keys.mean(dim=2), values.mean(dim=2), keys.new_zeros(keys.shape[:2])
 
 
-def pack_layer(above: tuple[Store, Store], below: tuple[Store, Store], sources: Tensor, targets: Tensor) -> None:
+def quantize_layer(
+    above: tuple[LayerTensor, LayerTensor], below: tuple[LayerTensor, LayerTensor], sources: Tensor, targets: Tensor
+) -> None:
     """Whole blocks, decoded and encoded anew."""
     for here, there in zip(above, below, strict=True):
-        there.pack(targets, _blocks(here, sources))
+        there.write_blocks(targets, _blocks(here, sources))
 
 
-def fold_layer(
-    above: tuple[Store, Store],
-    below: tuple[Store, Store, Store],
-    folds: Sequence[Fold],
+def merge_layer(
+    above: tuple[LayerTensor, LayerTensor],
+    below: tuple[LayerTensor, LayerTensor, LayerTensor],
+    folds: Sequence[MergeOp],
     positions: Tensor,
     ratio: int,
     rotary: Rotary | None,
-    compress: Compressor,
+    compress: SummarizerFn,
 ) -> None:
     """``below``: keys, values and weights.  ``positions`` [n, block_size]: of the blocks that are folded; ``rotary``:
     how the keys in the store are rotated (None: they are not)."""
-    keys, values = (_blocks(store, _ids(folds, "source", positions)) for store in above)
+    keys, values = (_blocks(store, _ids(folds, "source_block", positions)) for store in above)
     if rotary is not None:
         keys = rotate_blocks(keys, -positions, rotary, 1 / rotary.factor)
     cut = (-1, ratio)
@@ -60,36 +62,36 @@ def fold_layer(
         middle = positions.unflatten(1, cut).double().mean(-1).view(-1, 1)
         made = rotate_blocks(made.unsqueeze(2), middle, rotary, rotary.factor).squeeze(2)
     slots = positions.shape[1] // ratio
-    blocks = _ids(folds, "target", positions).repeat_interleave(slots)
-    offsets = (_ids(folds, "slot", positions).unsqueeze(1) + torch.arange(slots, device=positions.device)).flatten()
+    blocks = _ids(folds, "target_block", positions).repeat_interleave(slots)
+    offsets = (_ids(folds, "first_slot", positions).unsqueeze(1) + torch.arange(slots, device=positions.device)).flatten()
     weight = (math.log(ratio) + more).unsqueeze(-1)
     for store, x in zip(below, (made, summed, weight), strict=True):
         for fold in folds:
-            if fold.slot == 0:
-                store.clear(blocks.new_tensor([fold.target]))
-            elif fold.base != fold.target:
-                store.copy(fold.base, fold.target)
+            if fold.first_slot == 0:
+                store.clear(blocks.new_tensor([fold.target_block]))
+            elif fold.base_block != fold.target_block:
+                store.copy(fold.base_block, fold.target_block)
         store.write(blocks, offsets, x)
 
 
-def fold_positions(column: Tensor, folds: Sequence[Fold], positions: Tensor, ratio: int) -> None:
+def merge_positions(column: Tensor, folds: Sequence[MergeOp], positions: Tensor, ratio: int) -> None:
     """A summary's position: the mean of its tokens', rounded down."""
     middle = positions.unflatten(1, (-1, ratio)).sum(-1) // ratio
     for fold, each in zip(folds, middle, strict=True):
-        if fold.slot == 0:
-            column[fold.target] = -1
-        elif fold.base != fold.target:
-            column[fold.target] = column[fold.base]
-            column[fold.target, fold.slot :] = -1
-        column[fold.target, fold.slot : fold.slot + len(each)] = each
+        if fold.first_slot == 0:
+            column[fold.target_block] = -1
+        elif fold.base_block != fold.target_block:
+            column[fold.target_block] = column[fold.base_block]
+            column[fold.target_block, fold.first_slot :] = -1
+        column[fold.target_block, fold.first_slot : fold.first_slot + len(each)] = each
 
 
-def _ids(folds: Sequence[Fold], name: str, like: Tensor) -> Tensor:
+def _ids(folds: Sequence[MergeOp], name: str, like: Tensor) -> Tensor:
     return torch.tensor([getattr(fold, name) for fold in folds], device=like.device)
 
 
-def _blocks(store: Store, blocks: Tensor) -> Tensor:
+def _blocks(store: LayerTensor, blocks: Tensor) -> Tensor:
     """[n, K, block_size, D], in float32 at least."""
     size = store.data.shape[2]
     wide = torch.float64 if store.format.name == "float64" else torch.float32
-    return store.read(Table(blocks.view(-1, 1), size, size), wide)
+    return store.read(BlockTable(blocks.view(-1, 1), size, size), wide)

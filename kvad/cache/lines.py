@@ -20,18 +20,18 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvad.cache.layout import split
-from kvad.cache.quest import Bounds
-from kvad.cache.sizing import Group
+from kvad.cache.layout import split_slots
+from kvad.cache.quest import BlockKeyBounds
+from kvad.cache.sizing import CacheGroup
 
-__all__ = ["Blocks", "Slots", "copy_in", "copy_out"]
+__all__ = ["BlockIndex", "SlotIndex", "copy_slots_in", "copy_slots_out"]
 
-LONG = 64  # slots of a stretch, on the average, from which stretches are copied one by one
-Blocks = Sequence[Sequence[int]]
-Slots = Sequence[Tensor | None]
+LONG_STRETCH = 64  # slots of a stretch, on the average, from which stretches are copied one by one
+BlockIndex = Sequence[Sequence[int]]
+SlotIndex = Sequence[Tensor | None]
 
 
-class Raw(Protocol):
+class RawArray(Protocol):
     """``blocks`` [n] of ``array`` [blocks, ...]."""
 
     @property
@@ -44,62 +44,62 @@ class Raw(Protocol):
     def blocks(self) -> Tensor: ...
 
 
-class Holder(Protocol):
+class SlotStorage(Protocol):
     """A Memory, as this module sees it."""
 
-    groups: tuple[Group, ...]
-    bounds: dict[int, Bounds]
+    groups: tuple[CacheGroup, ...]
+    block_bounds: dict[int, BlockKeyBounds]
 
-    def held(self, blocks: Blocks) -> Iterator[Raw]: ...
+    def iter_arrays(self, blocks: BlockIndex) -> Iterator[RawArray]: ...
 
     def clear(self, number: int, blocks: Sequence[int]) -> None: ...
 
 
-def copy_out(memory: Holder, blocks: Blocks, slots: Slots) -> dict[str, Tensor]:
+def copy_slots_out(memory: SlotStorage, blocks: BlockIndex, slots: SlotIndex) -> dict[str, Tensor]:
     """Copies on the host, by the names of ``held``: of each group its ``slots`` [m] (block * block_size + offset) in
     their order, [m, K, width] and positions [m]; where those are None, whole ``blocks`` [n, ...]."""
-    places = [None if each is None else _Places(each) for each in slots]
+    places = [None if each is None else _SlotPlan(each) for each in slots]
     found = {}
-    for name, array, where in _every(memory, blocks):
+    for name, array, where in _all_arrays(memory, blocks):
         at = places[int(name.partition(".")[0])]
         found[name] = (array[where] if at is None else at.out(array)).cpu()
     return found
 
 
-def copy_in(memory: Holder, blocks: Blocks, slots: Slots, arrays: Mapping[str, Tensor]) -> None:
+def copy_slots_in(memory: SlotStorage, blocks: BlockIndex, slots: SlotIndex, arrays: Mapping[str, Tensor]) -> None:
     """The inverse, into ``blocks`` that changed hands; slots of theirs that are not named are empty."""
-    places = [None if each is None else _Places(each) for each in slots]
+    places = [None if each is None else _SlotPlan(each) for each in slots]
     for number, at in enumerate(places):
         if at is not None:
             _clear(memory, number, blocks[number], at)
-    for name, array, where in _every(memory, blocks):
+    for name, array, where in _all_arrays(memory, blocks):
         at, kept = places[int(name.partition(".")[0])], arrays[name].to(array.device)
         if at is None:
             array[where] = kept
         else:
             at.put(array, kept)
     for group, every in zip(memory.groups, slots, strict=False):
-        if group.chooses is None or every is None:
+        if group.sparse_read_policy is None or every is None:
             continue
         for layer in group.layers:
-            bounds = memory.bounds[layer]
-            bounds.wrote(*split(every.to(bounds.least.device), group.block_size))
+            bounds = memory.block_bounds[layer]
+            bounds.update(*split_slots(every.to(bounds.key_min.device), group.block_size))
 
 
-def _clear(memory: Holder, number: int, blocks: Sequence[int], places: _Places) -> None:
+def _clear(memory: SlotStorage, number: int, blocks: Sequence[int], places: _SlotPlan) -> None:
     """Those of whose slots some are left empty; the others are written whole, but for their bounds."""
     group = memory.groups[number]
     filled = places.filled(group.block_size)
     rest = [block for block in blocks if block not in filled]
     if rest:
         memory.clear(number, rest)
-    for layer in group.layers if group.chooses is not None and filled else ():
-        bounds = memory.bounds[layer]
-        bounds.clear(torch.tensor(sorted(filled), device=bounds.least.device))
+    for layer in group.layers if group.sparse_read_policy is not None and filled else ():
+        bounds = memory.block_bounds[layer]
+        bounds.clear(torch.tensor(sorted(filled), device=bounds.key_min.device))
 
 
-def _every(memory: Holder, blocks: Blocks) -> Iterator[tuple[str, Tensor, Tensor]]:
-    for each in memory.held(blocks):
+def _all_arrays(memory: SlotStorage, blocks: BlockIndex) -> Iterator[tuple[str, Tensor, Tensor]]:
+    for each in memory.iter_arrays(blocks):
         if each.name.split(".")[2:3] != ["bounds"]:
             yield each.name, each.array, each.blocks
 
@@ -112,7 +112,7 @@ class _Stretch(NamedTuple):
     size: int
 
 
-class _Places:
+class _SlotPlan:
     """Slots [m] of one group, as lines of whatever array of it."""
 
     def __init__(self, slots: Tensor) -> None:
@@ -130,19 +130,19 @@ class _Places:
         if array.dim() == 2:
             return array.view(-1)[self._slots.to(array.device)]
         heads = array.shape[1]
-        found = _plain(_by_line(array)).index_select(0, self._of(array))
+        found = _plain(_by_row(array)).index_select(0, self._of(array))
         return found.view(array.dtype).view(len(self._slots), heads, *array.shape[3:])
 
     def put(self, array: Tensor, kept: Tensor) -> None:
         """The inverse of :meth:`out`."""
         if array.dim() == 2:
             array.view(-1)[self._slots.to(array.device)] = kept
-        elif len(self._stretches) * LONG <= len(self._slots):
+        elif len(self._stretches) * LONG_STRETCH <= len(self._slots):
             lines = array.transpose(0, 1).view(array.shape[1], array.shape[0] * array.shape[2], *array.shape[3:])
             for low, start, size in self._stretches:
                 lines[:, low : low + size] = kept[start : start + size].transpose(0, 1)
         else:
-            _plain(_by_line(array)).index_copy_(0, self._of(array), _plain(kept.flatten(0, 1)))
+            _plain(_by_row(array)).index_copy_(0, self._of(array), _plain(kept.flatten(0, 1)))
 
     def _of(self, array: Tensor) -> Tensor:
         """[m * K]: which lines, slot by slot."""
@@ -153,7 +153,7 @@ class _Places:
         return self._lines[heads, every]
 
 
-def _by_line(array: Tensor) -> Tensor:
+def _by_row(array: Tensor) -> Tensor:
     """A view."""
     return array.transpose(0, 1).view(array.shape[0] * array.shape[1] * array.shape[2], *array.shape[3:])
 

@@ -16,24 +16,33 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvad.cache.policy import Policy
-from kvad.cache.sizing import Group
-from kvad.config import Attention, ModelConfig, Stack
+from kvad.cache.policy import CachePolicy
+from kvad.cache.sizing import CacheGroup
+from kvad.config import AttentionConfig, ModelConfig, StackConfig
 from kvad.errors import ConfigError, UsageError
 
-__all__ = ["Mesh", "check_cache", "check_mesh", "copies", "kv_share", "layer_share", "query_share", "share"]
+__all__ = [
+    "Mesh",
+    "check_cache_fits_mesh",
+    "check_model_fits_mesh",
+    "kv_head_copies",
+    "kv_head_range",
+    "layer_range",
+    "query_head_range",
+    "even_share",
+]
 
 
 @dataclass(frozen=True)
 class Mesh:
     """``tensor`` x ``pipeline`` ranks, seen from ``rank``.  ConfigError for one that cannot be."""
 
-    tensor: int = 1
-    pipeline: int = 1
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     rank: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline"):
+        for name in ("tensor_parallel", "pipeline_parallel"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"mesh.{name}: must be a whole number of at least 1, found {value!r}")
@@ -49,121 +58,121 @@ class Mesh:
         return Mesh(int(found[1]), int(found[2]))
 
     def __str__(self) -> str:
-        return f"{self.tensor}x{self.pipeline}"
+        return f"{self.tensor_parallel}x{self.pipeline_parallel}"
 
     @property
     def size(self) -> int:
-        return self.tensor * self.pipeline
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def tensor_rank(self) -> int:
-        return self.rank % self.tensor
+        return self.rank % self.tensor_parallel
 
     @property
     def stage(self) -> int:
-        return self.rank // self.tensor
+        return self.rank // self.tensor_parallel
 
     @property
-    def last(self) -> bool:
+    def is_last_stage(self) -> bool:
         """Whether this is a rank of the last stage."""
-        return self.stage == self.pipeline - 1
+        return self.stage == self.pipeline_parallel - 1
 
-    def at(self, rank: int) -> Mesh:
+    def with_rank(self, rank: int) -> Mesh:
         """The same mesh, seen from another rank."""
-        return Mesh(self.tensor, self.pipeline, rank)
+        return Mesh(self.tensor_parallel, self.pipeline_parallel, rank)
 
-    def every(self) -> tuple[Mesh, ...]:
+    def all_ranks(self) -> tuple[Mesh, ...]:
         """As each rank sees it, in order."""
-        return tuple(self.at(rank) for rank in range(self.size))
+        return tuple(self.with_rank(rank) for rank in range(self.size))
 
 
-def share(count: int, parts: int, number: int) -> range:
+def even_share(count: int, parts: int, number: int) -> range:
     """The ``number``-th of ``parts`` consecutive shares of ``count`` things, as even as can be: 5 by 2 is 2 and 3."""
     return range(count * number // parts, count * (number + 1) // parts)
 
 
-def layer_share(layers: int, mesh: Mesh) -> range:
+def layer_range(layers: int, mesh: Mesh) -> range:
     """The layers of this rank's stage."""
-    return share(layers, mesh.pipeline, mesh.stage)
+    return even_share(layers, mesh.pipeline_parallel, mesh.stage)
 
 
-def copies(kv_heads: int, mesh: Mesh) -> int:
+def kv_head_copies(kv_heads: int, mesh: Mesh) -> int:
     """On how many ranks of a stage each kv head lies."""
-    return max(1, mesh.tensor // kv_heads)
+    return max(1, mesh.tensor_parallel // kv_heads)
 
 
-def kv_share(kv_heads: int, mesh: Mesh) -> range:
+def kv_head_range(kv_heads: int, mesh: Mesh) -> range:
     """The kv heads of this rank."""
-    parts = min(mesh.tensor, kv_heads)
-    return share(kv_heads, parts, mesh.tensor_rank // copies(kv_heads, mesh))
+    parts = min(mesh.tensor_parallel, kv_heads)
+    return even_share(kv_heads, parts, mesh.tensor_rank // kv_head_copies(kv_heads, mesh))
 
 
-def query_share(heads: int, mesh: Mesh) -> range:
+def query_head_range(heads: int, mesh: Mesh) -> range:
     """The query heads of this rank: those of its kv heads, or a share of them."""
-    return share(heads, mesh.tensor, mesh.tensor_rank)
+    return even_share(heads, mesh.tensor_parallel, mesh.tensor_rank)
 
 
-def check_mesh(config: ModelConfig, mesh: Mesh) -> None:
+def check_model_fits_mesh(config: ModelConfig, mesh: Mesh) -> None:
     """ConfigError where a model cannot be cut so: it says what fits."""
     for name, stack in (("decoder", config.decoder), ("encoder", config.encoder)):
         if stack is None:
             continue
-        if mesh.pipeline > stack.layers:
+        if mesh.pipeline_parallel > stack.num_layers:
             raise ConfigError(
-                f"mesh {mesh}: {mesh.pipeline} stages, and the {name} has {stack.layers} layers",
-                f"take at most {stack.layers} stages",
+                f"mesh {mesh}: {mesh.pipeline_parallel} stages, and the {name} has {stack.num_layers} layers",
+                f"take at most {stack.num_layers} stages",
             )
-        for letter, layer in stack.kinds.items():
-            for part, mixer in (("mixer", layer.mixer), ("cross", layer.cross)):
+        for letter, layer in stack.layer_types.items():
+            for part, mixer in (("attention", layer.attention), ("cross", layer.cross_attention)):
                 if mixer is not None:
-                    _check_mixer(config, mixer, mesh, f"{name}.kinds.{letter}.{part}")
+                    _check_spec(config, mixer, mesh, f"{name}.kinds.{letter}.{part}")
 
 
-def _check_mixer(config: ModelConfig, mixer: Attention, mesh: Mesh, where: str) -> None:
-    if mixer.own is not None and mesh.tensor > 1:
+def _check_spec(config: ModelConfig, mixer: AttentionConfig, mesh: Mesh, where: str) -> None:
+    if mixer.custom_class is not None and mesh.tensor_parallel > 1:
         raise ConfigError(
-            f"mesh {mesh}: {where}.own: {mixer.own} is a class that kvad does not know how to cut by heads",
+            f"mesh {mesh}: {where}.own: {mixer.custom_class} is a class that kvad does not know how to cut by heads",
             f"cut it by layers alone: 1x{mesh.size}",
         )
-    if not _fits(mixer, mesh.tensor):
-        most = max(mixer.heads, mesh.tensor)
-        fitting = [str(n) for n in range(1, most + 1) if all(_fits(each, n) for each in _every_mixer(config))]
+    if not _fits(mixer, mesh.tensor_parallel):
+        most = max(mixer.num_heads, mesh.tensor_parallel)
+        fitting = [str(n) for n in range(1, most + 1) if all(_fits(each, n) for each in _all_specs(config))]
         raise ConfigError(
-            f"mesh {mesh}: {where} has {mixer.kv_heads or mixer.heads} kv heads and {mixer.heads} query heads, which "
-            f"{mesh.tensor} ranks cannot share evenly",
+            f"mesh {mesh}: {where} has {mixer.num_kv_heads or mixer.num_heads} kv heads and {mixer.num_heads} query heads, which "
+            f"{mesh.tensor_parallel} ranks cannot share evenly",
             f"tensor ranks that fit this model: {', '.join(fitting)}",
         )
 
 
-def _fits(mixer: Attention, tensor: int) -> bool:
+def _fits(mixer: AttentionConfig, tensor: int) -> bool:
     """Each rank has as many kv heads as any other, or each kv head lies on as many ranks as any other."""
-    kv_heads = mixer.kv_heads or mixer.heads
-    return (kv_heads % tensor == 0 or tensor % kv_heads == 0) and mixer.heads % tensor == 0
+    kv_heads = mixer.num_kv_heads or mixer.num_heads
+    return (kv_heads % tensor == 0 or tensor % kv_heads == 0) and mixer.num_heads % tensor == 0
 
 
-def _every_mixer(config: ModelConfig) -> list[Attention]:
-    stacks: list[Stack] = [stack for stack in (config.decoder, config.encoder) if stack is not None]
-    layers = [layer for stack in stacks for layer in stack.kinds.values()]
-    return [mixer for layer in layers for mixer in (layer.mixer, layer.cross) if mixer is not None]
+def _all_specs(config: ModelConfig) -> list[AttentionConfig]:
+    stacks: list[StackConfig] = [stack for stack in (config.decoder, config.encoder) if stack is not None]
+    layers = [layer for stack in stacks for layer in stack.layer_types.values()]
+    return [mixer for layer in layers for mixer in (layer.attention, layer.cross_attention) if mixer is not None]
 
 
-def check_cache(groups: Sequence[Group], mesh: Mesh) -> None:
+def check_cache_fits_mesh(groups: Sequence[CacheGroup], mesh: Mesh) -> None:
     """ConfigError where a policy cannot be kept on such a mesh: it needs a sum over ranks that each have a part of the
     queries of one kv head; or tokens are spilled, whose loss on one rank no other hears of."""
-    if mesh.size > 1 and any(group.level is not None and group.level.spilled for group in groups):
+    if mesh.size > 1 and any(group.lower_level is not None and group.lower_level.is_offloaded for group in groups):
         raise ConfigError(
             f"on_full=spill: not on a mesh of {mesh}: a rank that cannot read what it spilled tells no other",
             "on_full=preempt, or stop, truncate, summarise",
         )
     for group in groups:
-        if copies(group.mixer.kv_heads, mesh) == 1:
+        if kv_head_copies(group.spec.num_kv_heads, mesh) == 1:
             continue
-        policy: Policy | None = group.chooses
-        if group.scored is not None and group.scored.watch:
-            policy = group.scored
+        policy: CachePolicy | None = group.sparse_read_policy
+        if group.eviction_policy is not None and group.eviction_policy.observed_queries:
+            policy = group.eviction_policy
         if policy is not None:
             raise ConfigError(
                 f"cache.policy: {policy} goes by what all queries of a kv head look at, and on a mesh of {mesh} the "
-                f"{group.mixer.kv_heads} kv heads of layer {group.layers[0]} lie on several ranks each",
-                f"at most {group.mixer.kv_heads} tensor ranks, or a policy that does not look at attention",
+                f"{group.spec.num_kv_heads} kv heads of layer {group.layers[0]} lie on several ranks each",
+                f"at most {group.spec.num_kv_heads} tensor ranks, or a policy that does not look at attention",
             )

@@ -27,95 +27,113 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvad.cache.policy import MANY, Full, Hierarchy, Policy, Quest, Scored, Sinks, Spilled, Truncate, Window
+from kvad.cache.policy import (
+    UNBOUNDED,
+    BlockWindow,
+    CachePolicy,
+    EvictionPolicy,
+    KeepAll,
+    OffloadPolicy,
+    Quest,
+    Sinks,
+    TieredPolicy,
+    Window,
+)
 from kvad.cache.ranks import TOVA, HeavyHitters, KeyNorm, Random, SnapKV
-from kvad.config import MixerSpec
-from kvad.errors import ConfigError, nearest
-from kvad.own import load_own
-from kvad.step import Reach
+from kvad.config import AttentionSpec
+from kvad.errors import ConfigError, suggest
+from kvad.own import load_plugin
+from kvad.step import AttentionPattern
 
-__all__ = ["ABOUT", "POLICIES", "Compose", "PerLayer", "narrowed", "parse_policy"]
+__all__ = ["POLICY_HELP", "POLICIES", "CombinedPolicy", "PerLayerPolicy", "restrict_specs", "parse_policy"]
 
 
 @dataclass(frozen=True)
-class PerLayer(Policy):
+class PerLayerPolicy(CachePolicy):
     """Another policy for some layers: ``layers`` pairs them (first, last) with theirs; ``rest`` for the others."""
 
-    layers: tuple[tuple[int, int, Policy], ...]
-    rest: Policy
+    layers: tuple[tuple[int, int, CachePolicy], ...]
+    default: CachePolicy
 
-    def at(self, layer: int) -> Policy:
-        return next((policy for low, high, policy in self.layers if low <= layer <= high), self.rest)
+    def for_layer(self, layer: int) -> CachePolicy:
+        return next((policy for low, high, policy in self.layers if low <= layer <= high), self.default)
 
     def __str__(self) -> str:
-        return "; ".join([*(f"{_span(low, high)}: {policy}" for low, high, policy in self.layers), str(self.rest)])
+        return "; ".join([*(f"{_span(low, high)}: {policy}" for low, high, policy in self.layers), str(self.default)])
 
 
 @dataclass(frozen=True)
-class Compose(Policy):
+class CombinedPolicy(CachePolicy):
     """What all of them keep.  Of position policies: the narrowest window; sinks stay if all keep them."""
 
-    policies: tuple[Policy, ...]
+    policies: tuple[CachePolicy, ...]
 
-    def at(self, layer: int) -> Policy:
-        return Compose(tuple(policy.at(layer) for policy in self.policies))
+    def for_layer(self, layer: int) -> CachePolicy:
+        return CombinedPolicy(tuple(policy.for_layer(layer) for policy in self.policies))
 
     @property
-    def levels(self) -> Hierarchy | Spilled | None:
-        made = [policy.levels for policy in self.policies if policy.levels is not None]
-        if made and any(policy not in (made[0], Full()) for policy in self.policies):
+    def tiered(self) -> TieredPolicy | OffloadPolicy | None:
+        made = [policy.tiered for policy in self.policies if policy.tiered is not None]
+        if made and any(policy not in (made[0], KeepAll()) for policy in self.policies):
             raise ConfigError(
                 f"cache.policy: {self}: a hierarchy decides alone", "protect tokens by its sinks= and recent="
             )
         return made[0] if made else None
 
     @property
-    def chooses(self) -> Quest | None:
-        made = [policy.chooses for policy in self.policies if policy.chooses is not None]
-        if made and any(policy not in (made[0], Full()) for policy in self.policies):
+    def sparse_read(self) -> Quest | None:
+        made = [policy.sparse_read for policy in self.policies if policy.sparse_read is not None]
+        if made and any(policy not in (made[0], KeepAll()) for policy in self.policies):
             raise ConfigError(f"cache.policy: {self}: quest reads what is kept, and chooses among all of it")
         return made[0] if made else None
 
     @property
-    def scored(self) -> Scored | None:
-        made = [policy.scored for policy in self.policies if policy.scored is not None]
-        if made and any(policy not in (made[0], Full()) for policy in self.policies):
+    def eviction(self) -> EvictionPolicy | None:
+        made = [policy.eviction for policy in self.policies if policy.eviction is not None]
+        if made and any(policy not in (made[0], KeepAll()) for policy in self.policies):
             raise ConfigError(
                 f"cache.policy: {self}: a policy that ranks decides alone",
                 "protect tokens by its own sinks= and recent=, or give other layers another policy",
             )
         return made[0] if made else None
 
-    def narrow(self, mixer: MixerSpec, block_size: int) -> MixerSpec:
-        each = [policy.narrow(mixer, block_size) for policy in self.policies]
+    def restrict(self, mixer: AttentionSpec, block_size: int) -> AttentionSpec:
+        each = [policy.restrict(mixer, block_size) for policy in self.policies]
         narrower = [spec for spec in each if spec != mixer]
         if not narrower:
             return mixer
-        first = min(narrower, key=lambda spec: spec.window or MANY)
+        first = min(narrower, key=lambda spec: spec.window or UNBOUNDED)
         if any(
-            (spec.window or MANY) - spec.grain + 1 < (first.window or MANY) for spec in narrower if spec is not first
+            (spec.window or UNBOUNDED) - spec.window_step + 1 < (first.window or UNBOUNDED)
+            for spec in narrower
+            if spec is not first
         ):
             raise ConfigError(
                 f"cache.policy: {self}: windows of nearly one size that move by different steps have no common one",
                 "make one of them wider by a block",
             )
-        return first._replace(sinks=min(spec.sinks for spec in narrower))
+        return first._replace(num_sinks=min(spec.num_sinks for spec in narrower))
 
     def __str__(self) -> str:
         return " + ".join(str(policy) for policy in self.policies)
 
 
 def _span(low: int, high: int) -> str:
-    return f"{low}" if low == high else f"{low}-" if high >= MANY else f"{low}-{high}"
+    return f"{low}" if low == high else f"{low}-" if high >= UNBOUNDED else f"{low}-{high}"
 
 
-def narrowed(mixers: Sequence[MixerSpec], policy: Policy, block_size: int, *, renumber: bool) -> tuple[MixerSpec, ...]:
+def restrict_specs(
+    mixers: Sequence[AttentionSpec], policy: CachePolicy, block_size: int, *, renumber: bool
+) -> tuple[AttentionSpec, ...]:
     """A model's layers under a policy; cross-attention keeps its source.  ``renumber``: as :class:`kvad.step.Reach`."""
     made = []
     for layer, mixer in enumerate(mixers):
-        if not mixer.cross:
-            mixer = policy.at(layer).narrow(mixer, block_size)
-            mixer = mixer._replace(renumber=renumber and Reach.of(mixer._replace(renumber=True)).turns)
+        if not mixer.is_cross_attention:
+            mixer = policy.for_layer(layer).restrict(mixer, block_size)
+            mixer = mixer._replace(
+                renumber_positions=renumber
+                and AttentionPattern.from_spec(mixer._replace(renumber_positions=True)).renumbers_sinks
+            )
         made.append(mixer)
     return tuple(made)
 
@@ -127,7 +145,7 @@ _CALL = re.compile(r"([A-Za-z_][\w.-]*(?::[A-Za-z_]\w*)?)(?:\((.*)\))?")
 _LAYERS = re.compile(r"(\d+)(?:(-)(\d+)?)?\s*:\s*(.*)")
 
 
-def parse_policy(text: str) -> Policy:
+def parse_policy(text: str) -> CachePolicy:
     """What a policy's name says; see the head of this file.  ConfigError says what is wrong, and what is near."""
     parts = [part.strip() for part in text.split(";")]
     if len(parts) == 1 and not _LAYERS.fullmatch(parts[0]):
@@ -141,14 +159,14 @@ def parse_policy(text: str) -> Policy:
             raise ConfigError(f"cache.policy: {text!r}: two policies for what is left", "name the layers of one")
         else:
             low = int(found[1])
-            high = low if not found[2] else int(found[3]) if found[3] else MANY
+            high = low if not found[2] else int(found[3]) if found[3] else UNBOUNDED
             layers.append((low, high, _sum(found[4])))
-    return PerLayer(tuple(layers), rest or Full())
+    return PerLayerPolicy(tuple(layers), rest or KeepAll())
 
 
-def _sum(text: str) -> Policy:
+def _sum(text: str) -> CachePolicy:
     parts = [_one(part.strip()) for part in _split(text, "+")]
-    return parts[0] if len(parts) == 1 else Compose(tuple(parts))
+    return parts[0] if len(parts) == 1 else CombinedPolicy(tuple(parts))
 
 
 def _split(text: str, mark: str) -> list[str]:
@@ -162,17 +180,17 @@ def _split(text: str, mark: str) -> list[str]:
     return [*parts, text[last:]]
 
 
-def _one(text: str) -> Policy:
+def _one(text: str) -> CachePolicy:
     found = _CALL.fullmatch(text)
     if found is None:
         raise ConfigError(f"cache.policy: cannot read {text!r}", "write it as name(number, ...): sinks(4, 1020)")
     name, said = found[1], found[2]
     if ":" in name:
-        made = load_own(name, "cache.policy")
+        made = load_plugin(name, "cache.policy")
     elif name in POLICIES:
         made = POLICIES[name]
     else:
-        raise ConfigError(f"cache.policy: unknown policy {name!r}", nearest(name, POLICIES))
+        raise ConfigError(f"cache.policy: unknown policy {name!r}", suggest(name, POLICIES))
     values, named = [], dict[str, Any]()
     for part in (part.strip() for part in _split(said or "", ",")):
         key, equals, value = part.rpartition("=")
@@ -186,7 +204,7 @@ def _one(text: str) -> Policy:
         takes = ", ".join(str(each) for each in inspect.signature(made).parameters.values())
         raise ConfigError(f"cache.policy: {text}: {error}", f"it is {name}({takes})") from error
     policy = made(*values, **named)
-    if not isinstance(policy, Policy):
+    if not isinstance(policy, CachePolicy):
         raise ConfigError(f"cache.policy: {name} is no Policy", "derive it from kvad.cache.policy.Policy")
     return policy
 
@@ -202,12 +220,25 @@ def _number(text: str, where: str) -> int | float | str:
     raise ConfigError(f"cache.policy: {where}: cannot read {text!r}", "arguments are numbers: sinks(4, 1020)")
 
 
-POLICIES: dict[str, Callable[..., Policy]] = {
+POLICIES: dict[str, Callable[..., CachePolicy]] = {
     made.name: made
-    for made in (Full, Window, Sinks, Truncate, HeavyHitters, SnapKV, TOVA, KeyNorm, Random, Hierarchy, Spilled, Quest)
+    for made in (
+        KeepAll,
+        Window,
+        Sinks,
+        BlockWindow,
+        HeavyHitters,
+        SnapKV,
+        TOVA,
+        KeyNorm,
+        Random,
+        TieredPolicy,
+        OffloadPolicy,
+        Quest,
+    )
 }
 
-ABOUT = {
+POLICY_HELP = {
     "full": "everything stays",
     "window(N)": "the last N tokens",
     "sinks(K,N)": "the first K and the last N (Xiao et al. 2023, StreamingLLM)",

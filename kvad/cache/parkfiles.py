@@ -24,40 +24,40 @@ from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Literal, NamedTuple
 
-from kvad.aside import aside
-from kvad.cache.disk import DISK, Disk, remove_leftovers
-from kvad.cache.entry import Section, open_entry, write_entry
-from kvad.cache.worker import Worker
-from kvad.errors import ConfigError, EntryError, KvadError
+from kvad.aside import temp_path
+from kvad.cache.disk import REAL_FILE_SYSTEM, FileSystem, remove_temp_files
+from kvad.cache.entry import Section, open_container, write_container
+from kvad.cache.worker import IoThread
+from kvad.errors import ConfigError, KvadError, StorageError
 
-__all__ = ["Done", "ParkFiles"]
+__all__ = ["SwapResult", "SwapFiles"]
 
-NAME = "kvad-row-"
-KIND = "parked"
-SPARE = 64 << 20  # bytes of the disk that are left free
+FILE_PREFIX = "kvad-row-"
+CONTAINER_KIND = "parked"
+RESERVED_BYTES = 64 << 20  # bytes of the disk that are left free
 
 
-class Done(NamedTuple):
+class SwapResult(NamedTuple):
     """What has become of a row's writing or reading.  ``sections``: what was read."""
 
-    what: Literal["write", "read"]
+    operation: Literal["write", "read"]
     key: int
     nbytes: int = 0
     seconds: float = 0.0
-    fault: str | None = None
+    failure: str | None = None
     sections: Sequence[Section] = ()
 
 
-class ParkFiles:
+class SwapFiles:
     """Rows of one engine in ``folder``, made where there is none.  ConfigError where nothing can be written there."""
 
     def __init__(
         self,
         folder: Path,
         *,
-        disk: Disk = DISK,
+        disk: FileSystem = REAL_FILE_SYSTEM,
         clock: Callable[[], float] = perf_counter,
-        worker: Worker | None = None,
+        worker: IoThread | None = None,
     ) -> None:
         self.folder, self.disk = folder, disk
         try:
@@ -66,33 +66,33 @@ class ParkFiles:
                 raise PermissionError(13, "Permission denied")
         except OSError as error:
             raise ConfigError(f"park_dir: {folder}: {error.strerror}", "name a folder that can be written to") from None
-        self.swept = remove_leftovers(folder, lambda name: NAME in name, disk)
-        self._hand = _Hand(disk, clock)
-        self._worker = Worker("kvad-parking") if worker is None else worker
+        self.swept = remove_temp_files(folder, lambda name: FILE_PREFIX in name, disk)
+        self._hand = _FileWorker(disk, clock)
+        self._worker = IoThread("kvad-parking") if worker is None else worker
         self._paths: dict[int, Path] = {}
         self.pending = 0  # writes and reads of which nothing was heard yet
-        weakref.finalize(self, _forgotten, self._worker, self._hand, self._paths)
+        weakref.finalize(self, _cleanup, self._worker, self._hand, self._paths)
 
     def write(self, key: int, sections: Callable[[], Sequence[Section]]) -> None:
         """``sections`` is called by the worker; what it returns must not change until this is done."""
-        path = self._paths[key] = aside(self.folder / f"{NAME}{key}", "tmp")
+        path = self._paths[key] = temp_path(self.folder / f"{FILE_PREFIX}{key}", "tmp")
         self.pending += 1
-        self._worker.put(partial(self._hand.write, key, path, sections))
+        self._worker.restore(partial(self._hand.write, key, path, sections))
 
     def read(self, key: int) -> None:
         """What was written under ``key``."""
         self.pending += 1
-        self._worker.put(partial(self._hand.read, key, self._paths[key]))
+        self._worker.restore(partial(self._hand.read, key, self._paths[key]))
 
     def remove(self, key: int) -> None:
         """Give up whatever is under way for ``key``, and its file; nothing happens where it has none."""
         path = self._paths.pop(key, None)
         if path is not None:
-            _give_up(self._worker, self._hand, key, path)
+            _discard(self._worker, self._hand, key, path)
 
-    def done(self) -> list[Done]:
+    def pop_finished(self) -> list[SwapResult]:
         """What was done since the last call; keys that were given up are among them."""
-        found: list[Done] = []
+        found: list[SwapResult] = []
         while self.pending:
             try:
                 found.append(self._hand.done.get_nowait())
@@ -101,17 +101,17 @@ class ParkFiles:
             self.pending -= 1
         return found
 
-    def wait(self) -> list[Done]:
+    def wait(self) -> list[SwapResult]:
         """The same, of one that is under way at least."""
         if not self.pending:
             return []
         first = self._hand.done.get()
         self.pending -= 1
-        return [first, *self.done()]
+        return [first, *self.pop_finished()]
 
     def has_room(self, nbytes: int) -> bool:
         try:
-            return self.disk.free(self.folder) >= nbytes + SPARE
+            return self.disk.free_bytes(self.folder) >= nbytes + RESERVED_BYTES
         except OSError:
             return False
 
@@ -121,52 +121,52 @@ class ParkFiles:
         for key in list(self._paths):
             self.remove(key)
         self._worker.stop()
-        self.done()
+        self.pop_finished()
         self.pending = 0
 
 
-def _give_up(worker: Worker, hand: _Hand, key: int, path: Path) -> None:
+def _discard(worker: IoThread, hand: _FileWorker, key: int, path: Path) -> None:
     hand.given_up.add(key)
-    worker.put(partial(hand.remove, key, path))
+    worker.restore(partial(hand.remove, key, path))
 
 
-def _forgotten(worker: Worker, hand: _Hand, paths: dict[int, Path]) -> None:
+def _cleanup(worker: IoThread, hand: _FileWorker, paths: dict[int, Path]) -> None:
     """Nobody can ask for these any more."""
     for key, path in paths.items():
-        _give_up(worker, hand, key, path)
-    worker.end()
+        _discard(worker, hand, key, path)
+    worker.finish()
 
 
-class _Hand:
+class _FileWorker:
     """The thread's own half: it knows files, and nothing of who asked."""
 
-    def __init__(self, disk: Disk, clock: Callable[[], float]) -> None:
+    def __init__(self, disk: FileSystem, clock: Callable[[], float]) -> None:
         self._disk, self._clock, self._name = disk, clock, os.urandom(8).hex()
-        self.done: SimpleQueue[Done] = SimpleQueue()
+        self.done: SimpleQueue[SwapResult] = SimpleQueue()
         self.given_up: set[int] = set()  # keys whose files are yet to be removed
 
     def write(self, key: int, path: Path, sections: Callable[[], Sequence[Section]]) -> None:
         def work() -> tuple[int, Sequence[Section]]:
             made = sections()
-            return write_entry(path, KIND, {}, self._facts(key), made, durable=False, disk=self._disk), ()
+            return write_container(path, CONTAINER_KIND, {}, self._facts(key), made, durable=False, disk=self._disk), ()
 
-        self._try(Done("write", key), work, f"{path}: it could not be written")
+        self._try(SwapResult("write", key), work, f"{path}: it could not be written")
 
     def read(self, key: int, path: Path) -> None:
         def work() -> tuple[int, Sequence[Section]]:
             sections = self._sections(key, path)
             return sum(memoryview(each.data).nbytes for each in sections), sections
 
-        self._try(Done("read", key), work, f"{path}: it could not be read")
+        self._try(SwapResult("read", key), work, f"{path}: it could not be read")
 
     def remove(self, key: int, path: Path) -> None:
         with suppress(OSError):
             self._disk.remove(path)
         self.given_up.discard(key)
 
-    def _try(self, done: Done, work: Callable[[], tuple[int, Sequence[Section]]], failed: str) -> None:
+    def _try(self, done: SwapResult, work: Callable[[], tuple[int, Sequence[Section]]], failed: str) -> None:
         if done.key in self.given_up:
-            self.done.put(done._replace(fault="given up"))
+            self.done.put(done._replace(failure="given up"))
             return
         began, fault = self._clock(), ""
         try:
@@ -178,12 +178,12 @@ class _Hand:
             fault = error.message
         except BaseException as error:  # whoever waits must hear of it
             fault = f"{failed}: {type(error).__name__}: {error}"
-        self.done.put(done._replace(seconds=self._clock() - began, fault=fault or None))
+        self.done.put(done._replace(seconds=self._clock() - began, failure=fault or None))
 
     def _sections(self, key: int, path: Path) -> list[Section]:
-        with open_entry(path, self._disk) as entry:
-            if entry.header.kind != KIND or entry.header.facts != self._facts(key):
-                raise EntryError(f"{path}: it holds another row", why="other")
+        with open_container(path, self._disk) as entry:
+            if entry.header.kind != CONTAINER_KIND or entry.header.metadata != self._facts(key):
+                raise StorageError(f"{path}: it holds another row", reason="other")
             stored = entry.header.sections.values()
             return [Section(each.name, each.dtype, each.shape, entry.read(each.name)) for each in stored]
 

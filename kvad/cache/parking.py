@@ -25,24 +25,24 @@ from functools import partial
 from typing import Any, Literal
 
 from kvad.cache.entry import Section
-from kvad.cache.parkfiles import Done, ParkFiles
+from kvad.cache.parkfiles import SwapFiles, SwapResult
 
-__all__ = ["Parking", "ParkingStats", "Room", "State"]
+__all__ = ["SwapSpace", "SwapSpaceStats", "SwapLocation", "SwapState"]
 
-Room = Literal["ram", "disk"]
-State = Literal["coming", "here", "leaving", "away", "returning", "lost"]
+SwapLocation = Literal["ram", "disk"]
+SwapState = Literal["coming", "here", "leaving", "away", "returning", "lost"]
 Order = tuple[int, int]
 RETRY = 30.0  # seconds that nothing is written after the disk has refused
 LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class ParkingStats:
+class SwapSpaceStats:
     """Bytes in host memory and on disk now, and the most in memory at once; rows and bytes written and read so far;
     writes and reads that failed, and what the last one said."""
 
-    ram: int = 0
-    disk: int = 0
+    ram_bytes: int = 0
+    disk_bytes: int = 0
     ram_peak: int = 0
     written: int = 0
     written_bytes: int = 0
@@ -52,18 +52,18 @@ class ParkingStats:
     fault: str = ""
 
 
-class _Row:
+class _SwapRecord:
     __slots__ = ("fault", "nbytes", "needed", "order", "origin", "state", "whole")
 
     def __init__(self, nbytes: int, order: Order, needed: bool) -> None:
         self.nbytes, self.order, self.needed = nbytes, order, needed
-        self.state: State = "coming"
+        self.state: SwapState = "coming"
         self.whole = False  # its file is
-        self.origin: Room = "ram"  # whence its copy comes
+        self.origin: SwapLocation = "ram"  # whence its copy comes
         self.fault = ""
 
 
-class Parking:
+class SwapSpace:
     """``store``: host copies by key, as the device fills and empties it; ``ram``: bytes of them, None: no bound.
 
     ``pack`` tells a copy as sections (in the worker's thread), ``unpack`` makes one of them; ``told`` hears bytes and
@@ -72,23 +72,28 @@ class Parking:
 
     def __init__(
         self,
-        store: MutableMapping[int, Any],
+        copies: MutableMapping[int, Any],
         *,
         ram: int | None = None,
-        files: ParkFiles | None = None,
-        pack: Callable[[int, Any], Sequence[Section]] | None = None,
-        unpack: Callable[[Sequence[Section]], Any] | None = None,
-        told: Callable[[Literal["write", "read"], int, float], None] = lambda *_: None,
+        files: SwapFiles | None = None,
+        to_sections: Callable[[int, Any], Sequence[Section]] | None = None,
+        from_sections: Callable[[Sequence[Section]], Any] | None = None,
+        on_copied: Callable[[Literal["write", "read"], int, float], None] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        assert files is None or (pack is not None and unpack is not None), "a disk takes sections"
-        self.store, self.ram, self.files = store, ram, files
-        self._pack, self._unpack, self.told, self._clock = pack, unpack, told, clock
-        self._rows: dict[int, _Row] = {}
+        assert files is None or (to_sections is not None and from_sections is not None), "a disk takes sections"
+        self.copies, self.ram, self.files = copies, ram, files
+        self._to_sections, self._from_sections, self.on_copied, self._clock = (
+            to_sections,
+            from_sections,
+            on_copied,
+            clock,
+        )
+        self._rows: dict[int, _SwapRecord] = {}
         self._wanted = -1  # whom :meth:`fetch` has asked for last
         self._waking: Collection[int] = ()
         self._refused = float("-inf")  # when the disk did
-        self._stats = ParkingStats()
+        self._stats = SwapSpaceStats()
         self._changed = False  # since the last poll
 
     def __len__(self) -> int:
@@ -102,7 +107,7 @@ class Parking:
         """Whether there may be no room."""
         return self.ram is not None
 
-    def room(self, nbytes: int, *, needed: bool = False) -> Room | None:
+    def location_for(self, nbytes: int, *, needed: bool = False) -> SwapLocation | None:
         """Where a row of ``nbytes`` would go now; None: there is no room."""
         if self.ram is None or self._here() + nbytes <= self.ram:
             return "ram"
@@ -112,7 +117,7 @@ class Parking:
         waiting = max(0, self._here() - self.ram) + self._leaving()
         return "disk" if self.files.has_room(waiting + nbytes) else None
 
-    def holds(self, nbytes: int) -> bool:
+    def has_room(self, nbytes: int) -> bool:
         """Would rows of so many bytes in all have room beside those that are parked?"""
         if self.ram is None:
             return True
@@ -140,17 +145,17 @@ class Parking:
 
     # ------------------------------------------------------------ rows
 
-    def keep(self, key: int, nbytes: int, order: Order, *, needed: bool) -> None:
+    def store(self, key: int, nbytes: int, order: Order, *, needed: bool) -> None:
         """A row gives way: its copy is made with the next moves.  ``order``: the greatest is wanted last.  One that
         was taken back before it woke is here already."""
         if key not in self._rows:
-            self._rows[key] = _Row(nbytes, order, needed)
+            self._rows[key] = _SwapRecord(nbytes, order, needed)
 
-    def state(self, key: int) -> State:
+    def state(self, key: int) -> SwapState:
         """Of a row that somebody else has put into the store: here."""
         return self._rows[key].state if key in self._rows else "here"
 
-    def fault(self, key: int) -> str:
+    def failure(self, key: int) -> str:
         """Why a row is lost."""
         return self._rows[key].fault
 
@@ -158,11 +163,11 @@ class Parking:
         """0 for a row of somebody else's."""
         return self._rows[key].nbytes if key in self._rows else 0
 
-    def origin(self, key: int) -> Room | None:
+    def read_from(self, key: int) -> SwapLocation | None:
         """Whence the copy of a row comes that is here: was it read?  None: it is somebody else's."""
         return self._rows[key].origin if key in self._rows else None
 
-    def fetch(self, key: int) -> None:
+    def prefetch(self, key: int) -> None:
         """Have a row in memory soon: it is the next one that is wanted."""
         self._wanted = key
         row = self._rows[key]
@@ -171,7 +176,7 @@ class Parking:
             row.state = "returning"
             self.files.read(key)
 
-    def take(self, key: int) -> None:
+    def pop(self, key: int) -> None:
         """The moves that wake a row are told: it is the device's again."""
         self._leave(key)
 
@@ -179,9 +184,9 @@ class Parking:
         """Nobody wants the row any more, one that somebody else has put into the store included."""
         row = self._leave(key)
         if row is None or row.state != "coming":  # else its copy is yet to be made: the moves drop it
-            self.store.pop(key, None)
+            self.copies.pop(key, None)
 
-    def _leave(self, key: int) -> _Row | None:
+    def _leave(self, key: int) -> _SwapRecord | None:
         row = self._rows.pop(key, None)
         self._changed = True  # there is more room
         if row is not None and self.files is not None:
@@ -195,11 +200,11 @@ class Parking:
         be copied out; ``waking``: in, so that they stay.  True: something has changed for those who wait."""
         self._waking = waking
         if self.files is not None and self.files.pending:
-            for done in self.files.done():
+            for done in self.files.pop_finished():
                 self._settle(done)
         for key, row in self._rows.items():
             if row.state == "coming" and key not in untold:
-                row.state = "here" if key in self.store else self._lost(row, "its copy was not made: the step failed")
+                row.state = "here" if key in self.copies else self._lost(row, "its copy was not made: the step failed")
                 self._changed = True
         if self._rows:
             self._balance()
@@ -218,42 +223,42 @@ class Parking:
         for done in self.files.wait():
             self._settle(done)
 
-    def _settle(self, done: Done) -> None:
+    def _settle(self, done: SwapResult) -> None:
         row = self._rows.get(done.key)
         if row is None:
             return  # given up meanwhile
         self._changed = True
-        if done.fault is not None:
+        if done.failure is not None:
             self._failed(done, row)
-        elif done.what == "write":
+        elif done.operation == "write":
             row.whole, row.state = True, "here"
             self._let_go(done.key, row)
             written, nbytes = self._stats.written + 1, self._stats.written_bytes + done.nbytes
             self._stats = replace(self._stats, written=written, written_bytes=nbytes)
-            self.told("write", done.nbytes, done.seconds)
+            self.on_copied("write", done.nbytes, done.seconds)
         else:
-            assert self._unpack is not None
-            self.store[done.key] = self._unpack(done.sections)
+            assert self._from_sections is not None
+            self.copies[done.key] = self._from_sections(done.sections)
             row.state, row.origin = "here", "disk"
             read, nbytes = self._stats.read + 1, self._stats.read_bytes + done.nbytes
             self._stats = replace(self._stats, read=read, read_bytes=nbytes)
-            self.told("read", done.nbytes, done.seconds)
+            self.on_copied("read", done.nbytes, done.seconds)
 
-    def _failed(self, done: Done, row: _Row) -> None:
-        assert done.fault is not None and self.files is not None
-        self._stats = replace(self._stats, failed=self._stats.failed + 1, fault=done.fault)
-        LOG.warning("a parked row: %s", done.fault)
-        if done.what == "read":
-            row.state = self._lost(row, done.fault)
+    def _failed(self, done: SwapResult, row: _SwapRecord) -> None:
+        assert done.failure is not None and self.files is not None
+        self._stats = replace(self._stats, failed=self._stats.failed + 1, fault=done.failure)
+        LOG.warning("a parked row: %s", done.failure)
+        if done.operation == "read":
+            row.state = self._lost(row, done.failure)
             return
         self._refused = self._clock()
         self.files.remove(done.key)
         row.state = "here"
         if not row.needed and done.key not in self._waking:
-            del self.store[done.key]
-            row.state = self._lost(row, done.fault)
+            del self.copies[done.key]
+            row.state = self._lost(row, done.failure)
 
-    def _lost(self, row: _Row, fault: str) -> State:
+    def _lost(self, row: _SwapRecord, fault: str) -> SwapState:
         row.fault = fault
         return "lost"
 
@@ -263,12 +268,12 @@ class Parking:
         self._peak()
         if self.ram is None or here <= self.ram or self.files is None:
             return
-        assert self._pack is not None
+        assert self._to_sections is not None
         staying = [
             (row.order, key) for key, row in self._rows.items() if row.state == "here" and key not in self._waking
         ]
         for _, key in sorted(staying, reverse=True):
-            row, made = self._rows[key], partial(self._pack, key, self.store[key])
+            row, made = self._rows[key], partial(self._to_sections, key, self.copies[key])
             if here <= self.ram:
                 return
             if row.whole:
@@ -278,20 +283,20 @@ class Parking:
                 self.files.write(key, made)
                 here -= row.nbytes
 
-    def _let_go(self, key: int, row: _Row) -> bool:
+    def _let_go(self, key: int, row: _SwapRecord) -> bool:
         """Drop the copy of a row that is here and on disk, unless it is about to be read."""
         if key == self._wanted or key in self._waking:
             return False
         row.state = "away"
-        del self.store[key]
+        del self.copies[key]
         return True
 
     # ------------------------------------------------------------ told
 
-    def stats(self) -> ParkingStats:
+    def stats(self) -> SwapSpaceStats:
         ram = self._in_memory()
         disk = sum(row.nbytes for row in self._rows.values() if row.whole)
-        return replace(self._stats, ram=ram, disk=disk)
+        return replace(self._stats, ram_bytes=ram, disk_bytes=disk)
 
     def _in_memory(self) -> int:
         states = ("here", "leaving", "returning")
@@ -310,6 +315,6 @@ class Parking:
         """Assert that the store has what the states say."""
         for key, row in self._rows.items():
             if row.state in ("here", "leaving"):
-                assert key in self.store, f"parked row {key} is {row.state}, and its copy is not there"
+                assert key in self.copies, f"parked row {key} is {row.state}, and its copy is not there"
             elif row.state in ("away", "returning"):
-                assert key not in self.store and row.whole, f"parked row {key} is {row.state}"
+                assert key not in self.copies and row.whole, f"parked row {key} is {row.state}"

@@ -32,195 +32,222 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from kvad.cache.formats import find_format
-from kvad.cache.scratch import ENCODED, MASK_BUDGET, SCORE_BUDGET, TILE, Read, scratch_bytes, stored_bytes
-from kvad.cache.sizing import DTYPE_BYTES, CacheConfig, Group
-from kvad.cache.spilled import spilling
+from kvad.cache.formats import get_format
+from kvad.cache.scratch import ENCODE_BYTES, MASK_BUDGET, SCORE_BUDGET, TILE, AttentionRead, scratch_bytes, slot_bytes
+from kvad.cache.sizing import DTYPE_BYTES, CacheConfig, CacheGroup
+from kvad.cache.spilled import plan_offload
 from kvad.config import (
-    Attention,
-    Classes,
-    Experts,
-    Head,
-    Layer,
+    AttentionConfig,
+    ClassificationHeadConfig,
+    LanguageHeadConfig,
+    LayerConfig,
     ModelConfig,
-    Plain,
-    Rope,
-    Stack,
-    T5Bias,
-    encoder_mixers,
+    MoEConfig,
+    PlainMLPConfig,
+    RopeConfig,
+    StackConfig,
+    T5BiasConfig,
+    encoder_attention_specs,
+    encoder_hidden_size,
     head_dim,
-    head_width,
-    source_width,
+    head_input_size,
 )
 
-__all__ = ["MASK_BUDGET", "SCORE_BUDGET", "Peak", "decoder_tokens", "encoder_tokens", "peak", "source_length"]
+__all__ = [
+    "MASK_BUDGET",
+    "SCORE_BUDGET",
+    "PeakBytes",
+    "max_decoder_tokens",
+    "max_encoder_tokens",
+    "peak_memory",
+    "max_source_tokens",
+]
 
 
-class Peak(NamedTuple):
+class PeakBytes(NamedTuple):
     """Bytes, at most."""
 
     scratch: int
     activations: int
 
 
-def peak(
+def peak_memory(
     config: ModelConfig,
     cache: CacheConfig,
-    groups: Sequence[Group],
+    groups: Sequence[CacheGroup],
     computed: str,
     budget: int,
     *,
     hidden: int = 0,
     deterministic: bool = False,
-) -> Peak:
+) -> PeakBytes:
     """Of the largest step; ``computed``: the dtype that the model computes in; ``hidden``: units of a compressor."""
     scratch = activations = 0
-    span = cache.capacity if deterministic else 0
+    span = cache.max_seq_len if deterministic else 0
     if config.decoder is not None:
-        tokens = decoder_tokens(cache, budget, groups)
+        tokens = max_decoder_tokens(cache, budget, groups)
         reads = [_how(read, hidden, span) for read in _decoder_reads(config.decoder, cache, groups, tokens)]
         scratch = scratch_bytes(reads, computed)
-        more = _tiled(config, config.decoder, tokens, config.width) if deterministic else 0
+        more = _tiled(config, config.decoder, tokens, config.hidden_size) if deterministic else 0
         activations = _decoding(config, config.decoder, cache, tokens, more, DTYPE_BYTES[computed])
     if config.encoder is not None:
-        tokens = encoder_tokens(config, cache, budget)
+        tokens = max_encoder_tokens(config, cache, budget)
         reads = [_how(read, hidden, span) for read in _encoder_reads(config, config.encoder, cache, tokens)]
         scratch = max(scratch, scratch_bytes(reads, computed))
-        more = _tiled(config, config.encoder, tokens, source_width(config)) if deterministic else 0
+        more = _tiled(config, config.encoder, tokens, encoder_hidden_size(config)) if deterministic else 0
         activations = max(activations, _encoding(config, config.encoder, cache, tokens, more, DTYPE_BYTES[computed]))
-    return Peak(scratch, activations)
+    return PeakBytes(scratch, activations)
 
 
-def _how(read: Read, hidden: int, tiled: int) -> Read:
-    return replace(read, hidden=hidden, tiled=tiled, below=tuple(_how(part, hidden, tiled) for part in read.below))
+def _how(read: AttentionRead, hidden: int, tiled: int) -> AttentionRead:
+    return replace(
+        read, hidden=hidden, tiled=tiled, lower_levels=tuple(_how(part, hidden, tiled) for part in read.lower_levels)
+    )
 
 
-def decoder_tokens(cache: CacheConfig, budget: int, groups: Sequence[Group]) -> int:
+def max_decoder_tokens(cache: CacheConfig, budget: int, groups: Sequence[CacheGroup]) -> int:
     """New tokens of a decoder's step, at most.  Rows that descend end their chunks where they do."""
-    chunk = min([cache.chunk, cache.capacity, *(group.levels.every for group in groups if group.levels is not None)])
-    return min(budget, cache.rows * chunk)
+    chunk = min(
+        [
+            cache.prefill_chunk_size,
+            cache.max_seq_len,
+            *(group.demotion_policy.interval for group in groups if group.demotion_policy is not None),
+        ]
+    )
+    return min(budget, cache.max_num_seqs * chunk)
 
 
-def source_length(config: ModelConfig, cache: CacheConfig) -> int:
+def max_source_tokens(config: ModelConfig, cache: CacheConfig) -> int:
     """Tokens of the longest text that the encoder reads; 0 where there is no encoder."""
     if config.encoder is None:
         return 0
-    return cache.capacity if config.decoder is None else cache.source_capacity
+    return cache.max_seq_len if config.decoder is None else cache.max_source_len
 
 
-def encoder_tokens(config: ModelConfig, cache: CacheConfig, budget: int) -> int:
+def max_encoder_tokens(config: ModelConfig, cache: CacheConfig, budget: int) -> int:
     """Tokens of an encoder's step, at most: sources are read whole."""
-    longest = source_length(config, cache)
-    return min(max(budget, longest), cache.rows * longest)
+    longest = max_source_tokens(config, cache)
+    return min(max(budget, longest), cache.max_num_seqs * longest)
 
 
 # ---------------------------------------------------------------- scratch
 
 
-def _decoder_reads(stack: Stack, cache: CacheConfig, groups: Sequence[Group], tokens: int) -> Iterator[Read]:
-    below: dict[int, list[Read]] = {}
-    reads: list[tuple[int, Read]] = []
-    shares = spilling(groups, cache.spill_ram).shares
+def _decoder_reads(
+    stack: StackConfig, cache: CacheConfig, groups: Sequence[CacheGroup], tokens: int
+) -> Iterator[AttentionRead]:
+    below: dict[int, list[AttentionRead]] = {}
+    reads: list[tuple[int, AttentionRead]] = []
+    shares = plan_offload(groups, cache.offload_ram).shares
     for number, group in enumerate(groups):
         mixers = dict(_named(stack, index) for index in group.layers)
-        slots = group.blocks_per_row * group.block_size
-        spec = (group.mixer.kv_heads, group.mixer.head_dim, group.mixer.value_dim)
-        copied = not (cache.layout == "contiguous" and cache.rows == 1)
-        unrotated = cache.rotate == "read" and any(isinstance(mixer.position, Rope) for mixer in mixers.values())
-        read = Read(mixers, spec, tokens, cache.rows, slots, cache.rows * slots, group, copied, unrotated)
+        slots = group.max_blocks_per_seq * group.block_size
+        spec = (group.spec.num_kv_heads, group.spec.head_dim, group.spec.value_dim)
+        copied = not (cache.layout == "contiguous" and cache.max_num_seqs == 1)
+        unrotated = cache.rope_at == "read" and any(isinstance(mixer.position, RopeConfig) for mixer in mixers.values())
+        read = AttentionRead(
+            mixers, spec, tokens, cache.max_num_seqs, slots, cache.max_num_seqs * slots, group, copied, unrotated
+        )
         if number in shares:
-            at_once = -(-shares[number].tile // cache.rows) * group.block_size
-            read = replace(read, slots=min(slots, at_once), keys=cache.rows * min(slots, at_once), whole=slots)
-        if group.level is not None:
-            below.setdefault(group.level.of, []).append(read)
+            at_once = -(-shares[number].tile // cache.max_num_seqs) * group.block_size
+            read = replace(read, slots=min(slots, at_once), keys=cache.max_num_seqs * min(slots, at_once), whole=slots)
+        if group.lower_level is not None:
+            below.setdefault(group.lower_level.token_group, []).append(read)
         else:
             reads.append((number, read))
     for number, read in reads:
-        yield replace(read, below=tuple(below.get(number, ())))
+        yield replace(read, lower_levels=tuple(below.get(number, ())))
 
 
-def _encoder_reads(config: ModelConfig, stack: Stack, cache: CacheConfig, tokens: int) -> Iterator[Read]:
-    specs = encoder_mixers(config)
+def _encoder_reads(config: ModelConfig, stack: StackConfig, cache: CacheConfig, tokens: int) -> Iterator[AttentionRead]:
+    specs = encoder_attention_specs(config)
     reaches: dict[tuple[bool, int | None], list[int]] = {}
     for index, spec in enumerate(specs):
         reaches.setdefault((spec.causal, spec.window), []).append(index)
     for layers in reaches.values():
-        widest = max((specs[index] for index in layers), key=lambda s: s.kv_heads * (s.head_dim + s.value_dim))
+        widest = max((specs[index] for index in layers), key=lambda s: s.num_kv_heads * (s.head_dim + s.value_dim))
         mixers = dict(_named(stack, index) for index in layers)
-        shape = (widest.kv_heads, widest.head_dim, widest.value_dim)
-        yield Read(mixers, shape, tokens, cache.rows, source_length(config, cache), tokens)
+        shape = (widest.num_kv_heads, widest.head_dim, widest.value_dim)
+        yield AttentionRead(mixers, shape, tokens, cache.max_num_seqs, max_source_tokens(config, cache), tokens)
 
 
-def _named(stack: Stack, index: int) -> tuple[str, Attention]:
+def _named(stack: StackConfig, index: int) -> tuple[str, AttentionConfig]:
     """What a layer's biases are shared under, and its attention; from ``stack.layers`` on: its cross-attention."""
-    if index >= stack.layers:
-        cross = stack.layer(index - stack.layers).cross
+    if index >= stack.num_layers:
+        cross = stack.layer_config(index - stack.num_layers).cross_attention
         assert cross is not None, "groups count cross-attention after all layers"
-        return f"cross {stack.kind_of(index - stack.layers)}", cross
-    mixer = stack.layer(index).mixer
-    alone = isinstance(mixer.position, T5Bias) and not mixer.position.shared
-    return (f"{index}" if alone else stack.kind_of(index)), mixer
+        return f"cross {stack.layer_type(index - stack.num_layers)}", cross
+    mixer = stack.layer_config(index).attention
+    alone = isinstance(mixer.position, T5BiasConfig) and not mixer.position.shared
+    return (f"{index}" if alone else stack.layer_type(index)), mixer
 
 
 # ---------------------------------------------------------------- activations
 
 
-def _decoding(config: ModelConfig, stack: Stack, cache: CacheConfig, tokens: int, more: int, size: int) -> int:
+def _decoding(config: ModelConfig, stack: StackConfig, cache: CacheConfig, tokens: int, more: int, size: int) -> int:
     """``more``: values that products of tiles make beside those of a moment."""
-    moments = list(_moments(config, stack, config.width))
-    logits = tokens * config.width * size + cache.rows * config.vocab * (size + 3 * 4)
+    moments = list(_moments(config, stack, config.hidden_size))
+    logits = tokens * config.hidden_size * size + cache.max_num_seqs * config.vocab_size * (size + 3 * 4)
     if more:
-        logits += _padded(cache.rows) * (config.width + 2 * config.vocab) * size
+        logits += _padded(cache.max_num_seqs) * (config.hidden_size + 2 * config.vocab_size) * size
     return max(size * (tokens * max(moments) + more), logits)
 
 
-def _encoding(config: ModelConfig, stack: Stack, cache: CacheConfig, tokens: int, more: int, size: int) -> int:
-    width = source_width(config)
+def _encoding(config: ModelConfig, stack: StackConfig, cache: CacheConfig, tokens: int, more: int, size: int) -> int:
+    width = encoder_hidden_size(config)
     most = size * (tokens * max(_moments(config, stack, width)) + more)
     if config.decoder is None:
         answers = _answers(config, cache, tokens, size)
         if more:
-            answers += size * 2 * _padded(tokens) * (2 * head_width(config) + _outputs(config))
+            answers += size * 2 * _padded(tokens) * (2 * head_input_size(config) + _outputs(config))
         return max(most, answers)
-    for layer in config.decoder.kinds.values():
-        assert layer.cross is not None, "each layer of an encoder-decoder attends to the source"
-        dim, kv_heads = head_dim(config, layer.cross), layer.cross.kv_heads or layer.cross.heads
-        values = kv_heads * (dim + (layer.cross.value_dim or dim))
-        stored = kv_heads * stored_bytes(cache.formats, dim, layer.cross.value_dim or dim, cache.block_size)
-        packed = any(find_format(name).kind != "plain" for name in cache.formats)
-        most = max(most, tokens * (size * (width + 2 * values) + stored + packed * ENCODED * values))
+    for layer in config.decoder.layer_types.values():
+        assert layer.cross_attention is not None, "each layer of an encoder-decoder attends to the source"
+        dim, kv_heads = (
+            head_dim(config, layer.cross_attention),
+            layer.cross_attention.num_kv_heads or layer.cross_attention.num_heads,
+        )
+        values = kv_heads * (dim + (layer.cross_attention.value_dim or dim))
+        stored = kv_heads * slot_bytes(
+            cache.token_formats, dim, layer.cross_attention.value_dim or dim, cache.block_size
+        )
+        packed = any(get_format(name).kind != "plain" for name in cache.token_formats)
+        most = max(most, tokens * (size * (width + 2 * values) + stored + packed * ENCODE_BYTES * values))
     return most
 
 
 def _answers(config: ModelConfig, cache: CacheConfig, tokens: int, size: int) -> int:
     """An encoder's head: of every token, unless it answers for rows alone."""
     head = config.head
-    if config.per_row:
-        return size * (tokens * config.width + cache.rows * (2 * config.width + 3 * head_width(config)))
+    if config.pools_sequence:
+        return size * (
+            tokens * config.hidden_size + cache.max_num_seqs * (2 * config.hidden_size + 3 * head_input_size(config))
+        )
     outputs = _outputs(config)
     copies = 1
-    if isinstance(head, Head):
-        copies += (head.scale != 1.0) + 2 * (head.softcap is not None)
-    made = size * tokens * (config.width + 3 * head_width(config) + copies * outputs)
-    return made + min(tokens, cache.capacity) * outputs * (size + 3)
+    if isinstance(head, LanguageHeadConfig):
+        copies += (head.logit_scale != 1.0) + 2 * (head.logit_softcap is not None)
+    made = size * tokens * (config.hidden_size + 3 * head_input_size(config) + copies * outputs)
+    return made + min(tokens, cache.max_seq_len) * outputs * (size + 3)
 
 
 def _outputs(config: ModelConfig) -> int:
-    return len(config.head.labels) if isinstance(config.head, Classes) else config.vocab
+    return len(config.head.labels) if isinstance(config.head, ClassificationHeadConfig) else config.vocab_size
 
 
-def _tiled(config: ModelConfig, stack: Stack, tokens: int, width: int) -> int:
+def _tiled(config: ModelConfig, stack: StackConfig, tokens: int, width: int) -> int:
     """Values of a product that is made in tiles (``ops/invariant.py``): its input, aligned, and its tiles, before they
     are joined; and three of what an activation is given."""
     most = 0
-    for layer in stack.kinds.values():
-        for mixer in (layer.mixer, layer.cross):
+    for layer in stack.layer_types.values():
+        for mixer in (layer.attention, layer.cross_attention):
             if mixer is not None:
-                dim, kv_heads = head_dim(config, mixer), mixer.kv_heads or mixer.heads
+                dim, kv_heads = head_dim(config, mixer), mixer.num_kv_heads or mixer.num_heads
                 value_dim = mixer.value_dim or dim
-                made = (mixer.heads + kv_heads) * dim + kv_heads * value_dim
-                most = max(most, width + made, width + mixer.heads * value_dim)
-        most = max(most, width + 3 * layer.mlp.hidden)
+                made = (mixer.num_heads + kv_heads) * dim + kv_heads * value_dim
+                most = max(most, width + made, width + mixer.num_heads * value_dim)
+        most = max(most, width + 3 * layer.mlp.intermediate_size)
     return _padded(tokens) * most
 
 
@@ -228,23 +255,23 @@ def _padded(rows: int) -> int:
     return -(-rows // TILE) * TILE
 
 
-def _moments(config: ModelConfig, stack: Stack, width: int) -> Iterator[int]:
+def _moments(config: ModelConfig, stack: StackConfig, width: int) -> Iterator[int]:
     """Values per token, at each moment of a layer."""
-    for layer in stack.kinds.values():
-        yield _attention(config, layer.mixer, width)
+    for layer in stack.layer_types.values():
+        yield _attention(config, layer.attention, width)
         yield _mlp(layer, width)
-        if layer.cross is not None:
-            yield _attention(config, layer.cross, width)
+        if layer.cross_attention is not None:
+            yield _attention(config, layer.cross_attention, width)
 
 
-def _attention(config: ModelConfig, mixer: Attention, width: int) -> int:
-    dim, kv_heads = head_dim(config, mixer), mixer.kv_heads or mixer.heads
+def _attention(config: ModelConfig, mixer: AttentionConfig, width: int) -> int:
+    dim, kv_heads = head_dim(config, mixer), mixer.num_kv_heads or mixer.num_heads
     value_dim = mixer.value_dim or dim
-    turned = 4 * (mixer.heads + kv_heads) * dim
-    return 4 * width + turned + 2 * kv_heads * value_dim + 3 * mixer.heads * value_dim
+    turned = 4 * (mixer.num_heads + kv_heads) * dim
+    return 4 * width + turned + 2 * kv_heads * value_dim + 3 * mixer.num_heads * value_dim
 
 
-def _mlp(layer: Layer, width: int) -> int:
-    if isinstance(layer.mlp, Experts):
-        return 8 * width + 6 * layer.mlp.hidden + 3 * layer.mlp.count
-    return 5 * width + (3 if isinstance(layer.mlp, Plain) else 4) * layer.mlp.hidden
+def _mlp(layer: LayerConfig, width: int) -> int:
+    if isinstance(layer.mlp, MoEConfig):
+        return 8 * width + 6 * layer.mlp.intermediate_size + 3 * layer.mlp.num_experts
+    return 5 * width + (3 if isinstance(layer.mlp, PlainMLPConfig) else 4) * layer.mlp.intermediate_size

@@ -13,17 +13,25 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvad.cache.disk import DISK, Disk, is_name, no_name
-from kvad.cache.entry import read_header, write_entry
-from kvad.cache.shelf import KEY
-from kvad.errors import EntryError
+from kvad.cache.disk import REAL_FILE_SYSTEM, FileSystem, invalid_name_error, is_valid_name
+from kvad.cache.entry import read_header, write_container
+from kvad.cache.shelf import KEY_PATTERN
+from kvad.errors import StorageError
 
-__all__ = ["ENDING", "Pin", "find_pin", "pinned_keys", "read_pins", "remove_pin", "write_pin"]
+__all__ = [
+    "FILE_SUFFIX",
+    "PinnedPrefix",
+    "find_pinned_prefix",
+    "pinned_keys",
+    "read_pinned_prefixes",
+    "remove_pinned_prefix",
+    "write_pinned_prefix",
+]
 
-KIND, ENDING = "pin", ".pin"
+CONTAINER_KIND, FILE_SUFFIX = "pin", ".pin"
 
 
-class Pin(NamedTuple):
+class PinnedPrefix(NamedTuple):
     """``tokens``: of the prefix, in whole blocks; ``text``: how it begins; ``identity``: of what its blocks belong
     to."""
 
@@ -31,59 +39,67 @@ class Pin(NamedTuple):
     keys: tuple[str, ...]
     tokens: int
     text: str
-    identity: Mapping[str, str]
+    fingerprint: Mapping[str, str]
 
 
-def check_name(name: str) -> str:
+def check_prefix_name(name: str) -> str:
     """UsageError for what is no name."""
-    if not is_name(name) or name.endswith(ENDING):
-        raise no_name(name, "for a prefix")
+    if not is_valid_name(name) or name.endswith(FILE_SUFFIX):
+        raise invalid_name_error(name, "for a prefix")
     return name
 
 
-def write_pin(folder: Path, pin: Pin, disk: Disk = DISK) -> None:
+def write_pinned_prefix(folder: Path, pin: PinnedPrefix, disk: FileSystem = REAL_FILE_SYSTEM) -> None:
     """Flushed when this returns.  UsageError for its name; OSError as the disk says it."""
     facts = {"keys": list(pin.keys), "tokens": pin.tokens, "text": pin.text}
-    write_entry(folder / f"{check_name(pin.name)}{ENDING}", KIND, pin.identity, facts, [], durable=True, disk=disk)
+    write_container(
+        folder / f"{check_prefix_name(pin.name)}{FILE_SUFFIX}",
+        CONTAINER_KIND,
+        pin.fingerprint,
+        facts,
+        [],
+        durable=True,
+        disk=disk,
+    )
 
 
-def read_pins(folder: Path, disk: Disk = DISK) -> list[Pin]:
+def read_pinned_prefixes(folder: Path, disk: FileSystem = REAL_FILE_SYSTEM) -> list[PinnedPrefix]:
     """Every pin that can be read, by name; damaged ones are left out (``kvad doctor`` names them)."""
     found = []
-    for each in sorted(disk.scan(folder)):
-        if each.name.endswith(ENDING) and is_name(each.name.removesuffix(ENDING)):
-            with suppress(EntryError):
+    for each in sorted(disk.list_files(folder)):
+        if each.name.endswith(FILE_SUFFIX) and is_valid_name(each.name.removesuffix(FILE_SUFFIX)):
+            with suppress(StorageError):
                 found.append(_read(folder / each.name, disk))
     return found
 
 
-def find_pin(folder: Path, name: str, disk: Disk = DISK) -> Pin:
+def find_pinned_prefix(folder: Path, name: str, disk: FileSystem = REAL_FILE_SYSTEM) -> PinnedPrefix:
     """EntryError: there is none of that name, or it is damaged; UsageError: it is no name."""
-    path = folder / f"{check_name(name)}{ENDING}"
+    path = folder / f"{check_prefix_name(name)}{FILE_SUFFIX}"
     try:
         return _read(path, disk)
-    except EntryError as error:
-        if error.why != "missing":
+    except StorageError as error:
+        if error.reason != "missing":
             raise
-        raise EntryError(
-            f"{folder} has no prefix {name!r}", f"kvad prefix list --tier {folder}", why="missing"
+        raise StorageError(
+            f"{folder} has no prefix {name!r}", f"kvad prefix list --tier {folder}", reason="missing"
         ) from None
 
 
-def remove_pin(folder: Path, name: str, disk: Disk = DISK) -> None:
-    disk.remove(folder / f"{check_name(name)}{ENDING}")
-    disk.sync_folder(folder)
+def remove_pinned_prefix(folder: Path, name: str, disk: FileSystem = REAL_FILE_SYSTEM) -> None:
+    disk.remove(folder / f"{check_prefix_name(name)}{FILE_SUFFIX}")
+    disk.sync_dir(folder)
 
 
-def pinned_keys(folder: Path, disk: Disk = DISK) -> frozenset[str]:
-    return frozenset(key for pin in read_pins(folder, disk) for key in pin.keys)
+def pinned_keys(folder: Path, disk: FileSystem = REAL_FILE_SYSTEM) -> frozenset[str]:
+    return frozenset(key for pin in read_pinned_prefixes(folder, disk) for key in pin.keys)
 
 
-def _read(path: Path, disk: Disk) -> Pin:
+def _read(path: Path, disk: FileSystem) -> PinnedPrefix:
     header = read_header(path, disk)
-    keys, tokens, text = (header.facts.get(name) for name in ("keys", "tokens", "text"))
-    fine = isinstance(keys, list) and all(isinstance(key, str) and KEY.fullmatch(key) for key in keys)
-    if header.kind != KIND or not fine or type(tokens) is not int or not isinstance(text, str):
-        raise EntryError(f"{path} is no pin", "it is left as it is", why="alien")
+    keys, tokens, text = (header.metadata.get(name) for name in ("keys", "tokens", "text"))
+    fine = isinstance(keys, list) and all(isinstance(key, str) and KEY_PATTERN.fullmatch(key) for key in keys)
+    if header.kind != CONTAINER_KIND or not fine or type(tokens) is not int or not isinstance(text, str):
+        raise StorageError(f"{path} is no pin", "it is left as it is", reason="alien")
     assert isinstance(keys, Sequence)
-    return Pin(path.name.removesuffix(ENDING), tuple(keys), tokens, text, header.identity)
+    return PinnedPrefix(path.name.removesuffix(FILE_SUFFIX), tuple(keys), tokens, text, header.fingerprint)

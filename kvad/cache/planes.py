@@ -14,25 +14,25 @@ import zlib
 
 from kvad.cache.disk import Buffer
 
-__all__ = ["pack", "unpack"]
+__all__ = ["compress", "decompress"]
 
-WORTH = 0.95  # of its size, at most
+MIN_SAVING = 0.95  # of its size, at most
 _SIZES = struct.Struct("<QQ")
 
 
-def pack(data: Buffer, width: int) -> bytes | None:
+def compress(data: Buffer, width: int) -> bytes | None:
     """``data``: numbers of ``width`` bytes each, whole.  None: packing does not pay."""
     raw = bytes(data)
     if width == 1 or not raw:
         return None
     assert len(raw) % width == 0, f"{len(raw)} bytes are no numbers of {width}"
     top = zlib.compress(raw[width - 1 :: width], 1)
-    if len(raw) - len(raw) // width + len(top) > WORTH * len(raw):
+    if len(raw) - len(raw) // width + len(top) > MIN_SAVING * len(raw):
         return None
     return b"".join([_SIZES.pack(len(raw), len(top)), top, *(raw[at::width] for at in range(width - 1))])
 
 
-def unpack(packed: bytes, width: int) -> bytearray:
+def decompress(packed: bytes, width: int) -> bytearray:
     """What :func:`pack` was given."""
     size, top = _SIZES.unpack_from(packed)
     raw, at = bytearray(size), _SIZES.size + top

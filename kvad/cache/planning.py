@@ -21,34 +21,51 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvad.cache.available import available_bytes
-from kvad.cache.deposits import check_shared
-from kvad.cache.full import SINKS
-from kvad.cache.peak import peak
-from kvad.cache.policy import Hierarchy
-from kvad.cache.settle import settle
-from kvad.cache.sizing import DTYPE_BYTES, MOST_ROWS, CacheConfig, Fit, Group, GroupBytes, group_bytes, groups
-from kvad.cache.spilled import Spilling, spilling
-from kvad.cache.weights import Summaries, compressor_shapes, lookup_bytes, weight_bytes, weight_shapes
-from kvad.config import DynamicScaling, Experts, LongRopeScaling, ModelConfig, OwnPositions, Rope, mixers
-from kvad.errors import ConfigError, MemoryPlanError, counted, nearest
+from kvad.cache.deposits import check_shareable
+from kvad.cache.full import NUM_SINKS
+from kvad.cache.peak import peak_memory
+from kvad.cache.policy import TieredPolicy
+from kvad.cache.settle import resolve_for_model
+from kvad.cache.sizing import (
+    DTYPE_BYTES,
+    MAX_PLANNED_SEQS,
+    CacheConfig,
+    CacheGroup,
+    GroupBytes,
+    MemoryFit,
+    build_groups,
+    group_bytes,
+)
+from kvad.cache.spilled import OffloadLayout, plan_offload
+from kvad.cache.weights import SummarizerShape, lookup_bytes, summarizer_shapes, weight_bytes, weight_shapes
+from kvad.config import (
+    CustomPositionsConfig,
+    DynamicScalingConfig,
+    LongRopeScalingConfig,
+    ModelConfig,
+    MoEConfig,
+    RopeConfig,
+    attention_specs,
+)
+from kvad.errors import ConfigError, MemoryPlanError, format_count, suggest
 from kvad.step import RESERVED_BLOCKS
 
 __all__ = [
-    "BUDGET",
+    "DEFAULT_BATCHED_TOKENS",
     "GroupPlan",
     "MemoryPlan",
     "available_bytes",
-    "check_compressor",
+    "check_summarizer",
     "check_policy",
-    "fits",
-    "largest",
+    "find_fits",
+    "binary_search_max",
     "plan_memory",
-    "planned_total",
-    "require",
-    "step_bytes",
+    "total_bytes_with",
+    "require_memory",
+    "decode_step_bytes",
 ]
 
-BUDGET = 2048  # new tokens of a step, unless the engine is told otherwise
+DEFAULT_BATCHED_TOKENS = 2048  # new tokens of a step, unless the engine is told otherwise
 
 
 @dataclass(frozen=True)
@@ -56,43 +73,43 @@ class GroupPlan:
     """One cache group's share.  ``payload``, ``scales`` and ``columns`` are for the rows asked; beside them stands
     ``reserved``."""
 
-    group: Group
+    group: CacheGroup
     bytes: GroupBytes  # of the whole pool, reserved blocks included
 
     @property
     def reserved(self) -> int:
         """Payload, scales and columns of the empty block and the bin."""
-        return RESERVED_BLOCKS * self.bytes.total // self.group.blocks
+        return RESERVED_BLOCKS * self.bytes.total // self.group.num_blocks
 
     @property
     def payload(self) -> int:
-        return self.bytes.payload // self.group.blocks * self.group.usable
+        return self.bytes.payload // self.group.num_blocks * self.group.num_usable_blocks
 
     @property
     def scales(self) -> int:
-        return self.bytes.scales // self.group.blocks * self.group.usable
+        return self.bytes.scales // self.group.num_blocks * self.group.num_usable_blocks
 
     @property
-    def columns(self) -> int:
-        return self.bytes.columns // self.group.blocks * self.group.usable
+    def metadata(self) -> int:
+        return self.bytes.metadata // self.group.num_blocks * self.group.num_usable_blocks
 
     @property
-    def row_payload(self) -> int:
+    def seq_payload(self) -> int:
         """Keys and values of one row at its longest, in whole blocks."""
-        return self.bytes.per_token_payload * self.slots
+        return self.bytes.per_token_payload * self.max_slots_per_seq
 
     @property
-    def row_scales(self) -> int:
-        return self.bytes.scales // self.group.blocks * self.group.blocks_per_row
+    def seq_scales(self) -> int:
+        return self.bytes.scales // self.group.num_blocks * self.group.max_blocks_per_seq
 
     @property
-    def row_columns(self) -> int:
-        return self.bytes.columns // self.group.blocks * self.group.blocks_per_row
+    def seq_metadata(self) -> int:
+        return self.bytes.metadata // self.group.num_blocks * self.group.max_blocks_per_seq
 
     @property
-    def slots(self) -> int:
+    def max_slots_per_seq(self) -> int:
         """Slots of one row at its longest."""
-        return self.group.blocks_per_row * self.group.block_size
+        return self.group.max_blocks_per_seq * self.group.block_size
 
 
 @dataclass(frozen=True)
@@ -106,14 +123,14 @@ class MemoryPlan:
     config: ModelConfig
     cache: CacheConfig
     weights_dtype: str
-    budget: int
+    max_num_batched_tokens: int
     weights: int
     groups: tuple[GroupPlan, ...]
     scratch: int
     activations: int
-    spilling: Spilling
-    compressor: int = 0
-    learned: Summaries | None = None
+    offload: OffloadLayout
+    summarizer: int = 0
+    summarizer_shape: SummarizerShape | None = None
     deterministic: bool = False
 
     @property
@@ -125,8 +142,8 @@ class MemoryPlan:
         return sum(group.scales for group in self.groups)
 
     @property
-    def columns(self) -> int:
-        return sum(group.columns for group in self.groups)
+    def metadata(self) -> int:
+        return sum(group.metadata for group in self.groups)
 
     @property
     def reserved(self) -> int:
@@ -135,33 +152,33 @@ class MemoryPlan:
     @property
     def pool(self) -> int:
         """What Memory allocates."""
-        return self.payload + self.scales + self.columns + self.reserved
+        return self.payload + self.scales + self.metadata + self.reserved
 
     @property
-    def parked_row(self) -> int:
+    def swapped_seq_bytes(self) -> int:
         """What one row takes in *host* memory while it has given way to others (``Memory.parked``): all that it held,
         where it cannot be computed anew; 0 where it can.  Beside ``total``, as nobody knows how many rows will wait;
         ``parking`` bounds them."""
-        own = [each for each in self.groups if not each.group.mixer.cross]
-        if not any(each.group.scored or isinstance(each.group.levels, Hierarchy) for each in own):
+        own = [each for each in self.groups if not each.group.spec.is_cross_attention]
+        if not any(each.group.eviction_policy or isinstance(each.group.demotion_policy, TieredPolicy) for each in own):
             return 0
-        return sum(each.row_payload + each.row_scales + each.row_columns for each in own)
+        return sum(each.seq_payload + each.seq_scales + each.seq_metadata for each in own)
 
     @property
-    def parking(self) -> int:
+    def swap_bytes(self) -> int:
         """Host memory for rows that give way (``cache.park_ram``), where a bound was given."""
-        return self.cache.park_ram or 0
+        return self.cache.swap_space or 0
 
     @property
-    def tiers(self) -> int:
+    def prefix_cache_host_bytes(self) -> int:
         """Host memory of the tiers: what they may hold, and what may wait to be written.  Not counted: what is on its
         way back in, which is at most what three rows hold, while they wait."""
-        return self.cache.tier_memory
+        return self.cache.prefix_cache_host_bytes
 
     @property
     def total(self) -> int:
-        beside = self.spilling.host + self.parking + self.tiers
-        return self.weights + self.compressor + self.pool + self.scratch + self.activations + beside
+        beside = self.offload.host_bytes + self.swap_bytes + self.prefix_cache_host_bytes
+        return self.weights + self.summarizer + self.pool + self.scratch + self.activations + beside
 
 
 def check_policy(config: ModelConfig, cache: CacheConfig, *, deterministic: bool = False) -> None:
@@ -170,7 +187,7 @@ def check_policy(config: ModelConfig, cache: CacheConfig, *, deterministic: bool
         return
     if deterministic:
         _check_deterministic(config, cache)
-    if cache.rotate == "write":
+    if cache.rope_at == "write":
         _check_summaries(config, cache)
     if cache.endless:
         _check_endless(config, cache)
@@ -180,27 +197,27 @@ def _check_endless(config: ModelConfig, cache: CacheConfig) -> None:
     """Positions that are added to the embeddings are baked into keys and values, and nothing can number them anew; a
     rotation and a bias are made of distances, which a window bounds."""
     assert config.decoder is not None
-    added = config.embed.position
+    added = config.embedding.position
     if added is not None:
         raise ConfigError(
             f"endless: {added.kind} positions are part of every key and value and cannot be numbered anew",
             "rows of this model end at its limit: say what then (--on-full stop)",
         )
-    seeing = cache.narrowed(mixers(config))
-    for sinks, window in ((mixer.sinks, mixer.window) for mixer in seeing if not mixer.cross):
-        if window is not None and sinks + window > config.limit:
+    seeing = cache.restrict(attention_specs(config))
+    for sinks, window in ((mixer.num_sinks, mixer.window) for mixer in seeing if not mixer.is_cross_attention):
+        if window is not None and sinks + window > config.max_seq_len:
             raise ConfigError(
-                f"endless: {sinks + window} tokens kept, the model knows distances up to {config.limit}",
-                f"keep at most {config.limit}",
+                f"endless: {sinks + window} tokens kept, the model knows distances up to {config.max_seq_len}",
+                f"keep at most {config.max_seq_len}",
             )
         if window is not None and sinks and cache.layout == "paged" and window < cache.block_size:
             raise ConfigError(
                 f"endless: a window of {window} tokens beside the sinks is less than a block of {cache.block_size}",
                 f"keep at least {cache.block_size}, or take a smaller cache.block_size",
             )
-    for kind in config.decoder.kinds.values():
-        position = kind.mixer.position
-        if isinstance(position, OwnPositions) and any(mixer.renumber for mixer in seeing):
+    for kind in config.decoder.layer_types.values():
+        position = kind.attention.position
+        if isinstance(position, CustomPositionsConfig) and any(mixer.renumber_positions for mixer in seeing):
             raise ConfigError(
                 f"endless: {position.name} says nothing of positions that are numbered anew",
                 "take window(n), without sinks",
@@ -209,12 +226,12 @@ def _check_endless(config: ModelConfig, cache: CacheConfig) -> None:
 
 def _check_deterministic(config: ModelConfig, cache: CacheConfig) -> None:
     """Tiles of keys lie at fixed positions: what ranks, descends, chooses or is numbered anew has others."""
-    for group in groups(mixers(config), cache):
-        policy = group.scored or group.levels or group.chooses
-        if policy is not None or group.mixer.renumber:
+    for group in build_groups(attention_specs(config), cache):
+        policy = group.eviction_policy or group.demotion_policy or group.sparse_read_policy
+        if policy is not None or group.spec.renumber_positions:
             said = f"the policy {policy}" if policy is not None else "rows whose sinks are numbered anew"
-            if group.levels is not None and cache.on_full in ("summarise", "spill"):
-                said = f"on_full={cache.on_full}, that is {said}"
+            if group.demotion_policy is not None and cache.overflow in ("summarise", "spill"):
+                said = f"on_full={cache.overflow}, that is {said}"
             raise ConfigError(
                 f"deterministic: not promised under {said}",
                 "policies by position keep it: full, window(n), sinks(k, n) up to the limit, truncate(n)",
@@ -223,20 +240,27 @@ def _check_deterministic(config: ModelConfig, cache: CacheConfig) -> None:
 
 def _check_summaries(config: ModelConfig, cache: CacheConfig) -> None:
     """Summaries are means of unrotated keys: where frequencies are a row's own, stored keys cannot be turned back."""
-    for layer in range(config.stack.layers):
-        position, levels = config.stack.layer(layer).mixer.position, cache.kept.at(layer).levels
-        scaling = position.scaling if isinstance(position, Rope) else None
-        if levels is not None and levels.summaries and isinstance(scaling, DynamicScaling | LongRopeScaling):
+    for layer in range(config.stack.num_layers):
+        position, levels = (
+            config.stack.layer_config(layer).attention.position,
+            cache.resolved_policy.for_layer(layer).tiered,
+        )
+        scaling = position.scaling if isinstance(position, RopeConfig) else None
+        if (
+            levels is not None
+            and levels.summaries
+            and isinstance(scaling, DynamicScalingConfig | LongRopeScalingConfig)
+        ):
             raise ConfigError(
                 f"cache.policy: {levels}: {scaling.kind} scaling gives each row frequencies of its own, so stored keys "
                 f"of layer {layer} cannot be turned back to be summarised",
-                "keep them unrotated: cache.rotate='read'",
+                "keep them unrotated: cache.rope_at='read'",
             )
 
 
-def check_compressor(ratio: int, placed: Sequence[Group]) -> None:
+def check_summarizer(ratio: int, placed: Sequence[CacheGroup]) -> None:
     """ConfigError where a cache of these groups has no summaries for a compressor of this ratio to make."""
-    levels = [group.level for group in placed if group.level is not None and group.level.ratio > 1]
+    levels = [group.lower_level for group in placed if group.lower_level is not None and group.lower_level.ratio > 1]
     if not levels:
         raise ConfigError(
             "compressor: the cache's policy summarises nothing",
@@ -255,8 +279,8 @@ def plan_memory(
     cache: CacheConfig,
     *,
     weights_dtype: str = "float32",
-    budget: int = BUDGET,
-    learned: Summaries | None = None,
+    budget: int = DEFAULT_BATCHED_TOKENS,
+    learned: SummarizerShape | None = None,
     deterministic: bool = False,
 ) -> MemoryPlan:
     """Size everything.  Weights are computed with in their own dtype.
@@ -265,7 +289,7 @@ def plan_memory(
     ``deterministic``.
     """
     if weights_dtype not in DTYPE_BYTES:
-        raise ConfigError(f"unknown dtype {weights_dtype!r} of weights", nearest(weights_dtype, DTYPE_BYTES))
+        raise ConfigError(f"unknown dtype {weights_dtype!r} of weights", suggest(weights_dtype, DTYPE_BYTES))
     if budget < 1:
         raise ConfigError(f"budget: must be at least 1, found {budget}")
     if deterministic and weights_dtype == "float16":
@@ -273,7 +297,7 @@ def plan_memory(
     weights = weight_bytes(config, weights_dtype)
     made = _plan(config, cache, weights_dtype, budget, weights, learned, deterministic)
     if learned is not None:
-        check_compressor(learned.ratio, [each.group for each in made.groups])
+        check_summarizer(learned.ratio, [each.group for each in made.groups])
     return made
 
 
@@ -283,16 +307,16 @@ def _plan(
     weights_dtype: str,
     budget: int,
     weights: int,
-    learned: Summaries | None,
+    learned: SummarizerShape | None,
     deterministic: bool,
 ) -> MemoryPlan:
-    settled = settle(config, cache)
+    settled = resolve_for_model(config, cache)
     check_policy(config, settled, deterministic=deterministic)
-    made = groups(mixers(config), settled)
-    check_shared(settled, made)
-    summarised = any(group.level is not None and group.level.ratio > 1 for group in made)
+    made = build_groups(attention_specs(config), settled)
+    check_shareable(settled, made)
+    summarised = any(group.lower_level is not None and group.lower_level.ratio > 1 for group in made)
     hidden = learned.hidden if learned is not None and summarised else 0
-    passing = peak(config, settled, made, weights_dtype, budget, hidden=hidden, deterministic=deterministic)
+    passing = peak_memory(config, settled, made, weights_dtype, budget, hidden=hidden, deterministic=deterministic)
     return MemoryPlan(
         config,
         cache,
@@ -302,122 +326,127 @@ def _plan(
         tuple(GroupPlan(group, group_bytes(group)) for group in made),
         passing.scratch,
         passing.activations,
-        spilling(made, settled.spill_ram),
+        plan_offload(made, settled.offload_ram),
         _compressor_bytes(config, learned) if learned is not None and summarised else 0,
         learned,
         deterministic,
     )
 
 
-def _compressor_bytes(config: ModelConfig, learned: Summaries) -> int:
-    shapes = compressor_shapes(mixers(config), learned).values()
+def _compressor_bytes(config: ModelConfig, learned: SummarizerShape) -> int:
+    shapes = summarizer_shapes(attention_specs(config), learned).values()
     return DTYPE_BYTES["float32"] * sum(map(math.prod, shapes))
 
 
-def require(plan: MemoryPlan, available: int | None) -> None:
+def require_memory(plan: MemoryPlan, available: int | None) -> None:
     """MemoryPlanError when the plan needs more than is there; it names need, have, and what would fit.
 
     ``available`` None (nobody knows) lets everything pass.
     """
     if available is None or plan.total <= available:
         return
-    sources = f" and sources of {plan.cache.source_capacity:,}" if plan.config.source is not None else ""
-    parts = plan.weights + plan.compressor, plan.pool + plan.spilling.host, plan.scratch + plan.activations
-    weights, cache, work = map(_shown, parts)
-    rows, tiers = counted(plan.cache.rows, "row"), f", tiers {_shown(plan.tiers)}" if plan.tiers else ""
+    sources = f" and sources of {plan.cache.max_source_len:,}" if plan.config.encoder_input is not None else ""
+    parts = plan.weights + plan.summarizer, plan.pool + plan.offload.host_bytes, plan.scratch + plan.activations
+    weights, cache, work = map(_format_bytes, parts)
+    rows, tiers = (
+        format_count(plan.cache.max_num_seqs, "row"),
+        f", tiers {_format_bytes(plan.prefix_cache_host_bytes)}" if plan.prefix_cache_host_bytes else "",
+    )
     message = (
-        f"{rows} of {plan.cache.capacity:,} tokens{sources} {'needs' if plan.cache.rows == 1 else 'need'} "
-        f"{_shown(plan.total)} (weights {weights}, cache {cache}, work {work}{tiers}) "
-        f"and {_shown(available)} is available"
+        f"{rows} of {plan.cache.max_seq_len:,} tokens{sources} {'needs' if plan.cache.max_num_seqs == 1 else 'need'} "
+        f"{_format_bytes(plan.total)} (weights {weights}, cache {cache}, work {work}{tiers}) "
+        f"and {_format_bytes(available)} is available"
     )
     raise MemoryPlanError(message, _advice(plan, available))
 
 
 def _advice(plan: MemoryPlan, available: int) -> str:
-    found = fits(plan, available)
+    found = find_fits(plan, available)
     if not found:
         least = plan.total - plan.pool - plan.scratch
-        if plan.tiers > available:
+        if plan.prefix_cache_host_bytes > available:
             return "give the tiers less memory: --tier-ram"
-        hint = f"no row fits: without any cache it takes {_shown(least)}; smaller weights or a smaller dtype would"
-        return "; or ".join([hint, *_smaller(plan, available)])
-    same_length = [fit for fit in found if fit.capacity == plan.cache.capacity][-1:]
-    same_rows = [fit for fit in found if fit.rows <= plan.cache.rows][-1:]
-    lines = sorted({(fit.rows, fit.capacity) for fit in (*same_length, *same_rows, found[0])})
+        hint = (
+            f"no row fits: without any cache it takes {_format_bytes(least)}; smaller weights or a smaller dtype would"
+        )
+        return "; or ".join([hint, *_smaller_options(plan, available)])
+    same_length = [fit for fit in found if fit.max_seq_len == plan.cache.max_seq_len][-1:]
+    same_rows = [fit for fit in found if fit.num_seqs <= plan.cache.max_num_seqs][-1:]
+    lines = sorted({(fit.num_seqs, fit.max_seq_len) for fit in (*same_length, *same_rows, found[0])})
     shown = (f"{rows} row{'s' if rows > 1 else ''} of {capacity:,} tokens" for rows, capacity in lines)
-    return f"what would fit: {', or '.join([*shown, *_smaller(plan, available)])}"
+    return f"what would fit: {', or '.join([*shown, *_smaller_options(plan, available)])}"
 
 
-def _smaller(plan: MemoryPlan, available: int) -> list[str]:
+def _smaller_options(plan: MemoryPlan, available: int) -> list[str]:
     """The rows and tokens that were asked for, in the first format that fits, and under a policy that does."""
     cache, found = plan.cache, []
     for name in ("bfloat16", "int8", "int4"):
-        total = _total_of(plan, replace(cache, dtype=name, keys=None, values=None))
+        total = _total_bytes(plan, replace(cache, dtype=name, key_dtype=None, value_dtype=None))
         if total is not None and total <= available < plan.total:
-            found.append(f"all of it as {name} ({_shown(total)})")
+            found.append(f"all of it as {name} ({_format_bytes(total)})")
             break
-    quarter = cache.capacity // 4
+    quarter = cache.max_seq_len // 4
     if cache.policy == "full" and quarter >= 64:
-        sinks = f"sinks({SINKS}, {quarter - SINKS})"
-        total = _total_of(plan, replace(cache, policy=sinks, blocks=None))
+        sinks = f"sinks({NUM_SINKS}, {quarter - NUM_SINKS})"
+        total = _total_bytes(plan, replace(cache, policy=sinks, num_blocks=None))
         if total is not None and total <= available:
-            found.append(f"all of it under {sinks} ({_shown(total)})")
+            found.append(f"all of it under {sinks} ({_format_bytes(total)})")
     return found
 
 
-def _total_of(plan: MemoryPlan, cache: CacheConfig) -> int | None:
+def _total_bytes(plan: MemoryPlan, cache: CacheConfig) -> int | None:
     """None for a cache that this model cannot have."""
     try:
-        return planned_total(plan, cache)
+        return total_bytes_with(plan, cache)
     except ConfigError:
         return None
 
 
-def fits(plan: MemoryPlan, memory: int) -> tuple[Fit, ...]:
+def find_fits(plan: MemoryPlan, memory: int) -> tuple[MemoryFit, ...]:
     """The largest rows x capacity whose whole plan (weights and work too) stays in ``memory``.
 
     One line for 1, 2, 4, ... rows with the longest capacity in whole blocks, up to the model's limit, and one for the
     most rows of the capacity that was planned.  Empty when not even a row of one block fits.
     """
-    limit = max(plan.config.limit, plan.cache.capacity)
+    limit = max(plan.config.max_seq_len, plan.cache.max_seq_len)
     unit = min(plan.cache.block_size, limit)
 
     def total(rows: int, capacity: int) -> int:
-        return planned_total(plan, replace(plan.cache, rows=rows, capacity=capacity, blocks=None))
+        return total_bytes_with(plan, replace(plan.cache, max_num_seqs=rows, max_seq_len=capacity, num_blocks=None))
 
     def longest(rows: int) -> int:
         if total(rows, limit) <= memory:
             return limit
-        return unit * largest(limit // unit, lambda units: total(rows, unit * units) <= memory)
+        return unit * binary_search_max(limit // unit, lambda units: total(rows, unit * units) <= memory)
 
     found: set[tuple[int, int]] = set()
     rows = 1
-    while rows <= MOST_ROWS and (capacity := longest(rows)):
+    while rows <= MAX_PLANNED_SEQS and (capacity := longest(rows)):
         found.add((rows, capacity))
         rows *= 2
-    most = largest(MOST_ROWS, lambda rows: total(rows, plan.cache.capacity) <= memory)
+    most = binary_search_max(MAX_PLANNED_SEQS, lambda rows: total(rows, plan.cache.max_seq_len) <= memory)
     if most:
-        found.add((most, plan.cache.capacity))
-    return tuple(Fit(rows, capacity, total(rows, capacity)) for rows, capacity in sorted(found))
+        found.add((most, plan.cache.max_seq_len))
+    return tuple(MemoryFit(rows, capacity, total(rows, capacity)) for rows, capacity in sorted(found))
 
 
-def planned_total(plan: MemoryPlan, cache: CacheConfig) -> int:
+def total_bytes_with(plan: MemoryPlan, cache: CacheConfig) -> int:
     """Of the same model with another cache, weights and work included.  ConfigError for a cache that cannot be."""
-    cache = replace(cache, on_full=cache.on_full if _goes_on(plan.config, cache) else "preempt")
-    same = plan.weights_dtype, plan.budget, plan.weights, plan.learned, plan.deterministic
+    cache = replace(cache, overflow=cache.overflow if _can_continue(plan.config, cache) else "preempt")
+    same = plan.weights_dtype, plan.max_num_batched_tokens, plan.weights, plan.summarizer_shape, plan.deterministic
     return _plan(plan.config, cache, *same).total
 
 
-def _goes_on(config: ModelConfig, cache: CacheConfig) -> bool:
+def _can_continue(config: ModelConfig, cache: CacheConfig) -> bool:
     """Whether rows of this capacity can go on as asked: too short, or as long as the model's limit, they end."""
     try:
-        settle(config, cache)
+        resolve_for_model(config, cache)
     except ConfigError:
         return False
     return True
 
 
-def largest(high: int, holds: Callable[[int], bool]) -> int:
+def binary_search_max(high: int, holds: Callable[[int], bool]) -> int:
     """The largest n in 1..high with ``holds(n)``, which is true up to a point and false after it; 0 for none."""
     low = 0
     while low < high:
@@ -426,37 +455,37 @@ def largest(high: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
-def step_bytes(plan: MemoryPlan, rows: int, context: int) -> int:
+def decode_step_bytes(plan: MemoryPlan, rows: int, context: int) -> int:
     """Bytes that a decode step of ``rows`` rows must read, each ``context`` tokens long: the decoder's weights once (of
     experts, as many as the rows can choose), every row's own keys, values and positions: what its policy or a
     window still keeps; of a source, all that the cache holds of one."""
     weights = plan.weights - lookup_bytes(plan.config, plan.weights_dtype) - _idle_bytes(plan, rows)
     cached = 0
     for each in plan.groups:
-        size, kept = each.bytes, _kept(plan, each.group, context)
-        seen = kept if each.group.chooses is None else min(kept, each.group.chooses.budget)
-        cached += seen * (size.per_token_payload + size.per_token_scales) + kept * size.per_token_columns
+        size, kept = each.bytes, _max_read_slots(plan, each.group, context)
+        seen = kept if each.group.sparse_read_policy is None else min(kept, each.group.sparse_read_policy.budget)
+        cached += seen * (size.per_token_payload + size.per_token_scales) + kept * size.per_token_metadata
     return weights + rows * cached
 
 
-def _kept(plan: MemoryPlan, group: Group, context: int) -> int:
+def _max_read_slots(plan: MemoryPlan, group: CacheGroup, context: int) -> int:
     """Slots that hold something that a row of ``context`` tokens still reads, at most."""
-    mixer, level = group.mixer, group.level
-    if mixer.cross:
-        return plan.cache.source_capacity
+    mixer, level = group.spec, group.lower_level
+    if mixer.is_cross_attention:
+        return plan.cache.max_source_len
     if mixer.window is not None:
-        return min(context, mixer.sinks + mixer.window)
-    if group.scored is not None:
-        return min(context, group.scored.budget + group.scored.every)
-    policy = group.levels if level is None else plan.groups[level.of].group.levels
+        return min(context, mixer.num_sinks + mixer.window)
+    if group.eviction_policy is not None:
+        return min(context, group.eviction_policy.budget + group.eviction_policy.interval)
+    policy = group.demotion_policy if level is None else plan.groups[level.token_group].group.demotion_policy
     if policy is None:
         return context
     if level is None:
-        return min(context, policy.sinks + policy.recent + policy.every)
-    older = max(0, context - policy.sinks - policy.recent)
+        return min(context, policy.num_sinks + policy.recent + policy.interval)
+    older = max(0, context - policy.num_sinks - policy.recent)
     if level.ratio > 1:
-        older = -(-max(0, older - max(0, policy.packed)) // level.ratio)
-    return min(older, level.most * group.block_size)
+        older = -(-max(0, older - max(0, policy.quantized)) // level.ratio)
+    return min(older, level.max_blocks * group.block_size)
 
 
 def _idle_bytes(plan: MemoryPlan, rows: int) -> int:
@@ -471,11 +500,13 @@ def _idle_bytes(plan: MemoryPlan, rows: int) -> int:
         if of_source or pieces[0] == "encoder" or pieces[-3:-1] in (["cross", "k"], ["cross", "v"]):
             numbers += math.prod(shape)
         elif "mlp" in pieces and len(pieces) > 2 and pieces[2].isdecimal():
-            mlp = decoder.layer(int(pieces[2])).mlp
-            if isinstance(mlp, Experts) and "router" not in pieces:
-                numbers += math.prod(shape) // mlp.count * max(0, mlp.count - rows * mlp.active)
+            mlp = decoder.layer_config(int(pieces[2])).mlp
+            if isinstance(mlp, MoEConfig) and "router" not in pieces:
+                numbers += (
+                    math.prod(shape) // mlp.num_experts * max(0, mlp.num_experts - rows * mlp.num_experts_per_token)
+                )
     return numbers * DTYPE_BYTES[plan.weights_dtype]
 
 
-def _shown(num_bytes: int) -> str:
+def _format_bytes(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -23,34 +23,34 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from kvad.cache.formats import find_format
-from kvad.config import MixerSpec
+from kvad.cache.formats import get_format
+from kvad.config import AttentionSpec
 from kvad.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "ALWAYS",
-    "MANY",
-    "Full",
-    "Hierarchy",
-    "Policy",
+    "ALL_QUERIES",
+    "UNBOUNDED",
+    "KeepAll",
+    "TieredPolicy",
+    "CachePolicy",
     "Quest",
-    "Scored",
-    "Seen",
+    "EvictionPolicy",
+    "EvictionContext",
     "Sinks",
-    "Spilled",
-    "Truncate",
+    "OffloadPolicy",
+    "BlockWindow",
     "Window",
-    "at_least",
+    "check_minimum",
 ]
 
-MANY = 1 << 40
-ALWAYS = 1 << 40  # Scored.watch: every query counts
+UNBOUNDED = 1 << 40
+ALL_QUERIES = 1 << 40  # Scored.watch: every query counts
 
 
-class Policy:
+class CachePolicy:
     """The base: keeps everything.  Subclasses are frozen dataclasses whose fields are their arguments.
 
     ``name``: what it is called (``named.py``); one of one's own goes by "package.module:Class".
@@ -58,26 +58,26 @@ class Policy:
 
     name: ClassVar[str] = ""
 
-    def narrow(self, mixer: MixerSpec, block_size: int) -> MixerSpec:
+    def restrict(self, mixer: AttentionSpec, block_size: int) -> AttentionSpec:
         """The layer with what its queries may still see.  A layer whose own window is narrower stays as it is."""
         return mixer
 
-    def at(self, layer: int) -> Policy:
+    def for_layer(self, layer: int) -> CachePolicy:
         """The policy of one layer."""
         return self
 
     @property
-    def scored(self) -> Scored | None:
+    def eviction(self) -> EvictionPolicy | None:
         """The policy that ranks what is held, where this is one."""
         return None
 
     @property
-    def levels(self) -> Hierarchy | Spilled | None:
+    def tiered(self) -> TieredPolicy | OffloadPolicy | None:
         """The policy that keeps older tokens in other forms, or elsewhere, where this is one."""
         return None
 
     @property
-    def chooses(self) -> Quest | None:
+    def sparse_read(self) -> Quest | None:
         """The policy under which a query reads some blocks only, where this is one."""
         return None
 
@@ -91,14 +91,14 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Full(Policy):
+class KeepAll(CachePolicy):
     """Everything stays."""
 
     name: ClassVar[str] = "full"
 
 
 @dataclass(frozen=True)
-class Window(Policy):
+class Window(CachePolicy):
     """The last ``size`` tokens stay, the newest included."""
 
     name: ClassVar[str] = "window"
@@ -106,44 +106,44 @@ class Window(Policy):
     size: int
 
     def __post_init__(self) -> None:
-        at_least(1, "window", "size", self.size)
+        check_minimum(1, "window", "size", self.size)
 
-    def narrow(self, mixer: MixerSpec, block_size: int) -> MixerSpec:
+    def restrict(self, mixer: AttentionSpec, block_size: int) -> AttentionSpec:
         return _narrowed(mixer, self.size)
 
 
 @dataclass(frozen=True)
-class Sinks(Policy):
+class Sinks(CachePolicy):
     """The first ``sinks`` tokens and the last ``window`` stay (Xiao et al. 2023, sec. 3.2)."""
 
     name: ClassVar[str] = "sinks"
 
-    sinks: int
+    num_sinks: int
     window: int
 
     def __post_init__(self) -> None:
-        at_least(1, "sinks", "sinks", self.sinks)
-        at_least(1, "sinks", "window", self.window)
+        check_minimum(1, "sinks", "sinks", self.num_sinks)
+        check_minimum(1, "sinks", "window", self.window)
 
-    def narrow(self, mixer: MixerSpec, block_size: int) -> MixerSpec:
-        return _narrowed(mixer, self.window, sinks=self.sinks)
+    def restrict(self, mixer: AttentionSpec, block_size: int) -> AttentionSpec:
+        return _narrowed(mixer, self.window, sinks=self.num_sinks)
 
 
 @dataclass(frozen=True)
-class Truncate(Policy):
+class BlockWindow(CachePolicy):
     """At most the last ``size`` tokens stay; the oldest ``block`` (0: the cache's block) leave together."""
 
     name: ClassVar[str] = "truncate"
 
     size: int
-    block: int = 0
+    block_size: int = 0
 
     def __post_init__(self) -> None:
-        at_least(1, "truncate", "size", self.size)
-        at_least(0, "truncate", "block", self.block)
+        check_minimum(1, "truncate", "size", self.size)
+        check_minimum(0, "truncate", "block", self.block_size)
 
-    def narrow(self, mixer: MixerSpec, block_size: int) -> MixerSpec:
-        grain = self.block or block_size
+    def restrict(self, mixer: AttentionSpec, block_size: int) -> AttentionSpec:
+        grain = self.block_size or block_size
         if grain > self.size:
             raise ConfigError(
                 f"cache.policy: {self}: a block of {grain} tokens leaves at once, so nothing would stay",
@@ -152,14 +152,14 @@ class Truncate(Policy):
         return _narrowed(mixer, self.size, grain=grain)
 
 
-def _narrowed(mixer: MixerSpec, window: int, *, sinks: int = 0, grain: int = 1) -> MixerSpec:
+def _narrowed(mixer: AttentionSpec, window: int, *, sinks: int = 0, grain: int = 1) -> AttentionSpec:
     if mixer.window is not None and mixer.window <= window:
         return mixer
-    outer = mixer.window if mixer.outer is None else mixer.outer
-    return mixer._replace(window=window, sinks=sinks, grain=grain, outer=outer if sinks else None)
+    outer = mixer.window if mixer.layer_window is None else mixer.layer_window
+    return mixer._replace(window=window, num_sinks=sinks, window_step=grain, layer_window=outer if sinks else None)
 
 
-class Seen(NamedTuple):
+class EvictionContext(NamedTuple):
     """What a policy may rank by: one row's held slots in one layer, oldest first, ``m`` of them.
 
     ``positions`` [K, m]; ``mass`` [K, m]: the attention that each got from the queries that count, summed over the
@@ -168,15 +168,15 @@ class Seen(NamedTuple):
     """
 
     positions: Tensor
-    mass: Tensor | None
+    attention_mass: Tensor | None
     keys: Callable[[], Tensor]
     values: Callable[[], Tensor]
-    now: int
+    length: int
     layer: int
 
 
 @dataclass(frozen=True)
-class Scored(Policy):
+class EvictionPolicy(CachePolicy):
     """A policy that ranks: ``budget`` tokens stay at each cut, the last ``recent`` and the first ``sinks`` among them.
 
     ``every``: a cut is made when the length reaches a multiple of it.  Subclasses say ``rank`` (on the device, which
@@ -185,53 +185,53 @@ class Scored(Policy):
     """
 
     budget: int
-    every: int = 64
+    interval: int = 64
     recent: int = 1
-    sinks: int = 0
+    num_sinks: int = 0
 
     def __post_init__(self) -> None:
         name = str(self).partition("(")[0]
-        for field, least in (("budget", 1), ("every", 1), ("recent", 0), ("sinks", 0)):
-            at_least(least, name, field, getattr(self, field))
-        if self.sinks + self.recent > self.budget:
+        for field, least in (("budget", 1), ("interval", 1), ("recent", 0), ("num_sinks", 0)):
+            check_minimum(least, name, field, getattr(self, field))
+        if self.num_sinks + self.recent > self.budget:
             raise ConfigError(
-                f"cache.policy: {self}: {self.sinks} sinks and {self.recent} recent tokens exceed the budget",
-                f"give a budget of at least {self.sinks + self.recent}",
+                f"cache.policy: {self}: {self.num_sinks} sinks and {self.recent} recent tokens exceed the budget",
+                f"give a budget of at least {self.num_sinks + self.recent}",
             )
-        if self.watch not in (0, ALWAYS) and self.watch > self.every:
+        if self.observed_queries not in (0, ALL_QUERIES) and self.observed_queries > self.interval:
             raise ConfigError(
-                f"cache.policy: {self}: it looks at the last {self.watch} queries, and cuts every {self.every}",
-                f"take every={self.watch} or more",
+                f"cache.policy: {self}: it looks at the last {self.observed_queries} queries, and cuts every {self.interval}",
+                f"take every={self.observed_queries} or more",
             )
 
     @property
-    def scored(self) -> Scored | None:
+    def eviction(self) -> EvictionPolicy | None:
         return self
 
     @property
-    def watch(self) -> int:
+    def observed_queries(self) -> int:
         return 0
 
     @property
-    def alone(self) -> bool:
+    def per_head_independent(self) -> bool:
         """Whether a head's ranks follow from that head's columns, whatever its number and the other heads."""
         return False
 
-    def cut_after(self, length: int) -> int:
+    def next_trigger_length(self, length: int) -> int:
         """The first length above ``length`` at which the row is cut."""
-        return (max(length, self.budget) // self.every + 1) * self.every
+        return (max(length, self.budget) // self.interval + 1) * self.interval
 
-    def cuts(self, length: int) -> bool:
+    def evicts_at(self, length: int) -> bool:
         """Whether a row of this length is cut."""
-        return length > self.budget and length % self.every == 0
+        return length > self.budget and length % self.interval == 0
 
-    def rank(self, seen: Seen) -> Tensor:
+    def score(self, seen: EvictionContext) -> Tensor:
         """[K, m]: the higher, the longer it stays; of equals the older one stays."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Hierarchy(Policy):
+class TieredPolicy(CachePolicy):
     """The first ``sinks`` and the last ``recent`` tokens as they are; older ones packed, at most ``packed`` (-1: all);
     what is older still as at most ``summaries`` tokens that stand for ``ratio`` each; then gone.
 
@@ -243,36 +243,36 @@ class Hierarchy(Policy):
     name: ClassVar[str] = "hierarchy"
 
     recent: int
-    packed: int = -1
-    keys: str = "int8"
-    values: str = "int8"
+    quantized: int = -1
+    key_format: str = "int8"
+    value_format: str = "int8"
     summaries: int = 0
     ratio: int = 8
-    every: int = 128
-    sinks: int = 0
+    interval: int = 128
+    num_sinks: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("recent", 1), ("packed", -1), ("summaries", 0), ("ratio", 2), ("every", 1), ("sinks", 0)):
-            at_least(least, "hierarchy", name, getattr(self, name))
-        for name in ("keys", "values"):
-            find_format(getattr(self, name), f"cache.policy: hierarchy: {name}")
-        if self.packed == -1 and self.summaries:
+        for name, least in (("recent", 1), ("quantized", -1), ("summaries", 0), ("ratio", 2), ("interval", 1), ("num_sinks", 0)):
+            check_minimum(least, "hierarchy", name, getattr(self, name))
+        for name in ("key_format", "value_format"):
+            get_format(getattr(self, name), f"cache.policy: hierarchy: {name}")
+        if self.quantized == -1 and self.summaries:
             raise ConfigError(
                 f"cache.policy: {self}: all older tokens stay packed, so none is ever summarised",
                 "say how many stay packed: packed=1024",
             )
 
     @property
-    def levels(self) -> Hierarchy | None:
+    def tiered(self) -> TieredPolicy | None:
         return self
 
-    def cut_after(self, length: int) -> int:
+    def next_trigger_length(self, length: int) -> int:
         """The first length above ``length`` at which the row descends."""
-        return (length // self.every + 1) * self.every
+        return (length // self.interval + 1) * self.interval
 
 
 @dataclass(frozen=True)
-class Spilled(Policy):
+class OffloadPolicy(CachePolicy):
     """Everything stays: the last ``recent`` tokens, and up to ``every`` more, in the pool; up to ``older`` before them
     (-1: all) in host memory and on disk (``spill.py``), as they are.
 
@@ -281,31 +281,31 @@ class Spilled(Policy):
     """
 
     name: ClassVar[str] = "spilled"
-    sinks: ClassVar[int] = 0
-    packed: ClassVar[int] = -1  # as Hierarchy has it: nothing is ever gone
+    num_sinks: ClassVar[int] = 0
+    quantized: ClassVar[int] = -1  # as Hierarchy has it: nothing is ever gone
     summaries: ClassVar[int] = 0
 
     recent: int
-    older: int = -1
-    every: int = 64
+    max_offloaded: int = -1
+    interval: int = 64
 
     def __post_init__(self) -> None:
-        for name, least in (("recent", 1), ("older", -1), ("every", 1)):
-            at_least(least, "spilled", name, getattr(self, name))
-        if self.older == 0:
+        for name, least in (("recent", 1), ("max_offloaded", -1), ("interval", 1)):
+            check_minimum(least, "spilled", name, getattr(self, name))
+        if self.max_offloaded == 0:
             raise ConfigError(f"cache.policy: {self}: no room for older tokens", "leave older out: all of them")
 
     @property
-    def levels(self) -> Spilled | None:
+    def tiered(self) -> OffloadPolicy | None:
         return self
 
-    def cut_after(self, length: int) -> int:
+    def next_trigger_length(self, length: int) -> int:
         """The first length above ``length`` at which the row descends."""
-        return (length // self.every + 1) * self.every
+        return (length // self.interval + 1) * self.interval
 
 
 @dataclass(frozen=True)
-class Quest(Policy):
+class Quest(CachePolicy):
     """Everything stays; a query reads its own block and those whose keys may match it best, ``budget`` tokens in whole
     blocks (Tang et al. 2024, sec. 3)."""
 
@@ -314,13 +314,13 @@ class Quest(Policy):
     budget: int
 
     def __post_init__(self) -> None:
-        at_least(1, "quest", "budget", self.budget)
+        check_minimum(1, "quest", "budget", self.budget)
 
     @property
-    def chooses(self) -> Quest | None:
+    def sparse_read(self) -> Quest | None:
         return self
 
 
-def at_least(least: int, policy: str, name: str, value: object) -> None:
+def check_minimum(least: int, policy: str, name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"cache.policy: {policy}: {name} must be a whole number of at least {least}, found {value!r}")

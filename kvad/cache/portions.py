@@ -19,16 +19,24 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvad.cache.mesh import Mesh, check_cache, check_mesh, kv_share, layer_share, query_share, share
+from kvad.cache.mesh import (
+    Mesh,
+    check_cache_fits_mesh,
+    check_model_fits_mesh,
+    even_share,
+    kv_head_range,
+    layer_range,
+    query_head_range,
+)
 from kvad.cache.planning import MemoryPlan
-from kvad.cache.sharding import cut_groups
+from kvad.cache.sharding import shard_groups
 from kvad.cache.sizing import DTYPE_BYTES, GroupBytes, group_bytes
 from kvad.cache.weights import weight_shapes
-from kvad.config import Attention, Experts, ModelConfig, Stack, head_dim
+from kvad.config import AttentionConfig, ModelConfig, MoEConfig, StackConfig, head_dim
 
-__all__ = ["Cut", "RankPlan", "plan_ranks", "weight_cuts"]
+__all__ = ["ShardSlice", "RankPlan", "plan_ranks", "weight_shards"]
 
-Cut = tuple[range, ...]  # of each dimension of a tensor
+ShardSlice = tuple[range, ...]  # of each dimension of a tensor
 
 
 @dataclass(frozen=True)
@@ -49,8 +57,8 @@ class RankPlan:
         return sum(group.scales for group in self.groups)
 
     @property
-    def columns(self) -> int:
-        return sum(group.columns for group in self.groups)
+    def metadata(self) -> int:
+        return sum(group.metadata for group in self.groups)
 
     @property
     def pool(self) -> int:
@@ -64,52 +72,54 @@ class RankPlan:
 
 def plan_ranks(plan: MemoryPlan, mesh: Mesh) -> tuple[RankPlan, ...]:
     """Of every rank, in order; an encoder has weights alone.  ConfigError where the mesh does not fit."""
-    check_mesh(plan.config, mesh)
+    check_model_fits_mesh(plan.config, mesh)
     groups = tuple(each.group for each in plan.groups)
-    check_cache(groups, mesh)
-    layers = plan.config.stack.layers
+    check_cache_fits_mesh(groups, mesh)
+    layers = plan.config.stack.num_layers
     made = []
-    for each in mesh.every():
-        numbers = sum(math.prod(map(len, cut)) for cut in weight_cuts(plan.config, each).values())
-        pools = tuple(group_bytes(group) for group in cut_groups(groups, layers, each))
-        made.append(RankPlan(each, layer_share(layers, each), numbers * DTYPE_BYTES[plan.weights_dtype], pools))
+    for each in mesh.all_ranks():
+        numbers = sum(math.prod(map(len, cut)) for cut in weight_shards(plan.config, each).values())
+        pools = tuple(group_bytes(group) for group in shard_groups(groups, layers, each))
+        made.append(RankPlan(each, layer_range(layers, each), numbers * DTYPE_BYTES[plan.weights_dtype], pools))
     return tuple(made)
 
 
-def weight_cuts(config: ModelConfig, mesh: Mesh) -> dict[str, Cut]:
+def weight_shards(config: ModelConfig, mesh: Mesh) -> dict[str, ShardSlice]:
     """By name: which numbers of each weight this rank has; names that it has nothing of are left out."""
-    cuts = {name: _cut(name.split("."), shape, config, mesh) for name, shape in weight_shapes(config).items()}
+    cuts = {name: _tensor_slice(name.split("."), shape, config, mesh) for name, shape in weight_shapes(config).items()}
     return {name: cut for name, cut in cuts.items() if cut is not None}
 
 
-def _cut(pieces: list[str], shape: tuple[int, ...], config: ModelConfig, mesh: Mesh) -> Cut | None:
+def _tensor_slice(pieces: list[str], shape: tuple[int, ...], config: ModelConfig, mesh: Mesh) -> ShardSlice | None:
     whole = tuple(map(range, shape))
     side, of = pieces[0], pieces[1]
-    stack: Stack | None = {"encoder": config.encoder, "decoder": config.decoder}.get(side)
+    stack: StackConfig | None = {"encoder": config.encoder, "decoder": config.decoder}.get(side)
     if stack is None or of == "positions":
         return whole
     if of == "norm":
-        return whole if mesh.last else None
+        return whole if mesh.is_last_stage else None
     if of == "relative":
-        return whole[0], query_share(stack.kinds[pieces[2]].mixer.heads, mesh)
+        return whole[0], query_head_range(stack.layer_types[pieces[2]].attention.num_heads, mesh)
     index, part = int(pieces[2]), pieces[3]
-    if index not in layer_share(stack.layers, mesh):
+    if index not in layer_range(stack.num_layers, mesh):
         return None
-    layer = stack.layer(index)
-    if part in ("mixer", "cross"):
-        mixer = layer.mixer if part == "mixer" else layer.cross
+    layer = stack.layer_config(index)
+    if part in ("attention", "cross"):
+        mixer = layer.attention if part == "attention" else layer.cross_attention
         assert mixer is not None
-        return _cut_mixer(pieces[4:], whole, config, mixer, mesh)
+        return _attention_slice(pieces[4:], whole, config, mixer, mesh)
     if part == "mlp":
-        name = pieces[4] if isinstance(layer.mlp, Experts) else f"{pieces[4]}_{pieces[5]}"
-        return _cut_mlp(name, whole, isinstance(layer.mlp, Experts), mesh)
+        name = pieces[4] if isinstance(layer.mlp, MoEConfig) else f"{pieces[4]}_{pieces[5]}"
+        return _mlp_slice(name, whole, isinstance(layer.mlp, MoEConfig), mesh)
     return whole
 
 
-def _cut_mixer(names: list[str], whole: Cut, config: ModelConfig, mixer: Attention, mesh: Mesh) -> Cut | None:
+def _attention_slice(
+    names: list[str], whole: ShardSlice, config: ModelConfig, mixer: AttentionConfig, mesh: Mesh
+) -> ShardSlice | None:
     dim, name = head_dim(config, mixer), names[0]
     value_dim = mixer.value_dim or dim
-    queries, keys = query_share(mixer.heads, mesh), kv_share(mixer.kv_heads or mixer.heads, mesh)
+    queries, keys = query_head_range(mixer.num_heads, mesh), kv_head_range(mixer.num_kv_heads or mixer.num_heads, mesh)
     if name == "sink_logits":
         return (queries,)
     if name == "relative":
@@ -125,7 +135,7 @@ def _cut_mixer(names: list[str], whole: Cut, config: ModelConfig, mixer: Attenti
     if name in ("q", "k", "v"):
         heads = queries if name == "q" else keys
         return _times(heads, value_dim if name == "v" else dim), *whole[1:]
-    assert mesh.tensor == 1, "check_mesh refuses what it does not know"
+    assert mesh.tensor_parallel == 1, "check_mesh refuses what it does not know"
     return whole
 
 
@@ -133,11 +143,11 @@ def _times(heads: range, dim: int) -> range:
     return range(heads.start * dim, heads.stop * dim)
 
 
-def _cut_mlp(name: str, whole: Cut, experts: bool, mesh: Mesh) -> Cut | None:
+def _mlp_slice(name: str, whole: ShardSlice, experts: bool, mesh: Mesh) -> ShardSlice | None:
     """``whole`` of experts has their number in front."""
 
-    def part(axis: int) -> Cut:
-        mine = share(len(whole[axis]), mesh.tensor, mesh.tensor_rank)
+    def part(axis: int) -> ShardSlice:
+        mine = even_share(len(whole[axis]), mesh.tensor_parallel, mesh.tensor_rank)
         return *whole[:axis], mine, *whole[axis + 1 :]
 
     if name == "router":

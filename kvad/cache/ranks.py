@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from kvad.cache.policy import ALWAYS, Scored, Seen, at_least
+from kvad.cache.policy import ALL_QUERIES, EvictionContext, EvictionPolicy, check_minimum
 from kvad.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ __all__ = ["TOVA", "HeavyHitters", "KeyNorm", "Random", "SnapKV"]
 
 
 @dataclass(frozen=True)
-class HeavyHitters(Scored):
+class HeavyHitters(EvictionPolicy):
     """H2O (Zhang et al. 2023, sec. 4): the attention that a token got, summed over all queries so far, and half of the
     budget for the latest tokens.  ``average`` 1: divided by how many queries could see it."""
 
@@ -33,20 +33,20 @@ class HeavyHitters(Scored):
         super().__post_init__()
 
     @property
-    def watch(self) -> int:
-        return ALWAYS
+    def observed_queries(self) -> int:
+        return ALL_QUERIES
 
     @property
-    def alone(self) -> bool:
+    def per_head_independent(self) -> bool:
         return True
 
-    def rank(self, seen: Seen) -> Tensor:
-        assert seen.mass is not None
-        return seen.mass / (seen.now - seen.positions) if self.average else seen.mass
+    def score(self, seen: EvictionContext) -> Tensor:
+        assert seen.attention_mass is not None
+        return seen.attention_mass / (seen.length - seen.positions) if self.average else seen.attention_mass
 
 
 @dataclass(frozen=True)
-class SnapKV(Scored):
+class SnapKV(EvictionPolicy):
     """SnapKV (Li et al. 2024, sec. 4): the attention of the last ``window`` queries, averaged over ``kernel``
     neighbours, so that a needle keeps what stands around it; the window itself stays."""
 
@@ -57,8 +57,8 @@ class SnapKV(Scored):
     kernel: int = 5
 
     def __post_init__(self) -> None:
-        at_least(1, "snapkv", "window", self.window)
-        at_least(1, "snapkv", "kernel", self.kernel)
+        check_minimum(1, "snapkv", "window", self.window)
+        check_minimum(1, "snapkv", "kernel", self.kernel)
         if self.kernel % 2 == 0:
             raise ConfigError(f"cache.policy: snapkv: kernel must be odd, found {self.kernel}")
         if self.recent == -1:
@@ -66,62 +66,62 @@ class SnapKV(Scored):
         super().__post_init__()
 
     @property
-    def watch(self) -> int:
+    def observed_queries(self) -> int:
         return self.window
 
     @property
-    def alone(self) -> bool:
+    def per_head_independent(self) -> bool:
         return True
 
-    def rank(self, seen: Seen) -> Tensor:
+    def score(self, seen: EvictionContext) -> Tensor:
         from torch.nn.functional import avg_pool1d
 
-        assert seen.mass is not None
-        past = seen.mass[:, : max(0, seen.mass.shape[1] - self.recent)]
+        assert seen.attention_mass is not None
+        past = seen.attention_mass[:, : max(0, seen.attention_mass.shape[1] - self.recent)]
         pooled = avg_pool1d(past, self.kernel, stride=1, padding=self.kernel // 2) if past.numel() else past
-        ranks = seen.mass.clone()  # the latest stay anyway
+        ranks = seen.attention_mass.clone()  # the latest stay anyway
         ranks[:, : past.shape[1]] = pooled
         return ranks
 
 
 @dataclass(frozen=True)
-class TOVA(Scored):
+class TOVA(EvictionPolicy):
     """TOVA (Oren et al. 2024, sec. 4): the last query's attention, averaged over all heads of the layer."""
 
     name: ClassVar[str] = "tova"
 
     @property
-    def watch(self) -> int:
+    def observed_queries(self) -> int:
         return 1
 
-    def rank(self, seen: Seen) -> Tensor:
-        assert seen.mass is not None
-        return seen.mass.sum(0, keepdim=True).expand_as(seen.mass)
+    def score(self, seen: EvictionContext) -> Tensor:
+        assert seen.attention_mass is not None
+        return seen.attention_mass.sum(0, keepdim=True).expand_as(seen.attention_mass)
 
 
 @dataclass(frozen=True)
-class KeyNorm(Scored):
+class KeyNorm(EvictionPolicy):
     """Short keys stay: they are those that get attention (Devoto et al. 2024, sec. 3)."""
 
     name: ClassVar[str] = "norm"
 
     @property
-    def alone(self) -> bool:
+    def per_head_independent(self) -> bool:
         return True
 
-    def rank(self, seen: Seen) -> Tensor:
+    def score(self, seen: EvictionContext) -> Tensor:
         return seen.keys().pow(2).sum(dim=-1).neg()  # of equal order as the norm
 
 
 @dataclass(frozen=True)
-class Random(Scored):
+class Random(EvictionPolicy):
     """Any tokens: what a policy has to beat.  Which ones is a function of seed, layer, head and position."""
 
     name: ClassVar[str] = "random"
 
     seed: int = 0
 
-    def rank(self, seen: Seen) -> Tensor:
+    def score(self, seen: EvictionContext) -> Tensor:
         heads = range(seen.positions.shape[0])
         salt = [(self.seed * 1_000_003 + seen.layer * 8_191 + head + 1) * 40_503 % 65_521 for head in heads]
         mixed = seen.positions.long() * 48_271 + seen.positions.new_tensor(salt).long().unsqueeze(1)

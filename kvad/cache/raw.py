@@ -10,20 +10,20 @@ from torch import Tensor
 
 from kvad.cache.entry import Section
 
-__all__ = ["bytes_of", "section_of", "tensor_of"]
+__all__ = ["as_bytes", "tensor_to_section", "section_to_tensor"]
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def as_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the host, writable as the tensor is."""
     assert tensor.is_contiguous(), "a section is contiguous"
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else memoryview(bytearray())
 
 
-def section_of(name: str, tensor: Tensor) -> Section:
-    return Section(name, f"{tensor.dtype}".removeprefix("torch."), tuple(tensor.shape), bytes_of(tensor))
+def tensor_to_section(name: str, tensor: Tensor) -> Section:
+    return Section(name, f"{tensor.dtype}".removeprefix("torch."), tuple(tensor.shape), as_bytes(tensor))
 
 
-def tensor_of(section: Section) -> Tensor:
+def section_to_tensor(section: Section) -> Tensor:
     """The inverse of :func:`section_of`; the tensor lies in the section's own memory."""
     dtype: torch.dtype = getattr(torch, section.dtype)
     if 0 in section.shape:

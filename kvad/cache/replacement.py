@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
-__all__ = ["REPLACEMENTS", "Arc", "Lru", "Replacement"]
+__all__ = ["EVICTION_ORDERS", "ARCOrder", "LRUOrder", "EvictionOrder"]
 
 
-class Lru:
+class LRUOrder:
     """The order of a shelf of ``limit`` bytes; ``sizes``: what is there."""
 
     def __init__(self, limit: int) -> None:
@@ -27,10 +27,10 @@ class Lru:
         self.sizes[key] = size
         self.sizes.move_to_end(key)
 
-    def use(self, key: str) -> None:
+    def touch(self, key: str) -> None:
         self.sizes.move_to_end(key)
 
-    def gone(self, key: str) -> None:
+    def remove(self, key: str) -> None:
         """It was taken away, not evicted."""
         del self.sizes[key]
 
@@ -57,7 +57,7 @@ class _Queue(OrderedDict[str, int]):
         return size
 
 
-class Arc(Lru):
+class ARCOrder(LRUOrder):
     def __init__(self, limit: int) -> None:
         super().__init__(limit)
         self.once, self.often, self.left_once, self.left_often = (_Queue() for _ in range(4))
@@ -79,13 +79,13 @@ class Arc(Lru):
             self.once.put(key, size)
         self._forget()
 
-    def use(self, key: str) -> None:
-        super().use(key)
+    def touch(self, key: str) -> None:
+        super().touch(key)
         self.often.put(key, self._out(key))
         self.often.move_to_end(key)
 
-    def gone(self, key: str) -> None:
-        super().gone(key)
+    def remove(self, key: str) -> None:
+        super().remove(key)
         self._out(key)
 
     def evict(self, key: str) -> None:
@@ -111,5 +111,5 @@ class Arc(Lru):
             self.left_often.drop(next(iter(self.left_often)))
 
 
-Replacement = Lru
-REPLACEMENTS: Mapping[str, type[Lru]] = {"lru": Lru, "arc": Arc}
+EvictionOrder = LRUOrder
+EVICTION_ORDERS: Mapping[str, type[LRUOrder]] = {"lru": LRUOrder, "arc": ARCOrder}

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvad.cache.blocks import Prefix
-from kvad.cache.sources import Source
+from kvad.cache.blocks import PrefixNode
+from kvad.cache.sources import EncoderSequence
 
-__all__ = ["NEVER", "Below", "Hold", "Known", "Parked", "Seat", "in_ring", "place_of"]
+__all__ = [
+    "NEVER",
+    "LevelBlocks",
+    "GroupBlocks",
+    "PublishedPrefix",
+    "SwappedSequence",
+    "SequenceBlocks",
+    "ring_offset",
+    "block_index",
+]
 
 NEVER = 1 << 62
 
 
-class Hold:
+class GroupBlocks:
     """One row's blocks in one group."""
 
-    __slots__ = ("base", "blocks", "cut", "dropped", "gap")
+    __slots__ = ("slot_offset", "blocks", "last_eviction_length", "num_evicted_tokens", "num_skipped_blocks")
 
     def __init__(self) -> None:
         self.blocks: list[int] = []
@@ -23,46 +32,46 @@ class Hold:
 
     def clear(self) -> None:
         self.blocks = []
-        self.gap = 0  # logical blocks that are held no more
-        self.dropped = 0  # tokens that cuts have dropped
-        self.cut = 0  # the length of the last cut
-        self.base = 0  # position + base = slot, within the block that is being written
+        self.num_skipped_blocks = 0  # logical blocks that are held no more
+        self.num_evicted_tokens = 0  # tokens that cuts have dropped
+        self.last_eviction_length = 0  # the length of the last cut
+        self.slot_offset = 0  # position + base = slot, within the block that is being written
 
 
-class Below:
+class LevelBlocks:
     """One row's blocks in a group that its tokens descend to; ``used``: slots that are filled, of the blocks held."""
 
-    __slots__ = ("blocks", "used")
+    __slots__ = ("blocks", "num_used_slots")
 
     def __init__(self) -> None:
         self.blocks: list[int] = []
-        self.used = 0
+        self.num_used_slots = 0
 
 
-class Known(NamedTuple):
+class PublishedPrefix(NamedTuple):
     """What a row had published, and the tokens behind it; of no use when ``epoch`` has passed (``drop_prefixes``)."""
 
-    root: Prefix
-    tip: Prefix | None
-    tail: tuple[int, ...]
+    root: PrefixNode
+    last_block: PrefixNode | None
+    tail_tokens: tuple[int, ...]
     epoch: int
 
 
-class Parked(NamedTuple):
+class SwappedSequence(NamedTuple):
     """A row that gave its blocks back and will have them again: ``key`` names what the device copied out.  Per group
     that takes tokens: (blocks, gap, dropped, cut); per level below: (blocks, used).  ``known`` None: it will publish
     nothing; ``floor``: as of :class:`Seat`; ``source``: that of cross-attention was copied, too."""
 
     key: int
     length: int
-    holds: tuple[tuple[int, int, int, int], ...]
-    below: tuple[tuple[int, int], ...]
-    known: Known | None = None
-    floor: int = 0
-    source: bool = False
+    groups: tuple[tuple[int, int, int, int], ...]
+    lower_levels: tuple[tuple[int, int], ...]
+    published: PublishedPrefix | None = None
+    min_truncate_length: int = 0
+    has_encoder_blocks: bool = False
 
 
-class Seat:
+class SequenceBlocks:
     """One row.  ``length``: committed tokens.  ``tip``, ``tail``: the last full block's Prefix and the tokens after
     it (tip None: this row publishes nothing).  ``reach``: the end of the furthest write, committed or not.  One token
     at a position in ``since .. fast - 1`` is written at ``position + base`` in every group, with nothing else to do.
@@ -70,52 +79,52 @@ class Seat:
     ``floor``: blocks have holes that only queries from there on do not look into (a row from elsewhere)."""
 
     __slots__ = (
-        "again",
-        "below",
-        "fast",
-        "floor",
-        "holds",
+        "republish",
+        "lower_levels",
+        "fast_path_end",
+        "min_truncate_length",
+        "groups",
         "length",
-        "reach",
+        "num_written",
         "root",
-        "since",
-        "source",
-        "tail",
-        "tip",
+        "fast_path_start",
+        "encoder_sequence",
+        "tail_tokens",
+        "last_block",
     )
 
-    def __init__(self, num_groups: int, num_levels: int, root: Prefix | None) -> None:
-        self.source: Source | None = None
-        self.holds = tuple(Hold() for _ in range(num_groups))
-        self.below = tuple(Below() for _ in range(num_levels))
+    def __init__(self, num_groups: int, num_levels: int, root: PrefixNode | None) -> None:
+        self.encoder_sequence: EncoderSequence | None = None
+        self.groups = tuple(GroupBlocks() for _ in range(num_groups))
+        self.lower_levels = tuple(LevelBlocks() for _ in range(num_levels))
         self.root = root
-        self.restart()
+        self.reset()
 
     @property
-    def every(self) -> tuple[Hold | Below, ...]:
+    def all_groups(self) -> tuple[GroupBlocks | LevelBlocks, ...]:
         """In the order of groups."""
-        return *self.holds, *self.below
+        return *self.groups, *self.lower_levels
 
-    def restart(self) -> None:
-        self.length = self.reach = self.fast = self.floor = 0
-        self.since = NEVER
-        self.again = False
-        self.tip = self.root
-        self.tail: list[int] = []
-        for hold in self.holds:
+    def reset(self) -> None:
+        self.length = self.num_written = self.fast_path_end = self.min_truncate_length = 0
+        self.fast_path_start = NEVER
+        self.republish = False
+        self.last_block = self.root
+        self.tail_tokens: list[int] = []
+        for hold in self.groups:
             hold.clear()
-        for below in self.below:
-            below.blocks, below.used = [], 0
+        for below in self.lower_levels:
+            below.blocks, below.num_used_slots = [], 0
 
 
-def place_of(logical: int, sinks: int, gap: int) -> int | None:
+def block_index(logical: int, sinks: int, gap: int) -> int | None:
     """Where a logical block stands among those of its row; None where it is held no more."""
     if logical < sinks:
         return logical
     return None if logical < sinks + gap else logical - gap
 
 
-def in_ring(block: int, size: int, sinks: int, at: int) -> tuple[int, int]:
+def ring_offset(block: int, size: int, sinks: int, at: int) -> tuple[int, int]:
     """(base, stop): positions from ``at`` to ``stop`` lie at ``base + position`` of a row of one block.
 
     size 8, 2 sinks: 0 1 | 2 3 4 5 6 7, then 8..13 where 2..7 were

@@ -19,38 +19,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvad.cache.disk import DISK, Disk
-from kvad.cache.entry import Entry, Section, open_entry, write_entry
-from kvad.cache.identity import Identity
-from kvad.cache.memory import Memory
-from kvad.cache.raw import bytes_of, section_of
-from kvad.cache.sessions import KIND
-from kvad.cache.standing import Marks
-from kvad.cache.state import Part, State, fit, shapes
-from kvad.errors import EntryError
+from kvad.cache.disk import REAL_FILE_SYSTEM, FileSystem
+from kvad.cache.entry import ContainerFile, Section, open_container, write_container
+from kvad.cache.identity import CacheFingerprint
+from kvad.cache.memory import KVCache
+from kvad.cache.raw import as_bytes, tensor_to_section
+from kvad.cache.sessions import CONTAINER_KIND
+from kvad.cache.standing import HeldRange
+from kvad.cache.state import GroupState, SequenceState, fit_state, state_shapes
+from kvad.errors import StorageError
 from kvad.step import Rotary
 
-__all__ = ["Loaded", "load_state", "save_state"]
+__all__ = ["LoadedSession", "load_session", "save_session"]
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedSession:
     """A session as it was read.  ``history``: all of its tokens; ``said``: the writer's own facts."""
 
-    state: State
+    state: SequenceState
     history: tuple[int, ...]
-    said: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     nbytes: int
 
 
-def save_state(
-    path: Path, state: State, identity: Identity, history: Sequence[int], said: Mapping[str, Any], disk: Disk = DISK
+def save_session(
+    path: Path,
+    state: SequenceState,
+    identity: CacheFingerprint,
+    history: Sequence[int],
+    said: Mapping[str, Any],
+    disk: FileSystem = REAL_FILE_SYSTEM,
 ) -> int:
     """Write ``path``, whole and durable, or leave what was there; returns its bytes.  OSError as the disk says it."""
     sections = [_section("tokens", torch.tensor(state.tokens)), _section("history", torch.tensor(list(history)))]
-    if state.source is not None:
-        sections.append(_section("source", torch.tensor(state.source)))
-    for number, part in enumerate(state.parts):
+    if state.encoder_tokens is not None:
+        sections.append(_section("source", torch.tensor(state.encoder_tokens)))
+    for number, part in enumerate(state.groups):
         sections += [_section(f"{number}.{name}", array) for name, array in part.arrays.items()]
     sections += [_section(f"rotary.{layer}", rotary.inv_freq) for layer, rotary in state.rotaries.items()]
     facts = {
@@ -58,48 +63,59 @@ def save_state(
         "history": len(history),
         "regime": state.regime,
         "salt": state.salt,
-        "groups": [{"about": dict(each.about), "marks": list(each.marks), "used": each.used} for each in state.parts],
+        "groups": [
+            {"about": dict(each.signature), "marks": list(each.held_range), "used": each.num_used_slots}
+            for each in state.groups
+        ],
         "rotaries": [[layer, each.interleaved, each.factor] for layer, each in state.rotaries.items()],
         "said": dict(said),
     }
-    return write_entry(path, KIND, identity.parts, facts, sections, durable=True, disk=disk)
+    return write_container(path, CONTAINER_KIND, identity.parts, facts, sections, durable=True, disk=disk)
 
 
-def load_state(
-    path: Path, identity: Callable[[str, str], Identity], memory: Memory, home: object, disk: Disk = DISK
-) -> Loaded:
+def load_session(
+    path: Path,
+    identity: Callable[[str, str], CacheFingerprint],
+    memory: KVCache,
+    home: object,
+    disk: FileSystem = REAL_FILE_SYSTEM,
+) -> LoadedSession:
     """Read ``path``, all of it, for the engine ``home`` with this memory; ``identity``: its own, of (regime, salt).
 
     EntryError: it is missing, damaged, no session, or of another model, tokenizer, template, policy, ...: it says
     which.  OSError as the disk says it.
     """
-    with open_entry(path, disk) as entry:
+    with open_container(path, disk) as entry:
         header = entry.header
-        if header.kind != KIND:
-            raise EntryError(f"{path}: it is a {header.kind}, no session", "it is left as it is", why="alien")
+        if header.kind != CONTAINER_KIND:
+            raise StorageError(f"{path}: it is a {header.kind}, no session", "it is left as it is", reason="alien")
         try:
-            regime, salt = str(header.facts["regime"]), str(header.facts["salt"])
-            different = list(identity(regime, salt).differs(header.identity))
+            regime, salt = str(header.metadata["regime"]), str(header.metadata["salt"])
+            different = list(identity(regime, salt).differences(header.fingerprint))
             if different:
-                raise _other(path, "; ".join(different), header.facts.get("said", {}).get("model"))
+                raise _other(path, "; ".join(different), header.metadata.get("said", {}).get("model"))
             return _read(entry, memory, regime, salt, home)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise EntryError(
-                f"{path}: no session of this version ({error!r})", "it is left as it is", why="alien"
+            raise StorageError(
+                f"{path}: no session of this version ({error!r})", "it is left as it is", reason="alien"
             ) from None
 
 
-def _read(entry: Entry, memory: Memory, regime: str, salt: str, home: object) -> Loaded:
-    facts, sections = entry.header.facts, entry.header.sections
+def _read(entry: ContainerFile, memory: KVCache, regime: str, salt: str, home: object) -> LoadedSession:
+    facts, sections = entry.header.metadata, entry.header.sections
     described, parts = facts["groups"], []
     for number, each in enumerate(described):
         names = [name for name in sections if name.startswith(f"{number}.")]
-        marks, used = Marks(*map(_count, each["marks"])), _count(each["used"])
-        parts.append(Part(each["about"], marks, used, {name.partition(".")[2]: _shaped(entry, name) for name in names}))
+        marks, used = HeldRange(*map(_count, each["marks"])), _count(each["used"])
+        parts.append(
+            GroupState(each["about"], marks, used, {name.partition(".")[2]: _shaped(entry, name) for name in names})
+        )
     source = None if "source" not in sections else sections["source"].shape[0]
     _check(
         entry.path,
-        State((0,) * _count(facts["length"]), (0,) * source if source else None, regime, salt, tuple(parts), {}),
+        SequenceState(
+            (0,) * _count(facts["length"]), (0,) * source if source else None, regime, salt, tuple(parts), {}
+        ),
         memory,
     )
     for number, part in enumerate(parts):
@@ -115,49 +131,49 @@ def _read(entry: Entry, memory: Memory, regime: str, salt: str, home: object) ->
         for layer, crossed, by in facts["rotaries"]
     }
     read = None if source is None else _integers(entry, "source")
-    state = State(tokens, read, regime, salt, tuple(parts), rotaries, home)
-    return Loaded(state, history, facts["said"], entry.header.nbytes)
+    state = SequenceState(tokens, read, regime, salt, tuple(parts), rotaries, home)
+    return LoadedSession(state, history, facts["said"], entry.header.nbytes)
 
 
-def _check(path: Path, state: State, memory: Memory) -> None:
+def _check(path: Path, state: SequenceState, memory: KVCache) -> None:
     """Before a section is read: could this memory hold it?"""
-    fitted = fit(state, memory.whole, state.length)
+    fitted = fit_state(state, memory.all_groups, state.length)
     if isinstance(fitted, str):
         raise _other(path, fitted)
-    for number, part in enumerate(state.parts):
-        expected = shapes(memory, state, number)
+    for number, part in enumerate(state.groups):
+        expected = state_shapes(memory, state, number)
         found = {name: (tuple(array.shape), array.dtype) for name, array in part.arrays.items()}
         if found != expected:
-            raise EntryError(f"{path}: the arrays of group {number} are not what its marks say", why="alien")
+            raise StorageError(f"{path}: the arrays of group {number} are not what its marks say", reason="alien")
 
 
-def _other(path: Path, what: str, model: object = None) -> EntryError:
+def _other(path: Path, what: str, model: object = None) -> StorageError:
     """``model``: where it was loaded from, as its writer says."""
     with_what = f": the model was {model}" if model else ""
-    return EntryError(
+    return StorageError(
         f"{path}: it does not belong to this model and cache: {what}",
         f"open it with what it was made with{with_what}",
-        why="other",
+        reason="other",
     )
 
 
 def _section(name: str, array: Tensor) -> Section:
-    return section_of(name, array.detach().cpu().contiguous())
+    return tensor_to_section(name, array.detach().cpu().contiguous())
 
 
-def _shaped(entry: Entry, name: str) -> Tensor:
+def _shaped(entry: ContainerFile, name: str) -> Tensor:
     """An array without contents, as the header describes it."""
     stored = entry.header.sections[name]
     return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
 
 
-def _filled(entry: Entry, name: str, shaped: Tensor) -> Tensor:
+def _filled(entry: ContainerFile, name: str, shaped: Tensor) -> Tensor:
     array = torch.empty(shaped.shape, dtype=shaped.dtype)
-    entry.read(name, bytes_of(array))
+    entry.read(name, as_bytes(array))
     return array
 
 
-def _integers(entry: Entry, name: str) -> tuple[int, ...]:
+def _integers(entry: ContainerFile, name: str) -> tuple[int, ...]:
     shaped = _shaped(entry, name)
     if shaped.dtype != torch.int64 or shaped.dim() != 1:
         raise ValueError(name)

@@ -14,110 +14,120 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from kvad.aside import leftovers
-from kvad.cache.disk import DISK, Disk, is_name, no_name, remove_leftovers
-from kvad.cache.entry import Header, open_entry, read_header
-from kvad.errors import EntryError, UsageError
+from kvad.aside import list_temp_paths
+from kvad.cache.disk import REAL_FILE_SYSTEM, FileSystem, invalid_name_error, is_valid_name, remove_temp_files
+from kvad.cache.entry import Header, open_container, read_header
+from kvad.errors import StorageError, UsageError
 
-__all__ = ["KIND", "SUFFIX", "VARIABLE", "Found", "check_ours", "default_folder", "examined", "history", "is_folder"]
-__all__ += ["is_name", "listed", "named", "sweep"]
+__all__ = [
+    "CONTAINER_KIND",
+    "FILE_SUFFIX",
+    "SESSION_DIR_VARIABLE",
+    "SessionFile",
+    "check_overwritable",
+    "default_session_dir",
+    "inspect_session",
+    "read_tokens",
+    "is_session_dir",
+]
+__all__ += ["is_valid_name", "list_sessions", "session_path", "remove_session_leftovers"]
 
-KIND, SUFFIX = "session", ".session"
-VARIABLE = "KVAD_SESSIONS"
+CONTAINER_KIND, FILE_SUFFIX = "session", ".session"
+SESSION_DIR_VARIABLE = "KVAD_SESSIONS"
 
 
-class Found(NamedTuple):
+class SessionFile(NamedTuple):
     """A file of a folder.  ``state``: "whole", "torn", "alien" (not ours, or of another version), "leftover" (of a
     writer that died), "writing" (of one that lives) or "unread" (the disk refused); ``says``: more of it."""
 
     path: Path
     state: str
-    says: str = ""
+    problem: str = ""
     header: Header | None = None
 
 
-def default_folder() -> Path:
+def default_session_dir() -> Path:
     """Where ``KVAD_SESSIONS`` says, else in the user's own data folder."""
     from platformdirs import user_data_path
 
-    chosen = os.environ.get(VARIABLE)
+    chosen = os.environ.get(SESSION_DIR_VARIABLE)
     return Path(chosen) if chosen else user_data_path("kvad", appauthor=False) / "sessions"
 
 
-def named(name: str, folder: Path) -> Path:
+def session_path(name: str, folder: Path) -> Path:
     """The file of a session.  UsageError: no name, or one that leads out of the folder."""
-    if not is_name(name):
-        raise no_name(name, "of a session")
-    path = folder / f"{name}{SUFFIX}"
+    if not is_valid_name(name):
+        raise invalid_name_error(name, "of a session")
+    path = folder / f"{name}{FILE_SUFFIX}"
     if path.resolve().parent != folder.resolve():
         raise UsageError(f"session {name!r}: {path} leads out of its folder", "kvad follows no link there")
     return path
 
 
-def check_ours(path: Path, disk: Disk = DISK) -> None:
+def check_overwritable(path: Path, disk: FileSystem = REAL_FILE_SYSTEM) -> None:
     """Before a session is written to ``path``: EntryError where a file is there that is none, damaged or not, for
     nothing of it would be left.  OSError as the disk says it."""
     try:
         kind = read_header(path, disk).kind
-    except EntryError as error:
-        if error.why == "alien":
+    except StorageError as error:
+        if error.reason == "alien":
             raise
         return
-    if kind != KIND:
-        raise EntryError(f"{path}: it is a {kind}, no session", "it is left as it is", why="alien")
+    if kind != CONTAINER_KIND:
+        raise StorageError(f"{path}: it is a {kind}, no session", "it is left as it is", reason="alien")
 
 
-def is_folder(folder: Path) -> bool:
+def is_session_dir(folder: Path) -> bool:
     """Whether this is a folder of sessions, or of what their writers left: no checkpoint, and one of them is in it."""
     if not folder.is_dir() or (folder / "config.json").exists():
         return False
-    left = any(each.name.endswith(SUFFIX) for each in leftovers(folder))
-    return left or any(path.suffix == SUFFIX for path in folder.iterdir())
+    left = any(each.name.endswith(FILE_SUFFIX) for each in list_temp_paths(folder))
+    return left or any(path.suffix == FILE_SUFFIX for path in folder.iterdir())
 
 
-def listed(folder: Path, disk: Disk = DISK) -> Iterator[Found]:
+def list_sessions(folder: Path, disk: FileSystem = REAL_FILE_SYSTEM) -> Iterator[SessionFile]:
     """The sessions of a folder, by name, whose headers alone are read; none where there is no folder."""
-    for path in sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []:
-        yield _looked(path, disk, whole=False)
+    for path in sorted(folder.glob(f"*{FILE_SUFFIX}")) if folder.is_dir() else []:
+        yield _inspected(path, disk, whole=False)
 
 
-def examined(folder: Path, disk: Disk = DISK) -> Iterator[Found]:
+def inspect_session(folder: Path, disk: FileSystem = REAL_FILE_SYSTEM) -> Iterator[SessionFile]:
     """Every file of a folder, each byte of what is ours read."""
-    for left in leftovers(folder):
+    for left in list_temp_paths(folder):
         alive = left.in_use
         what = "is being written" if alive else f"process {left.pid} died while it wrote {left.name}"
-        yield Found(left.path, "writing" if alive else "leftover", what)
+        yield SessionFile(left.path, "writing" if alive else "leftover", what)
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.is_dir():
-            if path.suffix == SUFFIX:  # in the way of a session
-                yield Found(path, "alien", "it is a folder")
+            if path.suffix == FILE_SUFFIX:  # in the way of a session
+                yield SessionFile(path, "alien", "it is a folder")
         elif not path.name.startswith("."):
-            yield _looked(path, disk, whole=True)
+            yield _inspected(path, disk, whole=True)
 
 
-def history(path: Path, last: int, disk: Disk = DISK) -> list[int]:
+def read_tokens(path: Path, last: int, disk: FileSystem = REAL_FILE_SYSTEM) -> list[int]:
     """The last tokens of a session.  EntryError, OSError: as the file or the disk says it."""
-    with open_entry(path, disk) as entry:
+    with open_container(path, disk) as entry:
         every = array("q", bytes(entry.read("history")))
     if sys.byteorder == "big":
         every.byteswap()
     return every[-last:].tolist() if last else []
 
 
-def sweep(folder: Path, disk: Disk = DISK) -> int:
+def remove_session_leftovers(folder: Path, disk: FileSystem = REAL_FILE_SYSTEM) -> int:
     """Remove what dead writers left of sessions; how many there were.  A disk that refuses is left alone."""
-    return remove_leftovers(folder, lambda name: name.endswith(SUFFIX), disk)
+    return remove_temp_files(folder, lambda name: name.endswith(FILE_SUFFIX), disk)
 
 
-def _looked(path: Path, disk: Disk, *, whole: bool) -> Found:
+def _inspected(path: Path, disk: FileSystem, *, whole: bool) -> SessionFile:
     try:
-        with open_entry(path, disk) as entry:
-            if path.suffix == SUFFIX and entry.header.kind != KIND:
-                return Found(path, "alien", f"{path}: it is a {entry.header.kind}, no session")
+        with open_container(path, disk) as entry:
+            if path.suffix == FILE_SUFFIX and entry.header.kind != CONTAINER_KIND:
+                return SessionFile(path, "alien", f"{path}: it is a {entry.header.kind}, no session")
             if whole:
                 entry.check()
-            return Found(path, "whole", header=entry.header)
-    except EntryError as error:
-        return Found(path, "alien" if error.why == "alien" else "torn", error.message)
+            return SessionFile(path, "whole", header=entry.header)
+    except StorageError as error:
+        return SessionFile(path, "alien" if error.reason == "alien" else "torn", error.message)
     except OSError as error:
-        return Found(path, "unread", f"{path}: {error.strerror}")
+        return SessionFile(path, "unread", f"{path}: {error.strerror}")

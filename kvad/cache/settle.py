@@ -22,106 +22,106 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvad.cache.config import CacheConfig
-from kvad.cache.full import GOES_ON, SINKS
-from kvad.cache.policy import Hierarchy, Policy, Sinks, Spilled, Window
+from kvad.cache.full import CONTINUING_MODES, NUM_SINKS
+from kvad.cache.policy import CachePolicy, OffloadPolicy, Sinks, TieredPolicy, Window
 from kvad.config import ModelConfig
 from kvad.errors import ConfigError
 
-__all__ = ["settle"]
+__all__ = ["resolve_for_model"]
 
-RATIO, EVERY = 8, 128  # of summaries: tokens of one, and how often they are made, at most
+MAX_RATIO, MAX_INTERVAL = 8, 128  # of summaries: tokens of one, and how often they are made, at most
 
 
-def settle(config: ModelConfig, cache: CacheConfig) -> CacheConfig:
+def resolve_for_model(config: ModelConfig, cache: CacheConfig) -> CacheConfig:
     """The cache with the policy that its ``on_full`` takes, for this model; one that takes none is returned as it is.
 
     Settling twice changes nothing.  ConfigError names what cannot be, and why.
     """
     if config.decoder is None:
-        if cache.policy != "full" or cache.endless or cache.on_full in GOES_ON:
+        if cache.policy != "full" or cache.endless or cache.overflow in CONTINUING_MODES:
             raise ConfigError("cache.policy: an encoder keeps nothing from one step to the next", "leave it out")
         return cache
-    if cache.on_full not in GOES_ON:
+    if cache.overflow not in CONTINUING_MODES:
         return cache
-    if cache.endless and cache.on_full in ("summarise", "spill"):
+    if cache.endless and cache.overflow in ("summarise", "spill"):
         raise ConfigError(
-            f"cache.endless: under on_full={cache.on_full} a row ends at the model's limit",
+            f"cache.endless: under on_full={cache.overflow} a row ends at the model's limit",
             "leave it out, or take sinks",
         )
-    policy = str(_policy(config, cache, min(config.limit, cache.capacity)))
+    policy = str(_policy_for(config, cache, min(config.max_seq_len, cache.max_seq_len)))
     if cache.policy not in ("full", policy):
         raise ConfigError(
-            f"cache.on_full: {cache.on_full} is {policy}, and policy {cache.policy} is given too",
+            f"cache.overflow: {cache.overflow} is {policy}, and policy {cache.policy} is given too",
             f"give one of them; endless=True lets rows go on under {cache.policy}",
         )
-    return replace(cache, policy=policy, endless=cache.on_full in ("window", "sinks"))
+    return replace(cache, policy=policy, endless=cache.overflow in ("window", "sinks"))
 
 
-def _policy(config: ModelConfig, cache: CacheConfig, longest: int) -> Policy:
-    if cache.on_full == "summarise":
-        return _summaries(config, cache)
-    if cache.on_full == "spill":
-        return _spilled(config, cache)
-    added = config.embed.position
+def _policy_for(config: ModelConfig, cache: CacheConfig, longest: int) -> CachePolicy:
+    if cache.overflow == "summarise":
+        return _summary_policy(config, cache)
+    if cache.overflow == "spill":
+        return _offload_policy(config, cache)
+    added = config.embedding.position
     if added is not None:
         raise ConfigError(
-            f"cache.on_full: {cache.on_full}: {added.kind} positions are part of every key and value and cannot be "
+            f"cache.overflow: {cache.overflow}: {added.kind} positions are part of every key and value and cannot be "
             "numbered anew",
             "rows of this model end at its limit: preempt, stop or refuse",
         )
-    if cache.on_full == "window":
+    if cache.overflow == "window":
         return Window(longest)
-    least = SINKS + (1 if cache.layout == "contiguous" else cache.block_size)
+    least = NUM_SINKS + (1 if cache.layout == "contiguous" else cache.block_size)
     if longest < least:
         raise ConfigError(
-            f"cache.on_full: sinks: rows of {longest} tokens are less than {SINKS} sinks and a block of "
-            f"{least - SINKS}",
+            f"cache.overflow: sinks: rows of {longest} tokens are less than {NUM_SINKS} sinks and a block of "
+            f"{least - NUM_SINKS}",
             f"give a row at least {least} tokens, or take window",
         )
-    return Sinks(SINKS, longest - SINKS)
+    return Sinks(NUM_SINKS, longest - NUM_SINKS)
 
 
-def _summaries(config: ModelConfig, cache: CacheConfig) -> Hierarchy:
-    size, more = cache.block_size, config.limit - cache.capacity
+def _summary_policy(config: ModelConfig, cache: CacheConfig) -> TieredPolicy:
+    size, more = cache.block_size, config.max_seq_len - cache.max_seq_len
     if more <= 0:
         raise ConfigError(
-            f"cache.on_full: summarise: rows already end at the model's limit of {config.limit} tokens, and summaries "
+            f"cache.overflow: summarise: rows already end at the model's limit of {config.max_seq_len} tokens, and summaries "
             "keep their positions",
-            f"give the cache fewer tokens (--context {max(1, config.limit // 2)}), or take sinks",
+            f"give the cache fewer tokens (--context {max(1, config.max_seq_len // 2)}), or take sinks",
         )
     if cache.layout == "contiguous":
-        raise ConfigError("cache.on_full: summarise: tokens are summarised in whole blocks", "take the paged layout")
-    if cache.capacity < 2 * size:
+        raise ConfigError("cache.overflow: summarise: tokens are summarised in whole blocks", "take the paged layout")
+    if cache.max_seq_len < 2 * size:
         raise ConfigError(
-            f"cache.on_full: summarise: {cache.capacity} tokens are less than two blocks of {size}, one for the first "
+            f"cache.overflow: summarise: {cache.max_seq_len} tokens are less than two blocks of {size}, one for the first "
             "tokens and one for the latest",
             f"give the cache at least {2 * size}, or smaller blocks",
         )
-    ratio = max((each for each in range(2, RATIO + 1) if size % each == 0), default=0)
+    ratio = max((each for each in range(2, MAX_RATIO + 1) if size % each == 0), default=0)
     if not ratio:
         raise ConfigError(
-            f"cache.on_full: summarise: blocks of {size} cannot be cut into summaries", "take cache.block_size=16"
+            f"cache.overflow: summarise: blocks of {size} cannot be cut into summaries", "take cache.block_size=16"
         )
-    every = max(1, min(EVERY, cache.capacity // 4) // size) * size
-    whole = cache.capacity // size * size
-    summaries = -(-(config.limit - whole) // ratio)
-    return Hierarchy(whole - size, packed=0, summaries=summaries, ratio=ratio, every=every, sinks=size)
+    every = max(1, min(MAX_INTERVAL, cache.max_seq_len // 4) // size) * size
+    whole = cache.max_seq_len // size * size
+    summaries = -(-(config.max_seq_len - whole) // ratio)
+    return TieredPolicy(whole - size, quantized=0, summaries=summaries, ratio=ratio, interval=every, num_sinks=size)
 
 
-def _spilled(config: ModelConfig, cache: CacheConfig) -> Spilled:
+def _offload_policy(config: ModelConfig, cache: CacheConfig) -> OffloadPolicy:
     size = cache.block_size
-    if config.limit <= cache.capacity:
+    if config.max_seq_len <= cache.max_seq_len:
         raise ConfigError(
-            f"cache.on_full: spill: rows already end at the model's limit of {config.limit} tokens",
-            f"give the cache fewer tokens (--context {max(1, config.limit // 4)}), or leave it out",
+            f"cache.overflow: spill: rows already end at the model's limit of {config.max_seq_len} tokens",
+            f"give the cache fewer tokens (--context {max(1, config.max_seq_len // 4)}), or leave it out",
         )
     if cache.layout == "contiguous":
-        raise ConfigError("cache.on_full: spill: tokens are spilled in whole blocks", "take the paged layout")
-    if cache.capacity < 2 * size:
+        raise ConfigError("cache.overflow: spill: tokens are spilled in whole blocks", "take the paged layout")
+    if cache.max_seq_len < 2 * size:
         raise ConfigError(
-            f"cache.on_full: spill: {cache.capacity} tokens are less than two blocks of {size}",
+            f"cache.overflow: spill: {cache.max_seq_len} tokens are less than two blocks of {size}",
             f"give the cache at least {2 * size}, or smaller blocks",
         )
-    every = max(1, min(cache.chunk, cache.capacity // 4) // size) * size
-    recent = cache.capacity // size * size - every
-    return Spilled(recent, -(-(config.limit - recent) // size) * size, every)
+    every = max(1, min(cache.prefill_chunk_size, cache.max_seq_len // 4) // size) * size
+    recent = cache.max_seq_len // size * size - every
+    return OffloadPolicy(recent, -(-(config.max_seq_len - recent) // size) * size, every)

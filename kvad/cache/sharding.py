@@ -16,53 +16,55 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvad.cache.mesh import Mesh, copies, kv_share, layer_share
-from kvad.cache.policy import Scored, Seen
-from kvad.cache.sizing import Group, group_bytes
+from kvad.cache.mesh import Mesh, kv_head_copies, kv_head_range, layer_range
+from kvad.cache.policy import EvictionContext, EvictionPolicy
+from kvad.cache.sizing import CacheGroup, group_bytes
 from kvad.errors import CacheError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["AcrossRanks", "block_bytes", "cut_groups", "local_layers", "merge", "split"]
+__all__ = ["ShardedPolicy", "block_bytes", "shard_groups", "local_layers", "merge_shards", "split_shards"]
 
-State = Mapping[str, "Tensor"]
+SequenceArrays = Mapping[str, "Tensor"]
 
 
-def local_layers(groups: Sequence[Group], layers: int, mesh: Mesh) -> dict[int, int]:
+def local_layers(groups: Sequence[CacheGroup], layers: int, mesh: Mesh) -> dict[int, int]:
     """The layers of this rank's stage, as the whole memory numbers them (``layers`` of the decoder, then its
     cross-attention) -> as the rank does.
 
     4 layers with cross-attention, the second of two stages:   {2: 0, 3: 1, 6: 2, 7: 3}
     """
-    every = sorted(layer for group in groups if group.level is None for layer in group.layers)
-    mine = layer_share(layers, mesh)
+    every = sorted(layer for group in groups if group.lower_level is None for layer in group.layers)
+    mine = layer_range(layers, mesh)
     return {layer: number for number, layer in enumerate(layer for layer in every if layer % layers in mine)}
 
 
-def cut_groups(groups: Sequence[Group], layers: int, mesh: Mesh) -> tuple[Group, ...]:
+def shard_groups(groups: Sequence[CacheGroup], layers: int, mesh: Mesh) -> tuple[CacheGroup, ...]:
     """What a rank's Memory holds; ``groups`` as sizing has them, ``layers`` of the decoder."""
     numbers = local_layers(groups, layers, mesh)
     return tuple(
         group._replace(
-            mixer=group.mixer._replace(kv_heads=len(kv_share(group.mixer.kv_heads, mesh))),
+            spec=group.spec._replace(num_kv_heads=len(kv_head_range(group.spec.num_kv_heads, mesh))),
             layers=tuple(numbers[layer] for layer in group.layers if layer in numbers),
         )
         for group in groups
     )
 
 
-def block_bytes(groups: Sequence[Group], layers: int, mesh: Mesh) -> list[int]:
+def block_bytes(groups: Sequence[CacheGroup], layers: int, mesh: Mesh) -> list[int]:
     """Of each group a block's bytes on all ranks together: positions, and heads that lie on several, as often as they
     are there."""
-    every = [cut_groups(groups, layers, each) for each in mesh.every()]
-    return [sum(group_bytes(part).total // part.blocks for part in parts) for parts in zip(*every, strict=True)]
+    every = [shard_groups(groups, layers, each) for each in mesh.all_ranks()]
+    return [sum(group_bytes(part).total // part.num_blocks for part in parts) for parts in zip(*every, strict=True)]
 
 
 # ---------------------------------------------------------------- a row's state
 
 
-def merge(parts: Sequence[State], groups: Sequence[Group], layers: int, mesh: Mesh) -> dict[str, Tensor]:
+def merge_shards(
+    parts: Sequence[SequenceArrays], groups: Sequence[CacheGroup], layers: int, mesh: Mesh
+) -> dict[str, Tensor]:
     """The state of one row from those of all ranks, in their order; ``groups``, ``layers``: the whole cache's.
 
     Names and their order are those of the unsharded ``Memory.held``.  CacheError where ranks do not agree on what they
@@ -82,7 +84,7 @@ def merge(parts: Sequence[State], groups: Sequence[Group], layers: int, mesh: Me
     return whole
 
 
-def _check_positions(name: str, parts: Sequence[State]) -> None:
+def _check_positions(name: str, parts: Sequence[SequenceArrays]) -> None:
     first = parts[0].get(name)
     for rank, part in enumerate(parts):
         if first is None or name not in part or not part[name].equal(first):
@@ -90,17 +92,23 @@ def _check_positions(name: str, parts: Sequence[State]) -> None:
 
 
 def _merge_layer(
-    parts: Sequence[State], number: int, layer: int, group: Group, groups: Sequence[Group], layers: int, mesh: Mesh
+    parts: Sequence[SequenceArrays],
+    number: int,
+    layer: int,
+    group: CacheGroup,
+    groups: Sequence[CacheGroup],
+    layers: int,
+    mesh: Mesh,
 ) -> dict[str, Tensor]:
-    owners = [each for each in mesh.every() if layer % layers in layer_share(layers, each)]
+    owners = [each for each in mesh.all_ranks() if layer % layers in layer_range(layers, each)]
     local = local_layers(groups, layers, owners[0])[layer]
-    prefix, kv_heads = f"{number}.{local}.", group.mixer.kv_heads
+    prefix, kv_heads = f"{number}.{local}.", group.spec.num_kv_heads
     kinds = [name.removeprefix(prefix) for name in parts[owners[0].rank] if name.startswith(prefix)]
     if not kinds:
         raise CacheError(f"rank {owners[0].rank} holds nothing of layer {layer} of group {number}")
     made: dict[str, Tensor] = {}
     for kind in kinds:
-        pieces = [parts[each.rank].get(prefix + kind) for each in owners[:: copies(kv_heads, mesh)]]
+        pieces = [parts[each.rank].get(prefix + kind) for each in owners[:: kv_head_copies(kv_heads, mesh)]]
         found = [piece for piece in pieces if piece is not None]
         if len(found) != len(pieces) or sum(piece.shape[1] for piece in found) != kv_heads:
             raise CacheError(f"{number}.{layer}.{kind}: {kv_heads} kv heads are not on the ranks of its stage")
@@ -118,7 +126,7 @@ def _joined(pieces: Sequence[Tensor], kv_heads: int) -> Tensor:
     return whole
 
 
-def split(whole: State, groups: Sequence[Group], layers: int, mesh: Mesh) -> dict[str, Tensor]:
+def split_shards(whole: SequenceArrays, groups: Sequence[CacheGroup], layers: int, mesh: Mesh) -> dict[str, Tensor]:
     """This rank's part of a row's state: names and order are those of its own ``Memory.held``.
 
     CacheError for a name that the cache has no place for.
@@ -135,10 +143,10 @@ def split(whole: State, groups: Sequence[Group], layers: int, mesh: Mesh) -> dic
             continue
         if not at.isdecimal() or int(at) not in group.layers:
             raise CacheError(f"{name}: group {number} has the layers {', '.join(map(str, group.layers))}")
-        if array.shape[1] != group.mixer.kv_heads:
-            raise CacheError(f"{name}: {array.shape[1]} kv heads, the cache has {group.mixer.kv_heads}")
+        if array.shape[1] != group.spec.num_kv_heads:
+            raise CacheError(f"{name}: {array.shape[1]} kv heads, the cache has {group.spec.num_kv_heads}")
         if int(at) in numbers:
-            heads = kv_share(group.mixer.kv_heads, mesh)
+            heads = kv_head_range(group.spec.num_kv_heads, mesh)
             part[".".join((number, str(numbers[int(at)]), *kind))] = array[:, heads.start : heads.stop]
     return part
 
@@ -147,7 +155,7 @@ def split(whole: State, groups: Sequence[Group], layers: int, mesh: Mesh) -> dic
 
 
 @dataclass(frozen=True)
-class AcrossRanks(Scored):
+class ShardedPolicy(EvictionPolicy):
     """A policy that ranks, on a rank that has some heads of a layer: it says of them what it would say of all.
 
     ``policy`` is asked about its own heads where it looks at each head alone (``Scored.alone``); else about all heads
@@ -155,36 +163,38 @@ class AcrossRanks(Scored):
     ``heads``: this rank's, of all; ``numbers``: the whole model's number of each layer of this rank.
     """
 
-    policy: Scored = field(kw_only=True)
+    policy: EvictionPolicy = field(kw_only=True)
     heads: range = field(kw_only=True)
-    numbers: tuple[int, ...] = field(kw_only=True)
+    head_ids: tuple[int, ...] = field(kw_only=True)
     gather: Callable[[Tensor], Tensor] = field(kw_only=True)
 
     @staticmethod
-    def of(policy: Scored, heads: range, numbers: tuple[int, ...], gather: Callable[[Tensor], Tensor]) -> AcrossRanks:
-        sizes = policy.budget, policy.every, policy.recent, policy.sinks
-        return AcrossRanks(*sizes, policy=policy, heads=heads, numbers=numbers, gather=gather)
+    def wrap(
+        policy: EvictionPolicy, heads: range, numbers: tuple[int, ...], gather: Callable[[Tensor], Tensor]
+    ) -> ShardedPolicy:
+        sizes = policy.budget, policy.interval, policy.recent, policy.num_sinks
+        return ShardedPolicy(*sizes, policy=policy, heads=heads, head_ids=numbers, gather=gather)
 
     def __str__(self) -> str:
         return str(self.policy)
 
     @property
-    def watch(self) -> int:
-        return self.policy.watch
+    def observed_queries(self) -> int:
+        return self.policy.observed_queries
 
     @property
-    def alone(self) -> bool:
-        return self.policy.alone
+    def per_head_independent(self) -> bool:
+        return self.policy.per_head_independent
 
-    def rank(self, seen: Seen) -> Tensor:
-        seen = seen._replace(layer=self.numbers[seen.layer])
-        if self.policy.alone:
-            return self.policy.rank(seen)
+    def score(self, seen: EvictionContext) -> Tensor:
+        seen = seen._replace(layer=self.head_ids[seen.layer])
+        if self.policy.per_head_independent:
+            return self.policy.score(seen)
         keys, values = seen.keys, seen.values
         every = seen._replace(
             positions=self.gather(seen.positions),
-            mass=None if seen.mass is None else self.gather(seen.mass),
+            attention_mass=None if seen.attention_mass is None else self.gather(seen.attention_mass),
             keys=lambda: self.gather(keys()),
             values=lambda: self.gather(values()),
         )
-        return self.policy.rank(every)[self.heads.start : self.heads.stop]
+        return self.policy.score(every)[self.heads.start : self.heads.stop]

@@ -29,109 +29,109 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvad.cache.disk import DISK, Disk, remove_leftovers
-from kvad.cache.entry import Header, Section, open_entry, write_entry
-from kvad.cache.replacement import REPLACEMENTS
-from kvad.errors import ConfigError, EntryError, nearest
+from kvad.cache.disk import REAL_FILE_SYSTEM, FileSystem, remove_temp_files
+from kvad.cache.entry import Header, Section, open_container, write_container
+from kvad.cache.replacement import EVICTION_ORDERS
+from kvad.errors import ConfigError, StorageError, suggest
 
-__all__ = ["KEY", "LOCK", "RESERVE", "Shelf", "ShelfStats", "sweep"]
+__all__ = ["KEY_PATTERN", "LOCK_NAME", "RESERVED_BYTES", "DiskBlockStore", "DiskStoreStats", "remove_leftovers"]
 
-LOCK = "shelf.lock"
-KEY = re.compile(r"[0-9a-f][0-9a-f-]{0,127}")
-ENDING = ".kv"
-RESERVE = 256 << 20  # bytes that stay free on the disk
-FAILURES = 3  # reads
+LOCK_NAME = "shelf.lock"
+KEY_PATTERN = re.compile(r"[0-9a-f][0-9a-f-]{0,127}")
+FILE_SUFFIX = ".kv"
+RESERVED_BYTES = 256 << 20  # bytes that stay free on the disk
+MAX_FAILURES = 3  # reads
 HEADER = 1024  # bytes of an entry beside its sections, about
 LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class ShelfStats:
+class DiskStoreStats:
     """``off``: why nothing is written, or read, any more; "" where all is well.  ``misses``: by reason."""
 
     bytes: int = 0
-    entries: int = 0
+    num_blocks: int = 0
     limit: int = 0
     pinned: int = 0
     hits: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
     evictions: int = 0
-    refused: int = 0  # not written: larger than the shelf, or no room
+    num_refused: int = 0  # not written: larger than the shelf, or no room
     failures: int = 0
-    swept: int = 0
+    num_removed: int = 0
     misses: Mapping[str, int] = field(default_factory=dict)
-    off: str = ""
+    disabled_reason: str = ""
 
 
-class Shelf:
+class DiskBlockStore:
     """Open ``folder``, made if need be; ``pinned`` is asked under its lock for the keys that are never evicted, before
     any is.  BlockingIOError: another process has it; OSError as the disk says it."""
 
     def __init__(
         self,
         folder: Path,
-        limit: int,
+        max_bytes: int,
         *,
         replacement: str = "lru",
-        reserve: int = RESERVE,
+        reserve: int = RESERVED_BYTES,
         pinned: Callable[[], Iterable[str]] = tuple,
-        disk: Disk = DISK,
+        disk: FileSystem = REAL_FILE_SYSTEM,
     ) -> None:
-        if limit < 1:
+        if max_bytes < 1:
             raise ConfigError(
-                f"tier_bytes: a tier of {limit} bytes holds nothing", "leave the tier out, or give it more"
+                f"tier_bytes: a tier of {max_bytes} bytes holds nothing", "leave the tier out, or give it more"
             )
-        if replacement not in REPLACEMENTS:
-            raise ConfigError(f"replacement: {replacement!r}", nearest(replacement, REPLACEMENTS))
-        self.folder, self.limit, self._reserve, self._disk = folder, limit, reserve, disk
-        self._order = REPLACEMENTS[replacement](limit)
+        if replacement not in EVICTION_ORDERS:
+            raise ConfigError(f"replacement: {replacement!r}", suggest(replacement, EVICTION_ORDERS))
+        self.folder, self.max_bytes, self._reserve, self._disk = folder, max_bytes, reserve, disk
+        self._eviction_order = EVICTION_ORDERS[replacement](max_bytes)
         self._lock = threading.RLock()
         self._bytes = self._hits = self._read = self._written = 0
         self._evictions = self._refused = self._failures = self._bad_reads = self._swept = 0
         self._misses: Counter[str] = Counter()
         self._off, self._closed = "", False
-        disk.folder(folder)
-        file = disk.lock(folder / LOCK)
+        disk.make_dir(folder)
+        file = disk.lock(folder / LOCK_NAME)
         self.release = weakref.finalize(self, _close, disk, file)  # another process may have it from then on
         try:
-            self._swept = sweep(folder, disk)
-            found = sorted(disk.scan(folder), key=lambda each: (each.used_ns, each.name))
+            self._swept = remove_leftovers(folder, disk)
+            found = sorted(disk.list_files(folder), key=lambda each: (each.used_ns, each.name))
             self._pinned = frozenset(pinned())
         except BaseException:
             self.release()
             raise
         for each in found:
-            key = each.name.removesuffix(ENDING)
-            if key != each.name and KEY.fullmatch(key):
-                self._order.add(key, each.size)
+            key = each.name.removesuffix(FILE_SUFFIX)
+            if key != each.name and KEY_PATTERN.fullmatch(key):
+                self._eviction_order.add(key, each.size)
                 self._bytes += each.size
         self._evict(0)
 
-    def order(self) -> tuple[str, ...]:
+    def eviction_order(self) -> tuple[str, ...]:
         """Of all that is there, the next to go first."""
         with self._lock:
-            return tuple(self._order.victims())
+            return tuple(self._eviction_order.victims())
 
     def __contains__(self, key: str) -> bool:
-        return not self._closed and key in self._order.sizes
+        return not self._closed and key in self._eviction_order.sizes
 
     @property
     def writable(self) -> bool:
         """Is what is stored from now on written?"""
         return not self._off
 
-    def keep(self, keys: Sequence[str]) -> None:
+    def pin(self, keys: Sequence[str]) -> None:
         """Pin these beside those that are, and flush them.  EntryError: one is not there; OSError as the disk says
         it."""
         with self._lock:
             missing = [key for key in keys if key not in self]
             if missing:
                 why = self._off or "there is no room"
-                raise EntryError(
+                raise StorageError(
                     f"{self.folder}: {len(missing)} of {len(keys)} blocks are not stored: {why}",
                     "give it more bytes (--tier-bytes), or another folder (--tier)",
-                    why="missing",
+                    reason="missing",
                 )
             self._pinned |= frozenset(keys)
         for key in keys:
@@ -140,17 +140,17 @@ class Shelf:
                 self._disk.sync(file)
             finally:
                 self._disk.close(file)
-        self._disk.sync_folder(self.folder)
+        self._disk.sync_dir(self.folder)
 
     def get(self, key: str, read: Callable[[Header, Callable[[str], memoryview]], Any]) -> Any:
         """What ``read(header, section)`` makes of an entry.  EntryError (its ``why`` is counted) where it cannot be
         read whole: a damaged entry is removed; OSError: the disk failed, and the entry is given up."""
         try:
-            with open_entry(self._path(key), self._disk, whole=True) as entry:
+            with open_container(self._path(key), self._disk, whole=True) as entry:
                 answer = read(entry.header, entry.read)
                 count = entry.header.nbytes
-        except EntryError as error:
-            self._missed(key, error.why)
+        except StorageError as error:
+            self._missed(key, error.reason)
             raise
         except OSError as error:
             self._bad_read(key, error)
@@ -158,8 +158,8 @@ class Shelf:
         with self._lock:
             self._hits += 1
             self._read += count
-            if key in self._order.sizes:
-                self._order.use(key)
+            if key in self._eviction_order.sizes:
+                self._eviction_order.touch(key)
         with suppress(OSError):  # it is only an order
             self._disk.touch(self._path(key))
         return answer
@@ -175,19 +175,19 @@ class Shelf:
         durable: bool = False,
     ) -> bool:
         """Write an entry, for which others may have to go.  False: it was not written, and why is counted."""
-        assert KEY.fullmatch(key), key
+        assert KEY_PATTERN.fullmatch(key), key
         if self._off or key in self:
             return False
         size = sum(memoryview(each.data).nbytes for each in sections) + HEADER
         try:
             if not self._room(size):
                 return False
-            size = write_entry(self._path(key), kind, identity, facts, sections, durable=durable, disk=self._disk)
+            size = write_container(self._path(key), kind, identity, facts, sections, durable=durable, disk=self._disk)
         except OSError as error:
             self._fail("writing", error)
             return False
         with self._lock:
-            self._order.add(key, size)
+            self._eviction_order.add(key, size)
             self._bytes += size
             self._written += size
         self._evict(0, keep=key)
@@ -204,30 +204,30 @@ class Shelf:
         except OSError as error:
             self._fail("removing", error)
 
-    def stats(self) -> ShelfStats:
+    def stats(self) -> DiskStoreStats:
         with self._lock:
-            return ShelfStats(
+            return DiskStoreStats(
                 bytes=self._bytes,
-                entries=len(self._order.sizes),
-                limit=self.limit,
-                pinned=sum(key in self._order.sizes for key in self._pinned),
+                num_blocks=len(self._eviction_order.sizes),
+                limit=self.max_bytes,
+                pinned=sum(key in self._eviction_order.sizes for key in self._pinned),
                 hits=self._hits,
                 read_bytes=self._read,
                 written_bytes=self._written,
                 evictions=self._evictions,
-                refused=self._refused,
+                num_refused=self._refused,
                 failures=self._failures,
-                swept=self._swept,
+                num_removed=self._swept,
                 misses=dict(self._misses),
-                off=self._off,
+                disabled_reason=self._off,
             )
 
     def _path(self, key: str) -> Path:
-        return self.folder / f"{key}{ENDING}"
+        return self.folder / f"{key}{FILE_SUFFIX}"
 
     def _room(self, size: int) -> bool:
         """Evict until there is room for so many bytes; False: there cannot be."""
-        if size <= self.limit and self._evict(size) and self._disk.free(self.folder) - size >= self._reserve:
+        if size <= self.max_bytes and self._evict(size) and self._disk.free_bytes(self.folder) - size >= self._reserve:
             return True
         with self._lock:
             self._refused += 1
@@ -238,14 +238,14 @@ class Shelf:
 
     def _evict(self, size: int, keep: str = "") -> bool:
         """Take away what goes first until ``size`` more bytes fit; False: what is pinned leaves no room."""
-        while self._bytes + size > self.limit:
+        while self._bytes + size > self.max_bytes:
             with self._lock:
-                able = (key for key in self._order.victims() if key not in self._pinned and key != keep)
+                able = (key for key in self._eviction_order.victims() if key not in self._pinned and key != keep)
                 victim = next(able, None)
                 if victim is None:
                     return False
-                self._bytes -= self._order.sizes[victim]
-                self._order.evict(victim)
+                self._bytes -= self._eviction_order.sizes[victim]
+                self._eviction_order.evict(victim)
                 self._evictions += 1
             try:
                 self._disk.remove(self._path(victim))
@@ -266,9 +266,9 @@ class Shelf:
             self.drop(key)
 
     def _unlist(self, key: str) -> None:
-        if key in self._order.sizes:
-            self._bytes -= self._order.sizes[key]
-            self._order.gone(key)
+        if key in self._eviction_order.sizes:
+            self._bytes -= self._eviction_order.sizes[key]
+            self._eviction_order.remove(key)
 
     def _bad_read(self, key: str, error: OSError) -> None:
         with self._lock:
@@ -276,7 +276,7 @@ class Shelf:
             self._failures += 1
             self._bad_reads += 1
             self._unlist(key)  # never tried again, as if it were clean
-            if self._bad_reads < FAILURES or self._closed:
+            if self._bad_reads < MAX_FAILURES or self._closed:
                 return
             self._closed = True
             self._off = self._off or f"reading failed: {error}"
@@ -291,11 +291,11 @@ class Shelf:
         LOG.warning("%s: %s failed (%s); serving goes on, nothing more is stored there", self.folder, what, error)
 
 
-def sweep(folder: Path, disk: Disk = DISK) -> int:
+def remove_leftovers(folder: Path, disk: FileSystem = REAL_FILE_SYSTEM) -> int:
     """Remove what writers that have died left half written; how many.  Names that are not ours stay."""
-    return remove_leftovers(folder, lambda name: name.endswith((ENDING, ".pin")), disk)
+    return remove_temp_files(folder, lambda name: name.endswith((FILE_SUFFIX, ".pin")), disk)
 
 
-def _close(disk: Disk, file: int) -> None:
+def _close(disk: FileSystem, file: int) -> None:
     with suppress(OSError):
         disk.close(file)

@@ -26,74 +26,79 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvad.cache.config import CacheConfig
-from kvad.cache.formats import Format, find_format
-from kvad.cache.policy import Hierarchy, Quest, Scored, Spilled
-from kvad.config import MixerSpec
+from kvad.cache.formats import CacheFormat, get_format
+from kvad.cache.policy import EvictionPolicy, OffloadPolicy, Quest, TieredPolicy
+from kvad.config import AttentionSpec
 from kvad.errors import ConfigError
 from kvad.step import RESERVED_BLOCKS
 
 __all__ = [
     "DTYPE_BYTES",
     "CacheConfig",
-    "Fit",
-    "Group",
+    "MemoryFit",
+    "CacheGroup",
     "GroupBytes",
     "group_bytes",
-    "groups",
-    "grows",
+    "build_groups",
+    "grows_with_length",
 ]
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-MOST_ROWS = 4096  # fit asks no further
+MAX_PLANNED_SEQS = 4096  # fit asks no further
 POSITION_BYTES = 8  # the one column of every slot: its position, int64, once per group
 
-Ranked = Scored | Hierarchy | Spilled | Quest
+StatefulPolicy = EvictionPolicy | TieredPolicy | OffloadPolicy | Quest
 
 
-class Level(NamedTuple):
+class LowerLevel(NamedTuple):
     """A group that no new token is written to: it takes whole blocks from the group ``above``; ``of`` is the one that
     takes tokens (indices of groups).  ``most``: blocks of a row that has just descended; ``ratio`` > 1: tokens of a
     slot.  ``spilled``: its blocks lie in no pool of Memory's but in a spool (``spilled.py``), bytes as they were."""
 
-    of: int
-    above: int
-    most: int
+    token_group: int
+    upper_group: int
+    max_blocks: int
     ratio: int = 1
-    spilled: bool = False
+    is_offloaded: bool = False
 
 
-class Group(NamedTuple):
+class CacheGroup(NamedTuple):
     """Layers that share a table.  ``blocks`` counts the reserved ones (step.py: empty and bin) too."""
 
-    mixer: MixerSpec
+    spec: AttentionSpec
     layers: tuple[int, ...]
     block_size: int
-    blocks: int
-    blocks_per_row: int  # live blocks of one row at most; 1 = the row's block is a ring: slot = position % block_size
-    scored: Scored | None = None  # the policy that ranks what these layers hold
-    levels: Hierarchy | Spilled | None = (
+    num_blocks: int
+    max_blocks_per_seq: (
+        int  # live blocks of one row at most; 1 = the row's block is a ring: slot = position % block_size
+    )
+    eviction_policy: EvictionPolicy | None = None  # the policy that ranks what these layers hold
+    demotion_policy: TieredPolicy | OffloadPolicy | None = (
         None  # the policy that moves older tokens to the groups whose level lies below this one
     )
-    level: Level | None = None
-    chooses: Quest | None = None  # the policy under which a query reads some blocks only
-    keys: str = "float32"  # formats, by name
-    values: str = "float32"
+    lower_level: LowerLevel | None = None
+    sparse_read_policy: Quest | None = None  # the policy under which a query reads some blocks only
+    key_format: str = "float32"  # formats, by name
+    value_format: str = "float32"
 
     @property
-    def stores(self) -> tuple[tuple[Format, int], tuple[Format, int]]:
+    def tensor_formats(self) -> tuple[tuple[CacheFormat, int], tuple[CacheFormat, int]]:
         """(format, numbers of a head) of a layer's keys, and of its values."""
-        mixer = self.mixer
-        return (find_format(self.keys, "keys"), mixer.head_dim), (find_format(self.values, "values"), mixer.value_dim)
+        mixer = self.spec
+        return (get_format(self.key_format, "keys"), mixer.head_dim), (
+            get_format(self.value_format, "values"),
+            mixer.value_dim,
+        )
 
     @property
     def weight_format(self) -> str:
         """Of what a summary's logit gets, one number for each of its heads."""
-        return "float64" if self.keys == "float64" else "float32"
+        return "float64" if self.key_format == "float64" else "float32"
 
     @property
-    def usable(self) -> int:
+    def num_usable_blocks(self) -> int:
         """Blocks that rows can own."""
-        return self.blocks - RESERVED_BLOCKS
+        return self.num_blocks - RESERVED_BLOCKS
 
 
 class GroupBytes(NamedTuple):
@@ -104,69 +109,71 @@ class GroupBytes(NamedTuple):
 
     payload: int
     scales: int
-    columns: int
+    metadata: int
     per_token_payload: int
     per_token_scales: int
-    per_token_columns: int
-    per_row: int
+    per_token_metadata: int
+    per_seq: int
 
     @property
     def total(self) -> int:
-        return self.payload + self.scales + self.columns
+        return self.payload + self.scales + self.metadata
 
 
-class Fit(NamedTuple):
+class MemoryFit(NamedTuple):
     """``rows`` sequences of ``capacity`` tokens take ``bytes`` bytes of cache."""
 
-    rows: int
-    capacity: int
+    num_seqs: int
+    max_seq_len: int
     bytes: int
 
 
-def groups(mixers: Sequence[MixerSpec], config: CacheConfig) -> tuple[Group, ...]:
+def build_groups(mixers: Sequence[AttentionSpec], config: CacheConfig) -> tuple[CacheGroup, ...]:
     """Cache groups in the order of their first layer.  ConfigError for layers that cannot be cached, or not so."""
-    layers: dict[tuple[MixerSpec, Ranked | None], list[int]] = {}
-    for index, mixer in enumerate(config.narrowed(mixers)):
-        if not mixer.causal and not mixer.cross:
+    layers: dict[tuple[AttentionSpec, StatefulPolicy | None], list[int]] = {}
+    for index, mixer in enumerate(config.restrict(mixers)):
+        if not mixer.causal and not mixer.is_cross_attention:
             raise ConfigError(
                 f"layer {index} is bidirectional: every new token changes the keys of the ones before it",
                 "a bidirectional model runs without a cache",
             )
-        if config.endless and mixer.window is None and not mixer.cross:  # ranked tokens keep their positions
-            hint = f"take a policy that drops old ones: sinks(4, {max(1, config.capacity - 4)})"
+        if (
+            config.endless and mixer.window is None and not mixer.is_cross_attention
+        ):  # ranked tokens keep their positions
+            hint = f"take a policy that drops old ones: sinks(4, {max(1, config.max_seq_len - 4)})"
             raise ConfigError(f"cache.endless: layer {index} keeps all tokens of a row", hint)
-        policy = config.kept.at(index)
-        free = not mixer.cross and mixer.window is None
-        ranked = policy.scored or policy.levels or policy.chooses if free else None
+        policy = config.resolved_policy.for_layer(index)
+        free = not mixer.is_cross_attention and mixer.window is None
+        ranked = policy.eviction or policy.tiered or policy.sparse_read if free else None
         layers.setdefault((mixer, ranked), []).append(index)
-    if config.blocks is not None and layers and not grows(layers):
+    if config.num_blocks is not None and layers and not grows_with_length(layers):
         raise ConfigError(
-            "cache.blocks: no layer keeps all tokens of a row",
-            "the size follows from cache.rows, cache.chunk and cache.policy",
+            "cache.num_blocks: no layer keeps all tokens of a row",
+            "the size follows from cache.max_num_seqs, cache.prefill_chunk_size and cache.policy",
         )
-    keys, values = config.formats
+    keys, values = config.token_formats
     placed = [
-        _group(mixer, ranked, tuple(where), config)._replace(keys=keys, values=values)
+        _group(mixer, ranked, tuple(where), config)._replace(key_format=keys, value_format=values)
         for (mixer, ranked), where in layers.items()
     ]
-    own = [group for group in placed if not group.mixer.cross]
-    _check_spilled(own)
-    below = [level for number, group in enumerate(own) for level in _levels(group, number, config)]
-    made = (*own, *_numbered(below, len(own)), *(group for group in placed if group.mixer.cross))
+    own = [group for group in placed if not group.spec.is_cross_attention]
+    _check_offload(own)
+    below = [level for number, group in enumerate(own) for level in _lower_groups(group, number, config)]
+    made = (*own, *_with_indices(below, len(own)), *(group for group in placed if group.spec.is_cross_attention))
     for group in made:
         _check_widths(group)
     return made
 
 
-def _levels(group: Group, number: int, config: CacheConfig) -> list[Group]:
+def _lower_groups(group: CacheGroup, number: int, config: CacheConfig) -> list[CacheGroup]:
     """What lies below a group, in the order of descent.  ``above`` is counted within them: -1 is the group itself."""
-    policy = group.levels
+    policy = group.demotion_policy
     if policy is None:
         return []
     size = config.block_size
-    if isinstance(policy, Spilled):
-        return [_spilled(group, policy, number, config)]
-    for name in ("recent", "every", "sinks", "packed"):
+    if isinstance(policy, OffloadPolicy):
+        return [_offload_group(group, policy, number, config)]
+    for name in ("recent", "interval", "num_sinks", "quantized"):
         if (value := getattr(policy, name)) > 0 and value % size:
             raise ConfigError(
                 f"cache.policy: {policy}: {name} {value} is not a multiple of the block size {size}",
@@ -177,38 +184,50 @@ def _levels(group: Group, number: int, config: CacheConfig) -> list[Group]:
             f"cache.policy: {policy}: blocks of {size} tokens cannot be cut by {policy.ratio}",
             "take a ratio that divides the block size",
         )
-    whole, step = _ceil(config.capacity, size), policy.every // size
-    older = max(1, whole - (policy.recent + policy.sinks) // size)  # blocks of a row that ever descend
+    whole, step = _ceil(config.max_seq_len, size), policy.interval // size
+    older = max(1, whole - (policy.recent + policy.num_sinks) // size)  # blocks of a row that ever descend
     below = []
-    base = group._replace(levels=None, scored=None)
-    if policy.packed:
-        most = whole if policy.packed == -1 else min(whole, policy.packed // size)
+    base = group._replace(demotion_policy=None, eviction_policy=None)
+    if policy.quantized:
+        most = whole if policy.quantized == -1 else min(whole, policy.quantized // size)
         per_row = min(older, most + step)
-        usable = config.rows * per_row if policy.packed != -1 or config.blocks is None else config.blocks
-        level = Level(number, -1, most)
+        usable = (
+            config.max_num_seqs * per_row if policy.quantized != -1 or config.num_blocks is None else config.num_blocks
+        )
+        level = LowerLevel(number, -1, most)
         below.append(
             base._replace(
-                blocks=usable + RESERVED_BLOCKS,
-                blocks_per_row=per_row,
-                keys=policy.keys,
-                values=policy.values,
-                level=level,
+                num_blocks=usable + RESERVED_BLOCKS,
+                max_blocks_per_seq=per_row,
+                key_format=policy.key_format,
+                value_format=policy.value_format,
+                lower_level=level,
             )
         )
     if policy.summaries:
         most = _ceil(policy.summaries, size)
         per_row = most + _ceil(step, policy.ratio) + 1
-        per_row = per_row if config.outgrown else min(per_row, _ceil(older, policy.ratio) + 1)
-        level = Level(number, len(below) - 1, most, policy.ratio)
-        below.append(base._replace(blocks=config.rows * per_row + RESERVED_BLOCKS, blocks_per_row=per_row, level=level))
+        per_row = per_row if config.exceeds_max_seq_len else min(per_row, _ceil(older, policy.ratio) + 1)
+        level = LowerLevel(number, len(below) - 1, most, policy.ratio)
+        below.append(
+            base._replace(
+                num_blocks=config.max_num_seqs * per_row + RESERVED_BLOCKS,
+                max_blocks_per_seq=per_row,
+                lower_level=level,
+            )
+        )
     return below
 
 
-def _check_spilled(own: Sequence[Group]) -> None:
+def _check_offload(own: Sequence[CacheGroup]) -> None:
     """A row that spills is computed again when it gave way, and one that is lossy must not be."""
-    policies = [group.scored or group.levels for group in own if group.scored or group.levels]
-    spilled = [policy for policy in policies if isinstance(policy, Spilled)]
-    lossy = [policy for policy in policies if not isinstance(policy, Spilled)]
+    policies = [
+        group.eviction_policy or group.demotion_policy
+        for group in own
+        if group.eviction_policy or group.demotion_policy
+    ]
+    spilled = [policy for policy in policies if isinstance(policy, OffloadPolicy)]
+    lossy = [policy for policy in policies if not isinstance(policy, OffloadPolicy)]
     if spilled and lossy:
         raise ConfigError(
             f"cache.policy: {spilled[0]} beside {lossy[0]}: a row is either kept whole or not",
@@ -216,148 +235,157 @@ def _check_spilled(own: Sequence[Group]) -> None:
         )
 
 
-def _spilled(group: Group, policy: Spilled, number: int, config: CacheConfig) -> Group:
+def _offload_group(group: CacheGroup, policy: OffloadPolicy, number: int, config: CacheConfig) -> CacheGroup:
     size = config.block_size
-    for name in ("recent", "every", "older"):
+    for name in ("recent", "interval", "max_offloaded"):
         if (value := getattr(policy, name)) > 0 and value % size:
             raise ConfigError(
                 f"cache.policy: {policy}: {name} {value} is not a multiple of the block size {size}",
                 f"{name}={_ceil(value, size) * size}",
             )
-    older = max(1, _ceil(config.capacity, size) - policy.recent // size)
-    if policy.older != -1:
-        older = policy.older // size if config.outgrown else min(older, policy.older // size)
-    level = Level(number, -1, older, spilled=True)
-    return group._replace(blocks=config.rows * older + RESERVED_BLOCKS, blocks_per_row=older, levels=None, level=level)
+    older = max(1, _ceil(config.max_seq_len, size) - policy.recent // size)
+    if policy.max_offloaded != -1:
+        older = policy.max_offloaded // size if config.exceeds_max_seq_len else min(older, policy.max_offloaded // size)
+    level = LowerLevel(number, -1, older, is_offloaded=True)
+    return group._replace(
+        num_blocks=config.max_num_seqs * older + RESERVED_BLOCKS,
+        max_blocks_per_seq=older,
+        demotion_policy=None,
+        lower_level=level,
+    )
 
 
-def _numbered(below: Sequence[Group], first: int) -> list[Group]:
+def _with_indices(below: Sequence[CacheGroup], first: int) -> list[CacheGroup]:
     """With ``above`` counted among all groups, the first level of which is number ``first``."""
-    made: list[Group] = []
+    made: list[CacheGroup] = []
     for number, group in enumerate(below, first):
-        assert group.level is not None
-        above = group.level.of if group.level.above < 0 else number - 1
-        made.append(group._replace(level=group.level._replace(above=above)))
+        assert group.lower_level is not None
+        above = group.lower_level.token_group if group.lower_level.upper_group < 0 else number - 1
+        made.append(group._replace(lower_level=group.lower_level._replace(upper_group=above)))
     return made
 
 
-def _check_widths(group: Group) -> None:
-    mixer, layer = group.mixer, group.layers[0]
-    both = (group.keys, group.values)
+def _check_widths(group: CacheGroup) -> None:
+    mixer, layer = group.spec, group.layers[0]
+    both = (group.key_format, group.value_format)
     for side, name, dim in zip(("keys", "values"), both, (mixer.head_dim, mixer.value_dim), strict=True):
-        if find_format(name, f"cache.{side}").even and dim % 2:
+        if get_format(name, f"cache.{side}").needs_even_dim and dim % 2:
             raise ConfigError(
                 f"cache.{side}: {name} packs two numbers into a byte, and the {side} of layer {layer} have {dim}",
                 f"cache.{side}='int8' takes any width",
             )
 
 
-def grows(layers: Iterable[tuple[MixerSpec, Ranked | None]]) -> bool:
+def grows_with_length(layers: Iterable[tuple[AttentionSpec, StatefulPolicy | None]]) -> bool:
     """Whether what some layer holds of a row grows with it."""
     return not all(
         mixer.window is not None
-        or isinstance(ranked, Scored)
-        or (isinstance(ranked, Hierarchy) and ranked.packed != -1)
+        or isinstance(ranked, EvictionPolicy)
+        or (isinstance(ranked, TieredPolicy) and ranked.quantized != -1)
         for mixer, ranked in layers
     )
 
 
-def _group(mixer: MixerSpec, ranked: Ranked | None, layers: tuple[int, ...], config: CacheConfig) -> Group:
-    scored = ranked if isinstance(ranked, Scored) else None
+def _group(
+    mixer: AttentionSpec, ranked: StatefulPolicy | None, layers: tuple[int, ...], config: CacheConfig
+) -> CacheGroup:
+    scored = ranked if isinstance(ranked, EvictionPolicy) else None
     if isinstance(ranked, Quest):
         _check_quest(ranked, config)
-    if isinstance(ranked, Hierarchy | Spilled) and config.layout == "contiguous":
+    if isinstance(ranked, TieredPolicy | OffloadPolicy) and config.layout == "contiguous":
         raise ConfigError(f"cache.policy: {ranked}: tokens descend in whole blocks", "take cache.layout='paged'")
-    if mixer.cross:
+    if mixer.is_cross_attention:
         return _cross_group(mixer, layers, config)
-    slots = config.capacity
+    slots = config.max_seq_len
     if mixer.window is not None:
-        slots = mixer.window + min(config.chunk, config.capacity) - 1
+        slots = mixer.window + min(config.prefill_chunk_size, config.max_seq_len) - 1
     if config.layout == "contiguous":
-        slots += mixer.sinks
+        slots += mixer.num_sinks
         if scored is not None:
-            slots = scored.budget + scored.every
-        most = slots if config.endless else config.capacity
-        return Group(mixer, layers, min(slots, most), config.rows + RESERVED_BLOCKS, 1, scored)
-    whole = _ceil(config.capacity, config.block_size)
+            slots = scored.budget + scored.interval
+        most = slots if config.endless else config.max_seq_len
+        return CacheGroup(mixer, layers, min(slots, most), config.max_num_seqs + RESERVED_BLOCKS, 1, scored)
+    whole = _ceil(config.max_seq_len, config.block_size)
     if mixer.window is not None:
-        per_row = _ceil(mixer.sinks, config.block_size) + _ceil(slots, config.block_size) + 1
-        per_row = per_row if config.outgrown else min(whole, per_row)
-        return Group(mixer, layers, config.block_size, config.rows * per_row + RESERVED_BLOCKS, per_row)
+        per_row = _ceil(mixer.num_sinks, config.block_size) + _ceil(slots, config.block_size) + 1
+        per_row = per_row if config.exceeds_max_seq_len else min(whole, per_row)
+        return CacheGroup(mixer, layers, config.block_size, config.max_num_seqs * per_row + RESERVED_BLOCKS, per_row)
     if scored is not None:
-        per_row = min(whole, _ceil(scored.budget + scored.every, config.block_size))
-        usable = config.rows * per_row
-        return Group(mixer, layers, config.block_size, usable + RESERVED_BLOCKS, per_row, scored)
-    if isinstance(ranked, Hierarchy | Spilled):
-        kept = _ceil(ranked.sinks, config.block_size) + _ceil(ranked.recent + ranked.every, config.block_size)
-        per_row = kept if config.outgrown else min(whole, kept)
-        asked = config.blocks if isinstance(ranked, Spilled) else None
-        usable = config.rows * per_row if asked is None else asked
-        return Group(mixer, layers, config.block_size, usable + RESERVED_BLOCKS, per_row, levels=ranked)
-    usable = config.rows * whole if config.blocks is None else config.blocks
+        per_row = min(whole, _ceil(scored.budget + scored.interval, config.block_size))
+        usable = config.max_num_seqs * per_row
+        return CacheGroup(mixer, layers, config.block_size, usable + RESERVED_BLOCKS, per_row, scored)
+    if isinstance(ranked, TieredPolicy | OffloadPolicy):
+        kept = _ceil(ranked.num_sinks, config.block_size) + _ceil(ranked.recent + ranked.interval, config.block_size)
+        per_row = kept if config.exceeds_max_seq_len else min(whole, kept)
+        asked = config.num_blocks if isinstance(ranked, OffloadPolicy) else None
+        usable = config.max_num_seqs * per_row if asked is None else asked
+        return CacheGroup(mixer, layers, config.block_size, usable + RESERVED_BLOCKS, per_row, demotion_policy=ranked)
+    usable = config.max_num_seqs * whole if config.num_blocks is None else config.num_blocks
     chooses = ranked if isinstance(ranked, Quest) else None
-    return Group(mixer, layers, config.block_size, usable + RESERVED_BLOCKS, whole, chooses=chooses)
+    return CacheGroup(mixer, layers, config.block_size, usable + RESERVED_BLOCKS, whole, sparse_read_policy=chooses)
 
 
 def _check_quest(policy: Quest, config: CacheConfig) -> None:
     if config.layout == "contiguous":
         raise ConfigError(f"cache.policy: {policy}: a row of one block has none to choose", "take cache.layout='paged'")
-    if config.rotate == "read":
+    if config.rope_at == "read":
         raise ConfigError(
             f"cache.policy: {policy}: bounds are of keys as queries see them, and these lie unrotated",
-            "take cache.rotate='write'",
+            "take cache.rope_at='write'",
         )
 
 
-def _cross_group(mixer: MixerSpec, layers: tuple[int, ...], config: CacheConfig) -> Group:
+def _cross_group(mixer: AttentionSpec, layers: tuple[int, ...], config: CacheConfig) -> CacheGroup:
     """A source for every row: rows that share one leave blocks for later rows to find it in."""
-    if config.source_capacity < 1:
-        raise ConfigError("cache.source_capacity: this model attends to a source", "say how long a source may be")
+    if config.max_source_len < 1:
+        raise ConfigError("cache.max_source_len: this model attends to a source", "say how long a source may be")
     if config.layout == "contiguous":
-        return Group(mixer, layers, config.source_capacity, config.rows + RESERVED_BLOCKS, 1)
-    per_row = _ceil(config.source_capacity, config.block_size)
-    return Group(mixer, layers, config.block_size, config.rows * per_row + RESERVED_BLOCKS, per_row)
+        return CacheGroup(mixer, layers, config.max_source_len, config.max_num_seqs + RESERVED_BLOCKS, 1)
+    per_row = _ceil(config.max_source_len, config.block_size)
+    return CacheGroup(mixer, layers, config.block_size, config.max_num_seqs * per_row + RESERVED_BLOCKS, per_row)
 
 
-def group_bytes(group: Group) -> GroupBytes:
+def group_bytes(group: CacheGroup) -> GroupBytes:
     """``blocks * layers * K`` times what a block takes of every array of its formats; columns: one int64 position per
     slot, where a policy ranks or chooses those of each head, and of summaries the weights of each head.  Of a spilled
     level the pool has the columns alone; ``per_row`` and ``per_token`` count what lies in its spool, too.
 
     float32, D = Dv = 64, K = 1, one layer: 512 bytes of payload per token;  int8: 128, and 8 of scales.
     """
-    size, lines = group.block_size, len(group.layers) * group.mixer.kv_heads
+    size, lines = group.block_size, len(group.layers) * group.spec.num_kv_heads
     payload = scales = 0  # of a block
-    for form, dim in group.stores:
+    for form, dim in group.tensor_formats:
         for array in form.arrays(dim):
-            taken = lines * array.nbytes * (size if array.grain == "slot" else 1)
+            taken = lines * array.nbytes * (size if array.granularity == "slot" else 1)
             payload, scales = (payload + taken, scales) if array.name == "data" else (payload, scales + taken)
-    spilled = group.level is not None and group.level.spilled
+    spilled = group.lower_level is not None and group.lower_level.is_offloaded
     columns = size * (POSITION_BYTES + lines * _head_column_bytes(group)) + lines * _bound_bytes(group)
     return GroupBytes(
-        0 if spilled else group.blocks * payload,
-        0 if spilled else group.blocks * scales,
-        group.blocks * columns,
+        0 if spilled else group.num_blocks * payload,
+        0 if spilled else group.num_blocks * scales,
+        group.num_blocks * columns,
         payload // size,
         _ceil(scales, size),
         _ceil(columns, size),
-        group.blocks_per_row * (payload + scales + columns),
+        group.max_blocks_per_seq * (payload + scales + columns),
     )
 
 
-def _bound_bytes(group: Group) -> int:
+def _bound_bytes(group: CacheGroup) -> int:
     """Per block, layer and head, where queries choose: the smallest and the largest key of each channel."""
-    return 0 if group.chooses is None else 2 * group.mixer.head_dim * (8 if group.keys == "float64" else 4)
+    return (
+        0 if group.sparse_read_policy is None else 2 * group.spec.head_dim * (8 if group.key_format == "float64" else 4)
+    )
 
 
-def _head_column_bytes(group: Group) -> int:
+def _head_column_bytes(group: CacheGroup) -> int:
     """Per slot, layer and head.  Where a policy ranks: a position (int32), and the attention that it got; of summaries:
     a weight."""
-    if group.level is not None and group.level.ratio > 1:
-        return find_format(group.weight_format, "weights").arrays(1)[0].nbytes
-    if group.scored is None:
+    if group.lower_level is not None and group.lower_level.ratio > 1:
+        return get_format(group.weight_format, "weights").arrays(1)[0].nbytes
+    if group.eviction_policy is None:
         return 0
-    return 4 + (0 if not group.scored.watch else 8 if group.keys == "float64" else 4)
+    return 4 + (0 if not group.eviction_policy.observed_queries else 8 if group.key_format == "float64" else 4)
 
 
 def _ceil(a: int, b: int) -> int:

@@ -14,48 +14,52 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvad.cache.blocks import BlockPool, Prefix, Prefixes
-from kvad.cache.sizing import Group
-from kvad.step import Moves
+from kvad.cache.blocks import BlockPool, PrefixIndex, PrefixNode
+from kvad.cache.sizing import CacheGroup
+from kvad.step import BlockOps
 
-__all__ = ["PlacedSources", "Source", "Sources"]
+__all__ = ["EncoderAllocation", "EncoderSequence", "EncoderBlocks"]
 
 
-class PlacedSources(NamedTuple):
+class EncoderAllocation(NamedTuple):
     """Where an encoder's step writes: ``slots`` per cross-attention group, one per source token, in the rows' order."""
 
-    moves: Moves
+    block_ops: BlockOps
     slots: tuple[list[int], ...]
 
 
-class Source:
+class EncoderSequence:
     """One row's hold on a source.  ``blocks`` per group; ``written``: it has been encoded; ``name``: its root, None
     where it is not to be found by others."""
 
-    __slots__ = ("blocks", "length", "name", "tokens", "written")
+    __slots__ = ("blocks", "length", "cache_key", "tokens", "written")
 
-    def __init__(self, tokens: tuple[int, ...], name: Prefix | None, blocks: tuple[list[int], ...]) -> None:
-        self.tokens, self.name, self.blocks = tokens, name, blocks
+    def __init__(self, tokens: tuple[int, ...], cache_key: PrefixNode | None, blocks: tuple[list[int], ...]) -> None:
+        self.tokens, self.cache_key, self.blocks = tokens, cache_key, blocks
         self.length = len(tokens)
         self.written = False
 
 
-class Sources:
+class EncoderBlocks:
     """The pools of the cross-attention groups.  ``share``: sources are published, for later rows to find."""
 
-    def __init__(self, groups: Sequence[Group], pools: Sequence[BlockPool], prefixes: Prefixes, *, share: bool) -> None:
+    def __init__(
+        self, groups: Sequence[CacheGroup], pools: Sequence[BlockPool], prefixes: PrefixIndex, *, share: bool
+    ) -> None:
         self.groups, self.pools = tuple(groups), tuple(pools)
         self._prefixes, self._share = prefixes, share
         self.hits = self.misses = 0
 
     @property
-    def capacity(self) -> int:
+    def max_source_len(self) -> int:
         """Tokens of the longest source; 0 where there is no cross-attention."""
-        return min((min(g.usable, g.blocks_per_row) * g.block_size for g in self.groups), default=0)
+        return min((min(g.num_usable_blocks, g.max_blocks_per_seq) * g.block_size for g in self.groups), default=0)
 
-    def attach(self, tokens: Sequence[int], root: bytes) -> Source | None:
+    def attach(self, tokens: Sequence[int], root: bytes) -> EncoderSequence | None:
         """Hold this source: the blocks that have it, or new ones that are to be written.  None: there is no room."""
-        assert 0 < len(tokens) <= self.capacity, f"a source of {len(tokens)} tokens, at most {self.capacity}"
+        assert 0 < len(tokens) <= self.max_source_len, (
+            f"a source of {len(tokens)} tokens, at most {self.max_source_len}"
+        )
         packed = array("q", tokens).tobytes()
         name = self._prefixes.root(b"source\0" + root + b"\0" + packed) if self._share else None
         if name is not None:
@@ -64,28 +68,28 @@ class Sources:
             if len(whole) == len(found):
                 for pool, blocks in zip(self.pools, whole, strict=True):
                     for block in blocks:
-                        pool.acquire(block)
+                        pool.incref(block)
                 self.hits += 1
-                source = Source(tuple(tokens), name, tuple(whole))
+                source = EncoderSequence(tuple(tokens), name, tuple(whole))
                 source.written = True
                 return source
         needs = [-(-len(tokens) // group.block_size) for group in self.groups]
-        if any(need > pool.available for need, pool in zip(needs, self.pools, strict=True)):
+        if any(need > pool.num_available for need, pool in zip(needs, self.pools, strict=True)):
             return None
         self.misses += 1
-        taken = tuple([pool.take()[0] for _ in range(need)] for need, pool in zip(needs, self.pools, strict=True))
-        return Source(tuple(tokens), name, taken)
+        taken = tuple([pool.allocate()[0] for _ in range(need)] for need, pool in zip(needs, self.pools, strict=True))
+        return EncoderSequence(tuple(tokens), name, taken)
 
-    def share(self, source: Source) -> Source:
+    def share(self, source: EncoderSequence) -> EncoderSequence:
         """The same blocks for one more row."""
-        twin = Source(source.tokens, source.name, tuple(list(blocks) for blocks in source.blocks))
+        twin = EncoderSequence(source.tokens, source.cache_key, tuple(list(blocks) for blocks in source.blocks))
         twin.written = source.written
         for pool, blocks in zip(self.pools, source.blocks, strict=True):
             for block in blocks:
-                pool.acquire(block)
+                pool.incref(block)
         return twin
 
-    def place(self, sources: Sequence[Source], groups_before: int) -> PlacedSources:
+    def allocate_slots(self, sources: Sequence[EncoderSequence], groups_before: int) -> EncoderAllocation:
         """Slots for an encoder's step, whose blocks change hands; ``groups_before`` stand before these in Moves."""
         clear: list[tuple[int, ...]] = [()] * groups_before
         slots: list[list[int]] = []
@@ -97,34 +101,34 @@ class Sources:
                 where.extend(blocks[at // size] * size + at % size for at in range(source.length))
             clear.append(tuple(block for source in sources for block in source.blocks[index]))
             slots.append(where)
-        return PlacedSources(Moves(tuple(clear), ((),) * len(clear)), tuple(slots))
+        return EncoderAllocation(BlockOps(tuple(clear), ((),) * len(clear)), tuple(slots))
 
-    def commit(self, source: Source) -> None:
+    def commit(self, source: EncoderSequence) -> None:
         """It is written, and what came out was finite: later rows may find it."""
         source.written = True
-        if source.name is None:
+        if source.cache_key is None:
             return
         packed = array("q", source.tokens).tobytes()
         for index, pool in enumerate(self.pools):
-            for block, prefix in zip(source.blocks[index], self._names(index, source.name, packed), strict=True):
+            for block, prefix in zip(source.blocks[index], self._names(index, source.cache_key, packed), strict=True):
                 if prefix is not None:
                     pool.publish(block, prefix)
 
-    def release(self, source: Source, *, publish: bool = True) -> None:
+    def release(self, source: EncoderSequence, *, publish: bool = True) -> None:
         """One row less.  ``publish`` False: nobody is to find it any more (its numbers cannot be trusted)."""
         for pool, blocks in zip(self.pools, source.blocks, strict=True):
             for block in reversed(blocks):
                 if not publish and pool.prefixes[block] is not None:
-                    pool.withdraw(block)
-                pool.release(block)
+                    pool.unpublish(block)
+                pool.decref(block)
 
-    def _names(self, index: int, name: Prefix, packed: bytes) -> list[Prefix | None]:
+    def _names(self, index: int, name: PrefixNode, packed: bytes) -> list[PrefixNode | None]:
         """The name of each block: the root, the group's own size of blocks, and the block's number."""
         size = self.groups[index].block_size
         count = -(-len(packed) // (size * 8))
         return [self._prefixes.extend(name, b"%d/%d" % (number, size)) for number in range(count)]
 
-    def _find(self, index: int, name: Prefix, packed: bytes) -> list[int] | None:
+    def _find(self, index: int, name: PrefixNode, packed: bytes) -> list[int] | None:
         found = []
         for prefix in self._names(index, name, packed):
             block = None if prefix is None else self.pools[index].find(prefix)

@@ -24,71 +24,77 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvad.cache.disk import DISK, Disk, user_cache
-from kvad.cache.layout import Table, read_column
-from kvad.cache.sizing import Group
-from kvad.cache.spilled import TILES, Piece, pieces, spilling
-from kvad.cache.spool import Run, Spool, sweep
-from kvad.cache.store import Store
+from kvad.cache.disk import REAL_FILE_SYSTEM, FileSystem, user_cache_dir
+from kvad.cache.layout import BlockTable, gather_metadata
+from kvad.cache.sizing import CacheGroup
+from kvad.cache.spilled import NUM_TILES, ArraySlice, block_slices, plan_offload
+from kvad.cache.spool import BlockRun, OffloadFile, remove_offload_leftovers
+from kvad.cache.store import LayerTensor
 from kvad.errors import ConfigError
-from kvad.ops.quantize import Codec, find_codec
-from kvad.step import EMPTY_BLOCK, RESERVED_BLOCKS, Mark, Step
+from kvad.ops.quantize import FormatCodec, get_codec
+from kvad.step import NULL_BLOCK, RESERVED_BLOCKS, ModelInput, TokenPositions
 
-__all__ = ["Spill", "SpillStats", "Tile"]
+__all__ = ["OffloadReader", "OffloadStats", "OffloadTile"]
 
 FEW = 8  # runs of a row in a tile that are copied one by one; more are gathered first
 
 
 @dataclass(frozen=True)
-class SpillStats:
+class OffloadStats:
     """Bytes of older tokens that were ``written`` and read since the start, ``from_ram`` host memory and ``from_disk``;
     bytes that the files in ``folder`` (None: there are none) have come to; operations on them that ``failed``."""
 
     written: int
     from_ram: int
     from_disk: int
-    on_disk: int
+    disk_bytes: int
     failed: int
     folder: Path | None
 
 
-class Tile(NamedTuple):
+class OffloadTile(NamedTuple):
     """Some blocks of each row of a lane: ``table`` [R, n], ``runs`` of its lines, none of two rows; ``near``: all of
     them lie in host memory."""
 
-    lane: int
-    table: Table
-    keys: Mark
-    runs: list[Run]
-    near: bool
+    sub_batch: int
+    table: BlockTable
+    keys: TokenPositions
+    runs: list[BlockRun]
+    in_ram: bool
 
 
-class Spill:
+class OffloadReader:
     """The spools of all levels that are spilled, and what reads them.
 
     ``ram``: bytes of host memory for their tokens; what passes them goes to files in ``folder``, which is made where
     it is not there, and swept.  ConfigError: it cannot be used.
     """
 
-    def __init__(self, groups: Sequence[Group], ram: int, folder: Path | None = None, disk: Disk = DISK) -> None:
-        self.plan = spilling(groups, ram)
-        where = folder or user_cache("spill")
-        self.folder = where if self.plan.disk else None
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        ram_bytes: int,
+        folder: Path | None = None,
+        disk: FileSystem = REAL_FILE_SYSTEM,
+    ) -> None:
+        self.plan = plan_offload(groups, ram_bytes)
+        where = folder or user_cache_dir("spill")
+        self.folder = where if self.plan.disk_bytes else None
         if self.folder is not None:
             _prepare(self.folder, disk)
         self._layers = {number: groups[number].layers for number in self.plan.shares}
-        self._pieces = {number: pieces(groups[number]) for number in self.plan.shares}
-        self._heads = {number: groups[number].mixer.kv_heads for number in self.plan.shares}
-        self._codecs: dict[int, tuple[Codec, Codec]] = {}
+        self._pieces = {number: block_slices(groups[number]) for number in self.plan.shares}
+        self._heads = {number: groups[number].spec.num_kv_heads for number in self.plan.shares}
+        self._codecs: dict[int, tuple[FormatCodec, FormatCodec]] = {}
         for number in self.plan.shares:
-            self._codecs[number] = find_codec(groups[number].keys), find_codec(groups[number].values)
-        self.spools: dict[int, Spool] = {}
-        self._staging = [np.empty(self.plan.staging // TILES, np.uint8) for _ in range(TILES)]
+            self._codecs[number] = get_codec(groups[number].key_format), get_codec(groups[number].value_format)
+        self.spools: dict[int, OffloadFile] = {}
+        self._staging = [np.empty(self.plan.staging_bytes // NUM_TILES, np.uint8) for _ in range(NUM_TILES)]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvad-spill")
-        self._ahead: _Ahead | None = None
+        self._ahead: _ReadAhead | None = None
         try:
             for number, share in self.plan.shares.items():
-                self.spools[number] = Spool(share, where, str(number), disk)
+                self.spools[number] = OffloadFile(share, where, str(number), disk)
         except ConfigError:
             self.close()
             raise
@@ -101,25 +107,27 @@ class Spill:
         self._staging = []
         self._thread.shutdown()
 
-    def stats(self) -> SpillStats:
+    def stats(self) -> OffloadStats:
         every = list(self.spools.values())
-        return SpillStats(
+        return OffloadStats(
             sum(spool.written for spool in every),
             sum(spool.read_ram for spool in every),
             sum(spool.read_disk for spool in every),
-            sum(spool.touched * spool.share.layers * spool.share.line for spool in every),
+            sum(spool.touched * spool.share.layers * spool.share.block_bytes for spool in every),
             sum(spool.failures for spool in every),
             self.folder,
         )
 
     # ------------------------------------------------------------ between two steps
 
-    def pack(self, number: int, above: dict[int, tuple[Store, Store]], sources: Tensor, targets: Sequence[int]) -> None:
+    def write_blocks(
+        self, number: int, above: dict[int, tuple[LayerTensor, LayerTensor]], sources: Tensor, targets: Sequence[int]
+    ) -> None:
         """Whole blocks of the group above go out, in every layer."""
         self._quiet()
         spool, made = self.spools[number], self._pieces[number]
-        runs = spool.split([target - RESERVED_BLOCKS for target in targets])
-        lines = torch.zeros((len(targets), spool.share.line), dtype=torch.uint8)
+        runs = spool.split_runs([target - RESERVED_BLOCKS for target in targets])
+        lines = torch.zeros((len(targets), spool.share.block_bytes), dtype=torch.uint8)
         for layer, stores in above.items():
             raw = [array for store in stores for array in store.take_blocks(sources)]
             for piece, array in zip(made, raw, strict=True):
@@ -129,7 +137,7 @@ class Spill:
 
     # ------------------------------------------------------------ a step
 
-    def open(self, step: Step, positions: Sequence[Tensor]) -> dict[int, list[Tile]]:
+    def open(self, step: ModelInput, positions: Sequence[Tensor]) -> dict[int, list[OffloadTile]]:
         """What a step reads, by group; from now on it is read ahead.  ``positions``: columns, by group."""
         self._quiet()
         tiles = {number: list(self._tiles(number, step, positions[number])) for number in self.spools}
@@ -138,37 +146,37 @@ class Spill:
             for number, every in tiles.items()
             for layer in self._layers[number]
             for tile in every
-            if not tile.near
+            if not tile.in_ram
         ]
         jobs.sort(key=lambda job: job[:1])
-        self._ahead = _Ahead(self, jobs)
+        self._ahead = _ReadAhead(self, jobs)
         return tiles
 
-    def _tiles(self, number: int, step: Step, column: Tensor) -> Iterator[Tile]:
+    def _tiles(self, number: int, step: ModelInput, column: Tensor) -> Iterator[OffloadTile]:
         share, size = self.spools[number].share, column.shape[1]
-        for lane, blocks in enumerate(step.places[number].tables):
+        for lane, blocks in enumerate(step.slot_mappings[number].block_tables):
             rows, per_row = blocks.shape
             many = max(1, share.tile // rows)
             for at in range(0, per_row, many):
                 cut = blocks[:, at : at + many]
-                table = Table(cut, size, cut.shape[1] * size)
+                table = BlockTable(cut, size, cut.shape[1] * size)
                 runs = [
-                    run._replace(place=run.place + row * cut.shape[1])
+                    run._replace(tile_index=run.tile_index + row * cut.shape[1])
                     for row, ids in enumerate(cut.tolist())
-                    for run in self.spools[number].split(
-                        [block - RESERVED_BLOCKS if block != EMPTY_BLOCK else -1 for block in ids]
+                    for run in self.spools[number].split_runs(
+                        [block - RESERVED_BLOCKS if block != NULL_BLOCK else -1 for block in ids]
                     )
                 ]
                 near = len(runs) <= FEW * rows and all(run.first < share.ram for run in runs)
-                yield Tile(lane, table, Mark(read_column(column, table)), runs, near)
+                yield OffloadTile(lane, table, TokenPositions(gather_metadata(column, table)), runs, near)
 
-    def read(self, number: int, layer: int, tile: Tile, like: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, number: int, layer: int, tile: OffloadTile, like: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [R, K, S, D] and values [R, K, S, Dv] of the step's next tile, in the dtype and on the device of
         ``like``."""
         assert self._ahead is not None, "no step is open"
-        if tile.near:
+        if tile.in_ram:
             spool, place = self.spools[number], self._layers[number].index(layer)
-            found = [(run.place, spool.where(place, run)) for run in tile.runs]
+            found = [(run.tile_index, spool.ram_view(place, run)) for run in tile.runs]
             lines = [(place, torch.from_numpy(there)) for place, there in found if there is not None]
         else:
             lines = [(0, self._ahead.take(layer, tile))]
@@ -176,20 +184,20 @@ class Spill:
         shape = rows, self._heads[number], blocks, tile.table.block_size
         raw: tuple[list[Tensor], list[Tensor]] = [], []
         for piece in self._pieces[number]:
-            raw[piece.side].append(_arrays(lines, piece, shape, like.device))
-        if not tile.near:
+            raw[piece.is_value].append(_arrays(lines, piece, shape, like.device))
+        if not tile.in_ram:
             self._ahead.done()
         keys, values = self._codecs[number]
         return keys.decode(raw[0], like.dtype), values.decode(raw[1], like.dtype)
 
-    def lost(self, step_rows: Sequence[int]) -> dict[int, str]:
+    def failed_rows(self, step_rows: Sequence[int]) -> dict[int, str]:
         """Of the step that was opened last: which of its rows read what is not there, and why.  ``step_rows``: rows of
         each lane."""
         found = {} if self._ahead is None else self._ahead.lost
         return {sum(step_rows[:lane]) + row: why for (lane, row), why in found.items()}
 
-    def _job(self, layer: int, number: int, tile: Tile, buffer: int) -> dict[int, str]:
-        line = self.spools[number].share.line
+    def _job(self, layer: int, number: int, tile: OffloadTile, buffer: int) -> dict[int, str]:
+        line = self.spools[number].share.block_bytes
         count = tile.table.rows * tile.table.per_row
         into = self._staging[buffer][: count * line].reshape(count, line)
         return self.spools[number].read(self._layers[number].index(layer), tile.runs, into)
@@ -201,14 +209,14 @@ class Spill:
             self._ahead = None
 
 
-class _Ahead:
+class _ReadAhead:
     """One step's reads in their order, as many at a time as there are buffers."""
 
-    def __init__(self, spill: Spill, jobs: Sequence[tuple[int, int, Tile]]) -> None:
+    def __init__(self, spill: OffloadReader, jobs: Sequence[tuple[int, int, OffloadTile]]) -> None:
         self.lost: dict[tuple[int, int], str] = {}
         self._spill, self._jobs = spill, deque(jobs)
-        self._flying: deque[tuple[int, int, Tile, int, Future[dict[int, str]]]] = deque()
-        for buffer in range(TILES):
+        self._flying: deque[tuple[int, int, OffloadTile, int, Future[dict[int, str]]]] = deque()
+        for buffer in range(NUM_TILES):
             self._submit(buffer)
 
     def _submit(self, buffer: int) -> None:
@@ -217,13 +225,13 @@ class _Ahead:
             future = self._spill._thread.submit(self._spill._job, layer, number, tile, buffer)
             self._flying.append((layer, number, tile, buffer, future))
 
-    def take(self, layer: int, tile: Tile) -> Tensor:
+    def take(self, layer: int, tile: OffloadTile) -> Tensor:
         """[n, line], the next tile: it stays until :meth:`done`."""
         planned, number, next_tile, buffer, future = self._flying[0]
         assert planned == layer and next_tile is tile, "tiles are read in the order of the layers"
         for place, why in future.result().items():
-            self.lost.setdefault((tile.lane, place // tile.table.per_row), why)
-        count, line = tile.table.rows * tile.table.per_row, self._spill.spools[number].share.line
+            self.lost.setdefault((tile.sub_batch, place // tile.table.per_row), why)
+        count, line = tile.table.rows * tile.table.per_row, self._spill.spools[number].share.block_bytes
         return torch.from_numpy(self._spill._staging[buffer][: count * line]).view(count, line)
 
     def done(self) -> None:
@@ -238,16 +246,16 @@ class _Ahead:
                 future.exception()
 
 
-def _prepare(folder: Path, disk: Disk) -> None:
+def _prepare(folder: Path, disk: FileSystem) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        sweep(folder, disk)
+        remove_offload_leftovers(folder, disk)
     except OSError as error:
         raise ConfigError(f"cannot spill to {folder}: {error.strerror or error}", "give another --spill-dir") from None
 
 
 def _arrays(
-    lines: Sequence[tuple[int, Tensor]], piece: Piece, shape: tuple[int, int, int, int], device: torch.device
+    lines: Sequence[tuple[int, Tensor]], piece: ArraySlice, shape: tuple[int, int, int, int], device: torch.device
 ) -> Tensor:
     """(place, lines [n, bytes]) of a tile, of whole rows or of parts of one -> that array of all of them,
     [R, K, P * block_size, width], a copy; ``shape``: R, K, P, block_size."""

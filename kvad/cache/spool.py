@@ -24,56 +24,56 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvad.aside import aside
-from kvad.cache.disk import DISK, Disk, remove_leftovers
-from kvad.cache.spilled import Share
+from kvad.aside import temp_path
+from kvad.cache.disk import REAL_FILE_SYSTEM, FileSystem, remove_temp_files
+from kvad.cache.spilled import LevelLayout
 from kvad.errors import ConfigError
 
-__all__ = ["Lines", "Run", "Spool", "runs_of", "sweep"]
+__all__ = ["BlockBytes", "BlockRun", "OffloadFile", "split_runs", "remove_offload_leftovers"]
 
-Lines = NDArray[np.uint8]  # [n, line]
+BlockBytes = NDArray[np.uint8]  # [n, line]
 
-PREFIX = "spill-"
+FILE_PREFIX = "spill-"
 
 
-class Run(NamedTuple):
+class BlockRun(NamedTuple):
     """``lines`` lines from number ``first`` on, at ``place`` of a tile; ``first`` -1: nothing lies there."""
 
-    place: int
+    tile_index: int
     first: int
-    lines: int
+    num_blocks: int
 
 
-def runs_of(numbers: Sequence[int], split: int) -> list[Run]:
+def split_runs(numbers: Sequence[int], split: int) -> list[BlockRun]:
     """Neighbours together, but for those on two sides of number ``split``.
 
     4 5 6 -1 -1 9, split 6  ->  4 5 | 6 | -1 -1 | 9
     """
-    made: list[Run] = []
+    made: list[BlockRun] = []
     for place, number in enumerate(numbers):
         if made:
             _, first, count = made[-1]
             follows = number == first + count and number != split if first >= 0 else number < 0
             if follows:
-                made[-1] = made[-1]._replace(lines=count + 1)
+                made[-1] = made[-1]._replace(num_blocks=count + 1)
                 continue
-        made.append(Run(place, number, 1))
+        made.append(BlockRun(place, number, 1))
     return made
 
 
-def sweep(folder: Path, disk: Disk = DISK) -> int:
+def remove_offload_leftovers(folder: Path, disk: FileSystem = REAL_FILE_SYSTEM) -> int:
     """Remove what dead processes left; returns how many files."""
-    return remove_leftovers(folder, lambda name: name.startswith(PREFIX), disk)
+    return remove_temp_files(folder, lambda name: name.startswith(FILE_PREFIX), disk)
 
 
-class Spool:
+class OffloadFile:
     """One level's lines.  ConfigError: ``folder`` cannot take its files."""
 
-    def __init__(self, share: Share, folder: Path, name: str, disk: Disk = DISK) -> None:
+    def __init__(self, share: LevelLayout, folder: Path, name: str, disk: FileSystem = REAL_FILE_SYSTEM) -> None:
         self.share, self.disk = share, disk
         self.written = self.read_ram = self.read_disk = self.failures = 0  # bytes, and operations that failed
         self.touched = 0  # lines of a layer that its file has reached
-        self._ram = np.empty((share.layers, share.ram, share.line), np.uint8)
+        self._ram = np.empty((share.layers, share.ram, share.block_bytes), np.uint8)
         self._sums = array("I", bytes(4 * share.layers * share.disk))
         self._lost: dict[tuple[int, int], str] = {}
         self._files: list[int] = []
@@ -81,7 +81,7 @@ class Spool:
         self._end = weakref.finalize(self, _remove, disk, self._files, paths)
         try:
             for layer in range(share.layers if share.disk else 0):
-                path = aside(folder / f"{PREFIX}{name}.{layer}", "tmp")
+                path = temp_path(folder / f"{FILE_PREFIX}{name}.{layer}", "tmp")
                 self._files.append(disk.create(path))
                 paths.append(path)
         except OSError as error:
@@ -95,12 +95,12 @@ class Spool:
         self._end()
         self._ram = self._ram[:, :0]
 
-    def split(self, numbers: Sequence[int]) -> list[Run]:
-        return runs_of(numbers, self.share.ram)
+    def split_runs(self, numbers: Sequence[int]) -> list[BlockRun]:
+        return split_runs(numbers, self.share.ram)
 
     # ------------------------------------------------------------ in
 
-    def write(self, layer: int, runs: Sequence[Run], lines: Lines) -> None:
+    def write(self, layer: int, runs: Sequence[BlockRun], lines: BlockBytes) -> None:
         """lines [n, line], contiguous."""
         for place, first, count in runs:
             part = lines[place : place + count]
@@ -110,8 +110,8 @@ class Spool:
             else:
                 self._write(layer, first, part)
 
-    def _write(self, layer: int, first: int, lines: Lines) -> None:
-        data, size, at = lines.reshape(-1).data, self.share.line, first - self.share.ram
+    def _write(self, layer: int, first: int, lines: BlockBytes) -> None:
+        data, size, at = lines.reshape(-1).data, self.share.block_bytes, first - self.share.ram
         why = ""
         try:
             self.disk.write_at(self._files[layer], data, at * size)
@@ -127,7 +127,7 @@ class Spool:
 
     # ------------------------------------------------------------ out
 
-    def read(self, layer: int, runs: Sequence[Run], into: Lines) -> dict[int, str]:
+    def read(self, layer: int, runs: Sequence[BlockRun], into: BlockBytes) -> dict[int, str]:
         """Into lines [n, line], contiguous; returns the places that hold nothing (zeros), and why."""
         lost: dict[int, str] = {}
         for place, first, count in runs:
@@ -145,16 +145,16 @@ class Spool:
                     lost[place + number] = why
         return lost
 
-    def where(self, layer: int, run: Run) -> Lines | None:
+    def ram_view(self, layer: int, run: BlockRun) -> BlockBytes | None:
         """The lines of a run that lies in memory: a view.  None: it does not."""
         _, first, count = run
         if not 0 <= first < self.share.ram:
             return None
-        self.read_ram += count * self.share.line
+        self.read_ram += count * self.share.block_bytes
         return self._ram[layer, first : first + count]
 
-    def _read(self, layer: int, first: int, into: Lines) -> dict[int, str]:
-        data, size, at = into.reshape(-1).data, self.share.line, first - self.share.ram
+    def _read(self, layer: int, first: int, into: BlockBytes) -> dict[int, str]:
+        data, size, at = into.reshape(-1).data, self.share.block_bytes, first - self.share.ram
         lost = {n: self._lost[layer, first + n] for n in range(len(into)) if (layer, first + n) in self._lost}
         try:
             got = self.disk.read(self._files[layer], data, at * size)
@@ -173,7 +173,7 @@ class Spool:
         return lost
 
 
-def _remove(disk: Disk, files: list[int], paths: list[Path]) -> None:
+def _remove(disk: FileSystem, files: list[int], paths: list[Path]) -> None:
     """What cannot be removed is left to the next sweep."""
     for file in files:
         with contextlib.suppress(OSError):

@@ -16,113 +16,130 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvad.cache.seats import Hold, in_ring
-from kvad.cache.sizing import Group
-from kvad.step import Reach
+from kvad.cache.seats import GroupBlocks, ring_offset
+from kvad.cache.sizing import CacheGroup
+from kvad.step import AttentionPattern
 
-__all__ = ["Laid", "Marks", "Standing", "lay", "marks_of", "positions_of", "reusable", "slots_of"]
+__all__ = [
+    "GroupLayout",
+    "HeldRange",
+    "SequenceLayout",
+    "fit_layout",
+    "held_range",
+    "held_positions",
+    "is_reusable",
+    "held_slots",
+]
 
 
-class Marks(NamedTuple):
+class HeldRange(NamedTuple):
     """What a group holds of a row; ``dropped``, ``cut``: as of :class:`~kvad.cache.seats.Hold`."""
 
-    sunk: int = 0
-    first: int = 0
-    dropped: int = 0
-    cut: int = 0
+    num_sink_tokens: int = 0
+    first_position: int = 0
+    num_evicted: int = 0
+    last_eviction_length: int = 0
 
     def slots(self, length: int) -> int:
         """How many there are."""
-        return length - self.dropped if self.dropped else self.sunk + length - self.first
+        return length - self.num_evicted if self.num_evicted else self.num_sink_tokens + length - self.first_position
 
 
-class Standing(NamedTuple):
+class SequenceLayout(NamedTuple):
     """A row as a ledger holds it now.  Per group that takes tokens: (marks, gap, blocks); per level below: (slots that
     are filled, blocks); of cross-attention: the source's tokens, and its blocks per group."""
 
     length: int
-    holds: tuple[tuple[Marks, int, tuple[int, ...]], ...]
-    below: tuple[tuple[int, tuple[int, ...]], ...]
-    source: tuple[int, ...] | None
-    crossed: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[HeldRange, int, tuple[int, ...]], ...]
+    lower_levels: tuple[tuple[int, tuple[int, ...]], ...]
+    encoder_tokens: tuple[int, ...] | None
+    encoder_blocks: tuple[tuple[int, ...], ...]
 
 
-class Laid(NamedTuple):
+class GroupLayout(NamedTuple):
     """How a group will hold a row: so many blocks behind a gap, and what of the marks lies in them.  ``whole``: every
     slot that the ledger takes for filled is, so that rows may be cut short and blocks be shared."""
 
     count: int  # type: ignore[assignment]  # hides tuple.count
-    gap: int
-    marks: Marks
+    num_skipped_blocks: int
+    held_range: HeldRange
     whole: bool
 
 
-def marks_of(group: Group, hold: Hold, length: int, reach: int) -> Marks:
+def held_range(group: CacheGroup, hold: GroupBlocks, length: int, reach: int) -> HeldRange:
     """What a seat's hold has of its row; ``reach``: the end of its furthest write."""
-    if group.scored is not None:
-        return Marks(dropped=hold.dropped, cut=hold.cut)
+    if group.eviction_policy is not None:
+        return HeldRange(num_evicted=hold.num_evicted_tokens, last_eviction_length=hold.last_eviction_length)
     size, sinks = group.block_size, _sinks(group)
     if _ring(group):
         first = reach - (size - sinks) if reach > size else 0
-        return Marks(min(sinks, length), min(first, length)) if first else Marks()
-    if not hold.gap:
-        return Marks(cut=hold.cut)
+        return HeldRange(min(sinks, length), min(first, length)) if first else HeldRange()
+    if not hold.num_skipped_blocks:
+        return HeldRange(last_eviction_length=hold.last_eviction_length)
     blocks = _ceil(sinks, size)
-    return Marks(min(blocks * size, length), min((hold.gap + blocks) * size, length), 0, hold.cut)
+    return HeldRange(
+        min(blocks * size, length), min((hold.num_skipped_blocks + blocks) * size, length), 0, hold.last_eviction_length
+    )
 
 
-def reusable(group: Group, marks: Marks, length: int, wanted: int) -> bool:
+def is_reusable(group: CacheGroup, marks: HeldRange, length: int, wanted: int) -> bool:
     """Whether a row of ``length`` tokens can be taken for one of its first ``wanted``: what is ranked or has descended
     cannot, and a window must still hold what a query behind them needs."""
     if wanted == length:
         return True
-    if group.scored is not None or group.levels is not None:
+    if group.eviction_policy is not None or group.demotion_policy is not None:
         return False
-    reach = Reach.of(group.mixer)
-    needed = reach.oldest(wanted)
-    sunk = marks.first == 0 or marks.sunk >= min(reach.sinks, wanted)
-    return sunk and (needed >= wanted or marks.first <= max(needed, marks.sunk))
+    reach = AttentionPattern.from_spec(group.spec)
+    needed = reach.first_visible(wanted)
+    sunk = marks.first_position == 0 or marks.num_sink_tokens >= min(reach.num_sinks, wanted)
+    return sunk and (needed >= wanted or marks.first_position <= max(needed, marks.num_sink_tokens))
 
 
-def lay(group: Group, marks: Marks, length: int) -> Laid | None:
+def fit_layout(group: CacheGroup, marks: HeldRange, length: int) -> GroupLayout | None:
     """How ``group`` holds a row of ``length`` tokens of which there is what ``marks`` say; None: it cannot."""
     size = group.block_size
-    if group.scored is not None:
-        return _fitting(group, Laid(_ceil(length - marks.dropped, size), 0, marks, True))
+    if group.eviction_policy is not None:
+        return _check_capacity(group, GroupLayout(_ceil(length - marks.num_evicted, size), 0, marks, True))
     sinks = _sinks(group)
     if _ring(group):
-        return _lay_ring(group, marks, length, sinks)
+        return _fit_ring(group, marks, length, sinks)
     blocks, stop = _ceil(sinks, size), _ceil(length, size)
-    first = max(marks.first // size if group.levels is not None else _first_needed(group, length), blocks)
+    first = max(
+        marks.first_position // size if group.demotion_policy is not None else _first_needed(group, length), blocks
+    )
     count, gap = min(blocks, stop) + max(0, stop - first), first - blocks
     if count <= blocks:
         gap = max(0, length // size - blocks)
     if not gap:
-        kept = marks._replace(sunk=min(marks.sunk, length), first=min(marks.first, length))
-        return _fitting(group, Laid(count, 0, kept, marks.first <= marks.sunk))
+        kept = marks._replace(
+            num_sink_tokens=min(marks.num_sink_tokens, length), first_position=min(marks.first_position, length)
+        )
+        return _check_capacity(group, GroupLayout(count, 0, kept, marks.first_position <= marks.num_sink_tokens))
     front = min(blocks * size, length)
-    sunk = front if marks.first <= marks.sunk else min(marks.sunk, front)
-    kept = marks._replace(sunk=sunk, first=min(max(marks.first, first * size), length))
-    return _fitting(group, Laid(count, gap, kept, sunk == front and kept.first == min(first * size, length)))
+    sunk = front if marks.first_position <= marks.num_sink_tokens else min(marks.num_sink_tokens, front)
+    kept = marks._replace(num_sink_tokens=sunk, first_position=min(max(marks.first_position, first * size), length))
+    return _check_capacity(
+        group, GroupLayout(count, gap, kept, sunk == front and kept.first_position == min(first * size, length))
+    )
 
 
-def positions_of(marks: Marks, length: int) -> tuple[range, range]:
+def held_positions(marks: HeldRange, length: int) -> tuple[range, range]:
     """Positions (of a row that a policy ranks: slots) in the order in which they are kept."""
-    if marks.dropped:
-        return range(0), range(length - marks.dropped)
-    return range(marks.sunk), range(marks.first, length)
+    if marks.num_evicted:
+        return range(0), range(length - marks.num_evicted)
+    return range(marks.num_sink_tokens), range(marks.first_position, length)
 
 
-def slots_of(group: Group, blocks: Sequence[int], gap: int, marks: Marks, length: int) -> list[int]:
+def held_slots(group: CacheGroup, blocks: Sequence[int], gap: int, marks: HeldRange, length: int) -> list[int]:
     """Where they lie in ``blocks``, in that order: block * block_size + offset."""
     size, sinks = group.block_size, _sinks(group)
-    ranked, ring, front = group.scored is not None, _ring(group), _ceil(sinks, size)
+    ranked, ring, front = group.eviction_policy is not None, _ring(group), _ceil(sinks, size)
     slots: list[int] = []
-    for span in positions_of(marks, length):
+    for span in held_positions(marks, length):
         at, end = span.start, span.stop
         while at < end:
             if ring and not ranked:
-                base, stop = in_ring(blocks[0], size, sinks, at)
+                base, stop = ring_offset(blocks[0], size, sinks, at)
             else:
                 logical = at // size
                 place = logical if ranked or logical < front else logical - gap
@@ -133,34 +150,39 @@ def slots_of(group: Group, blocks: Sequence[int], gap: int, marks: Marks, length
     return slots
 
 
-def _lay_ring(group: Group, marks: Marks, length: int, sinks: int) -> Laid | None:
+def _fit_ring(group: CacheGroup, marks: HeldRange, length: int, sinks: int) -> GroupLayout | None:
     size = group.block_size
     if length <= size:
-        return Laid(bool(length), 0, marks, marks.first <= marks.sunk)
-    if group.mixer.window is None:
+        return GroupLayout(bool(length), 0, marks, marks.first_position <= marks.num_sink_tokens)
+    if group.spec.window is None:
         return None  # everything stays, and it has no room for it
     first = length - (size - sinks)
     kept = marks._replace(
-        sunk=sinks if marks.first <= marks.sunk else min(sinks, marks.sunk), first=max(first, marks.first)
+        num_sink_tokens=sinks if marks.first_position <= marks.num_sink_tokens else min(sinks, marks.num_sink_tokens),
+        first_position=max(first, marks.first_position),
     )
-    return Laid(1, 0, kept, kept.sunk == sinks and kept.first == first)
+    return GroupLayout(1, 0, kept, kept.num_sink_tokens == sinks and kept.first_position == first)
 
 
-def _fitting(group: Group, laid: Laid) -> Laid | None:
-    return laid if laid.count <= min(group.usable, group.blocks_per_row) else None
+def _check_capacity(group: CacheGroup, laid: GroupLayout) -> GroupLayout | None:
+    return laid if laid.count <= min(group.num_usable_blocks, group.max_blocks_per_seq) else None
 
 
-def _first_needed(group: Group, length: int) -> int:
-    return Reach.of(group.mixer).oldest(length) // group.block_size
+def _first_needed(group: CacheGroup, length: int) -> int:
+    return AttentionPattern.from_spec(group.spec).first_visible(length) // group.block_size
 
 
-def _ring(group: Group) -> bool:
-    return group.blocks_per_row == 1
+def _ring(group: CacheGroup) -> bool:
+    return group.max_blocks_per_seq == 1
 
 
-def _sinks(group: Group) -> int:
+def _sinks(group: CacheGroup) -> int:
     """Tokens that stay in front."""
-    return Reach.of(group.mixer).sinks if group.levels is None else group.levels.sinks
+    return (
+        AttentionPattern.from_spec(group.spec).num_sinks
+        if group.demotion_policy is None
+        else group.demotion_policy.num_sinks
+    )
 
 
 def _ceil(a: int, b: int) -> int:

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from kvad.cache.entry import Section
-from kvad.cache.raw import section_of, tensor_of
+from kvad.cache.raw import section_to_tensor, tensor_to_section
 
-__all__ = ["Blocks", "Copier", "pack", "unpack"]
+__all__ = ["BlockSelection", "HostCopier", "to_sections", "from_sections"]
 
-Told = Callable[[Literal["out", "in"], int, float], None]
+CopyCallback = Callable[[Literal["out", "in"], int, float], None]
 
 
-class Blocks(Protocol):
+class BlockSelection(Protocol):
     """``blocks`` [n] of ``array`` [blocks, ...]."""
 
     @property
@@ -32,22 +32,22 @@ class Blocks(Protocol):
     def blocks(self) -> Tensor: ...
 
 
-class _Flying(NamedTuple):
+class _PendingCopy(NamedTuple):
     way: Literal["out", "in"]
     nbytes: int
     began: torch.cuda.Event
     ended: torch.cuda.Event
 
 
-class Copier:
+class HostCopier:
     """Copies of one device; ``told`` hears the bytes and the seconds of each, when they are known."""
 
     def __init__(self, device: torch.device) -> None:
-        self.told: Told = lambda *_: None
+        self.on_copied: CopyCallback = lambda *_: None
         self._cuda = device.type == "cuda"
-        self._flying: dict[tuple[str, int], _Flying] = {}
+        self._flying: dict[tuple[str, int], _PendingCopy] = {}
 
-    def out(self, key: int, held: Iterable[Blocks]) -> list[Tensor]:
+    def copy_out(self, key: int, held: Iterable[BlockSelection]) -> list[Tensor]:
         """The blocks, contiguous, on the host; :meth:`arrived` before their numbers are read there."""
         self._hear()
         began = self._mark()
@@ -55,7 +55,7 @@ class Copier:
         self._done("out", key, copies, began)
         return copies
 
-    def back(self, key: int, held: Iterable[Blocks], copies: Sequence[Tensor]) -> None:
+    def copy_in(self, key: int, held: Iterable[BlockSelection], copies: Sequence[Tensor]) -> None:
         """The inverse, into as many blocks."""
         self._hear()
         began = self._mark()
@@ -63,7 +63,7 @@ class Copier:
             each.array[each.blocks] = copy.to(each.array.device, non_blocking=True)
         self._done("in", key, copies, began)
 
-    def arrived(self, key: int) -> None:
+    def wait(self, key: int) -> None:
         """Wait until what was copied out under ``key`` is there.  From any thread."""
         flying = self._flying.get(("out", key))
         if flying is not None:
@@ -87,23 +87,23 @@ class Copier:
     ) -> None:
         nbytes, ended = sum(each.nbytes for each in copies), self._mark()
         if isinstance(began, float) and isinstance(ended, float):
-            self.told(way, nbytes, ended - began)
+            self.on_copied(way, nbytes, ended - began)
         elif isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
-            self._flying[way, key] = _Flying(way, nbytes, began, ended)
+            self._flying[way, key] = _PendingCopy(way, nbytes, began, ended)
 
     def _hear(self) -> None:
         """Tell of those that have arrived."""
         for name, flying in list(self._flying.items()):
             if flying.ended.query():
                 del self._flying[name]
-                self.told(flying.way, flying.nbytes, flying.began.elapsed_time(flying.ended) / 1e3)
+                self.on_copied(flying.way, flying.nbytes, flying.began.elapsed_time(flying.ended) / 1e3)
 
 
-def pack(copies: Sequence[Tensor]) -> list[Section]:
+def to_sections(copies: Sequence[Tensor]) -> list[Section]:
     """Contiguous host tensors as sections, named by their place; no copy is made."""
-    return [section_of(str(at), each) for at, each in enumerate(copies)]
+    return [tensor_to_section(str(at), each) for at, each in enumerate(copies)]
 
 
-def unpack(sections: Sequence[Section]) -> list[Tensor]:
+def from_sections(sections: Sequence[Section]) -> list[Tensor]:
     """The inverse; the tensors lie in the sections' own memory."""
-    return [tensor_of(each) for each in sorted(sections, key=lambda each: int(each.name))]
+    return [section_to_tensor(each) for each in sorted(sections, key=lambda each: int(each.name))]

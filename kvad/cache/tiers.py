@@ -26,43 +26,43 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvad.cache.attic import Attic, AtticStats
-from kvad.cache.config import TIER_QUEUE
-from kvad.cache.deposits import Name, Ticket
+from kvad.cache.attic import RamBlockStore, RamStoreStats
+from kvad.cache.config import WRITE_QUEUE_BYTES
+from kvad.cache.deposits import BlockKey, LoadHandle
 from kvad.cache.disk import Buffer
 from kvad.cache.entry import Header, Section
-from kvad.cache.identity import Identity
-from kvad.cache.shelf import Shelf, ShelfStats
-from kvad.cache.worker import Worker
-from kvad.errors import EntryError
+from kvad.cache.identity import CacheFingerprint
+from kvad.cache.shelf import DiskBlockStore, DiskStoreStats
+from kvad.cache.worker import IoThread
+from kvad.errors import StorageError
 
-__all__ = ["KIND", "TierStats", "Tiers", "space"]
+__all__ = ["CONTAINER_KIND", "BlockStoreStats", "BlockStore", "key_prefix"]
 
-KIND = "block"
-READERS = 4  # threads: one waits for the disk while others sum up what came
-LAST_WORDS = 30.0  # seconds for what waits to be written when all ends
+CONTAINER_KIND = "block"
+NUM_READERS = 4  # threads: one waits for the disk while others sum up what came
+CLOSE_TIMEOUT = 30.0  # seconds for what waits to be written when all ends
 LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class TierStats:
+class BlockStoreStats:
     """Bytes copied ``out`` of the pool and ``into`` it; ``late``: blocks that were not written because too many waited
     to be; ``waiting``: bytes that do."""
 
-    ram: AtticStats
-    disk: ShelfStats
-    out: int
-    into: int
-    late: int
-    waiting: int
+    ram: RamStoreStats
+    disk: DiskStoreStats
+    bytes_out: int
+    bytes_in: int
+    num_not_written: int
+    queued_bytes: int
 
 
-def space(identity: Identity) -> str:
+def key_prefix(identity: CacheFingerprint) -> str:
     """The first part of a key on the shelf: blocks of other identities stand there under other keys."""
     return identity.digest()[:6].hex()
 
 
-class Tiers:
+class BlockStore:
     """``sizes``, ``widths``: bytes of one block, and of one number, of each group that takes tokens.  ``identity``: of
     what is stored on the shelf, but for what the root of a row's chain says (salt, regime, source)."""
 
@@ -72,29 +72,31 @@ class Tiers:
         widths: Sequence[int],
         *,
         ram: int | None = None,
-        shelf: Shelf | None = None,
-        identity: Identity | None = None,
-        queue: int = TIER_QUEUE,
+        disk: DiskBlockStore | None = None,
+        identity: CacheFingerprint | None = None,
+        queue: int = WRITE_QUEUE_BYTES,
     ) -> None:
-        assert shelf is None or identity is not None, "what is stored on a shelf belongs to something"
-        self._sizes, self._shelf, self._queue = tuple(sizes), shelf, queue
-        self._attic = None if ram is None else Attic(ram, widths)
-        self._identity = Identity() if identity is None else identity
-        self._space = space(self._identity)
+        assert disk is None or identity is not None, "what is stored on a shelf belongs to something"
+        self._sizes, self._disk, self._queue = tuple(sizes), disk, queue
+        self._attic = None if ram is None else RamBlockStore(ram, widths)
+        self._identity = CacheFingerprint() if identity is None else identity
+        self._space = key_prefix(self._identity)
         self._changed = threading.Condition(threading.RLock())
         self._numbers = itertools.count()
-        self._wanted: dict[int, tuple[Name, int]] = {}  # what Memory will hand over; bytes to be written, 0: evicted
+        self._wanted: dict[
+            int, tuple[BlockKey, int]
+        ] = {}  # what Memory will hand over; bytes to be written, 0: evicted
         self._lent: dict[int, Mapping[int, Buffer]] = {}
-        self._writing: dict[str, tuple[Name, Mapping[int, Buffer], int]] = {}  # by key
+        self._writing: dict[str, tuple[BlockKey, Mapping[int, Buffer], int]] = {}  # by key
         self._coming: set[str] = set()  # keys that will be written, once they were handed over
         self._dropped: dict[str, int] = {}  # keys that are still to be removed from the shelf
-        self._tickets: weakref.WeakSet[Ticket] = weakref.WeakSet()
+        self._tickets: weakref.WeakSet[LoadHandle] = weakref.WeakSet()
         self._coming_in = 0  # tickets that are not done
         self._late = self._waiting = self._out = self._into = 0
-        self._readers = tuple(Worker(f"kvad-tier-read-{number}") for number in range(READERS))
+        self._readers = tuple(IoThread(f"kvad-tier-read-{number}") for number in range(NUM_READERS))
         self._next = itertools.cycle(self._readers)
-        self._writer = Worker("kvad-tier-write")
-        self._stop = weakref.finalize(self, _stop, self._readers, self._writer, shelf)
+        self._writer = IoThread("kvad-tier-write")
+        self._stop = weakref.finalize(self, _stop, self._readers, self._writer, disk)
 
     # ------------------------------------------------------------ for the ledger
 
@@ -103,36 +105,36 @@ class Tiers:
             if key in self._dropped:
                 return False
             ram = self._attic is not None and self._attic.has(key)
-            return ram or key in self._writing or (self._shelf is not None and self._on_shelf(key) in self._shelf)
+            return ram or key in self._writing or (self._disk is not None and self._on_shelf(key) in self._disk)
 
-    def load(self, name: Name, groups: tuple[int, ...]) -> Ticket:
+    def load(self, name: BlockKey, groups: tuple[int, ...]) -> LoadHandle:
         """A ticket for these groups of a block; it is done when :attr:`Ticket.done` says so."""
-        ticket = Ticket(name, groups)
+        ticket = LoadHandle(name, groups)
         with self._changed:
             if name.key in self._dropped:
-                ticket.failed("withdrawn")
+                ticket.fail("withdrawn")
                 return ticket
             self._tickets.add(ticket)
             writing = self._writing.get(name.key)
             kept = None if self._attic is None else self._attic.get(name, groups)
             if kept is not None and self._attic is not None:
-                opening = self._attic.opening(kept, groups)
-                ticket.packed = any(group in kept.packed for group in groups)
-                if kept.packed:
+                opening = self._attic.decompress_job(kept, groups)
+                ticket.was_compressed = any(group in kept.compressed for group in groups)
+                if kept.compressed:
                     self._coming_in += 1
-                    next(self._next).put(partial(_unpack, weakref.ref(self), opening, ticket))
+                    next(self._next).restore(partial(_run_decompression, weakref.ref(self), opening, ticket))
                 else:
-                    ticket.came(opening(), "ram")
+                    ticket.complete(opening(), "ram")
             elif writing is not None and writing[0] == name and all(group in writing[1] for group in groups):
-                ticket.came({group: writing[1][group] for group in groups}, "ram")
-            elif self._shelf is not None and self._on_shelf(name.key) in self._shelf:
+                ticket.complete({group: writing[1][group] for group in groups}, "ram")
+            elif self._disk is not None and self._on_shelf(name.key) in self._disk:
                 self._coming_in += 1
-                next(self._next).put(partial(_read, weakref.ref(self), self._shelf, ticket))
+                next(self._next).restore(partial(_read, weakref.ref(self), self._disk, ticket))
             else:
-                ticket.failed("gone")
+                ticket.fail("gone")
         return ticket
 
-    def wants(self, name: Name, groups: tuple[int, ...], *, evicted: bool) -> int | None:
+    def request_copy(self, name: BlockKey, groups: tuple[int, ...], *, evicted: bool) -> int | None:
         with self._changed:
             size = 0
             if name.key in self._dropped or not groups:
@@ -141,9 +143,9 @@ class Tiers:
                 if self._attic is None or self._attic.get(name, groups) is not None:
                     return None
             else:
-                if self._shelf is None or not self._shelf.writable or name.key in self._coming:
+                if self._disk is None or not self._disk.writable or name.key in self._coming:
                     return None
-                if name.key in self._writing or self._on_shelf(name.key) in self._shelf:
+                if name.key in self._writing or self._on_shelf(name.key) in self._disk:
                     return None
                 size = sum(self._sizes[group] for group in groups)
                 if self._waiting and self._waiting + size > self._queue:
@@ -162,7 +164,7 @@ class Tiers:
             if number in self._wanted:
                 self._unwant(number)
 
-    def lend(self, pieces: Mapping[int, Buffer]) -> int:
+    def stage_load(self, pieces: Mapping[int, Buffer]) -> int:
         with self._changed:
             number = next(self._numbers)
             self._lent[number] = pieces
@@ -173,20 +175,20 @@ class Tiers:
         with self._changed:
             for ticket in list(self._tickets):
                 if ticket.name.key == key:
-                    ticket.failed("withdrawn")
+                    ticket.fail("withdrawn")
             for number in [number for number, (name, _) in self._wanted.items() if name.key == key]:
                 self._unwant(number)
             if self._attic is not None:
                 self._attic.drop(key)
-            if self._shelf is None:
+            if self._disk is None:
                 return
             self._unqueue(key)
             self._dropped[key] = self._dropped.get(key, 0) + 1
-            self._writer.put(partial(_remove, weakref.ref(self), self._shelf, self._on_shelf(key), key))
+            self._writer.restore(partial(_remove, weakref.ref(self), self._disk, self._on_shelf(key), key))
 
     # ------------------------------------------------------------ for Memory
 
-    def give(self, number: int, pieces: Mapping[int, Buffer]) -> None:
+    def put(self, number: int, pieces: Mapping[int, Buffer]) -> None:
         """What was wanted.  The pieces are the tiers' from now on."""
         with self._changed:
             wanted = self._wanted.pop(number, None)
@@ -198,12 +200,12 @@ class Tiers:
             if not size:
                 assert self._attic is not None
                 if self._attic.put(name, pieces) is not None:
-                    self._writer.put(partial(_pack, weakref.ref(self), self._attic))
+                    self._writer.restore(partial(_run_compression, weakref.ref(self), self._attic))
                 return
             self._coming.discard(name.key)
             self._writing[name.key] = name, pieces, size
-            assert self._shelf is not None
-            self._writer.put(partial(_write, weakref.ref(self), self._shelf, name))
+            assert self._disk is not None
+            self._writer.restore(partial(_write, weakref.ref(self), self._disk, name))
 
     def take(self, number: int) -> Mapping[int, Buffer]:
         """What was lent: to be copied, never to be written."""
@@ -222,23 +224,23 @@ class Tiers:
     @property
     def on_disk(self) -> bool:
         """Is there a folder, and is it written to?"""
-        return self._shelf is not None and self._shelf.writable
+        return self._disk is not None and self._disk.writable
 
     @property
     def folder(self) -> Path:
-        assert self._shelf is not None, "there is no folder"
-        return self._shelf.folder
+        assert self._disk is not None, "there is no folder"
+        return self._disk.folder
 
-    def keep(self, keys: Sequence[str]) -> list[str]:
+    def pin_blocks(self, keys: Sequence[str]) -> list[str]:
         """Write what waits, flush these blocks to the disk and pin them beside what is pinned; their names on the
         shelf. OSError as the disk says it; EntryError: one of them is not there."""
-        assert self._shelf is not None, "nothing is kept without a shelf"
+        assert self._disk is not None, "nothing is kept without a shelf"
         self.flush()
         stored = [self._on_shelf(key) for key in keys]
-        self._shelf.keep(stored)
+        self._disk.pin(stored)
         return stored
 
-    def flush(self, seconds: float = LAST_WORDS) -> bool:
+    def flush(self, seconds: float = CLOSE_TIMEOUT) -> bool:
         """Until all that was given is written; False: it took longer."""
         return self._writer.wait(seconds)
 
@@ -246,11 +248,11 @@ class Tiers:
         """Write what waits, and let the folder go."""
         self._stop()
 
-    def stats(self) -> TierStats:
+    def stats(self) -> BlockStoreStats:
         with self._changed:
-            ram = AtticStats() if self._attic is None else self._attic.stats()
-            disk = ShelfStats() if self._shelf is None else self._shelf.stats()
-            return TierStats(ram, disk, self._out, self._into, self._late, self._waiting)
+            ram = RamStoreStats() if self._attic is None else self._attic.stats()
+            disk = DiskStoreStats() if self._disk is None else self._disk.stats()
+            return BlockStoreStats(ram, disk, self._out, self._into, self._late, self._waiting)
 
     # ------------------------------------------------------------ for the threads
 
@@ -263,131 +265,133 @@ class Tiers:
         if size:
             self._coming.discard(name.key)
 
-    def _unqueue(self, key: str) -> tuple[Name, Mapping[int, Buffer]] | None:
+    def _unqueue(self, key: str) -> tuple[BlockKey, Mapping[int, Buffer]] | None:
         found = self._writing.pop(key, None)
         if found is None:
             return None
         self._waiting -= found[2]
         return found[0], found[1]
 
-    def written(self, shelf: Shelf, name: Name) -> None:
+    def on_written(self, shelf: DiskBlockStore, name: BlockKey) -> None:
         with self._changed:
             found = self._writing.get(name.key)
         if found is None or found[0] != name:
             return  # withdrawn meanwhile
         sections = [Section(str(g), "uint8", (memoryview(p).nbytes,), p) for g, p in sorted(found[1].items())]
-        facts = {"parent": name.parent, "tokens": name.tokens.hex()}
+        facts = {"parent": name.parent_digest, "tokens": name.tokens.hex()}
         try:
-            shelf.put(self._on_shelf(name.key), KIND, self._identity.parts, facts, sections)
+            shelf.put(self._on_shelf(name.key), CONTAINER_KIND, self._identity.parts, facts, sections)
         finally:  # whatever happened, it does not wait any more
             with self._changed:
                 if self._writing.get(name.key) is found:
                     self._unqueue(name.key)
 
-    def removed(self, key: str) -> None:
+    def on_removed(self, key: str) -> None:
         with self._changed:
             self._dropped[key] -= 1
             if not self._dropped[key]:
                 del self._dropped[key]
 
-    def arrived(self, ticket: Ticket, pieces: Mapping[int, Buffer] | None, place: str, why: str = "") -> None:
+    def on_loaded(self, ticket: LoadHandle, pieces: Mapping[int, Buffer] | None, place: str, why: str = "") -> None:
         with self._changed:
             if not ticket.done:
                 if pieces is None:
-                    ticket.failed(why)
+                    ticket.fail(why)
                 else:
-                    ticket.came(pieces, place)
+                    ticket.complete(pieces, place)
             self._coming_in -= 1
             if not self._coming_in:
                 self._changed.notify_all()
 
-    def read(self, shelf: Shelf, ticket: Ticket) -> None:
+    def read_block(self, shelf: DiskBlockStore, ticket: LoadHandle) -> None:
         if ticket.done:  # withdrawn meanwhile
-            self.arrived(ticket, None, "")
+            self.on_loaded(ticket, None, "")
             return
         try:
             pieces = shelf.get(self._on_shelf(ticket.name.key), partial(self._checked, ticket))
-        except EntryError as error:
-            self.arrived(ticket, None, "", error.why)
+        except StorageError as error:
+            self.on_loaded(ticket, None, "", error.reason)
         except OSError:
-            self.arrived(ticket, None, "", "failed")
+            self.on_loaded(ticket, None, "", "failed")
         except BaseException:  # a bug, or no memory: the worker says which; whoever waits must hear of it
-            self.arrived(ticket, None, "", "failed")
+            self.on_loaded(ticket, None, "", "failed")
             raise
         else:
-            self.arrived(ticket, pieces, "disk")
+            self.on_loaded(ticket, pieces, "disk")
 
-    def _checked(self, ticket: Ticket, header: Header, section: Callable[[str], memoryview]) -> dict[int, Buffer]:
+    def _checked(self, ticket: LoadHandle, header: Header, section: Callable[[str], memoryview]) -> dict[int, Buffer]:
         """The pieces of an entry that is this very block.  EntryError: it is another's."""
         name = ticket.name
-        differs = ", ".join(self._identity.differs(header.identity))
-        if header.kind != KIND or differs:
-            raise EntryError(f"a stored block is of another kind or model: {differs}", why="other")
-        if header.facts.get("parent") != name.parent or header.facts.get("tokens") != name.tokens.hex():
-            raise EntryError("a stored block holds other tokens", why="collision")
+        differs = ", ".join(self._identity.differences(header.fingerprint))
+        if header.kind != CONTAINER_KIND or differs:
+            raise StorageError(f"a stored block is of another kind or model: {differs}", reason="other")
+        if header.metadata.get("parent") != name.parent_digest or header.metadata.get("tokens") != name.tokens.hex():
+            raise StorageError("a stored block holds other tokens", reason="collision")
         for group in ticket.groups:
             stored = header.sections.get(str(group))
             if stored is not None and stored.nbytes != self._sizes[group]:
-                raise EntryError("a stored block has another size", why="other")
+                raise StorageError("a stored block has another size", reason="other")
         return {group: section(str(group)) for group in ticket.groups if str(group) in header.sections}
 
-    def pack(self, attic: Attic) -> None:
+    def compress_oldest(self, attic: RamBlockStore) -> None:
         while True:
             with self._changed:
                 kept = attic.oldest()
                 if kept is None:
                     return
-                job = attic.packing(kept)
+                job = attic.compress_job(kept)
             done = job()
             with self._changed:
-                attic.packed(kept, done)
+                attic.on_compressed(kept, done)
 
 
 # The threads hold no tiers while they wait: whoever forgets to close them is not kept alive by that.
 
 
-def _write(tiers: weakref.ref[Tiers], shelf: Shelf, name: Name) -> None:
+def _write(tiers: weakref.ref[BlockStore], shelf: DiskBlockStore, name: BlockKey) -> None:
     found = tiers()
     if found is not None:
-        found.written(shelf, name)
+        found.on_written(shelf, name)
 
 
-def _remove(tiers: weakref.ref[Tiers], shelf: Shelf, stored: str, key: str) -> None:
+def _remove(tiers: weakref.ref[BlockStore], shelf: DiskBlockStore, stored: str, key: str) -> None:
     try:
         shelf.drop(stored)
     finally:
         found = tiers()
         if found is not None:
-            found.removed(key)
+            found.on_removed(key)
 
 
-def _read(tiers: weakref.ref[Tiers], shelf: Shelf, ticket: Ticket) -> None:
+def _read(tiers: weakref.ref[BlockStore], shelf: DiskBlockStore, ticket: LoadHandle) -> None:
     found = tiers()
     if found is not None:
-        found.read(shelf, ticket)
+        found.read_block(shelf, ticket)
 
 
-def _unpack(tiers: weakref.ref[Tiers], opening: Callable[[], Mapping[int, Buffer]], ticket: Ticket) -> None:
+def _run_decompression(
+    tiers: weakref.ref[BlockStore], opening: Callable[[], Mapping[int, Buffer]], ticket: LoadHandle
+) -> None:
     pieces = None
     try:
         pieces = opening()
     finally:
         found = tiers()
         if found is not None:
-            found.arrived(ticket, pieces, "ram", "failed")
+            found.on_loaded(ticket, pieces, "ram", "failed")
 
 
-def _pack(tiers: weakref.ref[Tiers], attic: Attic) -> None:
+def _run_compression(tiers: weakref.ref[BlockStore], attic: RamBlockStore) -> None:
     found = tiers()
     if found is not None:
-        found.pack(attic)
+        found.compress_oldest(attic)
 
 
-def _stop(readers: Sequence[Worker], writer: Worker, shelf: Shelf | None) -> None:
+def _stop(readers: Sequence[IoThread], writer: IoThread, shelf: DiskBlockStore | None) -> None:
     for reader in readers:
         reader.stop(1.0)
-    if not writer.stop(LAST_WORDS):
-        LOG.warning("not all blocks were written to the tier in %.0f s", LAST_WORDS)
+    if not writer.stop(CLOSE_TIMEOUT):
+        LOG.warning("not all blocks were written to the tier in %.0f s", CLOSE_TIMEOUT)
     if shelf is not None:
         with suppress(OSError):
             shelf.release()

@@ -16,133 +16,165 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvad.cache.cuts import HeadColumns, count_queries
-from kvad.cache.layout import Table, read, read_column, split
-from kvad.cache.quest import Bounds, ChosenReading
-from kvad.cache.sizing import Group
-from kvad.cache.spill import Spill, Tile
-from kvad.cache.store import Store
+from kvad.cache.cuts import PerHeadMetadata, count_queries
+from kvad.cache.layout import BlockTable, gather_blocks, gather_metadata, split_slots
+from kvad.cache.quest import BlockKeyBounds, SparseMask
+from kvad.cache.sizing import CacheGroup
+from kvad.cache.spill import OffloadReader, OffloadTile
+from kvad.cache.store import LayerTensor
 from kvad.errors import CacheError
-from kvad.ops.attend import Kernel, Reading
-from kvad.ops.lanes import Probe, lane_spans, observe
-from kvad.ops.merge import Part
-from kvad.ops.rotary import Angles, rotate_rows
-from kvad.step import Lane, Mark, Place, Reach, Rotary, Score, Step
+from kvad.ops.attend import AttentionMask, Kernel
+from kvad.ops.lanes import AttentionHook, attend_sub_batch, sub_batch_spans
+from kvad.ops.merge import AttentionPart
+from kvad.ops.rotary import RotaryCache, rotate_rows
+from kvad.step import AttentionParams, AttentionPattern, ModelInput, Rotary, SlotMapping, SubBatch, TokenPositions
 
-__all__ = ["CrossView", "Reads", "RowView", "Shared", "Written"]
+__all__ = ["CrossAttentionView", "ReadPlan", "SelfAttentionView", "GroupStepPlan", "WriteIndex"]
 
 
-class Holder(Protocol):
+class KVCacheState(Protocol):
     """A Memory, as its views see it."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[CacheGroup, ...]
     positions: list[Tensor]
-    stores: list[dict[int, tuple[Store, Store]]]
-    weights: list[dict[int, Store]]
-    columns: dict[int, HeadColumns]
-    bounds: dict[int, Bounds]
+    stores: list[dict[int, tuple[LayerTensor, LayerTensor]]]
+    weights: list[dict[int, LayerTensor]]
+    head_metadata: dict[int, PerHeadMetadata]
+    block_bounds: dict[int, BlockKeyBounds]
     rotaries: dict[int, Rotary]
-    rotates_on_read: bool
-    exact: bool
+    rope_on_read: bool
+    exact_rope: bool
     kernel: Kernel
-    probe: Probe | None
-    spill: Spill | None
+    attention_hook: AttentionHook | None
+    offload_reader: OffloadReader | None
 
 
-class Written:
+class WriteIndex:
     """Where a group's new tokens go; their positions are marked at once."""
 
-    def __init__(self, memory: Holder, number: int, step: Step, place: Place) -> None:
-        assert place.slots is not None, "this group's tokens have no slots"
-        self.blocks, self.offsets = split(place.slots, memory.groups[number].block_size)
+    def __init__(self, memory: KVCacheState, number: int, step: ModelInput, slot_mapping: SlotMapping) -> None:
+        assert slot_mapping.slots is not None, "this group's tokens have no slots"
+        self.blocks, self.offsets = split_slots(slot_mapping.slots, memory.groups[number].block_size)
         memory.positions[number][self.blocks, self.offsets] = step.positions
 
 
-class Reads:
+class ReadPlan:
     """What a group's lanes read, and who sees what of it."""
 
     def __init__(
-        self, memory: Holder, number: int, step: Step, place: Place, tiles: Mapping[int, Sequence[Tile]] | None = None
+        self,
+        memory: KVCacheState,
+        number: int,
+        step: ModelInput,
+        slot_mapping: SlotMapping,
+        tiles: Mapping[int, Sequence[OffloadTile]] | None = None,
     ) -> None:
         group = memory.groups[number]
-        self.lanes: Sequence[Lane] = step.lanes if place.lanes is None else place.lanes
-        self.spans = lane_spans(self.lanes)
-        self.kernel, self.probe = memory.kernel, memory.probe
-        reach = Reach.of(group.mixer)
-        self.turning, self.exact = memory.rotates_on_read, memory.exact
+        self.sub_batches: Sequence[SubBatch] = (
+            step.sub_batches if slot_mapping.sub_batches is None else slot_mapping.sub_batches
+        )
+        self.spans = sub_batch_spans(self.sub_batches)
+        self.kernel, self.attention_hook = memory.kernel, memory.attention_hook
+        reach = AttentionPattern.from_spec(group.spec)
+        self.turning, self.exact = memory.rope_on_read, memory.exact_rope
         self.tables, self.readings = [], []
-        self.columns, self.bounds, policy = memory.columns, memory.bounds, group.scored
+        self.columns, self.bounds, policy = memory.head_metadata, memory.block_bounds, group.eviction_policy
         self.positions = memory.positions[number]
         self.counts: list[Tensor | None] = []
-        self.lower: list[_Lower | _Spilled] = [
-            _Spilled(memory, other, step, tiles[other]) if tiles and other in tiles else _Lower(memory, other, step)
+        self.lower: list[_LowerLevel | _OffloadedLevel] = [
+            _OffloadedLevel(memory, other, step, tiles[other])
+            if tiles and other in tiles
+            else _LowerLevel(memory, other, step)
             for other in _levels_below(memory.groups, number)
-            if step.lanes
+            if step.sub_batches
         ]
-        for lane, (low, high), blocks in zip(self.lanes, self.spans, place.tables, strict=True):
-            table = Table(blocks, group.block_size, lane.read)
-            queries = Mark(step.positions[low:high].view(lane.rows, lane.new))
+        for lane, (low, high), blocks in zip(self.sub_batches, self.spans, slot_mapping.block_tables, strict=True):
+            table = BlockTable(blocks, group.block_size, lane.num_read_slots)
+            queries = TokenPositions(step.positions[low:high].view(lane.num_seqs, lane.num_new_tokens))
             self.tables.append(table)
-            self.readings.append(Reading(queries, Mark(read_column(memory.positions[number], table)), reach))
-            counted = policy is not None and policy.watch > 0
+            self.readings.append(
+                AttentionMask(queries, TokenPositions(gather_metadata(memory.positions[number], table)), reach)
+            )
+            counted = policy is not None and policy.observed_queries > 0
             self.counts.append(count_queries(policy, queries.position) if policy is not None and counted else None)
 
-    def attend(self, layer: int, q: Tensor, keys: Store, values: Store, score: Score) -> Tensor:
+    def attend(self, layer: int, q: Tensor, keys: LayerTensor, values: LayerTensor, score: AttentionParams) -> Tensor:
         outs = []
         columns = self.columns.get(layer)
-        for number, lane in enumerate(self.lanes):
+        for number, lane in enumerate(self.sub_batches):
             low, high = self.spans[number]
-            queries, at, table = q[low:high].unflatten(0, (lane.rows, lane.new)), slice(low, high), self.tables[number]
+            queries, at, table = (
+                q[low:high].unflatten(0, (lane.num_seqs, lane.num_new_tokens)),
+                slice(low, high),
+                self.tables[number],
+            )
             bounds = self.bounds.get(layer)
-            if bounds is not None and not bounds.few(table):
+            if bounds is not None and not bounds.reads_all(table):
                 part = self._chosen(bounds, queries, self.readings[number], table, keys, values)
-                seen = observe(layer, number, part, score, self.kernel, self.probe, at)
+                seen = attend_sub_batch(layer, number, part, score, self.kernel, self.attention_hook, at)
                 outs.append(seen.out.flatten(0, 1))
                 continue
             k, v = keys.read(table, q.dtype), values.read(table, q.dtype)
             reading, count = self.readings[number], self.counts[number]
             turning = self.turning and score.rotary is not None
             if columns is not None and (turning or score.bias is not None):  # else it does not matter where a key was
-                reading = Reading(reading.queries, Mark(columns.read(table)), reading.reach)
+                reading = AttentionMask(reading.queries, TokenPositions(columns.read(table)), reading.pattern)
             if turning:
                 assert score.rotary is not None
                 k = rotate_rows(k, reading.keys.position, score.rotary, at, exact=self.exact)
-            first = Part(queries, k, v, reading)
+            first = AttentionPart(queries, k, v, reading)
             others = [lower.parts(layer, number, queries, score, self, at) for lower in self.lower]
-            seen = observe(layer, number, first, score, self.kernel, self.probe, at, count, below=chain(*others))
+            seen = attend_sub_batch(
+                layer, number, first, score, self.kernel, self.attention_hook, at, count, below=chain(*others)
+            )
             if columns is not None and count is not None:
                 assert seen.mass is not None
                 columns.add(table, seen.mass[0])
             outs.append(seen.out.flatten(0, 1))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=0)
 
-    def _chosen(self, bounds: Bounds, q: Tensor, reading: Reading, table: Table, keys: Store, values: Store) -> Part:
+    def _chosen(
+        self,
+        bounds: BlockKeyBounds,
+        q: Tensor,
+        reading: AttentionMask,
+        table: BlockTable,
+        keys: LayerTensor,
+        values: LayerTensor,
+    ) -> AttentionPart:
         """What the queries choose to read: one query of a row gathers it, of several each has a mask."""
-        chosen = bounds.choose(q, reading.queries.position, table)
+        chosen = bounds.select_blocks(q, reading.queries.position, table)
         if q.shape[1] > 1:
-            made = ChosenReading(reading.queries, reading.keys, reading.reach, chosen, table.block_size)
-            return Part(q, keys.read(table, q.dtype), values.read(table, q.dtype), made)
-        blocks = bounds.gathered(chosen, table)
-        few = Reading(reading.queries, Mark(self.positions[blocks].flatten(2)), reading.reach)
-        return Part(q, keys.lines(blocks, q.dtype), values.lines(blocks, q.dtype), few)
+            made = SparseMask(reading.queries, reading.keys, reading.pattern, chosen, table.block_size)
+            return AttentionPart(q, keys.read(table, q.dtype), values.read(table, q.dtype), made)
+        blocks = bounds.selected_blocks(chosen, table)
+        few = AttentionMask(reading.queries, TokenPositions(self.positions[blocks].flatten(2)), reading.pattern)
+        return AttentionPart(q, keys.read_per_head(blocks, q.dtype), values.read_per_head(blocks, q.dtype), few)
 
 
-class _Lower:
+class _LowerLevel:
     """What the lanes of a group read of a level that its tokens have descended to."""
 
-    def __init__(self, memory: Holder, number: int, step: Step) -> None:
+    def __init__(self, memory: KVCacheState, number: int, step: ModelInput) -> None:
         group = memory.groups[number]
-        assert group.level is not None
+        assert group.lower_level is not None
         self.stores, self.weights = memory.stores[number], memory.weights[number]
-        reach, place = Reach.of(group.mixer), step.places[number]
+        reach, place = AttentionPattern.from_spec(group.spec), step.slot_mappings[number]
         self.tables, self.readings = [], []
-        for lane, (low, high), blocks in zip(step.lanes, lane_spans(step.lanes), place.tables, strict=True):
-            table = Table(blocks, group.block_size, blocks.shape[1] * group.block_size)
-            queries, keys = Mark(step.positions[low:high].view(lane.rows, lane.new)), memory.positions[number]
+        for lane, (low, high), blocks in zip(
+            step.sub_batches, sub_batch_spans(step.sub_batches), place.block_tables, strict=True
+        ):
+            table = BlockTable(blocks, group.block_size, blocks.shape[1] * group.block_size)
+            queries, keys = (
+                TokenPositions(step.positions[low:high].view(lane.num_seqs, lane.num_new_tokens)),
+                memory.positions[number],
+            )
             self.tables.append(table)
-            self.readings.append(Reading(queries, Mark(read_column(keys, table)), reach))
+            self.readings.append(AttentionMask(queries, TokenPositions(gather_metadata(keys, table)), reach))
 
-    def parts(self, layer: int, lane: int, q: Tensor, score: Score, reads: Reads, at: slice) -> Iterator[Part]:
+    def parts(
+        self, layer: int, lane: int, q: Tensor, score: AttentionParams, reads: ReadPlan, at: slice
+    ) -> Iterator[AttentionPart]:
         """The part of a lane; none where no row of it has anything here."""
         table, reading = self.tables[lane], self.readings[lane]
         if table.per_row == 0:
@@ -152,59 +184,72 @@ class _Lower:
         if reads.turning and score.rotary is not None:
             k = rotate_rows(k, reading.keys.position, score.rotary, at, exact=reads.exact)
         if layer in self.weights:
-            reading = reading.weighing(read(self.weights[layer].data, table).squeeze(-1))
-        yield Part(q, k, v, reading)
+            reading = reading.with_weight(gather_blocks(self.weights[layer].data, table).squeeze(-1))
+        yield AttentionPart(q, k, v, reading)
 
 
-class _Spilled:
+class _OffloadedLevel:
     """What the lanes of a group read of a level that lies in a spool: a part for each tile."""
 
-    def __init__(self, memory: Holder, number: int, step: Step, tiles: Sequence[Tile]) -> None:
-        assert memory.spill is not None
-        self.spill, self.number, self.reach = memory.spill, number, Reach.of(memory.groups[number].mixer)
-        self.tiles = [[tile for tile in tiles if tile.lane == lane] for lane in range(len(step.lanes))]
-        spans = zip(step.lanes, lane_spans(step.lanes), strict=True)
-        self.queries = [Mark(step.positions[low:high].view(lane.rows, lane.new)) for lane, (low, high) in spans]
+    def __init__(self, memory: KVCacheState, number: int, step: ModelInput, tiles: Sequence[OffloadTile]) -> None:
+        assert memory.offload_reader is not None
+        self.spill, self.number, self.reach = (
+            memory.offload_reader,
+            number,
+            AttentionPattern.from_spec(memory.groups[number].spec),
+        )
+        self.tiles = [[tile for tile in tiles if tile.sub_batch == lane] for lane in range(len(step.sub_batches))]
+        spans = zip(step.sub_batches, sub_batch_spans(step.sub_batches), strict=True)
+        self.queries = [
+            TokenPositions(step.positions[low:high].view(lane.num_seqs, lane.num_new_tokens))
+            for lane, (low, high) in spans
+        ]
 
-    def parts(self, layer: int, lane: int, q: Tensor, score: Score, reads: Reads, at: slice) -> Iterator[Part]:
+    def parts(
+        self, layer: int, lane: int, q: Tensor, score: AttentionParams, reads: ReadPlan, at: slice
+    ) -> Iterator[AttentionPart]:
         """Each is read when it is asked for; its masks are its own, for those of all would be as long as the row."""
         for tile in self.tiles[lane]:
             k, v = self.spill.read(self.number, layer, tile, q)
             if reads.turning and score.rotary is not None:
                 k = rotate_rows(k, tile.keys.position, score.rotary, at, exact=reads.exact)
-            yield Part(q, k, v, Reading(self.queries[lane], tile.keys, self.reach))
+            yield AttentionPart(q, k, v, AttentionMask(self.queries[lane], tile.keys, self.reach))
 
 
-def _levels_below(groups: Sequence[Group], number: int) -> list[int]:
+def _levels_below(groups: Sequence[CacheGroup], number: int) -> list[int]:
     """Oldest tokens first."""
-    return [i for i, group in reversed(list(enumerate(groups))) if group.level is not None and group.level.of == number]
+    return [
+        i
+        for i, group in reversed(list(enumerate(groups)))
+        if group.lower_level is not None and group.lower_level.token_group == number
+    ]
 
 
-class Shared:
+class GroupStepPlan:
     """What the layers of one group share in one step."""
 
     def __init__(
         self,
-        memory: Holder,
+        memory: KVCacheState,
         number: int,
-        step: Step,
-        place: Place,
-        angles: Angles,
-        tiles: Mapping[int, Sequence[Tile]],
+        step: ModelInput,
+        slot_mapping: SlotMapping,
+        angles: RotaryCache,
+        tiles: Mapping[int, Sequence[OffloadTile]],
     ) -> None:
         self.angles, self.rotaries = angles, memory.rotaries
-        self.written = Written(memory, number, step, place)
-        self.read = Reads(memory, number, step, place, tiles)
+        self.written = WriteIndex(memory, number, step, slot_mapping)
+        self.read = ReadPlan(memory, number, step, slot_mapping, tiles)
 
 
-class RowView:
-    def __init__(self, shared: Shared, layer: int, keys: Store, values: Store) -> None:
+class SelfAttentionView:
+    def __init__(self, shared: GroupStepPlan, layer: int, keys: LayerTensor, values: LayerTensor) -> None:
         self._shared, self._layer, self._keys, self._values = shared, layer, keys, values
 
-    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: Score) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: AttentionParams) -> Tensor:
         assert k is not None and v is not None, "self-attention brings its own keys and values"
         shared, written = self._shared, self._shared.written
-        _refuse_gradients(q, k, v)
+        _check_no_gradients(q, k, v)
         if score.rotary is not None:
             shared.rotaries[self._layer] = score.rotary
             q = shared.angles.rotate(q, score.rotary)
@@ -212,33 +257,35 @@ class RowView:
         self._keys.write(written.blocks, written.offsets, k)
         self._values.write(written.blocks, written.offsets, v)
         if self._layer in shared.read.bounds:
-            shared.read.bounds[self._layer].wrote(written.blocks, written.offsets)
+            shared.read.bounds[self._layer].update(written.blocks, written.offsets)
         return shared.read.attend(self._layer, q, self._keys, self._values, score)
 
     def write(self, k: Tensor, v: Tensor) -> None:
         raise AssertionError("self-attention reads no source")
 
 
-class CrossView:
+class CrossAttentionView:
     """``written`` None: this step brings no source."""
 
-    def __init__(self, written: Written | None, reads: Reads, layer: int, keys: Store, values: Store) -> None:
+    def __init__(
+        self, written: WriteIndex | None, reads: ReadPlan, layer: int, keys: LayerTensor, values: LayerTensor
+    ) -> None:
         self._written, self._reads = written, reads
         self._layer, self._keys, self._values = layer, keys, values
 
-    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: Score) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: AttentionParams) -> Tensor:
         assert k is None and v is None, "a source is written once, by write"
-        _refuse_gradients(q)
+        _check_no_gradients(q)
         return self._reads.attend(self._layer, q, self._keys, self._values, score)
 
     def write(self, k: Tensor, v: Tensor) -> None:
         assert self._written is not None, "this step brings no source"
-        _refuse_gradients(k, v)
+        _check_no_gradients(k, v)
         self._keys.write(self._written.blocks, self._written.offsets, k)
         self._values.write(self._written.blocks, self._written.offsets, v)
 
 
-def _refuse_gradients(*tensors: Tensor) -> None:
+def _check_no_gradients(*tensors: Tensor) -> None:
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise CacheError(
             "a Memory keeps no graph: no gradient can pass through its keys and values",

@@ -12,27 +12,27 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["Worker"]
+__all__ = ["IoThread"]
 
 LOG = logging.getLogger(__name__)
-Job = Callable[[], None]
+IoJob = Callable[[], None]
 
 
 class _Jobs:
     def __init__(self) -> None:
-        self.waiting: deque[Job] = deque()
+        self.waiting: deque[IoJob] = deque()
         self.changed = threading.Condition()
         self.busy = self.ending = False
 
 
-class Worker:
+class IoThread:
     """Its thread begins with its first job."""
 
     def __init__(self, name: str) -> None:
         self._name, self._jobs = name, _Jobs()
         self._thread: threading.Thread | None = None
 
-    def put(self, job: Job) -> None:
+    def restore(self, job: IoJob) -> None:
         with self._jobs.changed:
             if self._jobs.ending:
                 return
@@ -47,7 +47,7 @@ class Worker:
         with self._jobs.changed:
             return self._jobs.changed.wait_for(lambda: not self._jobs.waiting and not self._jobs.busy, seconds)
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Finish what was put, whoever waits for it, and do no more."""
         with self._jobs.changed:
             self._jobs.ending = True
@@ -60,7 +60,7 @@ class Worker:
         done = self._thread is None or own or self.wait(seconds)
         with self._jobs.changed:
             self._jobs.waiting.clear()
-            self.end()
+            self.finish()
         if self._thread is not None and not own:
             self._thread.join(None if until is None else max(0.1, until - time.monotonic()))
         return done

@@ -26,148 +26,152 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvad.checkpoint.atomic import new_folder, sweep
-from kvad.checkpoint.export import BESIDE, words_of
-from kvad.checkpoint.families import find
+from kvad.checkpoint.atomic import new_folder, recover_interrupted
+from kvad.checkpoint.export import COMPANION_FILES, read_tokenizer_files
+from kvad.checkpoint.families import find_family
 from kvad.checkpoint.folder import (
     CONFIG,
     MANIFEST,
     TRAINING,
     check_file,
-    entry_of,
-    pointed,
+    file_digest,
+    list_steps,
     read_json,
     read_manifest,
+    resolve_best_link,
     step_folder,
-    steps_of,
 )
-from kvad.checkpoint.generation import GENERATION, Generation, read_generation, write_pooling
+from kvad.checkpoint.generation import GENERATION_FILE, GenerationConfig, read_generation_config, write_pooling
 from kvad.checkpoint.hf import write_tensors
-from kvad.checkpoint.hub import resolve
-from kvad.checkpoint.imported import Imported
-from kvad.checkpoint.kept import settle
-from kvad.checkpoint.linears import mergeable
-from kvad.checkpoint.native import load, save, save_tensors, write_json
-from kvad.checkpoint.opened import TOKENIZERS, Opened, Tensors, Training
+from kvad.checkpoint.hub import resolve_model_path
+from kvad.checkpoint.imported import HFCheckpoint
+from kvad.checkpoint.kept import prune_steps
+from kvad.checkpoint.linears import mergeable_linears
+from kvad.checkpoint.native import open_folder, save_checkpoint, save_tensors, write_json
+from kvad.checkpoint.opened import TOKENIZER_FILES, CheckpointHandle, LazyTensors, TrainingState
 from kvad.checkpoint.peft import (
-    Sites,
-    check_config,
-    own_sites,
+    AdapterTargets,
+    check_peft_config,
+    find_targets,
+    native_targets,
     read_factors,
-    sites,
-    write_config,
     write_factors,
+    write_peft_config,
 )
 from kvad.checkpoint.shards import write_sharded
 from kvad.config import ModelConfig
 from kvad.errors import CheckpointError
-from kvad.model.fingerprint import fingerprint_of
-from kvad.model.lora import Factors, fingerprint, merged
+from kvad.model.fingerprint import state_fingerprint
+from kvad.model.lora import LoraFactors, factors_fingerprint, merge_weight
 from kvad.text.tokenizer import Tokenizer
 
 __all__ = [
-    "Adapted",
-    "AdapterForm",
+    "AdaptedCheckpoint",
+    "AdapterFormat",
     "StoredAdapter",
     "base_fingerprint",
     "find_adapter",
-    "form_of",
-    "merge",
+    "adapter_format",
+    "write_merged",
     "open_adapted",
     "open_adapter",
     "save_adapter",
     "save_adapter_step",
-    "with_adapter",
+    "merge_adapter",
 ]
 
 NAME, CONFIG_NAME, TENSORS = "adapter.json", "adapter_config.json", "adapter_model.safetensors"
 FORMAT = 1
 
 
-def base_fingerprint(opened: Opened) -> str:
+def base_fingerprint(opened: CheckpointHandle) -> str:
     """Every byte of its weights, and its shape.  About a second per gigabyte and core."""
-    return fingerprint_of(opened.config, dict(opened.weights()))
+    return state_fingerprint(opened.config, dict(opened.weights()))
 
 
 # ---------------------------------------------------------------- writing
 
 
 @dataclass(frozen=True)
-class AdapterForm:
+class AdapterFormat:
     """How adapters of one base are written: ``names`` "peft" where the base has a family, else "kvad".
 
     ``base``: what it was opened by, as a run; ``folder``: where its config.json is, which is what PEFT opens."""
 
     config: ModelConfig
-    sites: Sites
+    targets: AdapterTargets
     names: str
     base: str
     folder: str
     fingerprint: str
-    words: Mapping[str, bytes]
+    tokenizer_files: Mapping[str, bytes]
 
     def check(self, parts: Sequence[str]) -> None:
         """CheckpointError for a part that the layout cannot hold an adapter of: before anything is trained."""
-        shapes = mergeable(self.config)
-        empty = {name: Factors(torch.zeros(1, shapes[name][1]), torch.zeros(shapes[name][0], 1), 1.0) for name in parts}
-        write_factors(self.sites, shapes, empty)
+        shapes = mergeable_linears(self.config)
+        empty = {
+            name: LoraFactors(torch.zeros(1, shapes[name][1]), torch.zeros(shapes[name][0], 1), 1.0) for name in parts
+        }
+        write_factors(self.targets, shapes, empty)
 
 
-def form_of(opened: Opened, where: str, fingerprint: str) -> AdapterForm:
+def adapter_format(opened: CheckpointHandle, where: str, fingerprint: str) -> AdapterFormat:
     """For adapters of ``opened``, which ``where`` names; its ``fingerprint`` as :func:`base_fingerprint` gives it."""
     known = _sites(opened)
-    found = own_sites(opened.config) if known is None else known
+    found = native_targets(opened.config) if known is None else known
     names = "kvad" if known is None else "peft"
     folder = str(opened.path.resolve()) if Path(where).is_dir() else where  # a name on the hub stays one
-    return AdapterForm(opened.config, found, names, where, folder, fingerprint, words_of(opened.path))
+    return AdapterFormat(opened.config, found, names, where, folder, fingerprint, read_tokenizer_files(opened.path))
 
 
-def _sites(opened: Opened) -> Sites | None:
+def _sites(opened: CheckpointHandle) -> AdapterTargets | None:
     """Of the family that it came from; None of a model of kvad's alone."""
-    if isinstance(opened, Imported):
-        return sites(opened.family, opened.config)
-    return None if opened.origin is None else sites(find(opened.origin), opened.config)
+    if isinstance(opened, HFCheckpoint):
+        return find_targets(opened.family, opened.config)
+    return None if opened.origin is None else find_targets(find_family(opened.origin), opened.config)
 
 
 def save_adapter(
     folder: Path,
-    form: AdapterForm,
-    factors: Mapping[str, Factors],
+    form: AdapterFormat,
+    factors: Mapping[str, LoraFactors],
     *,
     rank: int,
     alpha: float,
     rslora: bool,
     dropout: float,
-    training: Training | None = None,
+    training: TrainingState | None = None,
     replaces: Sequence[Path] = (),
 ) -> None:
     """Write an adapter's folder, whole or not at all.  Raises CheckpointError for a part that the layout cannot hold,
     SaveError if the disk refuses."""
     from kvad import __version__
 
-    tensors, modules = write_factors(form.sites, mergeable(form.config), factors)
+    tensors, modules = write_factors(form.targets, mergeable_linears(form.config), factors)
     settings = {"rank": rank, "alpha": alpha, "rslora": rslora, "dropout": dropout}
-    content = write_config(form.sites, modules, kind=form.config.kind, base=form.folder, **settings)  # type: ignore[arg-type]
+    content = write_peft_config(form.targets, modules, kind=form.config.kind, base=form.folder, **settings)  # type: ignore[arg-type]
     said = {"kvad": __version__, "format": FORMAT, "names": form.names, "parts": list(factors)}
     with new_folder(folder, replaces=replaces) as new:
         write_json(new / CONFIG_NAME, content)
         save_tensors(folder, new / TENSORS, tensors, {"format": "pt"})
         write_json(new / NAME, {**said, "base": form.base, "fingerprint": form.fingerprint})
-        for name, words in form.words.items():
+        for name, words in form.tokenizer_files.items():
             (new / name).write_bytes(words)
         if training is not None:
             (new / TRAINING).mkdir()
             write_json(new / TRAINING / "state.json", training.state)
             save_tensors(folder, new / TRAINING / "state.safetensors", training.tensors)
-        files = {path.relative_to(new).as_posix(): entry_of(path) for path in sorted(new.rglob("*")) if path.is_file()}
+        files = {
+            path.relative_to(new).as_posix(): file_digest(path) for path in sorted(new.rglob("*")) if path.is_file()
+        }
         write_json(new / MANIFEST, {"kvad": __version__, "format": FORMAT, "files": files})
 
 
 def save_adapter_step(
     run: Path,
     step: int,
-    form: AdapterForm,
-    factors: Mapping[str, Factors],
+    form: AdapterFormat,
+    factors: Mapping[str, LoraFactors],
     *,
     keep: int,
     best: int | None = None,
@@ -176,9 +180,9 @@ def save_adapter_step(
 ) -> Path:
     """Write ``run/checkpoints/step-N``; ``how``: as :func:`save_adapter`, the rest as ``native.save_step``."""
     folder = step_folder(run, step)
-    sweep(folder.parent)
-    save_adapter(folder, form, factors, replaces=steps_of(run) if fresh else (), **how)
-    settle(run, keep, best)
+    recover_interrupted(folder.parent)
+    save_adapter(folder, form, factors, replaces=list_steps(run) if fresh else (), **how)
+    prune_steps(run, keep, best)
     return folder
 
 
@@ -187,10 +191,10 @@ def save_adapter_step(
 
 def find_adapter(path: Path) -> Path | None:
     """The adapter's folder that ``path`` is, or whose run it is; None of a model's, or of none."""
-    path = pointed(Path(path))
+    path = resolve_best_link(Path(path))
     if (path / CONFIG).is_file():
         return None
-    steps = [path] if (path / CONFIG_NAME).is_file() else steps_of(path)
+    steps = [path] if (path / CONFIG_NAME).is_file() else list_steps(path)
     return steps[-1] if steps and (steps[-1] / CONFIG_NAME).is_file() and not (steps[-1] / CONFIG).is_file() else None
 
 
@@ -202,18 +206,18 @@ class StoredAdapter:
 
     path: Path
     content: Mapping[str, Any]
-    said: Mapping[str, Any]
+    metadata: Mapping[str, Any]
 
     @property
     def base(self) -> str | None:
         """Path or name of the model that it was trained on, as far as it says."""
-        found = self.said.get("base") or self.content.get("base_model_name_or_path")
+        found = self.metadata.get("base") or self.content.get("base_model_name_or_path")
         return found if isinstance(found, str) and found else None
 
-    def factors(self, base: Opened) -> dict[str, Factors]:
+    def factors(self, base: CheckpointHandle) -> dict[str, LoraFactors]:
         """Name of a part of ``base`` -> what is added to it.  CheckpointError where they do not fit."""
-        if self.said.get("names") == "kvad":
-            found: Sites | None = own_sites(base.config)
+        if self.metadata.get("names") == "kvad":
+            found: AdapterTargets | None = native_targets(base.config)
         else:
             found = _sites(base)
         if found is None:
@@ -222,13 +226,13 @@ class StoredAdapter:
                 "name the base that it was trained on",
             )
         where = str(self.path / TENSORS)
-        parts = self.said.get("parts")
-        shapes = mergeable(base.config)
-        return read_factors(found, shapes, Tensors(self.path / TENSORS), self.content, where, parts)
+        parts = self.metadata.get("parts")
+        shapes = mergeable_linears(base.config)
+        return read_factors(found, shapes, LazyTensors(self.path / TENSORS), self.content, where, parts)
 
-    def check_base(self, base: Opened) -> None:
+    def check_base(self, base: CheckpointHandle) -> None:
         """CheckpointError for another model than the one that it was trained on, where it says which that was."""
-        wanted = self.said.get("fingerprint")
+        wanted = self.metadata.get("fingerprint")
         if wanted is not None and base_fingerprint(base) != wanted:
             raise CheckpointError(
                 f"{self.path}: this adapter was trained on another model than {base.path}",
@@ -242,7 +246,7 @@ def open_adapter(path: Path) -> StoredAdapter:
     folder = find_adapter(path)
     if folder is None:
         what = "no such folder" if not path.exists() else f"it has no {CONFIG_NAME}"
-        if path.exists() and ((path / CONFIG).is_file() or steps_of(path)):
+        if path.exists() and ((path / CONFIG).is_file() or list_steps(path)):
             what = "it is a whole model"
         raise CheckpointError(f"{path} is not an adapter: {what}", "kvad train --init MODEL --lora RANK makes one")
     said: dict[str, Any] = {}
@@ -254,42 +258,44 @@ def open_adapter(path: Path) -> StoredAdapter:
             for name, entry in read_manifest(folder, TENSORS).items():
                 check_file(folder / name, entry)
     content = read_json(folder / CONFIG_NAME)
-    check_config(content, str(folder / CONFIG_NAME))
+    check_peft_config(content, str(folder / CONFIG_NAME))
     return StoredAdapter(folder, content, said)
 
 
-def with_adapter(base: Opened, path: Path) -> Adapted:
+def merge_adapter(base: CheckpointHandle, path: Path) -> AdaptedCheckpoint:
     """``base`` with the adapter in ``path`` merged in.  CheckpointError where they do not belong together."""
-    if isinstance(base, Adapted):
+    if isinstance(base, AdaptedCheckpoint):
         raise CheckpointError(f"{base.path} is an adapter already", "merge it first: kvad merge BASE ADAPTER --out DIR")
     adapter = open_adapter(path)
-    return Adapted(adapter.path, base=base, adapter=adapter)
+    return AdaptedCheckpoint(adapter.path, base=base, adapter=adapter)
 
 
-def open_adapted(path: Path) -> Adapted:
+def open_adapted(path: Path) -> AdaptedCheckpoint:
     """An adapter's folder with the base that it names.  CheckpointError where that is gone."""
     adapter = open_adapter(path)
     if adapter.base is None:
-        raise CheckpointError(f"{adapter.path} is an adapter that does not name its base", _name_it(path))
+        raise CheckpointError(f"{adapter.path} is an adapter that does not name its base", _base_hint(path))
     try:
-        base = load(resolve(adapter.base))
+        base = open_folder(resolve_model_path(adapter.base))
     except CheckpointError as error:
-        raise CheckpointError(f"{adapter.path}: its base cannot be opened: {error.message}", _name_it(path)) from error
-    return Adapted(adapter.path, base=base, adapter=adapter)
+        raise CheckpointError(
+            f"{adapter.path}: its base cannot be opened: {error.message}", _base_hint(path)
+        ) from error
+    return AdaptedCheckpoint(adapter.path, base=base, adapter=adapter)
 
 
-def _name_it(path: Path) -> str:
+def _base_hint(path: Path) -> str:
     return f"if it lies elsewhere now: kvad merge BASE {path} --out DIR, or --adapter {path} beside BASE"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Parts:
-    base: Opened
+    base: CheckpointHandle
     adapter: StoredAdapter
 
 
 @dataclass(frozen=True)
-class Adapted(Opened, _Parts):
+class AdaptedCheckpoint(CheckpointHandle, _Parts):
     """A base with an adapter merged in.  ``path`` is the adapter's; all but the weights is the base's, and what kvad
     wrote of a conversation beside an adapter that was trained on them: a chat template, and what ends a turn."""
 
@@ -298,19 +304,19 @@ class Adapted(Opened, _Parts):
         return self.base.config
 
     @property
-    def generation(self) -> Generation:
-        there = self.path / GENERATION
+    def generation(self) -> GenerationConfig:
+        there = self.path / GENERATION_FILE
         if not there.is_file():
             return self.base.generation
-        return replace(self.base.generation, stops=read_generation({}, read_json(there)).stops)
+        return replace(self.base.generation, eos_token_ids=read_generation_config({}, read_json(there)).eos_token_ids)
 
     @property
     def origin(self) -> str | None:
         return self.base.origin
 
     @property
-    def stored(self) -> torch.dtype:
-        return self.base.stored
+    def stored_dtype(self) -> torch.dtype:
+        return self.base.stored_dtype
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -318,14 +324,14 @@ class Adapted(Opened, _Parts):
         return self.base.tensors
 
     @cached_property
-    def factors(self) -> dict[str, Factors]:
+    def factors(self) -> dict[str, LoraFactors]:
         return self.adapter.factors(self.base)
 
     @property
-    def words(self) -> Path:
+    def tokenizer_folder(self) -> Path:
         """The base's, where the adapter's folder has none."""
-        there = any(True for pattern in TOKENIZERS for _ in self.path.glob(pattern))
-        return self.path if there else self.base.words
+        there = any(True for pattern in TOKENIZER_FILES for _ in self.path.glob(pattern))
+        return self.path if there else self.base.tokenizer_folder
 
     def read_tokenizer(self) -> Tokenizer | None:
         return self.base.tokenizer
@@ -342,7 +348,7 @@ class Adapted(Opened, _Parts):
             if part is None:
                 yield name, tensor if dtype is None else tensor.to(dtype)
             else:
-                yield name, merged(tensor, part, dtype)
+                yield name, merge_weight(tensor, part, dtype)
 
     def fingerprint(self) -> str:
         """sha256 (hex) of base and adapter; a base that kvad did not write by every byte of its weights."""
@@ -352,29 +358,31 @@ class Adapted(Opened, _Parts):
     @property
     def adapter_fingerprint(self) -> str:
         """Of the adapter alone."""
-        return fingerprint(self.factors)
+        return factors_fingerprint(self.factors)
 
 
-def _beside(adapted: Adapted, name: str) -> Path:
+def _companion_file(adapted: AdaptedCheckpoint, name: str) -> Path:
     """A file beside the merged weights: the base's, but for what a conversation is like."""
     own = adapted.path / name
-    return own if name in (GENERATION, "chat_template.jinja") and own.is_file() else adapted.base.path / name
+    return own if name in (GENERATION_FILE, "chat_template.jinja") and own.is_file() else adapted.base.path / name
 
 
-def merge(adapted: Adapted, out: Path, dtype: torch.dtype | None = None) -> None:
+def write_merged(adapted: AdaptedCheckpoint, out: Path, dtype: torch.dtype | None = None) -> None:
     """Write the merged model in its base's layout: the base's own files beside merged weights, stored in ``dtype`` (the
     base's).  Raises CheckpointError, SaveError."""
     base = adapted.base
     tensors = dict(adapted.weights_as(dtype))
-    if not isinstance(base, Imported):
-        beside = [path for name in BESIDE if (path := _beside(adapted, name)).is_file()]
-        save(out, base.config, tensors, None, generation=adapted.generation, beside=beside, origin=base.origin)
+    if not isinstance(base, HFCheckpoint):
+        beside = [path for name in COMPANION_FILES if (path := _companion_file(adapted, name)).is_file()]
+        save_checkpoint(
+            out, base.config, tensors, None, generation=adapted.generation, beside=beside, origin=base.origin
+        )
         return
     with new_folder(out) as new:
-        name = str(dtype or base.stored).removeprefix("torch.")
+        name = str(dtype or base.stored_dtype).removeprefix("torch.")
         write_json(new / CONFIG, {**base.fields.content, "dtype": name, "torch_dtype": name})
         write_sharded(new, write_tensors(base.family, base.config, tensors))
-        for each in (*BESIDE, GENERATION):
-            if (path := _beside(adapted, each)).is_file():
+        for each in (*COMPANION_FILES, GENERATION_FILE):
+            if (path := _companion_file(adapted, each)).is_file():
                 shutil.copyfile(path, new / each)
-        write_pooling(new, base.generation, base.config.width)
+        write_pooling(new, base.generation, base.config.hidden_size)

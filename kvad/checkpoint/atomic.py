@@ -22,10 +22,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvad.aside import aside, giving_way, leftovers, missing
+from kvad.aside import interrupted_writes, list_temp_paths, replaced_path, temp_path
 from kvad.errors import SaveError
 
-__all__ = ["discard", "flush", "new_folder", "refused", "survivor", "sweep", "write_bytes"]
+__all__ = [
+    "remove_folder",
+    "fsync_path",
+    "new_folder",
+    "disk_error",
+    "find_interrupted",
+    "recover_interrupted",
+    "write_bytes",
+]
 
 
 @contextmanager
@@ -35,16 +43,16 @@ def new_folder(final: Path, *, replaces: Sequence[Path] = ()) -> Iterator[Path]:
     ``replaces``: other folders of the same parent that give way in the same move; ``final`` itself always does.
     Raises SaveError if the disk refuses, in the block or afterwards; what was there before is then whole.
     """
-    parent, temporary = final.parent, aside(final, "tmp")
+    parent, temporary = final.parent, temp_path(final, "tmp")
     try:
         _make(parent)
-        sweep(parent)
+        recover_interrupted(parent)
         temporary.mkdir()
         yield temporary
         _flush_tree(temporary)
         _swap(temporary, final, [final, *replaces])
     except OSError as error:
-        raise refused(final, error) from error
+        raise disk_error(final, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # after a success there is nothing under this name
 
@@ -55,10 +63,10 @@ def _swap(temporary: Path, final: Path, replaces: Sequence[Path]) -> None:
     try:
         for old in replaces:
             if old.exists():  # final may be named twice
-                moved.append((aside(old, "old") if old == final else giving_way(old, temporary), old))
+                moved.append((temp_path(old, "old") if old == final else replaced_path(old, temporary), old))
                 old.rename(moved[-1][0])
         temporary.rename(final)
-        flush(final.parent)
+        fsync_path(final.parent)
     except BaseException:
         with suppress(OSError):
             if not temporary.exists():
@@ -71,20 +79,20 @@ def _swap(temporary: Path, final: Path, replaces: Sequence[Path]) -> None:
         shutil.rmtree(set_aside, ignore_errors=True)
 
 
-def discard(folder: Path) -> None:
+def remove_folder(folder: Path) -> None:
     """Delete a folder so that no half of it is ever seen under its name."""
-    gone = aside(folder, "tmp")
+    gone = temp_path(folder, "tmp")
     try:
         folder.rename(gone)
-        flush(folder.parent)  # else a power cut could bring the name back, and not all of its files
+        fsync_path(folder.parent)  # else a power cut could bring the name back, and not all of its files
     except OSError as error:
-        raise refused(folder, error) from error
+        raise disk_error(folder, error) from error
     shutil.rmtree(gone, ignore_errors=True)
 
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Replace one file: written beside, flushed, renamed.  Raises SaveError; the file is then whole, old or new."""
-    temporary = aside(path, "tmp")
+    temporary = temp_path(path, "tmp")
     try:
         _make(path.parent)
         with temporary.open("wb") as file:
@@ -92,33 +100,33 @@ def write_bytes(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        flush(path.parent)
+        fsync_path(path.parent)
     except OSError as error:
-        raise refused(path, error) from error
+        raise disk_error(path, error) from error
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
-def survivor(final: Path) -> Path | None:
+def find_interrupted(final: Path) -> Path | None:
     """The folder that was ``final`` until a process died between two renames; None where there is none."""
-    found = [each.path for each in missing(final.parent) if each.name == final.name]
+    found = [each.path for each in interrupted_writes(final.parent) if each.name == final.name]
     return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
-def refused(path: Path, error: OSError) -> SaveError:
+def disk_error(path: Path, error: OSError) -> SaveError:
     return SaveError(
         f"cannot save {path}: {error.strerror or error}",
         "what was saved there before is whole; free some space or choose another place",
     )
 
 
-def sweep(parent: Path) -> None:
+def recover_interrupted(parent: Path) -> None:
     """Bring back what was left between two renames, and delete what dead processes left behind."""
-    for left in missing(parent):  # all of them, before the .tmp that says so is deleted
+    for left in interrupted_writes(parent):  # all of them, before the .tmp that says so is deleted
         if not left.in_use and not (parent / left.name).exists():
             left.path.rename(parent / left.name)
-    for left in leftovers(parent):
+    for left in list_temp_paths(parent):
         path = left.path
         if left.in_use:
             continue
@@ -133,16 +141,16 @@ def _make(folder: Path) -> None:
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in made:
-        flush(path.parent)
+        fsync_path(path.parent)
 
 
 def _flush_tree(folder: Path) -> None:
     for path in sorted(folder.rglob("*"), reverse=True):
-        flush(path)
-    flush(folder)
+        fsync_path(path)
+    fsync_path(folder)
 
 
-def flush(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """What was written to a file, or a folder's names, is on the disk when this returns."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

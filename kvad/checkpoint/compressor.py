@@ -22,39 +22,39 @@ from typing import Any
 
 from torch import Tensor
 
-from kvad.checkpoint.atomic import new_folder, sweep
-from kvad.checkpoint.compressor_folder import FORMAT, NAME, TENSORS, read_compressor
-from kvad.checkpoint.folder import MANIFEST, TRAINING, entry_of, step_folder, steps_of
-from kvad.checkpoint.kept import settle
+from kvad.checkpoint.atomic import new_folder, recover_interrupted
+from kvad.checkpoint.compressor_folder import NAME, SUMMARIZER_FORMAT, TENSORS, read_summarizer_folder
+from kvad.checkpoint.folder import MANIFEST, TRAINING, file_digest, list_steps, step_folder
+from kvad.checkpoint.kept import prune_steps
 from kvad.checkpoint.native import save_tensors, write_json
-from kvad.checkpoint.opened import Opened, Tensors, Training, read_training
-from kvad.config import meaning, mixers
+from kvad.checkpoint.opened import CheckpointHandle, LazyTensors, TrainingState, read_training_state
+from kvad.config import attention_specs, canonical_config
 from kvad.errors import CheckpointError
-from kvad.model.compress import Compressor
+from kvad.model.compress import Summarizer
 
-__all__ = ["StoredCompressor", "load_compressor", "model_fingerprint", "open_compressor", "save_compressor"]
+__all__ = ["StoredSummarizer", "load_summarizer", "sampled_fingerprint", "open_summarizer", "save_summarizer_step"]
 
-LOOKED_AT = 64  # numbers of each tensor
+SAMPLED_ELEMENTS = 64  # numbers of each tensor
 
 
-def model_fingerprint(opened: Opened) -> str:
+def sampled_fingerprint(opened: CheckpointHandle) -> str:
     """Names a model whatever the layout that it is stored in: its config, and numbers from all over each tensor."""
-    digest = hashlib.blake2b(json.dumps(meaning(opened.config), sort_keys=True).encode(), digest_size=16)
+    digest = hashlib.blake2b(json.dumps(canonical_config(opened.config), sort_keys=True).encode(), digest_size=16)
     for name, tensor in sorted(opened.weights()):
         flat = tensor.reshape(-1)
-        some = flat[:: max(1, len(flat) // LOOKED_AT)][:LOOKED_AT].double()
+        some = flat[:: max(1, len(flat) // SAMPLED_ELEMENTS)][:SAMPLED_ELEMENTS].double()
         digest.update(name.encode())
         digest.update(some.numpy().tobytes())
     return digest.hexdigest()
 
 
-def save_compressor(
+def save_summarizer_step(
     run: Path,
     step: int,
     tensors: Mapping[str, Tensor],
     model: str,
     settings: dict[str, Any],
-    training: Training,
+    training: TrainingState,
     *,
     keep: int = 2,
     best: int | None = None,
@@ -68,21 +68,23 @@ def save_compressor(
     from kvad import __version__
 
     folder = step_folder(run, step)
-    sweep(folder.parent)
-    with new_folder(folder, replaces=steps_of(run) if fresh else ()) as new:
-        write_json(new / NAME, {"kvad": __version__, "format": FORMAT, "model": model, **settings})
+    recover_interrupted(folder.parent)
+    with new_folder(folder, replaces=list_steps(run) if fresh else ()) as new:
+        write_json(new / NAME, {"kvad": __version__, "format": SUMMARIZER_FORMAT, "model": model, **settings})
         save_tensors(folder, new / TENSORS, tensors)
         (new / TRAINING).mkdir()
         write_json(new / TRAINING / "state.json", training.state)
         save_tensors(folder, new / TRAINING / "state.safetensors", training.tensors)
-        files = {path.relative_to(new).as_posix(): entry_of(path) for path in sorted(new.rglob("*")) if path.is_file()}
-        write_json(new / MANIFEST, {"kvad": __version__, "format": FORMAT, "files": files})
-    settle(run, keep, best)
+        files = {
+            path.relative_to(new).as_posix(): file_digest(path) for path in sorted(new.rglob("*")) if path.is_file()
+        }
+        write_json(new / MANIFEST, {"kvad": __version__, "format": SUMMARIZER_FORMAT, "files": files})
+    prune_steps(run, keep, best)
     return folder
 
 
 @dataclass(frozen=True)
-class StoredCompressor:
+class StoredSummarizer:
     """A folder that has been looked at; ``content``: of its compressor.json."""
 
     path: Path
@@ -94,18 +96,18 @@ class StoredCompressor:
         return str(self.content["model"])
 
     @cached_property
-    def training(self) -> Training | None:
-        return read_training(self.path)
+    def training(self) -> TrainingState | None:
+        return read_training_state(self.path)
 
-    def compressor(self, opened: Opened) -> Compressor:
+    def load(self, opened: CheckpointHandle) -> Summarizer:
         """For this model.  CheckpointError for another one, and for tensors that are missing or of another shape."""
-        if model_fingerprint(opened) != self.model:
+        if sampled_fingerprint(opened) != self.model:
             raise CheckpointError(
                 f"{self.path}: this compressor was trained for another model than {opened.path}",
                 "train one for it: kvad train --objective compress --init MODEL",
             )
-        compressor = Compressor(mixers(opened.config), self.content["ratio"], self.content["hidden"])
-        found, wanted = Tensors(self.path / TENSORS), compressor.state_dict()
+        compressor = Summarizer(attention_specs(opened.config), self.content["ratio"], self.content["hidden"])
+        found, wanted = LazyTensors(self.path / TENSORS), compressor.state_dict()
         for name in sorted({*found, *wanted}):
             if name not in found or name not in wanted or found.shape(name) != tuple(wanted[name].shape):
                 raise CheckpointError(f"{found.path}: tensor {name} is missing, extra, or of another shape")
@@ -113,11 +115,11 @@ class StoredCompressor:
         return compressor.eval().requires_grad_(False)
 
 
-def open_compressor(path: Path) -> StoredCompressor:
+def open_summarizer(path: Path) -> StoredSummarizer:
     """A folder, or the newest of a run.  Raises CheckpointError for what is no whole compressor."""
-    return StoredCompressor(*read_compressor(path))
+    return StoredSummarizer(*read_summarizer_folder(path))
 
 
-def load_compressor(path: Path, opened: Opened) -> Compressor:
+def load_summarizer(path: Path, opened: CheckpointHandle) -> Summarizer:
     """The compressor in ``path``, for this model.  Raises CheckpointError, also for another model's."""
-    return open_compressor(path).compressor(opened)
+    return open_summarizer(path).load(opened)

@@ -16,18 +16,18 @@ from torch import Tensor
 from kvad.checkpoint.atomic import new_folder
 from kvad.checkpoint.generation import write_pooling
 from kvad.checkpoint.hf import write_tensors
-from kvad.checkpoint.native import save
-from kvad.checkpoint.opened import Opened
+from kvad.checkpoint.native import save_checkpoint
+from kvad.checkpoint.opened import CheckpointHandle
 from kvad.checkpoint.shards import write_sharded
-from kvad.checkpoint.theirs import choose_family, write_config
+from kvad.checkpoint.theirs import choose_family, write_hf_config
 from kvad.text.base import FILE_NAME
-from kvad.text.library import LibraryTokenizer
+from kvad.text.library import HFTokenizer
 from kvad.text.settings import CONFIG_NAME
 
-__all__ = ["BESIDE", "export_hf", "import_hf", "words_of"]
+__all__ = ["COMPANION_FILES", "export_hf", "import_hf", "read_tokenizer_files"]
 
 # Files that belong to a tokenizer or a chat and are copied as they are.
-BESIDE = (
+COMPANION_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -46,35 +46,41 @@ BESIDE = (
 Progress = Callable[[str, int], None]
 
 
-def words_of(folder: Path) -> dict[str, bytes]:
+def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
     """Name -> content of the files there that belong to a tokenizer or a chat."""
-    return {name: (folder / name).read_bytes() for name in BESIDE if (folder / name).is_file()}
+    return {name: (folder / name).read_bytes() for name in COMPANION_FILES if (folder / name).is_file()}
 
 
-def export_hf(opened: Opened, out: Path, *, family: str | None = None, dtype: torch.dtype | None = None) -> str:
+def export_hf(
+    opened: CheckpointHandle, out: Path, *, family: str | None = None, dtype: torch.dtype | None = None
+) -> str:
     """Write a Hugging Face folder; returns the class of theirs that reads it.
 
     The old folder, if any, gives way when the new one is whole.  Raises CheckpointError, SaveError.
     """
     layout = choose_family(opened.config, family or opened.origin)
     with new_folder(out) as new:
-        write_config(new, layout, opened.generation, dtype or opened.stored)
+        write_hf_config(new, layout, opened.generation, dtype or opened.stored_dtype)
         ours = dict(opened.weights())
         write_sharded(new, _cast(write_tensors(layout.family, opened.config, ours), dtype))
-        write_pooling(new, opened.generation, opened.config.width)
+        write_pooling(new, opened.generation, opened.config.hidden_size)
         _copy_tokenizer(opened, new)
-    return layout.reader
+    return layout.hf_class
 
 
-def import_hf(opened: Opened, out: Path, *, dtype: torch.dtype | None = None, progress: Progress | None = None) -> None:
+def import_hf(
+    opened: CheckpointHandle, out: Path, *, dtype: torch.dtype | None = None, progress: Progress | None = None
+) -> None:
     """Write a checkpoint of kvad's, with the tokenizer's files as they are."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in opened.weights():
         tensors[name] = tensor if dtype is None else tensor.to(dtype)
         if progress is not None:
             progress(name, tensors[name].nbytes)
-    beside = [opened.path / name for name in BESIDE if (opened.path / name).is_file()]
-    save(out, opened.config, tensors, None, generation=opened.generation, beside=beside, origin=opened.origin)
+    beside = [opened.path / name for name in COMPANION_FILES if (opened.path / name).is_file()]
+    save_checkpoint(
+        out, opened.config, tensors, None, generation=opened.generation, beside=beside, origin=opened.origin
+    )
 
 
 def _cast(tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
@@ -82,15 +88,15 @@ def _cast(tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> I
         yield name, tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
-def _copy_tokenizer(opened: Opened, new: Path) -> None:
+def _copy_tokenizer(opened: CheckpointHandle, new: Path) -> None:
     """Its files, with the one that names its class where it came without; kvad's own tables of bytes, characters and
     words are no format of theirs and are left out."""
-    for name in BESIDE:
+    for name in COMPANION_FILES:
         if (opened.path / name).is_file():
             shutil.copyfile(opened.path / name, new / name)
     if not (new / FILE_NAME).is_file() or (new / CONFIG_NAME).is_file():
         return
-    if isinstance(opened.tokenizer, LibraryTokenizer):
+    if isinstance(opened.tokenizer, HFTokenizer):
         opened.tokenizer.save(new)
     else:
         (new / FILE_NAME).unlink()

@@ -15,33 +15,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvad.aside import missing
-from kvad.checkpoint.atomic import survivor
+from kvad.aside import interrupted_writes
+from kvad.checkpoint.atomic import find_interrupted
 from kvad.errors import CheckpointError
 
 __all__ = [
-    "BEST",
+    "BEST_LINK",
     "CONFIG",
     "FORMAT",
     "MANIFEST",
     "MODEL",
     "TRAINING",
     "check_file",
-    "entry_of",
-    "is_foreign",
-    "is_ours",
+    "file_digest",
+    "is_hf",
+    "is_native",
     "is_run",
-    "listed",
+    "list_files",
     "locate",
-    "pointed",
+    "resolve_best_link",
     "read_json",
     "read_manifest",
     "step_folder",
-    "steps_of",
+    "list_steps",
 ]
 
 CONFIG, MANIFEST, MODEL, TRAINING = "config.json", "manifest.json", "model.safetensors", "training"
-BEST = "best"
+BEST_LINK = "best"
 FORMAT = 1  # of the manifest
 
 _STEP = re.compile(r"step-\d+")
@@ -52,12 +52,12 @@ def locate(path: Path) -> Path:
 
     Raises CheckpointError that says what is missing.
     """
-    path = pointed(path)
+    path = resolve_best_link(path)
     if (path / CONFIG).is_file():
         return path
-    if steps := steps_of(path):
+    if steps := list_steps(path):
         return steps[-1]
-    if (left := survivor(path)) is not None:  # killed between the two renames of a replacement
+    if (left := find_interrupted(path)) is not None:  # killed between the two renames of a replacement
         return left
     if not path.exists():
         raise CheckpointError(f"no such folder: {path}", "kvad demo trains a model, kvad train one of your own")
@@ -68,10 +68,10 @@ def locate(path: Path) -> Path:
     raise CheckpointError(f"{path} is not a checkpoint: it has no {CONFIG}")
 
 
-def pointed(path: Path) -> Path:
+def resolve_best_link(path: Path) -> Path:
     """The step that a run's ``best`` stands for, so that a new best does not change what has been opened; any other
     path is itself."""
-    if path.name != BEST or not path.is_symlink():
+    if path.name != BEST_LINK or not path.is_symlink():
         return path
     target = path.parent / os.readlink(path)
     return target if _STEP.fullmatch(target.name) else path
@@ -81,7 +81,7 @@ def step_folder(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:08d}"
 
 
-def steps_of(run: Path) -> list[Path]:
+def list_steps(run: Path) -> list[Path]:
     """The checkpoints of a run, oldest first; ``[]`` for a folder that is no run.
 
     One that was being replaced when a process died, or that gave way to a step that was never finished, is among them.
@@ -89,16 +89,16 @@ def steps_of(run: Path) -> list[Path]:
     folder = run / "checkpoints"
     if not folder.is_dir():
         return []
-    steps = {left.name: left.path for left in missing(folder) if left.path.is_dir()}
+    steps = {left.name: left.path for left in interrupted_writes(folder) if left.path.is_dir()}
     steps |= {path.name: path for path in folder.iterdir() if path.is_dir()}
     return [steps[name] for name in sorted(steps) if _STEP.fullmatch(name)]
 
 
 def is_run(path: Path) -> bool:
-    return bool(steps_of(path))
+    return bool(list_steps(path))
 
 
-def is_foreign(path: Path) -> bool:
+def is_hf(path: Path) -> bool:
     """Whether a folder has Hugging Face's layout rather than kvad's: its config names a ``model_type``, or no model."""
     content = _content(path / CONFIG)
     return content is not None and "kvad" not in content and ("model_type" in content or "model" not in content)
@@ -131,21 +131,21 @@ def read_json(path: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------- the manifest
 
 
-def entry_of(path: Path) -> dict[str, Any]:
+def file_digest(path: Path) -> dict[str, Any]:
     """What the manifest says of a file."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def is_ours(path: Path) -> bool:
+def is_native(path: Path) -> bool:
     """Whether kvad wrote a folder, in whichever layout: then it has a manifest, or should have.  Others may have a
     ``manifest.json`` of their own."""
-    return not is_foreign(path) or (path / TRAINING).is_dir() or "kvad" in (_content(path / MANIFEST) or {})
+    return not is_hf(path) or (path / TRAINING).is_dir() or "kvad" in (_content(path / MANIFEST) or {})
 
 
-def listed(path: Path) -> dict[str, dict[str, Any]] | None:
+def list_files(path: Path) -> dict[str, dict[str, Any]] | None:
     """:func:`read_manifest` of a folder that kvad wrote, None of another."""
-    return read_manifest(path) if is_ours(path) else None
+    return read_manifest(path) if is_native(path) else None
 
 
 def read_manifest(path: Path, tensors: str = MODEL) -> dict[str, dict[str, Any]]:
@@ -173,14 +173,20 @@ def check_file(path: Path, entry: Mapping[str, Any], *, verify: bool = False) ->
         raise CheckpointError(f"{path} is missing", "the checkpoint is not whole: copy it again")
     size, saved = path.stat().st_size, entry["bytes"]
     if size != saved and (verify or path.suffix == ".safetensors"):
-        if size < saved and path.suffix == ".safetensors" and _is_cut_off(path, size):
-            raise CheckpointError(f"{path} is truncated: {size:,} of {saved:,} bytes are there", _others(path))
-        raise CheckpointError(f"{path} differs from its manifest: {size:,} bytes, not {saved:,}", _others(path))
-    if verify and entry_of(path)["sha256"] != entry["sha256"]:
-        raise CheckpointError(f"{path} differs from its manifest: the size is right, the sha256 is not", _others(path))
+        if size < saved and path.suffix == ".safetensors" and _is_truncated(path, size):
+            raise CheckpointError(
+                f"{path} is truncated: {size:,} of {saved:,} bytes are there", _older_checkpoint_hint(path)
+            )
+        raise CheckpointError(
+            f"{path} differs from its manifest: {size:,} bytes, not {saved:,}", _older_checkpoint_hint(path)
+        )
+    if verify and file_digest(path)["sha256"] != entry["sha256"]:
+        raise CheckpointError(
+            f"{path} differs from its manifest: the size is right, the sha256 is not", _older_checkpoint_hint(path)
+        )
 
 
-def _is_cut_off(path: Path, size: int) -> bool:
+def _is_truncated(path: Path, size: int) -> bool:
     """Whether a safetensors file ends before its last tensor does (the format: ``lab/headers.py``)."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -194,8 +200,8 @@ def _is_cut_off(path: Path, size: int) -> bool:
             return False  # whole or not, it is another file
 
 
-def _others(path: Path) -> str:
+def _older_checkpoint_hint(path: Path) -> str:
     """The hint: older checkpoints of the same run, if there are any."""
     step = next((parent for parent in path.parents if parent.name.startswith("step-")), None)
-    others = [other for other in steps_of(step.parent.parent) if other != step] if step is not None else []
+    others = [other for other in list_steps(step.parent.parent) if other != step] if step is not None else []
     return f"an older one is {others[-1]}" if others else "copy it again"

@@ -16,21 +16,21 @@ from typing import Any, Literal
 from kvad.errors import CheckpointError
 
 __all__ = [
-    "GENERATION",
-    "Generation",
-    "generation_fields",
-    "generation_file",
-    "read_generation",
+    "GENERATION_FILE",
+    "GenerationConfig",
+    "config_json_fields",
+    "generation_json",
+    "read_generation_config",
     "read_pooling",
     "write_pooling",
 ]
 
-GENERATION = "generation_config.json"
-SOURCE_END = "source_end_token_id"  # kvad's own field: theirs leave it to the tokenizer
+GENERATION_FILE = "generation_config.json"
+SOURCE_EOS_KEY = "source_end_token_id"  # kvad's own field: theirs leave it to the tokenizer
 
 
 # Fields that would change a text, and their values that would not.
-UNHEARD: dict[str, tuple[Any, ...]] = {
+IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
     "min_length": (0,),
     "begin_suppress_tokens": ([],),
     "encoder_no_repeat_ngram_size": (0,),
@@ -49,7 +49,7 @@ UNHEARD: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class Generation:
+class GenerationConfig:
     """``start``: the token that opens a target (encoder-decoder) or, ``bos``, a text.  ``stops`` end it.
     ``source_end``: the token that ends a source, where the tokenizer's own frame does not put it there.
 
@@ -60,25 +60,25 @@ class Generation:
     apply; they are said when the model is loaded.
     """
 
-    start: int | None = None
-    bos: int | None = None
-    stops: tuple[int, ...] = ()
-    source_end: int | None = None
-    pad: int | None = None
-    forced_first: int | None = None
-    forced_last: int | None = None
-    banned: tuple[int, ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    decoder_start_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    source_eos_token_id: int | None = None
+    pad_token_id: int | None = None
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | None = None
+    suppress_tokens: tuple[int, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
     sampling: Mapping[str, int | float | bool | str] | None = None
-    pool: Literal["mean", "first"] | None = None
-    unit: bool = False
-    unheard: tuple[str, ...] = ()
+    pooling: Literal["mean", "first"] | None = None
+    normalize: bool = False
+    ignored_fields: tuple[str, ...] = ()
 
-    def ended(self, source: list[int]) -> list[int]:
+    def with_source_eos(self, source: list[int]) -> list[int]:
         """A framed source with the token that ends it: what training wrote, and what an encoder is given to read."""
-        if self.source_end is None or not source or source[-1] == self.source_end:
+        if self.source_eos_token_id is None or not source or source[-1] == self.source_eos_token_id:
             return source
-        return [*source, self.source_end]
+        return [*source, self.source_eos_token_id]
 
 
 def read_pooling(folder: Path) -> tuple[Literal["mean", "first"] | None, bool]:
@@ -106,7 +106,7 @@ def read_pooling(folder: Path) -> tuple[Literal["mean", "first"] | None, bool]:
     return ways.get(tuple(modes)), "Normalize" in kinds
 
 
-def read_generation(config: Mapping[str, Any], generation: Mapping[str, Any] | None) -> Generation:
+def read_generation_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None) -> GenerationConfig:
     """``generation``: the content of ``generation_config.json``, None where there is none (then ``config`` says it)."""
     said = config if generation is None else generation
 
@@ -129,18 +129,18 @@ def read_generation(config: Mapping[str, Any], generation: Mapping[str, Any] | N
     words = [tuple(word) if isinstance(word, list) else (word,) for word in many("bad_words_ids")]
     bad = [word[0] for word in words if len(word) == 1]
     suppressed = many("suppress_tokens")
-    return Generation(
-        start=one("decoder_start_token_id"),
-        bos=one("bos_token_id"),
-        stops=stops,
-        source_end=one(SOURCE_END),
-        pad=one("pad_token_id"),
-        forced_first=one("forced_bos_token_id"),
-        forced_last=one("forced_eos_token_id"),
-        banned=tuple(sorted({*bad, *suppressed})),
-        bad_words=tuple(word for word in words if len(word) > 1),
+    return GenerationConfig(
+        decoder_start_token_id=one("decoder_start_token_id"),
+        bos_token_id=one("bos_token_id"),
+        eos_token_ids=stops,
+        source_eos_token_id=one(SOURCE_EOS_KEY),
+        pad_token_id=one("pad_token_id"),
+        forced_bos_token_id=one("forced_bos_token_id"),
+        forced_eos_token_id=one("forced_eos_token_id"),
+        suppress_tokens=tuple(sorted({*bad, *suppressed})),
+        bad_words_ids=tuple(word for word in words if len(word) > 1),
         sampling=_sampling(said) if generation is not None else None,
-        unheard=tuple(name for name, quiet in UNHEARD.items() if said.get(name) not in (None, *quiet)),
+        ignored_fields=tuple(name for name, quiet in IGNORED_FIELDS.items() if said.get(name) not in (None, *quiet)),
     )
 
 
@@ -162,27 +162,28 @@ def _sampling(said: Mapping[str, Any]) -> dict[str, int | float | bool | str]:
 # ---------------------------------------------------------------- writing
 
 
-def generation_fields(generation: Generation) -> dict[str, Any]:
+def config_json_fields(generation: GenerationConfig) -> dict[str, Any]:
     """What ``config.json`` says of it, too."""
     fields = {
-        "bos_token_id": generation.bos,
-        "eos_token_id": _one_or_list(generation.stops),
-        "pad_token_id": generation.pad,
-        "decoder_start_token_id": generation.start,
+        "bos_token_id": generation.bos_token_id,
+        "eos_token_id": _one_or_list(generation.eos_token_ids),
+        "pad_token_id": generation.pad_token_id,
+        "decoder_start_token_id": generation.decoder_start_token_id,
     }
     always = ("bos_token_id", "eos_token_id")  # where nothing is said, transformers would take ids of its own
     return {name: value for name, value in fields.items() if value is not None or name in always}
 
 
-def generation_file(generation: Generation) -> dict[str, Any] | None:
+def generation_json(generation: GenerationConfig) -> dict[str, Any] | None:
     """The content of ``generation_config.json``; None where there is nothing to say."""
-    if generation == Generation():
+    if generation == GenerationConfig():
         return None
-    fields = generation_fields(generation) | {
-        "forced_bos_token_id": generation.forced_first,
-        "forced_eos_token_id": generation.forced_last,
-        "bad_words_ids": [*([token] for token in generation.banned), *map(list, generation.bad_words)] or None,
-        SOURCE_END: generation.source_end,
+    fields = config_json_fields(generation) | {
+        "forced_bos_token_id": generation.forced_bos_token_id,
+        "forced_eos_token_id": generation.forced_eos_token_id,
+        "bad_words_ids": [*([token] for token in generation.suppress_tokens), *map(list, generation.bad_words_ids)]
+        or None,
+        SOURCE_EOS_KEY: generation.source_eos_token_id,
     }
     names = {"beams": "num_beams", "no_repeat_ngram": "no_repeat_ngram_size", "min_tokens": "min_new_tokens"}
     names |= {"max_tokens": "max_new_tokens"}
@@ -199,9 +200,9 @@ def _one_or_list(tokens: tuple[int, ...]) -> int | list[int] | None:
     return tokens[0] if len(tokens) == 1 else list(tokens)
 
 
-def write_pooling(folder: Path, generation: Generation, width: int) -> None:
+def write_pooling(folder: Path, generation: GenerationConfig, width: int) -> None:
     """How an encoder's vectors are made, as sentence-transformers (and :func:`read_pooling`) reads it."""
-    pool, unit = generation.pool, generation.unit
+    pool, unit = generation.pooling, generation.normalize
     if pool is None:
         return
     kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), *([("2_Normalize", "Normalize")] if unit else [])]

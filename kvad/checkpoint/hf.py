@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from kvad.cache.weights import weight_shapes
-from kvad.config import ModelConfig, meaning
-from kvad.errors import CheckpointError, ConfigError, nearest
+from kvad.config import ModelConfig, canonical_config
+from kvad.errors import CheckpointError, ConfigError, suggest
 
 __all__ = [
     "SAME",
@@ -35,29 +35,29 @@ __all__ = [
     "STACKED_COLUMNS",
     "TRANSPOSED",
     "Family",
-    "Fields",
-    "Rule",
-    "Theirs",
-    "Way",
-    "expand",
-    "grouped",
-    "misfits",
+    "HFConfigReader",
+    "TensorRule",
+    "HFTensors",
+    "TensorTransform",
+    "expand_rules",
+    "grouped_transform",
+    "find_mismatches",
     "read_tensors",
-    "rule",
-    "rules_under",
-    "settled",
-    "untie",
+    "tensor_rule",
+    "prefix_rules",
+    "resolve_config",
+    "resolve_tying",
     "write_tensors",
 ]
 
 Shape = tuple[int, ...]
-Theirs = Mapping[str, Tensor]
+HFTensors = Mapping[str, Tensor]
 
 
 # ---------------------------------------------------------------- tensors
 
 
-class Way(NamedTuple):
+class TensorTransform(NamedTuple):
     """From their tensors to ours and back.  Both get the shapes of ours, in the order of the rule."""
 
     read: Callable[[Sequence[Tensor], Sequence[Shape]], Sequence[Tensor]]
@@ -77,16 +77,16 @@ def _stacked(tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]
     return [torch.cat(list(tensors))]
 
 
-SAME = Way(lambda tensors, shapes: tensors, lambda tensors, shapes: tensors)
-TRANSPOSED = Way(_transposed, _transposed)  # GPT-2's Conv1D stores [in, out]
-STACKED = Way(_unstacked, _stacked)  # several of ours, one behind the other along the outputs
-STACKED_COLUMNS = Way(
+SAME = TensorTransform(lambda tensors, shapes: tensors, lambda tensors, shapes: tensors)
+TRANSPOSED = TensorTransform(_transposed, _transposed)  # GPT-2's Conv1D stores [in, out]
+STACKED = TensorTransform(_unstacked, _stacked)  # several of ours, one behind the other along the outputs
+STACKED_COLUMNS = TensorTransform(
     lambda tensors, shapes: _unstacked(_transposed(tensors, shapes), shapes),
     lambda tensors, shapes: _transposed(_stacked(tensors, shapes), shapes),
 )
 
 
-def grouped(groups: int) -> Way:
+def grouped_transform(groups: int) -> TensorTransform:
     """Several of ours, one behind the other within each of ``groups`` equal parts of the outputs.
 
     BLOOM's q, k, v by head: rows [q of head 0, k of head 0, v of head 0, q of head 1, ...], with one group per head;
@@ -101,47 +101,47 @@ def grouped(groups: int) -> Way:
     def write(tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
         return [torch.cat([tensor.unflatten(0, (groups, -1)) for tensor in tensors], dim=1).flatten(0, 1)]
 
-    return Way(read, write)
+    return TensorTransform(read, write)
 
 
-class Rule(NamedTuple):
+class TensorRule(NamedTuple):
     """``ours`` and ``theirs``: modules, or whole tensors' names; see :func:`expand`.
 
     ``missing_ok``: their file may lack it (a buffer that older files have); ours then keeps zeros.
     """
 
-    ours: tuple[str, ...]
-    theirs: tuple[str, ...]
-    way: Way = SAME
+    kvad_names: tuple[str, ...]
+    hf_names: tuple[str, ...]
+    transform: TensorTransform = SAME
     missing_ok: bool = False
 
 
-def rule(
-    ours: str | tuple[str, ...], theirs: str | tuple[str, ...], way: Way = SAME, *, missing_ok: bool = False
-) -> Rule:
+def tensor_rule(
+    ours: str | tuple[str, ...], theirs: str | tuple[str, ...], way: TensorTransform = SAME, *, missing_ok: bool = False
+) -> TensorRule:
     """Names given alone or as tuples."""
-    return Rule(
+    return TensorRule(
         (ours,) if isinstance(ours, str) else ours, (theirs,) if isinstance(theirs, str) else theirs, way, missing_ok
     )
 
 
-def rules_under(ours: str, theirs: str, names: Mapping[str, str], way: Way = SAME) -> Iterator[Rule]:
+def prefix_rules(ours: str, theirs: str, names: Mapping[str, str], way: TensorTransform = SAME) -> Iterator[TensorRule]:
     """One rule for each pair of names, below two prefixes."""
     for mine, other in names.items():
-        yield rule(f"{ours}.{mine}", f"{theirs}.{other}", way)
+        yield tensor_rule(f"{ours}.{mine}", f"{theirs}.{other}", way)
 
 
 class _Tensors(NamedTuple):
     """A rule about tensors."""
 
-    ours: tuple[str, ...]
+    kvad_names: tuple[str, ...]
     theirs: tuple[str, ...]
     shapes: tuple[Shape, ...]
-    way: Way
+    way: TensorTransform
     missing_ok: bool
 
 
-def expand(rules: Iterable[Rule], shapes: Mapping[str, Shape]) -> list[_Tensors]:
+def expand_rules(rules: Iterable[TensorRule], shapes: Mapping[str, Shape]) -> list[_Tensors]:
     """Rules about modules as rules about tensors: each suffix (``weight``, ``bias``) that ours have, in our model.
 
     Rules about modules that this model lacks (a norm, a bias) vanish.  AssertionError for a tensor of ours that no rule
@@ -154,27 +154,27 @@ def expand(rules: Iterable[Rule], shapes: Mapping[str, Shape]) -> list[_Tensors]
         suffixes[name] = [""]
     out, named = [], set[str]()
     for each in rules:
-        for suffix in suffixes.get(each.ours[0], ()):
-            ours = tuple(module + suffix for module in each.ours)
+        for suffix in suffixes.get(each.kvad_names[0], ()):
+            ours = tuple(module + suffix for module in each.kvad_names)
             assert all(name in shapes for name in ours), f"{ours}: not all of them are in the model"
             assert not named & set(ours), f"{ours}: named twice"
             named |= set(ours)
-            theirs = tuple(module + suffix for module in each.theirs)
-            out.append(_Tensors(ours, theirs, tuple(shapes[name] for name in ours), each.way, each.missing_ok))
+            theirs = tuple(module + suffix for module in each.hf_names)
+            out.append(_Tensors(ours, theirs, tuple(shapes[name] for name in ours), each.transform, each.missing_ok))
     left = sorted(set(shapes) - named)
     assert not left, f"no rule for {left[:5]}"
     return out
 
 
-def read_tensors(family: Family, config: ModelConfig, found: Theirs, where: str) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(family: Family, config: ModelConfig, found: HFTensors, where: str) -> Iterator[tuple[str, Tensor]]:
     """Our tensors, one rule at a time.  CheckpointError names what is missing, extra or of another shape."""
     taken: set[str] = set()
     copies: dict[str, str] = {}  # name -> the tensor that it must be equal to
-    for each in expand(family.rules(config), weight_shapes(config)):
+    for each in expand_rules(family.rules(config), weight_shapes(config)):
         names = [_name_in(family, name, found) for name in each.theirs]
         absent = [name for name, there in zip(each.theirs, names, strict=True) if there is None]
         if absent and each.missing_ok:
-            yield from ((name, torch.zeros(shape)) for name, shape in zip(each.ours, each.shapes, strict=True))
+            yield from ((name, torch.zeros(shape)) for name, shape in zip(each.kvad_names, each.shapes, strict=True))
             continue
         if absent:
             raise CheckpointError(f"{where}: tensor {absent[0]} is missing", _nearest_tensor(absent[0], found))
@@ -193,11 +193,11 @@ def read_tensors(family: Family, config: ModelConfig, found: Theirs, where: str)
     _check_constants(family, config, found, where)
 
 
-def misfits(family: Family, config: ModelConfig, found: Theirs, where: str) -> list[str]:
+def find_mismatches(family: Family, config: ModelConfig, found: HFTensors, where: str) -> list[str]:
     """All that :func:`read_tensors` would object to in names and shapes; ``found`` may be on the meta device."""
     said: list[str] = []
     taken: set[str] = set()
-    for each in expand(family.rules(config), weight_shapes(config)):
+    for each in expand_rules(family.rules(config), weight_shapes(config)):
         names = [_name_in(family, name, found) for name in each.theirs]
         for name, there in zip(each.theirs, names, strict=True):
             if there is None and not each.missing_ok:
@@ -213,13 +213,13 @@ def misfits(family: Family, config: ModelConfig, found: Theirs, where: str) -> l
     return said + [f"{name} {list(found[name].shape)} is extra" for name in _extra(family, found, taken)]
 
 
-def _extra(family: Family, found: Theirs, taken: set[str]) -> list[str]:
+def _extra(family: Family, found: HFTensors, taken: set[str]) -> list[str]:
     """What no rule took, and is not to be ignored."""
     allowed = re.compile("|".join(f"(?:{pattern})" for pattern in family.ignored) or r"(?!)")
     return [name for name in found if name not in taken and not allowed.fullmatch(name.removeprefix(family.prefix))]
 
 
-def _check_constants(family: Family, config: ModelConfig, found: Theirs, where: str) -> None:
+def _check_constants(family: Family, config: ModelConfig, found: HFTensors, where: str) -> None:
     """Tables that kvad computes are those of the file, as far as both go and float16 can tell."""
     for name, tensor in () if family.extra is None else family.extra(config):
         there = _their_name(name, found, family)
@@ -233,39 +233,39 @@ def _check_constants(family: Family, config: ModelConfig, found: Theirs, where: 
             raise CheckpointError(f"{where}: {there} is not the table that the config describes")
 
 
-def untie(family: Family, config: ModelConfig, found: Theirs) -> ModelConfig:
+def resolve_tying(family: Family, config: ModelConfig, found: HFTensors) -> ModelConfig:
     """A config that says *tied* of a file that holds two different matrices: the file is right, as transformers 5 has
     it (4.57 drops the head's)."""
-    if not config.tie or family.head is None:
+    if not config.tie_embeddings or family.head is None:
         return config
     head, table = (_name_in(family, name, found) for name in family.head)
     if head is None or table is None or torch.equal(found[head], found[table]):
         return config
-    return replace(config, tie=False)
+    return replace(config, tie_embeddings=False)
 
 
-def settled(family: Family, config: ModelConfig, found: Theirs) -> ModelConfig:
+def resolve_config(family: Family, config: ModelConfig, found: HFTensors) -> ModelConfig:
     """The config of what is in the file, where that decides: a matrix that is not tied, a head that it lacks."""
 
     def look(name: str) -> Tensor | None:
         there = _their_name(name, found, family)
         return None if there is None else found[there]
 
-    config = untie(family, config, found)
-    return config if family.settle is None else family.settle(config, look)
+    config = resolve_tying(family, config, found)
+    return config if family.resolve is None else family.resolve(config, look)
 
 
-def _name_in(family: Family, name: str, found: Theirs) -> str | None:
+def _name_in(family: Family, name: str, found: HFTensors) -> str | None:
     """As it stands in the file, or the first of its copies that does."""
     names = (_their_name(each, found, family) for each in (name, *family.copies.get(name, ())))
     return next((each for each in names if each is not None), None)
 
 
-def _their_name(name: str, found: Theirs, family: Family) -> str | None:
+def _their_name(name: str, found: HFTensors, family: Family) -> str | None:
     """As it stands in the file: files of a base model lack the prefix of the model with a head, or have it, and old
     ones spell some endings otherwise."""
     prefix = family.prefix
-    others = [name.removesuffix(end) + other for end, other in family.spellings.items() if name.endswith(end)]
+    others = [name.removesuffix(end) + other for end, other in family.name_variants.items() if name.endswith(end)]
     for one in (name, *others):
         for candidate in (one, one.removeprefix(prefix), prefix + one):
             if candidate in found:
@@ -280,20 +280,20 @@ def _read(each: _Tensors, tensors: Sequence[tuple[str, Tensor]], where: str) -> 
         made = []
     if [tuple(tensor.shape) for tensor in made] != list(each.shapes):
         theirs = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors)
-        ours = ", ".join(f"{name} {list(shape)}" for name, shape in zip(each.ours, each.shapes, strict=True))
+        ours = ", ".join(f"{name} {list(shape)}" for name, shape in zip(each.kvad_names, each.shapes, strict=True))
         raise CheckpointError(f"{where}: {theirs} does not give {ours}", "the config and the tensors disagree")
-    yield from zip(each.ours, made, strict=True)
+    yield from zip(each.kvad_names, made, strict=True)
 
 
-def _nearest_tensor(name: str, found: Theirs) -> str:
+def _nearest_tensor(name: str, found: HFTensors) -> str:
     close = difflib.get_close_matches(name, list(found), n=1, cutoff=0.8)
     return f"there is {close[0]}" if close else "is it another architecture's?"
 
 
 def write_tensors(family: Family, config: ModelConfig, ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Their tensors, each once: what is tied on their side is not written."""
-    for each in expand(family.rules(config), weight_shapes(config)):
-        made = each.way.write([ours[name] for name in each.ours], each.shapes)
+    for each in expand_rules(family.rules(config), weight_shapes(config)):
+        made = each.way.write([ours[name] for name in each.kvad_names], each.shapes)
         for name, tensor in zip(each.theirs, made, strict=True):
             yield name, tensor.contiguous()
     if family.extra is not None:
@@ -303,7 +303,7 @@ def write_tensors(family: Family, config: ModelConfig, ours: Mapping[str, Tensor
 # ---------------------------------------------------------------- configs
 
 
-class Fields:
+class HFConfigReader:
     """A ``config.json``, read by name: numbers are numbers, null is a default, and what cannot be is refused."""
 
     def __init__(self, content: Mapping[str, Any], where: str) -> None:
@@ -360,21 +360,21 @@ class Fields:
         """The value that ``known`` gives for the field's; refused by name where it gives none."""
         value = self.get(name, default)
         if value not in known:
-            raise CheckpointError(f"{self.where}: {name} {value!r} is not supported", nearest(str(value), known))
+            raise CheckpointError(f"{self.where}: {name} {value!r} is not supported", suggest(str(value), known))
         return known[value]
 
-    def refuse(self, name: str, *allowed: Any, why: str = "") -> None:
+    def require_one_of(self, name: str, *allowed: Any, why: str = "") -> None:
         """CheckpointError unless the field is absent, null, or one of ``allowed``."""
         value = self.content.get(name)
         if value is not None and value not in allowed:
             raise CheckpointError(f"{self.where}: {name} {value!r} is not supported", why)
 
-    def part(self, name: str) -> Fields:
+    def part(self, name: str) -> HFConfigReader:
         """A nested config (``text_config``, ``encoder``)."""
         value = self.get(name, {})
         if not isinstance(value, Mapping):
             raise CheckpointError(f"{self.where}: {name}: expected an object, found {value!r}")
-        return Fields(value, f"{self.where}: {name}")
+        return HFConfigReader(value, f"{self.where}: {name}")
 
 
 @dataclass(frozen=True)
@@ -390,15 +390,15 @@ class Family:
     """
 
     types: tuple[str, ...]
-    read: Callable[[Fields], ModelConfig]
-    rules: Callable[[ModelConfig], Iterable[Rule]]
-    spell: Callable[[ModelConfig], dict[str, Any]]
+    read: Callable[[HFConfigReader], ModelConfig]
+    rules: Callable[[ModelConfig], Iterable[TensorRule]]
+    write_fields: Callable[[ModelConfig], dict[str, Any]]
     prefix: str = ""
     ignored: tuple[str, ...] = ()
     extra: Callable[[ModelConfig], Iterable[tuple[str, Tensor]]] | None = None
     head: tuple[str, str] | None = None
-    spellings: Mapping[str, str] = field(default_factory=dict)
-    settle: Callable[[ModelConfig, Callable[[str], Tensor | None]], ModelConfig] | None = None
+    name_variants: Mapping[str, str] = field(default_factory=dict)
+    resolve: Callable[[ModelConfig, Callable[[str], Tensor | None]], ModelConfig] | None = None
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
@@ -406,9 +406,9 @@ class Family:
         that would be another, because their class has no place for it."""
         name = self.types[0]
         try:
-            content = self.spell(config)
+            content = self.write_fields(config)
             name = content["model_type"]
-            again = self.read(Fields(content, name))
+            again = self.read(HFConfigReader(content, name))
         except (CheckpointError, ConfigError) as error:
             said = (
                 error.message
@@ -418,7 +418,7 @@ class Family:
             raise CheckpointError(said) from error
         except (AssertionError, AttributeError, KeyError, TypeError) as error:  # it met a model of another kind
             raise CheckpointError(f"{name} cannot express this {config.kind}: {error}") from error
-        ours, theirs = meaning(config), meaning(again)
+        ours, theirs = canonical_config(config), canonical_config(again)
         for part in {**ours, **theirs}:
             mine, other = ours.get(part), theirs.get(part)
             if mine != other:

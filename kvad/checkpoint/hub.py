@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvad.checkpoint.folder import CONFIG, is_run, read_json
-from kvad.errors import CheckpointError, KvadError, SaveError, UsageError, nearest_file
+from kvad.errors import CheckpointError, KvadError, SaveError, UsageError, suggest_path
 
-__all__ = ["INDEX", "SINGLE", "refuse_unreadable", "resolve"]
+__all__ = ["INDEX", "SINGLE", "check_readable_weights", "resolve_model_path"]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PREFIX = "hf://"
-ONLINE = "download it once while online, without HF_HUB_OFFLINE"
+ONLINE_HINT = "download it once while online, without HF_HUB_OFFLINE"
 
 ADAPTER = "adapter_config.json"
 
@@ -48,14 +48,14 @@ SMALL = [
 ]
 LARGE = ["*.safetensors"]
 # The hub's patterns see the whole path.  The others are the same weights once more, or somebody else's.
-NEVER = ["*/*", "consolidated*", "adapter_model*", "*.fp16*", "*.fp32*", "*.bin", "*.pt", "*.pth", "*.py"]
+IGNORED_PATTERNS = ["*/*", "consolidated*", "adapter_model*", "*.fp16*", "*.fp32*", "*.bin", "*.pt", "*.pth", "*.py"]
 
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _NAME = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[^\s@]+))?")
 _YES = {"1", "ON", "YES", "TRUE"}
 
 
-class _Wanted(NamedTuple):
+class _HubRequest(NamedTuple):
     repo: str
     revision: str | None
     offline: bool
@@ -68,7 +68,7 @@ class _Wanted(NamedTuple):
 # ---------------------------------------------------------------- names
 
 
-def resolve(
+def resolve_model_path(
     name_or_path: str | Path,
     *,
     revision: str | None = None,
@@ -94,16 +94,16 @@ def resolve(
         if revision is not None:
             raise UsageError(f"{name} is a folder: it has no revision {revision!r}", f"{PREFIX}NAME means the hub's")
         if weights and not (adapters and (path / ADAPTER).is_file()):
-            _refuse_bare(path)
+            _reject_bare_name(path)
         return path
     if os.path.isfile(path):
-        raise CheckpointError(f"{name} is a file", _ways_out(path.name) or "name the folder that it is in")
+        raise CheckpointError(f"{name} is a file", _suggestions(path.name) or "name the folder that it is in")
     repo, named = _parse(name)
     if revision is not None and named is not None and revision != named:
         raise UsageError(f"two revisions of {repo}: {named!r} and {revision!r}")
     if offline is None:
         offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in _YES
-    return _fetch(_Wanted(repo, revision or named, offline, cache_dir), token, progress, weights)
+    return _fetch(_HubRequest(repo, revision or named, offline, cache_dir), token, progress, weights)
 
 
 def _parse(name: str) -> tuple[str, str | None]:
@@ -130,7 +130,7 @@ def _looks_like_path(name: str) -> bool:
 def _around(path: Path, is_name: bool) -> str:
     """The hint: the nearest folder of the first parent that is there."""
     parent = next((folder for folder in path.parents if os.path.isdir(folder)), Path())
-    close = nearest_file(parent / path.relative_to(parent).parts[0]) if path != parent else None
+    close = suggest_path(parent / path.relative_to(parent).parts[0]) if path != parent else None
     advice = [] if close is None else [f"did you mean {close}?"]
     return "; ".join([*advice, *([f"{PREFIX}{path} would be the hub's"] if is_name else [])])
 
@@ -138,7 +138,7 @@ def _around(path: Path, is_name: bool) -> str:
 # ---------------------------------------------------------------- the hub
 
 
-def _fetch(wanted: _Wanted, token: str | None, progress: type | None, weights: bool) -> Path:
+def _fetch(wanted: _HubRequest, token: str | None, progress: type | None, weights: bool) -> Path:
     import huggingface_hub
 
     def snapshot(revision: str | None, patterns: list[str]) -> Path:
@@ -151,7 +151,7 @@ def _fetch(wanted: _Wanted, token: str | None, progress: type | None, weights: b
                 cache_dir=wanted.cache_dir,
                 local_files_only=wanted.offline,
                 allow_patterns=patterns,
-                ignore_patterns=NEVER,
+                ignore_patterns=IGNORED_PATTERNS,
                 **options,
             )
         )
@@ -160,14 +160,14 @@ def _fetch(wanted: _Wanted, token: str | None, progress: type | None, weights: b
         folder = snapshot(wanted.revision, SMALL)
         if not weights:
             return folder
-        _refuse_config(str(wanted), _config(folder))
+        _reject_config(str(wanted), _config(folder))
         if not wanted.offline:
             folder = snapshot(folder.name, LARGE)  # of the same commit, whatever was pushed in between
         if not _has_weights(_names(folder)):
             if wanted.offline:
-                raise CheckpointError(f"{wanted} is in the cache without its weights", ONLINE)
+                raise CheckpointError(f"{wanted} is in the cache without its weights", ONLINE_HINT)
             files = huggingface_hub.HfApi(token=token).list_repo_files(wanted.repo, revision=folder.name)
-            _refuse_files(str(wanted), files)
+            _reject_files(str(wanted), files)
     except KvadError:
         raise
     except Exception as error:
@@ -178,7 +178,7 @@ def _fetch(wanted: _Wanted, token: str | None, progress: type | None, weights: b
     return folder
 
 
-def _explain(error: Exception, wanted: _Wanted) -> KvadError | None:
+def _explain(error: Exception, wanted: _HubRequest) -> KvadError | None:
     """One line for what huggingface_hub raises, by any of its versions; None for what is no trouble of the world's."""
     from huggingface_hub import errors
 
@@ -201,7 +201,7 @@ def _explain(error: Exception, wanted: _Wanted) -> KvadError | None:
         advice = ["hf auth login, or set HF_TOKEN" if status in (401, 403) else "try again later"]
         return CheckpointError(f"the hub answered {status} for {wanted}", "; ".join([*advice, *_cached_hint(wanted)]))
     if isinstance(error, errors.LocalEntryNotFoundError) and wanted.offline:
-        advice = [ONLINE, *_cached_hint(wanted)]
+        advice = [ONLINE_HINT, *_cached_hint(wanted)]
         return CheckpointError(f"{wanted} is not in the cache, and kvad is offline", "; ".join(advice))
     if isinstance(error, errors.LocalEntryNotFoundError):
         advice = ["check the connection", *_cached_hint(wanted)]
@@ -252,25 +252,25 @@ def _is_network(error: Exception) -> bool:
     )
 
 
-def _cache(wanted: _Wanted) -> Path:
+def _cache(wanted: _HubRequest) -> Path:
     from huggingface_hub import constants
 
     return Path(wanted.cache_dir or constants.HF_HUB_CACHE)
 
 
-def _cached(wanted: _Wanted) -> list[str]:
+def _cached(wanted: _HubRequest) -> list[str]:
     """Names of the models of which the cache holds a snapshot."""
     found = _cache(wanted).glob("models--*/snapshots/*/model*.safetensors")
     return sorted({path.parents[2].name.removeprefix("models--").replace("--", "/") for path in found})
 
 
-def _cached_hint(wanted: _Wanted) -> list[str]:
+def _cached_hint(wanted: _HubRequest) -> list[str]:
     names = _cached(wanted)
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return [f"cached: {', '.join(names[:5])}{more}"] if names else ["nothing is cached"]
 
 
-def _nearest_cached(wanted: _Wanted) -> list[str]:
+def _nearest_cached(wanted: _HubRequest) -> list[str]:
     close = difflib.get_close_matches(wanted.repo, _cached(wanted), n=1)
     return [f"did you mean {close[0]!r}?"] if close and close[0] != wanted.repo else []
 
@@ -278,23 +278,23 @@ def _nearest_cached(wanted: _Wanted) -> list[str]:
 # ---------------------------------------------------------------- kinds of weights
 
 
-def refuse_unreadable(folder: Path) -> None:
+def check_readable_weights(folder: Path) -> None:
     """Raises CheckpointError, with the way out, for a folder whose weights kvad does not read."""
     if folder.is_file():
-        raise CheckpointError(f"{folder} is a file", _ways_out(folder.name) or "name the folder that it is in")
+        raise CheckpointError(f"{folder} is a file", _suggestions(folder.name) or "name the folder that it is in")
     if not folder.is_dir():
         raise CheckpointError(f"no such folder: {folder}")
-    _refuse_config(str(folder), _config(folder))
+    _reject_config(str(folder), _config(folder))
     names = _names(folder)
     if not _has_weights(names):
-        _refuse_files(str(folder), names)
+        _reject_files(str(folder), names)
 
 
-def _refuse_bare(folder: Path) -> None:
+def _reject_bare_name(folder: Path) -> None:
     """For a folder without config whose weights kvad does not read: a GGUF has its config inside, an adapter none."""
     names = _names(folder)
-    if CONFIG not in names and not is_run(folder) and (ADAPTER in names or any(map(_ways_out, names))):
-        _refuse_files(str(folder), names)
+    if CONFIG not in names and not is_run(folder) and (ADAPTER in names or any(map(_suggestions, names))):
+        _reject_files(str(folder), names)
 
 
 def _names(folder: Path) -> list[str]:
@@ -314,7 +314,7 @@ def _config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder / CONFIG} is not JSON: nested too deeply") from error
 
 
-def _refuse_config(where: str, config: dict[str, Any]) -> None:
+def _reject_config(where: str, config: dict[str, Any]) -> None:
     for key in ("quantization_config", "compression_config"):
         entry = config.get(key)
         if entry:
@@ -326,7 +326,7 @@ def _refuse_config(where: str, config: dict[str, Any]) -> None:
             )
 
 
-def _refuse_files(where: str, names: Collection[str]) -> None:
+def _reject_files(where: str, names: Collection[str]) -> None:
     """For a folder, or the files of a repository, without ``model.safetensors`` and index."""
     if ADAPTER in names:
         raise CheckpointError(
@@ -339,12 +339,12 @@ def _refuse_files(where: str, names: Collection[str]) -> None:
             f"{where} has neither {SINGLE} nor {INDEX}, only {shards[0]}", "download or copy it again"
         )
     for name in names:
-        if way := _ways_out(name):
+        if way := _suggestions(name):
             raise CheckpointError(f"{where} has no safetensors, only {name}", way)
     raise CheckpointError(f"{where} holds no weights: neither {SINGLE} nor {INDEX}")
 
 
-def _ways_out(name: str) -> str:
+def _suggestions(name: str) -> str:
     """What to do about a file of weights that kvad does not read; "" for any other file."""
     if name.endswith(".gguf"):
         return "GGUF is llama.cpp's format: use the repository of safetensors that it was made from"

@@ -15,35 +15,37 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from kvad.aside import aside
-from kvad.checkpoint.atomic import discard, flush, refused, sweep
-from kvad.checkpoint.folder import BEST, step_folder, steps_of
+from kvad.aside import temp_path
+from kvad.checkpoint.atomic import disk_error, fsync_path, recover_interrupted, remove_folder
+from kvad.checkpoint.folder import BEST_LINK, list_steps, step_folder
 from kvad.errors import SaveError
 
-__all__ = ["settle"]
+__all__ = ["prune_steps"]
 
 
-def settle(run: Path, keep: int, best: int | None) -> None:
+def prune_steps(run: Path, keep: int, best: int | None) -> None:
     """After a save: link ``best`` to the step of that number, then delete all but the newest ``keep`` and it.
 
     None, or one that is no longer there: the run has no best.  Raises SaveError; whole steps stay whole.
     """
-    steps = steps_of(run)
+    steps = list_steps(run)
     chosen = None if best is None else step_folder(run, best)
     if chosen not in steps:
         chosen = None
     try:
         _link(run, chosen)
     except OSError as error:
-        raise SaveError(refused(run / BEST, error).message, "on a disk without links: train.keep_best=false") from error
+        raise SaveError(
+            disk_error(run / BEST_LINK, error).message, "on a disk without links: train.keep_best=false"
+        ) from error
     for old in steps[:-keep]:
         if old != chosen:
-            discard(old)
+            remove_folder(old)
 
 
 def _link(run: Path, step: Path | None) -> None:
     """What is no link is somebody else's, and stays."""
-    link = run / BEST
+    link = run / BEST_LINK
     if link.exists() and not link.is_symlink():
         return
     if step is None:
@@ -52,12 +54,12 @@ def _link(run: Path, step: Path | None) -> None:
     target = step.relative_to(run)
     if link.is_symlink() and Path(os.readlink(link)) == target:
         return
-    sweep(run)
-    temporary = aside(link, "tmp")
+    recover_interrupted(run)
+    temporary = temp_path(link, "tmp")
     try:
         temporary.symlink_to(target)
         temporary.replace(link)
-        flush(run)
+        fsync_path(run)
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)

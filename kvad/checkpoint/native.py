@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvad.cache.weights import weight_shapes
-from kvad.checkpoint.atomic import new_folder, refused, sweep
+from kvad.checkpoint.atomic import disk_error, new_folder, recover_interrupted
 from kvad.checkpoint.folder import (
     CONFIG,
     FORMAT,
@@ -44,25 +44,35 @@ from kvad.checkpoint.folder import (
     MODEL,
     TRAINING,
     check_file,
-    entry_of,
-    is_foreign,
-    listed,
+    file_digest,
+    is_hf,
+    list_files,
+    list_steps,
     locate,
     read_json,
     step_folder,
-    steps_of,
 )
-from kvad.checkpoint.generation import Generation
+from kvad.checkpoint.generation import GenerationConfig
 from kvad.checkpoint.hf import write_tensors
-from kvad.checkpoint.imported import Imported
-from kvad.checkpoint.kept import settle
-from kvad.checkpoint.opened import Opened, Tensors, Training
-from kvad.checkpoint.theirs import Layout, write_config
+from kvad.checkpoint.imported import HFCheckpoint
+from kvad.checkpoint.kept import prune_steps
+from kvad.checkpoint.opened import CheckpointHandle, LazyTensors, TrainingState
+from kvad.checkpoint.theirs import HFLayout, write_hf_config
 from kvad.config import ModelConfig, from_dict, to_dict
 from kvad.errors import CheckpointError, ConfigError
 from kvad.text.tokenizer import Tokenizer
 
-__all__ = ["DTYPES", "Own", "Training", "Verify", "load", "save", "save_step", "save_tensors", "write_json"]
+__all__ = [
+    "DTYPES",
+    "NativeCheckpoint",
+    "TrainingState",
+    "Verify",
+    "open_folder",
+    "save_checkpoint",
+    "save_step",
+    "save_tensors",
+    "write_json",
+]
 
 DTYPES = {
     "float64": torch.float64,
@@ -73,7 +83,7 @@ DTYPES = {
 
 
 ADAPTER = "adapter_config.json"
-THEIRS = {"format": "pt"}  # what transformers asks of a tensor file
+SAFETENSORS_METADATA = {"format": "pt"}  # what transformers asks of a tensor file
 
 Verify = bool | Literal["tensors"]
 
@@ -81,15 +91,15 @@ Verify = bool | Literal["tensors"]
 # ---------------------------------------------------------------- writing
 
 
-def save(
+def save_checkpoint(
     folder: Path,
     config: ModelConfig,
     tensors: Mapping[str, Tensor],
     tokenizer: Tokenizer | None,
-    training: Training | None = None,
+    training: TrainingState | None = None,
     *,
-    layout: Layout | None = None,
-    generation: Generation | None = None,
+    layout: HFLayout | None = None,
+    generation: GenerationConfig | None = None,
     beside: Sequence[Path] = (),
     files: Mapping[str, bytes] = MappingProxyType({}),
     origin: str | None = None,
@@ -107,13 +117,13 @@ def save(
 
     folder = Path(folder)
     with new_folder(folder, replaces=replaces) as new:
-        said = Generation() if generation is None else generation
+        said = GenerationConfig() if generation is None else generation
         if layout is None:
             write_json(new / CONFIG, _content(config, said, origin))
             save_tensors(folder, new / MODEL, tensors)
         else:
-            write_config(new, layout, said, next(iter(tensors.values())).dtype)
-            save_tensors(folder, new / MODEL, dict(write_tensors(layout.family, config, tensors)), THEIRS)
+            write_hf_config(new, layout, said, next(iter(tensors.values())).dtype)
+            save_tensors(folder, new / MODEL, dict(write_tensors(layout.family, config, tensors)), SAFETENSORS_METADATA)
         for path in beside:
             shutil.copyfile(path, new / path.name)
         for name, content in files.items():
@@ -126,17 +136,17 @@ def save(
             write_json(new / TRAINING / "state.json", training.state)
             save_tensors(folder, new / TRAINING / "state.safetensors", training.tensors)
         entries = {
-            path.relative_to(new).as_posix(): entry_of(path) for path in sorted(new.rglob("*")) if path.is_file()
+            path.relative_to(new).as_posix(): file_digest(path) for path in sorted(new.rglob("*")) if path.is_file()
         }
         write_json(new / MANIFEST, {"kvad": __version__, "format": FORMAT, "files": entries})
 
 
-def _content(config: ModelConfig, generation: Generation, origin: str | None) -> dict[str, Any]:
+def _content(config: ModelConfig, generation: GenerationConfig, origin: str | None) -> dict[str, Any]:
     """Of ``config.json`` in kvad's own layout."""
     from kvad import __version__
 
     content: dict[str, Any] = {"kvad": __version__, "model": config.to_dict()}
-    if generation != Generation():
+    if generation != GenerationConfig():
         content["generation"] = to_dict(generation)
     return content if origin is None else {**content, "origin": origin}
 
@@ -147,10 +157,10 @@ def save_step(
     config: ModelConfig,
     tensors: Mapping[str, Tensor],
     tokenizer: Tokenizer | None,
-    training: Training | None = None,
+    training: TrainingState | None = None,
     *,
-    layout: Layout | None = None,
-    generation: Generation | None = None,
+    layout: HFLayout | None = None,
+    generation: GenerationConfig | None = None,
     files: Mapping[str, bytes] = MappingProxyType({}),
     origin: str | None = None,
     keep: int = 2,
@@ -163,9 +173,9 @@ def save_step(
     ``fresh``: the first save of a new run: the steps of an old one give way in the same move.  Raises as :func:`save`.
     """
     folder = step_folder(run, step)
-    sweep(folder.parent)  # brings back what an overwriting process had set aside when it died
-    earlier = steps_of(run) if fresh else ()
-    save(
+    recover_interrupted(folder.parent)  # brings back what an overwriting process had set aside when it died
+    earlier = list_steps(run) if fresh else ()
+    save_checkpoint(
         folder,
         config,
         tensors,
@@ -177,7 +187,7 @@ def save_step(
         origin=origin,
         replaces=earlier,
     )
-    settle(run, keep, best)
+    prune_steps(run, keep, best)
     return folder
 
 
@@ -193,13 +203,13 @@ def save_tensors(
     try:
         save_file(plain, path, metadata)
     except SafetensorError as error:  # the library's name for what the disk says
-        raise refused(folder, OSError(str(error))) from error
+        raise disk_error(folder, OSError(str(error))) from error
 
 
 # ---------------------------------------------------------------- reading
 
 
-class Own(Opened):
+class NativeCheckpoint(CheckpointHandle):
     """A folder in kvad's layout."""
 
     @cached_property
@@ -208,11 +218,11 @@ class Own(Opened):
         return ModelConfig.load(self.path / CONFIG)
 
     @cached_property
-    def generation(self) -> Generation:
+    def generation(self) -> GenerationConfig:
         """Raises ConfigError as :attr:`config` does."""
         content = read_json(self.path / CONFIG).get("generation")
         try:
-            return Generation() if content is None else from_dict(Generation, content, "generation")
+            return GenerationConfig() if content is None else from_dict(GenerationConfig, content, "generation")
         except ConfigError as error:
             raise ConfigError(f"{self.path / CONFIG}: {error.message}", error.hint) from error
 
@@ -222,14 +232,14 @@ class Own(Opened):
         return said if isinstance(said, str) else None
 
     @property
-    def stored(self) -> torch.dtype:
+    def stored_dtype(self) -> torch.dtype:
         """The dtype of the table of tokens."""
-        table = self.tensors.get("embed.tokens.weight")  # mapped, not read
+        table = self.tensors.get("embedding.tokens.weight")  # mapped, not read
         return torch.float32 if table is None else table.dtype
 
     @cached_property
-    def tensors(self) -> Tensors:
-        return Tensors(self.path / MODEL)
+    def tensors(self) -> LazyTensors:
+        return LazyTensors(self.path / MODEL)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Both shapes are named where they differ."""
@@ -237,7 +247,7 @@ class Own(Opened):
         yield from self.tensors.items()
 
 
-def load(folder: Path, *, verify: Verify = False) -> Opened:
+def open_folder(folder: Path, *, verify: Verify = False) -> CheckpointHandle:
     """Look at a checkpoint folder in either layout, or at the newest one of a run; no tensor is read.
 
     ``verify``: compare every file with its sha256; ``"tensors"``: only those, as text may be edited by hand.  Raises
@@ -246,14 +256,14 @@ def load(folder: Path, *, verify: Verify = False) -> Opened:
     path = locate(Path(folder))
     if (path / ADAPTER).is_file() and not (path / CONFIG).is_file():
         raise CheckpointError(f"{path} is an adapter (LoRA), not a model", "name its base, or merge them: kvad merge")
-    files = listed(path)
+    files = list_files(path)
     for name, entry in (files or {}).items():
         tensors = name.endswith(".safetensors")
         check_file(path / name, entry, verify=verify is True or (verify == "tensors" and tensors))
-    return Imported(path, files) if is_foreign(path) else Own(path, files)
+    return HFCheckpoint(path, files) if is_hf(path) else NativeCheckpoint(path, files)
 
 
-def _check_tensors(found: Tensors, wanted: Mapping[str, tuple[int, ...]]) -> None:
+def _check_tensors(found: LazyTensors, wanted: Mapping[str, tuple[int, ...]]) -> None:
     for name, shape in wanted.items():
         if name not in found:
             raise CheckpointError(f"{found.path}: tensor {name} {list(shape)} is missing")

@@ -12,25 +12,25 @@ import torch
 from torch import Tensor
 
 from kvad.checkpoint.adapter import find_adapter, open_adapted
-from kvad.checkpoint.hub import resolve
-from kvad.checkpoint.native import DTYPES, Verify, load
-from kvad.checkpoint.opened import Opened
-from kvad.errors import UsageError, nearest
+from kvad.checkpoint.hub import resolve_model_path
+from kvad.checkpoint.native import DTYPES, Verify, open_folder
+from kvad.checkpoint.opened import CheckpointHandle
+from kvad.errors import UsageError, suggest
 from kvad.model.transformer import Transformer
 
-__all__ = ["Opened", "load_model", "model_of", "open_checkpoint"]
+__all__ = ["CheckpointHandle", "load_model", "load_weights", "open_checkpoint"]
 
 
 def open_checkpoint(
     where: str | Path, *, verify: Verify = False, revision: str | None = None, token: str | None = None
-) -> Opened:
+) -> CheckpointHandle:
     """Look at a folder, a run, or a name on the hub (``revision`` and ``token``: of the hub).
 
     An adapter's folder is the model that it and the base that it names are together.  Raises CheckpointError for what
     is no whole checkpoint, with the way out.
     """
-    folder = resolve(where, revision=revision, token=token, adapters=True)
-    return load(folder, verify=verify) if find_adapter(folder) is None else open_adapted(folder)
+    folder = resolve_model_path(where, revision=revision, token=token, adapters=True)
+    return open_folder(folder, verify=verify) if find_adapter(folder) is None else open_adapted(folder)
 
 
 def load_model(
@@ -41,15 +41,15 @@ def load_model(
     verify: Verify = False,
     revision: str | None = None,
     token: str | None = None,
-) -> tuple[Transformer, Opened]:
+) -> tuple[Transformer, CheckpointHandle]:
     """The model of a checkpoint, and the checkpoint.  Raises as :func:`open_checkpoint` and :func:`model_of` do."""
-    as_dtype(dtype, torch.device(device))  # before anything is downloaded
+    parse_dtype(dtype, torch.device(device))  # before anything is downloaded
     opened = open_checkpoint(where, verify=verify, revision=revision, token=token)
-    return model_of(opened, dtype, device), opened
+    return load_weights(opened, dtype, device), opened
 
 
-def model_of(
-    opened: Opened,
+def load_weights(
+    opened: CheckpointHandle,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device = "cpu",
 ) -> Transformer:
@@ -59,12 +59,12 @@ def model_of(
     CPU and without a change of dtype weights stay mapped from the file.  Raises UsageError for a dtype that cannot be,
     and CheckpointError for a tensor that is missing, extra, or of another shape.
     """
-    target = as_dtype(dtype, torch.device(device))
+    target = parse_dtype(dtype, torch.device(device))
     on_cpu = torch.device(device).type == "cpu"
     config = opened.config  # which may look at tensors, that are not to be on meta
     with torch.device("meta"):
         model = Transformer(config)
-    wide = torch.float32 if on_cpu and opened.stored == torch.float16 else None
+    wide = torch.float32 if on_cpu and opened.stored_dtype == torch.float16 else None
     loaded: dict[str, Tensor] = {}
     for name, tensor in opened.weights_as(target or wide):
         widened = torch.float32 if on_cpu and tensor.dtype == torch.float16 else None
@@ -73,10 +73,10 @@ def model_of(
     return model.eval().requires_grad_(False)
 
 
-def as_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype | None:
+def parse_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype | None:
     """By name or as torch's own; UsageError for one that is unknown, or that a device cannot compute in."""
     if isinstance(dtype, str) and dtype not in DTYPES:
-        raise UsageError(f"unknown dtype {dtype!r}", nearest(dtype, DTYPES))
+        raise UsageError(f"unknown dtype {dtype!r}", suggest(dtype, DTYPES))
     chosen = DTYPES[dtype] if isinstance(dtype, str) else dtype
     if chosen == torch.float16 and device.type == "cpu":
         raise UsageError(

@@ -16,25 +16,25 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvad.checkpoint.folder import MODEL, TRAINING, read_json
-from kvad.checkpoint.generation import Generation
+from kvad.checkpoint.generation import GenerationConfig
 from kvad.config import ModelConfig
 from kvad.errors import CheckpointError
 from kvad.text.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Opened", "Tensors", "Training", "read_training"]
+__all__ = ["CheckpointHandle", "LazyTensors", "TrainingState", "read_training_state"]
 
 # A folder with one of these has a tokenizer, which must then be read.
-TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer_config.json", "*.model", "*.spm")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer_config.json", "*.model", "*.spm")
 
 
-class Training(NamedTuple):
+class TrainingState(NamedTuple):
     """What training needs to go on: tensors by name, and JSON values."""
 
     tensors: Mapping[str, Tensor]
     state: Mapping[str, Any]
 
 
-class Tensors(Mapping[str, Tensor]):
+class LazyTensors(Mapping[str, Tensor]):
     """The tensors of one safetensors file, mapped into memory: a tensor's bytes are read when they are used."""
 
     def __init__(self, path: Path) -> None:
@@ -64,16 +64,16 @@ class Tensors(Mapping[str, Tensor]):
         return tuple(self._file.get_slice(name).get_shape())
 
 
-def read_training(path: Path) -> Training | None:
+def read_training_state(path: Path) -> TrainingState | None:
     """What a folder says of the training that goes on from it; None where it says nothing."""
     folder = path / TRAINING
     if not (folder / "state.json").is_file():
         return None
-    return Training(Tensors(folder / "state.safetensors"), read_json(folder / "state.json"))
+    return TrainingState(LazyTensors(folder / "state.safetensors"), read_json(folder / "state.json"))
 
 
 @dataclass(frozen=True)
-class Opened(ABC):
+class CheckpointHandle(ABC):
     """``files``: name -> entry of its manifest; None of a folder that kvad did not write.
 
     The layouts are :class:`kvad.checkpoint.native.Own` and :class:`kvad.checkpoint.imported.Imported`.
@@ -88,7 +88,7 @@ class Opened(ABC):
 
     @property
     @abstractmethod
-    def generation(self) -> Generation:
+    def generation(self) -> GenerationConfig:
         """What it says about generating."""
 
     @property
@@ -98,7 +98,7 @@ class Opened(ABC):
 
     @property
     @abstractmethod
-    def stored(self) -> torch.dtype:
+    def stored_dtype(self) -> torch.dtype:
         """What most of its weights are stored in."""
 
     @property
@@ -116,7 +116,7 @@ class Opened(ABC):
             yield name, tensor if dtype is None else tensor.to(dtype)
 
     @property
-    def words(self) -> Path:
+    def tokenizer_folder(self) -> Path:
         """The folder of its tokenizer and its chat template."""
         return self.path
 
@@ -126,13 +126,13 @@ class Opened(ABC):
         return self.read_tokenizer()
 
     def read_tokenizer(self) -> Tokenizer | None:
-        there = any(True for pattern in TOKENIZERS for _ in self.path.glob(pattern))
+        there = any(True for pattern in TOKENIZER_FILES for _ in self.path.glob(pattern))
         return load_tokenizer(self.path) if there else None
 
     @cached_property
-    def training(self) -> Training | None:
+    def training(self) -> TrainingState | None:
         """None where the checkpoint holds no training state."""
-        return read_training(self.path)
+        return read_training_state(self.path)
 
     def fingerprint(self) -> str:
         """sha256 (hex) of the model: its config and tokenizer as they are now, its weights as the manifest has them."""

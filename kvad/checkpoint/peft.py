@@ -24,20 +24,29 @@ import torch
 from torch import Tensor
 
 from kvad.cache.weights import weight_shapes
-from kvad.checkpoint.hf import Family, expand
-from kvad.checkpoint.linears import mergeable
+from kvad.checkpoint.hf import Family, expand_rules
+from kvad.checkpoint.linears import mergeable_linears
 from kvad.config import ModelConfig
 from kvad.errors import CheckpointError
-from kvad.model.lora import Factors
+from kvad.model.lora import LoraFactors
 
-__all__ = ["Site", "Sites", "check_config", "own_sites", "read_factors", "sites", "write_config", "write_factors"]
+__all__ = [
+    "AdapterTarget",
+    "AdapterTargets",
+    "check_peft_config",
+    "native_targets",
+    "read_factors",
+    "find_targets",
+    "write_peft_config",
+    "write_factors",
+]
 
 PREFIX = "base_model.model."
-ENDS = (".lora_A.weight", ".lora_B.weight")
+TENSOR_SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 TASKS = {"decoder": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM", "encoder": None}
 
 # Fields of adapter_config.json that say nothing about what the matrices add, or that the tensors say themselves.
-SILENT = (
+IGNORED_KEYS = (
     *("peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version"),
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "fan_in_fan_out"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "auto_mapping"),
@@ -46,51 +55,53 @@ SILENT = (
 )
 
 
-class Site(NamedTuple):
+class AdapterTarget(NamedTuple):
     """A module of theirs.
 
     ``ours``: the parts that it is, in its order; ``rows``: which row of ours, one part behind the other, each of its
     rows is (None: the same); ``turned``: it stores its weight [in, out]."""
 
-    theirs: str
-    ours: tuple[str, ...]
-    rows: Tensor | None
-    turned: bool
+    peft_name: str
+    kvad_name: tuple[str, ...]
+    row_order: Tensor | None
+    transposed: bool
 
 
-class Sites(NamedTuple):
+class AdapterTargets(NamedTuple):
     """``known``: what PEFT can adapt of a model; ``modules``: all modules with weights, adapted or not; ``refused``:
     parts of ours -> the module that has no adapters of PEFT's; ``prefix``: of their base model."""
 
-    known: tuple[Site, ...]
+    targets: tuple[AdapterTarget, ...]
     modules: tuple[str, ...]
-    refused: Mapping[str, str]
+    unsupported: Mapping[str, str]
     prefix: str
 
 
-def sites(family: Family, config: ModelConfig) -> Sites:
+def find_targets(family: Family, config: ModelConfig) -> AdapterTargets:
     """Of a model of this family."""
-    parts = mergeable(config)
-    known, modules, refused = list[Site](), list[str](), dict[str, str]()
-    for each in expand(family.rules(config), weight_shapes(config)):
-        names = [name.removesuffix(".weight") for name in each.ours]
+    parts = mergeable_linears(config)
+    known, modules, refused = list[AdapterTarget](), list[str](), dict[str, str]()
+    for each in expand_rules(family.rules(config), weight_shapes(config)):
+        names = [name.removesuffix(".weight") for name in each.kvad_names]
         modules += [name.removesuffix(".weight") for name in each.theirs if name.endswith(".weight")]
-        if not all(name in parts and f"{name}.weight" == whole for name, whole in zip(names, each.ours, strict=True)):
+        if not all(
+            name in parts and f"{name}.weight" == whole for name, whole in zip(names, each.kvad_names, strict=True)
+        ):
             continue
         theirs = each.theirs[0].removesuffix(".weight")
         found = _order([parts[name][0] for name in names], each.way.write) if len(each.theirs) == 1 else None
         if found is None:
             refused |= dict.fromkeys(names, theirs)
         else:
-            known.append(Site(theirs, tuple(names), *found))
-    return Sites(tuple(known), tuple(modules), refused, family.prefix)
+            known.append(AdapterTarget(theirs, tuple(names), *found))
+    return AdapterTargets(tuple(known), tuple(modules), refused, family.prefix)
 
 
-def own_sites(config: ModelConfig) -> Sites:
+def native_targets(config: ModelConfig) -> AdapterTargets:
     """Of a model that has kvad's names alone."""
-    names = list(mergeable(config))
+    names = list(mergeable_linears(config))
     modules = [name.removesuffix(".weight") for name in weight_shapes(config) if name.endswith(".weight")]
-    return Sites(tuple(Site(name, (name,), None, False) for name in names), tuple(modules), {}, "")
+    return AdapterTargets(tuple(AdapterTarget(name, (name,), None, False) for name in names), tuple(modules), {}, "")
 
 
 def _order(outs: Sequence[int], write: Any) -> tuple[Tensor | None, bool] | None:
@@ -115,31 +126,33 @@ def _order(outs: Sequence[int], write: Any) -> tuple[Tensor | None, bool] | None
 
 
 def write_factors(
-    sites: Sites, shapes: Mapping[str, tuple[int, int]], factors: Mapping[str, Factors]
+    sites: AdapterTargets, shapes: Mapping[str, tuple[int, int]], factors: Mapping[str, LoraFactors]
 ) -> tuple[dict[str, Tensor], dict[str, tuple[int, float]]]:
     """Tensors by PEFT's names, and of every adapted module its rank and scale.
 
     ``shapes``: [out, in] of our parts.  CheckpointError names a part that PEFT cannot adapt.
     """
-    left = [name for name in factors if name in sites.refused]
+    left = [name for name in factors if name in sites.unsupported]
     if left:
         raise CheckpointError(
-            f"PEFT's layout has no adapter for {sites.refused[left[0]]}, which is {left[0]} here",
-            "leave it out of lora.targets",
+            f"PEFT's layout has no adapter for {sites.unsupported[left[0]]}, which is {left[0]} here",
+            "leave it out of lora.target_modules",
         )
     tensors: dict[str, Tensor] = {}
     modules: dict[str, tuple[int, float]] = {}
-    for site in sites.known:
-        if not any(name in factors for name in site.ours):
+    for site in sites.targets:
+        if not any(name in factors for name in site.kvad_name):
             continue
-        a, b, scale = _joined([factors.get(name) for name in site.ours], [shapes[name][0] for name in site.ours])
-        tensors[f"{PREFIX}{site.theirs}{ENDS[0]}"] = a
-        tensors[f"{PREFIX}{site.theirs}{ENDS[1]}"] = b if site.rows is None else b[site.rows]
-        modules[site.theirs] = a.shape[0], scale
+        a, b, scale = _joined(
+            [factors.get(name) for name in site.kvad_name], [shapes[name][0] for name in site.kvad_name]
+        )
+        tensors[f"{PREFIX}{site.peft_name}{TENSOR_SUFFIXES[0]}"] = a
+        tensors[f"{PREFIX}{site.peft_name}{TENSOR_SUFFIXES[1]}"] = b if site.row_order is None else b[site.row_order]
+        modules[site.peft_name] = a.shape[0], scale
     return tensors, modules
 
 
-def _joined(parts: Sequence[Factors | None], outs: Sequence[int]) -> Factors:
+def _joined(parts: Sequence[LoraFactors | None], outs: Sequence[int]) -> LoraFactors:
     """One adapter [sum of outs, in] of the parts' (None: nothing is added to it): of one A, if they share it."""
     there = [part for part in parts if part is not None]
     first = there[0]
@@ -155,11 +168,11 @@ def _joined(parts: Sequence[Factors | None], outs: Sequence[int]) -> Factors:
             b[row : row + out, at : at + rank] = part.b
             column += rank
         row += out
-    return Factors(a, b, first.scale)
+    return LoraFactors(a, b, first.scale)
 
 
-def write_config(
-    sites: Sites,
+def write_peft_config(
+    sites: AdapterTargets,
     modules: Mapping[str, tuple[int, float]],
     *,
     kind: str,
@@ -172,7 +185,7 @@ def write_config(
     """``adapter_config.json``: ``modules`` as :func:`write_factors` gives them.
 
     ``rank`` and ``alpha`` are said once, and of each module that has others (a fused one)."""
-    turned = {site.theirs: site.turned for site in sites.known}
+    turned = {site.peft_name: site.transposed for site in sites.targets}
     ranks, alphas = {}, {}
     for name, (r, scale) in modules.items():
         its_alpha = scale * (math.sqrt(r) if rslora else r)
@@ -220,7 +233,7 @@ def _suffixes(chosen: Iterable[str], every: Sequence[str]) -> list[str]:
 # ---------------------------------------------------------------- reading
 
 
-def check_config(content: Mapping[str, Any], where: str) -> None:
+def check_peft_config(content: Mapping[str, Any], where: str) -> None:
     """CheckpointError for an adapter that is more than two matrices per module: nothing is left out in silence."""
 
     def refuse(what: str, hint: str = "merge it into its base with peft: merge_and_unload()") -> None:
@@ -236,7 +249,7 @@ def check_config(content: Mapping[str, Any], where: str) -> None:
     if content.get("lora_ga_config") or start == "lora_ga":
         refuse("init_lora_weights 'lora_ga': the base's weights were changed, too")
     for name, value in content.items():
-        if name not in SILENT and value not in (None, False, [], {}, ""):
+        if name not in IGNORED_KEYS and value not in (None, False, [], {}, ""):
             refuse(f"{name} {value!r}")
     for name, kind in (("r", int), ("lora_alpha", (int, float))):
         value = content.get(name)
@@ -248,31 +261,31 @@ def check_config(content: Mapping[str, Any], where: str) -> None:
 
 
 def read_factors(
-    sites: Sites,
+    sites: AdapterTargets,
     shapes: Mapping[str, tuple[int, int]],
     found: Mapping[str, Tensor],
     content: Mapping[str, Any],
     where: str,
     targets: Iterable[str] | None = None,
-) -> dict[str, Factors]:
+) -> dict[str, LoraFactors]:
     """What a file of PEFT's adds to our parts.
 
     ``targets``: the parts that were adapted, of a file that kvad wrote: a fused module's adapter comes apart again.
     CheckpointError for a tensor that belongs to no part, and for another shape than the model's.
     """
-    factors: dict[str, Factors] = {}
-    by_name = {spelled: site for site in sites.known for spelled in _spellings(site.theirs, sites.prefix)}
+    factors: dict[str, LoraFactors] = {}
+    by_name = {spelled: site for site in sites.targets for spelled in _spellings(site.peft_name, sites.prefix)}
     for module in dict.fromkeys(_module(name, where) for name in found):
         site = by_name.get(module)
         if site is None:
             raise CheckpointError(
                 f"{where}: {module} is no part of this model that can be adapted", "is it another base's?"
             )
-        pair = [found.get(f"{PREFIX}{module}{end}") for end in ENDS]
+        pair = [found.get(f"{PREFIX}{module}{end}") for end in TENSOR_SUFFIXES]
         if pair[0] is None or pair[1] is None:
-            raise CheckpointError(f"{where}: tensor {module}{ENDS[pair[1] is None]} is missing")
+            raise CheckpointError(f"{where}: tensor {module}{TENSOR_SUFFIXES[pair[1] is None]} is missing")
         a, b = pair[0], pair[1]
-        outs, width = [shapes[name][0] for name in site.ours], shapes[site.ours[0]][1]
+        outs, width = [shapes[name][0] for name in site.kvad_name], shapes[site.kvad_name[0]][1]
         if a.dim() != 2 or b.dim() != 2 or (b.shape[0], *a.shape[::-1]) != (sum(outs), width, b.shape[1]):
             sizes = f"A {list(a.shape)} and B {list(b.shape)}"
             raise CheckpointError(
@@ -280,26 +293,28 @@ def read_factors(
                 "the adapter belongs to another base",
             )
         scale = _scale(module, a.shape[0], content, where)
-        if site.rows is not None:
-            b = torch.empty_like(b).index_copy_(0, site.rows, b)
-        factors |= _apart(site.ours, outs, Factors(a, b, scale), None if targets is None else set(targets))
+        if site.row_order is not None:
+            b = torch.empty_like(b).index_copy_(0, site.row_order, b)
+        factors |= _apart(site.kvad_name, outs, LoraFactors(a, b, scale), None if targets is None else set(targets))
     return factors
 
 
-def _apart(ours: Sequence[str], outs: Sequence[int], joined: Factors, targets: set[str] | None) -> dict[str, Factors]:
+def _apart(
+    ours: Sequence[str], outs: Sequence[int], joined: LoraFactors, targets: set[str] | None
+) -> dict[str, LoraFactors]:
     """The reverse of :func:`_joined`; parts that nothing is added to are left out."""
     kept = [name for name in ours if targets is None or name in targets]
     rows = dict(zip(ours, joined.b.split(list(outs)), strict=True))
     rank, cut = joined.a.shape[0], targets is not None and len(kept) > 1
     if not cut:
-        return {name: Factors(joined.a, rows[name], joined.scale) for name in kept}
+        return {name: LoraFactors(joined.a, rows[name], joined.scale) for name in kept}
     each = rank // len(kept)
     spans = {name: slice(i * each, (i + 1) * each) for i, name in enumerate(kept)}
-    return {name: Factors(joined.a[span], rows[name][:, span], joined.scale) for name, span in spans.items()}
+    return {name: LoraFactors(joined.a[span], rows[name][:, span], joined.scale) for name, span in spans.items()}
 
 
 def _module(name: str, where: str) -> str:
-    for end in ENDS:
+    for end in TENSOR_SUFFIXES:
         if name.startswith(PREFIX) and name.endswith(end):
             return name.removeprefix(PREFIX).removesuffix(end)
     raise CheckpointError(f"{where}: tensor {name} is not supported", "kvad reads lora_A and lora_B of linear modules")

@@ -41,11 +41,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from kvad.checkpoint.atomic import flush, refused, sweep, write_bytes
-from kvad.checkpoint.hub import INDEX, SINGLE, refuse_unreadable
+from kvad.checkpoint.atomic import disk_error, fsync_path, recover_interrupted, write_bytes
+from kvad.checkpoint.hub import INDEX, SINGLE, check_readable_weights
 from kvad.errors import CheckpointError, SaveError
 
-__all__ = ["Entry", "ShardedTensors", "find_nonfinite", "open_tensors", "read_header", "write_sharded"]
+__all__ = ["TensorEntry", "ShardedTensors", "find_nonfinite", "open_tensors", "read_tensor_header", "write_sharded"]
 
 DTYPES = {
     "F64": torch.float64,
@@ -66,16 +66,16 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-LONGEST_HEADER = 100_000_000  # bytes; the format's own limit, taken for the index too
-LARGEST, MOST_AXES = 2**63 - 1, 64  # what torch can count, and index
-PIECE = 1 << 20  # bytes read at a time where a tensor is converted: it stays in the processor's cache
+MAX_HEADER_BYTES = 100_000_000  # bytes; the format's own limit, taken for the index too
+LARGEST, MAX_DIMS = 2**63 - 1, 64  # what torch can count, and index
+READ_CHUNK = 1 << 20  # bytes read at a time where a tensor is converted: it stays in the processor's cache
 # Private and writable, but without a promise of memory for writes that never come: it may be larger than the memory.
 UNRESERVED = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 FIELDS = {"dtype", "shape", "data_offsets"}
-AGAIN = "download or copy it again"
+RETRY_HINT = "download or copy it again"
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """Where a tensor lies: ``size`` bytes from byte ``start`` of its file, the header included."""
 
     dtype: torch.dtype
@@ -87,7 +87,7 @@ class Entry(NamedTuple):
 # ---------------------------------------------------------------- headers
 
 
-def read_header(path: Path) -> dict[str, Entry]:
+def read_tensor_header(path: Path) -> dict[str, TensorEntry]:
     """The tensors of one safetensors file, in the order of their data; no tensor is read.
 
     Raises CheckpointError for a file that is missing, or in which anything does not add up.
@@ -108,25 +108,25 @@ class _Shard:
                 raise CheckpointError(f"{path} is no regular file")
             self.entries = self._checked(status.st_size)
         except FileNotFoundError as error:
-            raise CheckpointError(f"{path} is missing", f"the checkpoint is not whole: {AGAIN}") from error
+            raise CheckpointError(f"{path} is missing", f"the checkpoint is not whole: {RETRY_HINT}") from error
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
 
-    def _checked(self, size: int) -> dict[str, Entry]:
+    def _checked(self, size: int) -> dict[str, TensorEntry]:
         start = os.pread(self._file, 64, 0)
         length = int.from_bytes(start[:8], "little")
         if start.startswith(b"version https://git-lfs"):
             raise CheckpointError(f"{self.path} is a Git LFS pointer, not the file itself", "run: git lfs pull")
         if size < 8 or length > size - 8:
             what = f"{size:,} bytes, of which the header takes {length:,}" if size >= 8 else f"{size:,} bytes"
-            raise CheckpointError(f"{self.path} is cut off, or is no safetensors file: {what}", AGAIN)
-        if length > LONGEST_HEADER:
-            raise CheckpointError(f"{self.path}: a header of {length:,} bytes; the limit is {LONGEST_HEADER:,}")
+            raise CheckpointError(f"{self.path} is cut off, or is no safetensors file: {what}", RETRY_HINT)
+        if length > MAX_HEADER_BYTES:
+            raise CheckpointError(f"{self.path}: a header of {length:,} bytes; the limit is {MAX_HEADER_BYTES:,}")
         header = _strict_json(os.pread(self._file, length, 8), f"{self.path}: its header")
         _check_metadata(header.pop("__metadata__", None), self.path)
         found = [(name, _entry(value, 8 + length, f"{self.path}: {_tensor(name)}")) for name, value in header.items()]
         found.sort(key=lambda pair: (pair[1].start, pair[1].size))
-        _check_places(self.path, found, 8 + length, size)
+        _check_offsets(self.path, found, 8 + length, size)
         return dict(found)
 
     @cached_property
@@ -136,7 +136,7 @@ class _Shard:
         except OSError as error:
             raise CheckpointError(f"cannot map {self.path}: {error.strerror}") from error
 
-    def view(self, entry: Entry) -> Tensor:
+    def view(self, entry: TensorEntry) -> Tensor:
         """The mapped tensor; nothing is read, but where a foreign writer's tensor lies askew it is copied."""
         if entry.size == 0:
             return torch.empty(entry.shape, dtype=entry.dtype)
@@ -166,7 +166,7 @@ def _strict_json(content: bytes, what: str) -> dict[str, Any]:
         value = json.loads(content.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise CheckpointError(f"{what} is not JSON: {reason}", AGAIN) from error
+        raise CheckpointError(f"{what} is not JSON: {reason}", RETRY_HINT) from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{what} is not a JSON object")
     return value
@@ -179,28 +179,28 @@ def _check_metadata(metadata: object, path: Path) -> None:
         raise CheckpointError(f"{path}: its __metadata__ is not an object of strings")
 
 
-def _entry(value: object, data: int, where: str) -> Entry:
+def _entry(value: object, data: int, where: str) -> TensorEntry:
     """``data``: where the file's data begins."""
     if not isinstance(value, dict) or set(value) != FIELDS:
         raise CheckpointError(f"{where}: its entry is not {{dtype, shape, data_offsets}}")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(f"{where} has dtype {_short(dtype)}, which kvad does not read", ", ".join(DTYPES))
-    if not _are_counts(shape) or len(shape) > MOST_AXES or math.prod(max(1, n) for n in shape) > LARGEST // 16:
+    if not _are_counts(shape) or len(shape) > MAX_DIMS or math.prod(max(1, n) for n in shape) > LARGEST // 16:
         raise CheckpointError(f"{where}: its shape is not a list of sizes")
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(f"{where}: its data_offsets are not [begin, end]")
     size, wanted = offsets[1] - offsets[0], math.prod(shape) * DTYPES[dtype].itemsize
     if size != wanted:
         raise CheckpointError(f"{where}: {dtype} {shape} takes {wanted:,} bytes, its data_offsets hold {size:,}")
-    return Entry(DTYPES[dtype], tuple(shape), data + offsets[0], size)
+    return TensorEntry(DTYPES[dtype], tuple(shape), data + offsets[0], size)
 
 
 def _are_counts(value: object) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n <= LARGEST for n in value)
 
 
-def _check_places(path: Path, found: Sequence[tuple[str, Entry]], data: int, size: int) -> None:
+def _check_offsets(path: Path, found: Sequence[tuple[str, TensorEntry]], data: int, size: int) -> None:
     """Tensors lie end to end, from the end of the header to the end of the file; ``found``: in order."""
     end, before = data, "the header"
     for name, entry in found:
@@ -212,9 +212,9 @@ def _check_places(path: Path, found: Sequence[tuple[str, Entry]], data: int, siz
             raise CheckpointError(f"{path}: bytes {end:,} to {entry.start:,}, before {_tensor(name)}, are nobody's")
         end, before = entry.start + entry.size, _tensor(name)
     if end > size:
-        raise CheckpointError(f"{path} is cut off: {size:,} of {end:,} bytes are there", AGAIN)
+        raise CheckpointError(f"{path} is cut off: {size:,} of {end:,} bytes are there", RETRY_HINT)
     if end < size:
-        raise CheckpointError(f"{path} is too long: {size:,} bytes, its tensors end at {end:,}", AGAIN)
+        raise CheckpointError(f"{path} is too long: {size:,} bytes, its tensors end at {end:,}", RETRY_HINT)
 
 
 def _tensor(name: str) -> str:
@@ -240,11 +240,11 @@ class ShardedTensors(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path, shards: Iterable[_Shard]) -> None:
         self.path = folder
-        self._places: dict[str, tuple[_Shard, Entry]] = {}
+        self._places: dict[str, tuple[_Shard, TensorEntry]] = {}
         for shard in shards:
             for name, entry in shard.entries.items():
                 if name in self._places:
-                    raise CheckpointError(f"{shard.path}: {_tensor(name)} is in {self.file_of(name).name} too")
+                    raise CheckpointError(f"{shard.path}: {_tensor(name)} is in {self.file_name(name).name} too")
                 self._places[name] = shard, entry
 
     def __getitem__(self, name: str) -> Tensor:
@@ -273,7 +273,7 @@ class ShardedTensors(Mapping[str, Tensor]):
     def total_bytes(self) -> int:
         return sum(entry.size for _, entry in self._places.values())
 
-    def file_of(self, name: str) -> Path:
+    def file_name(self, name: str) -> Path:
         return self._places[name][0].path
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
@@ -281,7 +281,7 @@ class ShardedTensors(Mapping[str, Tensor]):
         assert 0 <= start <= stop <= self.shape(name)[0], (name, start, stop)
         return self[name][start:stop]
 
-    def pieces(self, name: str, rows: tuple[int, int] | None = None) -> Iterator[tuple[int, Tensor]]:
+    def chunks(self, name: str, rows: tuple[int, int] | None = None) -> Iterator[tuple[int, Tensor]]:
         """(number of its first element, elements [N]) from first to last, each of at most ``PIECE`` bytes.
 
         ``rows``: only those, numbered from the first of them.  Each piece lies where the one before it lay.
@@ -293,9 +293,9 @@ class ShardedTensors(Mapping[str, Tensor]):
             assert 0 <= rows[0] <= rows[1] <= entry.shape[0], (name, rows)
             start, size = start + rows[0] * row, (rows[1] - rows[0]) * row
         # Not from malloc: to free a block of this size makes glibc keep what tensors of its size give back (150 MB).
-        buffer = mmap.mmap(-1, max(1, min(size, PIECE)))
-        for offset in range(0, size, PIECE):
-            count = min(size - offset, PIECE)
+        buffer = mmap.mmap(-1, max(1, min(size, READ_CHUNK)))
+        for offset in range(0, size, READ_CHUNK):
+            count = min(size - offset, READ_CHUNK)
             shard.read(start + offset, memoryview(buffer)[:count])
             yield offset // item, torch.frombuffer(buffer, dtype=torch.uint8, count=count).view(entry.dtype)
 
@@ -308,7 +308,7 @@ class ShardedTensors(Mapping[str, Tensor]):
         wanted = shape if rows is None else (rows[1] - rows[0], *shape[1:])
         assert tuple(out.shape) == wanted and out.is_contiguous(), (name, out.shape, wanted)
         flat = out.detach().view(-1)
-        for first, piece in self.pieces(name, rows):
+        for first, piece in self.chunks(name, rows):
             flat[first : first + len(piece)] = piece
 
     def load(self, name: str, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> Tensor:
@@ -329,7 +329,7 @@ def open_tensors(folder: Path) -> ShardedTensors:
     that kvad does not read (pickle, GGUF, quantized, an adapter alone), with the way out.
     """
     folder = Path(folder)
-    refuse_unreadable(folder)
+    check_readable_weights(folder)
     if (folder / SINGLE).exists():
         return ShardedTensors(folder, [_Shard(folder / SINGLE)])
     wanted = _read_index(folder / INDEX)
@@ -341,8 +341,8 @@ def open_tensors(folder: Path) -> ShardedTensors:
 def _read_index(path: Path) -> dict[str, list[str]]:
     """File name -> the tensors that the index says are in it.  Its total_size is not believed: many are wrong."""
     try:
-        if not path.is_file() or path.stat().st_size > LONGEST_HEADER:
-            raise CheckpointError(f"{path} is no file of at most {LONGEST_HEADER:,} bytes")
+        if not path.is_file() or path.stat().st_size > MAX_HEADER_BYTES:
+            raise CheckpointError(f"{path} is no file of at most {MAX_HEADER_BYTES:,} bytes")
         places = _strict_json(path.read_bytes(), str(path)).get("weight_map")
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
@@ -366,18 +366,22 @@ def _is_plain(name: str) -> bool:
 def _open_shard(path: Path, wanted: list[str]) -> _Shard:
     if not path.exists():
         message = f"{path} is missing, of which the index says that it holds {_tensor(wanted[0])}"
-        raise CheckpointError(message, f"the checkpoint is not whole: {AGAIN}")
+        raise CheckpointError(message, f"the checkpoint is not whole: {RETRY_HINT}")
     return _Shard(path)
 
 
 def _check_index(path: Path, wanted: Mapping[str, list[str]], tensors: ShardedTensors) -> None:
     named = {name: file for file, names in wanted.items() for name in names}
     for name, file in named.items():
-        if name not in tensors or tensors.file_of(name).name != file:
-            raise CheckpointError(f"{path.with_name(file)} lacks {_tensor(name)}, which the index says it holds", AGAIN)
+        if name not in tensors or tensors.file_name(name).name != file:
+            raise CheckpointError(
+                f"{path.with_name(file)} lacks {_tensor(name)}, which the index says it holds", RETRY_HINT
+            )
     for name in tensors:
         if name not in named:
-            raise CheckpointError(f"{tensors.file_of(name)} holds {_tensor(name)}, which {path.name} lacks", AGAIN)
+            raise CheckpointError(
+                f"{tensors.file_name(name)} holds {_tensor(name)}, which {path.name} lacks", RETRY_HINT
+            )
 
 
 def find_nonfinite(tensors: Mapping[str, Tensor]) -> list[tuple[str, int]]:
@@ -386,9 +390,9 @@ def find_nonfinite(tensors: Mapping[str, Tensor]) -> list[tuple[str, int]]:
     for name in tensors:
         pieces: Iterable[Tensor]
         if isinstance(tensors, ShardedTensors):
-            pieces = (piece for _, piece in tensors.pieces(name))
+            pieces = (piece for _, piece in tensors.chunks(name))
         else:
-            pieces = tensors[name].detach().reshape(-1).split(PIECE)
+            pieces = tensors[name].detach().reshape(-1).split(READ_CHUNK)
         if count := sum(map(_count_nonfinite, pieces)):
             found.append((name, count))
     return found
@@ -442,20 +446,20 @@ def write_sharded(
             sizes = [held for _, held in temporary]
             final.append(folder / INDEX)
             write_bytes(final[-1], _index([path.name for path in final], sizes))
-        flush(folder)
+        fsync_path(folder)
     except BaseException as error:
         for path in [*final, *(path for path, _ in temporary)]:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise refused(folder, error) from error
+            raise disk_error(folder, error) from error
         raise
     return final
 
 
 def _make_room(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    sweep(folder)
+    recover_interrupted(folder)
     old = sorted(path.name for path in folder.glob("model*.safetensors*"))
     if old:
         raise SaveError(f"{folder} holds weights already: {old[0]}", "choose another folder, or remove it first")
@@ -486,7 +490,7 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, s
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata)
     except SafetensorError as error:  # the library's name for what the disk says
         raise OSError(str(error)) from error
-    flush(path)
+    fsync_path(path)
 
 
 def _index(files: Sequence[str], sizes: Sequence[Mapping[str, int]]) -> bytes:

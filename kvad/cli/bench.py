@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from kvad.cli.common import emit_json, format_bytes, json_line, json_option, model_argument
-from kvad.cli.quality import cache_quality, endless
-from kvad.cli.running import format_options, formats_asked
+from kvad.cli.quality import cache_quality_command, streaming_command
+from kvad.cli.running import format_options, parse_format_options
 from kvad.errors import RequestError, UsageError
 
 if TYPE_CHECKING:
     from kvad.lab.bench import BenchResult
 
-__all__ = ["bench", "bench_lines", "keep"]
+__all__ = ["bench_group", "bench_lines", "write_results"]
 
 T = TypeVar("T")
 TOKENS = (64, 128, 256, 512)
 
 
 @click.group()
-def bench() -> None:
+def bench_group() -> None:
     """Time a model, with its cache and without; measure what a cache that forgets costs.
 
     \b
@@ -37,11 +37,11 @@ def bench() -> None:
     """
 
 
-bench.add_command(cache_quality)
-bench.add_command(endless)
+bench_group.add_command(cache_quality_command)
+bench_group.add_command(streaming_command)
 
 
-@bench.command()
+@bench_group.command()
 @model_argument
 @click.option("--tokens", metavar="N,N,...", help="New tokens to time [default: 64,128,256,512, or what fits].")
 @click.option("--prompt", default="", help="What to continue [default: the opening token].")
@@ -51,7 +51,7 @@ bench.add_command(endless)
     "--out", metavar="FOLDER", type=click.Path(path_type=Path), help="A folder for the JSON lines and the figure."
 )
 @json_option
-def cache(
+def cache_command(
     model: Path,
     tokens: str | None,
     prompt: str,
@@ -69,17 +69,17 @@ def cache(
     from kvad.lab.bench import bench_cache
     from kvad.llm import LLM
 
-    marks = None if tokens is None else _marks(tokens)
-    with LLM.load(model, rows=1, **formats_asked(options)) as llm:
+    marks = None if tokens is None else _token_counts(tokens)
+    with LLM.load(model, rows=1, **parse_format_options(options)) as llm:
         if llm.model.config.kind != "decoder":
             raise UsageError(f"kvad bench cache times a decoder, this is an {llm.model.config.kind}")
         if marks is None:
-            room = llm.model.config.limit - len(llm.encode(prompt))
+            room = llm.model.config.max_seq_len - len(llm.encode(prompt))
             marks = list(TOKENS) if room >= TOKENS[-1] else [max(1, room // part) for part in (8, 4, 2, 1)]
             if room < TOKENS[-1]:
                 click.echo(f"kvad: the model's limit leaves room for {room} new tokens: timing {marks}", err=True)
         result = bench_cache(llm, marks, repeats, _progress, prompt=prompt)
-    for path in [] if out is None else keep(result, out):
+    for path in [] if out is None else write_results(result, out):
         click.echo(f"kvad: figure: {path}", err=True)
     if as_json:
         emit_json(result)
@@ -87,7 +87,7 @@ def cache(
         click.echo("\n".join(bench_lines(result)))
 
 
-def _marks(text: str) -> list[int]:
+def _token_counts(text: str) -> list[int]:
     try:
         return [int(number) for number in text.split(",")]
     except ValueError as error:
@@ -100,7 +100,7 @@ def _progress(curve: str, done: int, total: int) -> None:
         click.echo(f"\r{curve:<10} {done:>6} of {total} tokens ", err=True, nl=False)
 
 
-def keep(result: BenchResult, out: Path) -> list[Path]:
+def write_results(result: BenchResult, out: Path) -> list[Path]:
     """Write ``bench-cache.json`` (the whole result), ``bench-cache.jsonl`` (a line per curve and mark, for ``kvad
     plot``) and the figure; returns the figure's files, none where matplotlib is not installed."""
     from kvad.text.base import write_text
@@ -111,13 +111,15 @@ def keep(result: BenchResult, out: Path) -> list[Path]:
 
 
 def _figure(result: BenchResult, out: Path) -> list[Path]:
-    from kvad.lab.plot import Series, draw
+    from kvad.lab.plot import PlotSeries, draw_series
 
-    series = [Series(name, result.tokens, curve.seconds, dots=True) for name, curve in _names(result.curves).items()]
+    series = [
+        PlotSeries(name, result.tokens, curve.seconds, dots=True) for name, curve in _names(result.curves).items()
+    ]
     files = [out / "bench-cache.png", out / "bench-cache.svg"]
     title = f"{result.speedup[-1]:.1f} times faster with the cache at {result.tokens[-1]} new tokens"
     try:
-        return draw(series, files, title=title, x_label="new tokens", y_label="seconds", log_x=True, log_y=True)
+        return draw_series(series, files, title=title, x_label="new tokens", y_label="seconds", log_x=True, log_y=True)
     except ModuleNotFoundError:
         click.echo("kvad: no figure: matplotlib is not installed (pip install 'kvad[plot]')", err=True)
         return []
@@ -168,7 +170,7 @@ def _meaning(result: BenchResult) -> list[str]:
         *lines,
         f"flatness of the cache: {result.flatness:.2f} (1 = a token costs the same however long the text)",
         f"of one step, the model takes {result.model_ms:.2f} ms and the engine {result.engine_ms:.3f} ms",
-        f"the three agree on the first {result.agree} of {last} tokens",
+        f"the three agree on the first {result.outputs_agree} of {last} tokens",
     ]
 
 
@@ -180,7 +182,7 @@ def _counts(result: BenchResult) -> list[str]:
     )
     rows = [
         f"{c.tokens:>10}{c.cached.flops / 1e9:>10.2f}{c.recomputed.flops / 1e9:>12.2f}"
-        f"{format_bytes(c.cached.read):>12}{format_bytes(c.cached.bytes):>12}"
+        f"{format_bytes(c.cached.bytes_read):>12}{format_bytes(c.cached.bytes):>12}"
         f"{c.gain.attention:>10.1f}x{c.formula.attention:>8.1f}{c.gain.projections:>12.1f}x{c.formula.projections:>8.1f}"
         for c in result.counted
     ]
@@ -188,8 +190,8 @@ def _counts(result: BenchResult) -> list[str]:
 
 
 def _chart(result: BenchResult) -> str:
-    from kvad.lab.chart import chart
+    from kvad.lab.chart import ascii_chart
 
     curves = _names(result.curves).items()
     points = {name: list(zip(result.tokens, curve.seconds, strict=True)) for name, curve in curves}
-    return chart(points, x="new tokens", y="seconds")
+    return ascii_chart(points, x="new tokens", y="seconds")

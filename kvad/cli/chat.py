@@ -17,26 +17,26 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvad.cache.entry import read_header
-from kvad.cache.sessions import SUFFIX, default_folder, is_name, named
+from kvad.cache.sessions import FILE_SUFFIX, default_session_dir, is_valid_name, session_path
 from kvad.cli.common import format_bytes, model_argument
-from kvad.cli.dialogue import Dialogue, Turn, dialogue_of, kept_ids
+from kvad.cli.dialogue import ChatFormat, ChatTurn, choose_chat_format, ids_of_text
 from kvad.cli.generate import note_empty
-from kvad.cli.helping import Sectioned
-from kvad.cli.lines import look
-from kvad.cli.policies import ending, forgotten, policies_asked
-from kvad.cli.running import Interrupt, cache_options, open_llm
-from kvad.cli.sampling import choose_sampling, read_sampling, sampling_options
+from kvad.cli.helping import SectionedCommand
+from kvad.cli.lines import open_for_command
+from kvad.cli.policies import describe_evicted, describe_limit, parse_policy_options
+from kvad.cli.running import InterruptFlag, add_cache_options, open_llm
+from kvad.cli.sampling import parse_sampling_options, resolve_sampling_options, sampling_options
 from kvad.cli.session import sessions_option
-from kvad.cli.stats import Meter, RunStats, cache_lines, group_use, stats_lines
-from kvad.errors import DataError, EntryError, KvadError, RequestError, UsageError, counted, nearest
+from kvad.cli.stats import RunMeter, RunStats, cache_lines, group_use, stats_lines
+from kvad.errors import DataError, KvadError, RequestError, StorageError, UsageError, format_count, suggest
 
 if TYPE_CHECKING:
-    from kvad.cache.full import LimitName
-    from kvad.engine.engine import Piece
-    from kvad.engine.request import Sampling
+    from kvad.cache.full import LengthLimit
+    from kvad.engine.engine import StreamChunk
+    from kvad.engine.request import SamplingParams
     from kvad.llm import LLM
 
-__all__ = ["chat"]
+__all__ = ["chat_command"]
 
 HELP = """\
 What you type is your turn.  In a plain continuation chat, end a line with \\ to leave it open.
@@ -47,17 +47,17 @@ What you type is your turn.  In a plain continuation chat, end a line with \\ to
 /save FILE   write the chat as JSON (a path, or a name that ends with .json), and beside it what the cache holds
 /load NAME   or FILE: go on with a saved chat, without computing it again
 /quit        leave (or Ctrl-D); Ctrl-C stops a reply"""
-COMMANDS = ("/help", "/stats", "/kv", "/save", "/load", "/undo", "/quit")
-FORMAT = 1
+CHAT_COMMANDS = ("/help", "/stats", "/kv", "/save", "/load", "/undo", "/quit")
+FILE_FORMAT = 1
 
 
-@click.command(cls=Sectioned)
+@click.command(cls=SectionedCommand)
 @model_argument
 @sampling_options
-@cache_options
+@add_cache_options
 @sessions_option
 @click.option("--system", metavar="TEXT", help="What the model is told first, in its chat template.")
-def chat(model: Path, **options: Any) -> None:
+def chat_command(model: Path, **options: Any) -> None:
     """Talk with a model, in its chat template; without one it continues one growing text.  /help lists what else can be
     typed.
 
@@ -66,39 +66,39 @@ def chat(model: Path, **options: Any) -> None:
     kvad chat runs/demo --on-full sinks
     kvad chat ./Qwen3-0.6B --system "You answer in verse."
     """
-    given = read_sampling(options)
-    policies_asked(options)
-    from kvad.llm import sampling_of
+    given = parse_sampling_options(options)
+    parse_policy_options(options)
+    from kvad.llm import resolve_sampling
 
-    opened = look(model, "chat")
-    with open_llm(opened.path, options, rows=sampling_of(given, opened.generation).beams) as llm:
+    opened = open_for_command(model, "chat")
+    with open_llm(opened.path, options, rows=resolve_sampling(given, opened.generation).num_beams) as llm:
         if llm.tokenizer is None:
             raise RequestError("this model came without a tokenizer", "kvad generate --ids speaks in token ids")
-        dialogue = dialogue_of(opened.words, llm.tokenizer, options["system"])
-        sampling = choose_sampling(llm, given, options["bad_word"], endless=options["endless"])
-        talk = _Chat(llm, sampling, dialogue, options["sessions"] or default_folder())
+        dialogue = choose_chat_format(opened.tokenizer_folder, llm.tokenizer, options["system"])
+        sampling = resolve_sampling_options(llm, given, options["bad_word"], endless=options["endless"])
+        talk = _Chat(llm, sampling, dialogue, options["sessions"] or default_session_dir())
         for line in _lines():
             try:
                 if not talk.take(line):
                     break
             except KvadError as error:
-                _say(f"kvad: error: {error.message}" + (f"; {error.hint}" if error.hint else ""))
+                _print_stderr(f"kvad: error: {error.message}" + (f"; {error.hint}" if error.hint else ""))
             except OSError as error:  # a path that cannot be: the chat is worth more than it
-                _say(f"kvad: error: {error.filename}: {error.strerror}")
+                _print_stderr(f"kvad: error: {error.filename}: {error.strerror}")
 
 
-def _say(text: str) -> None:
+def _print_stderr(text: str) -> None:
     click.echo(text, err=True)
 
 
 def _lines() -> Iterator[str]:
     """Lines of the keyboard, with editing where readline exists, or of a pipe.  Ctrl-D ends them, Ctrl-C drops one."""
     if not sys.stdin.isatty():
-        yield from _piped()
+        yield from _read_piped()
         return
     with suppress(ImportError):
         import readline  # noqa: F401  # input() edits lines once it is imported
-    _say("/help lists the commands; Ctrl-D leaves")
+    _print_stderr("/help lists the commands; Ctrl-D leaves")
     while True:
         try:
             yield input("> ")
@@ -106,10 +106,10 @@ def _lines() -> Iterator[str]:
             click.echo()
             return
         except KeyboardInterrupt:
-            _say("\n(/quit or Ctrl-D leaves)")
+            _print_stderr("\n(/quit or Ctrl-D leaves)")
 
 
-def _piped() -> Iterator[str]:
+def _read_piped() -> Iterator[str]:
     for number, raw in enumerate(sys.stdin.buffer, 1):
         try:
             yield raw.decode("utf-8").rstrip("\r\n")
@@ -120,22 +120,22 @@ def _piped() -> Iterator[str]:
 class _Chat:
     """The turns so far, and what every command does with them."""
 
-    def __init__(self, llm: LLM, sampling: Sampling, dialogue: Dialogue, folder: Path) -> None:
+    def __init__(self, llm: LLM, sampling: SamplingParams, dialogue: ChatFormat, folder: Path) -> None:
         assert llm.tokenizer is not None
         self.llm, self.tokenizer, self.sampling, self.dialogue = llm, llm.tokenizer, sampling, dialogue
         self.folder, self.session = folder, llm.session()
-        self.turns: list[Turn] = []
+        self.turns: list[ChatTurn] = []
         self.last: RunStats | None = None
 
     @property
     def tokens(self) -> list[int]:
-        return [token for turn in self.turns for token in (*turn.typed_ids, *turn.reply_ids)]
+        return [token for turn in self.turns for token in (*turn.user_ids, *turn.reply_ids)]
 
     @property
     def limit(self) -> int | None:
         """Tokens that the context holds, the reply included; None: it goes on."""
         limits = self.llm.engine.limits
-        return None if limits.endless else limits.longest(self.sampling)[0]
+        return None if limits.endless else limits.max_len_for(self.sampling)[0]
 
     def take(self, line: str) -> bool:
         """One line typed; False: leave."""
@@ -144,8 +144,8 @@ class _Chat:
             return True
         name, _, rest = line.partition(" ")
         path = rest.strip()
-        if name not in COMMANDS:
-            raise UsageError(f"no such command {name}", nearest(name, COMMANDS))
+        if name not in CHAT_COMMANDS:
+            raise UsageError(f"no such command {name}", suggest(name, CHAT_COMMANDS))
         if (name in ("/save", "/load")) != bool(path):
             raise UsageError(f"{name} needs a name or a file" if not path else f"{name} takes nothing after it")
         if name == "/save":
@@ -155,7 +155,7 @@ class _Chat:
         elif name == "/undo":
             self.undo()
         elif name != "/quit":
-            _say({"/help": self.help, "/stats": self.stats, "/kv": self.kv}[name]())
+            _print_stderr({"/help": self.help, "/stats": self.stats, "/kv": self.kv}[name]())
         return name != "/quit"
 
     def reply(self, line: str) -> None:
@@ -163,46 +163,48 @@ class _Chat:
 
         RequestError: the text with this line leaves no room for a reply.
         """
-        typed, ids = self.dialogue.entered(self.turns, line)
+        typed, ids = self.dialogue.encode_turn(self.turns, line)
         prompt = self.dialogue.prompt(self.turns, typed, ids)
         if self.limit is not None and len(prompt) >= self.limit:
             raise RequestError(
-                f"no room for a reply: {counted(len(prompt), 'token')} with this line, in a context of {self.limit}",
+                f"no room for a reply: {format_count(len(prompt), 'token')} with this line, in a context of {self.limit}",
                 "/undo takes back the last turn" if self.turns else "shorten it",
             )
         note_empty(self.llm, prompt)
-        meter, text, tokens, limit = Meter(self.llm), "", list[int](), None
-        with Interrupt() as stop, closing(self._stream(prompt)) as pieces:
+        meter, text, tokens, limit = RunMeter(self.llm), "", list[int](), None
+        with InterruptFlag() as stop, closing(self._stream(prompt)) as pieces:
             for piece in pieces:
-                meter.see(piece)
+                meter.add(piece)
                 click.echo(piece.text, nl=False)
                 text += piece.text
-                if piece.token is not None:
-                    tokens.append(piece.token)
+                if piece.token_id is not None:
+                    tokens.append(piece.token_id)
                 limit = piece.limit
-                if stop.asked:
+                if stop.requested:
                     break
         click.echo()
         self.last = meter.stats()
-        self.turns.append(Turn(typed, ids, text, kept_ids(self.tokenizer, text, tokens)))
+        self.turns.append(ChatTurn(typed, ids, text, ids_of_text(self.tokenizer, text, tokens)))
         self._tell(len(prompt) + len(tokens), limit)
 
-    def _stream(self, prompt: list[int]) -> Generator[Piece, None, None]:
+    def _stream(self, prompt: list[int]) -> Generator[StreamChunk, None, None]:
         """A search is no text that goes on while it runs: it finds its prefix, and leaves nothing else."""
-        searching = self.sampling.beams > 1
-        return self.llm.stream(prompt, self.sampling) if searching else self.session.follow(prompt, self.sampling)
+        searching = self.sampling.num_beams > 1
+        return (
+            self.llm.stream(prompt, self.sampling) if searching else self.session.continue_from(prompt, self.sampling)
+        )
 
-    def _tell(self, length: int, limit: LimitName | None) -> None:
+    def _tell(self, length: int, limit: LengthLimit | None) -> None:
         """What the chat has come to with its last reply: the end of the context, or of what is still seen of it."""
         if self.limit is not None and length >= self.limit:
-            _say(f"the context of {counted(self.limit, 'token')} is full: /undo takes back the last turn")
+            _print_stderr(f"the context of {format_count(self.limit, 'token')} is full: /undo takes back the last turn")
         elif limit == "pool":
-            _say(f"the reply {ending(self.llm, limit)}")
+            _print_stderr(f"the reply {describe_limit(self.llm, limit)}")
         if self.session.missed:
-            _say(f"kvad: what was kept of the chat was of no use: {self.session.missed}")
-        lost = forgotten(self.llm, length)
+            _print_stderr(f"kvad: what was kept of the chat was of no use: {self.session.missed}")
+        lost = describe_evicted(self.llm, length)
         if lost:
-            _say(f"kvad: {lost}")
+            _print_stderr(f"kvad: {lost}")
 
     # ------------------------------------------------------------ commands
 
@@ -213,16 +215,16 @@ class _Chat:
         return "nothing was generated yet" if self.last is None else "\n".join(stats_lines(self.last))
 
     def kv(self) -> str:
-        ledger = self.llm.engine.ledger.stats()
+        ledger = self.llm.engine.kv_cache_manager.stats()
         held = self.last.cached_tokens if self.last is not None else 0
-        hits, misses = counted(ledger.hits, "hit"), counted(ledger.misses, "miss", "misses")
+        hits, misses = format_count(ledger.hits, "hit"), format_count(ledger.misses, "miss", "misses")
         most = "without an end" if self.limit is None else f"of at most {self.limit}"
         return "\n".join(
             [
                 *(line for _, line in cache_lines(group_use(self.llm))),
-                f"this chat: {counted(len(self.tokens), 'token')} {most}",
+                f"this chat: {format_count(len(self.tokens), 'token')} {most}",
                 f"the last turn: {held} of its tokens were in the cache",
-                f"prefix cache: {hits}, {misses}, {counted(ledger.hit_tokens, 'token')} reused in all",
+                f"prefix cache: {hits}, {misses}, {format_count(ledger.hit_tokens, 'token')} reused in all",
             ]
         )
 
@@ -231,24 +233,24 @@ class _Chat:
             raise UsageError("there is no turn to take back")
         self.turns.pop()
         left = len(self.turns)
-        _say(f"{counted(left, 'turn')} {'is' if left == 1 else 'are'} left")
+        _print_stderr(f"{format_count(left, 'turn')} {'is' if left == 1 else 'are'} left")
 
     def save(self, where: str) -> None:
         """As a session; or as JSON, and beside it what the cache holds.  All of it is written beside and renamed: what
         was there before stays whole if the disk refuses."""
         from kvad.text.base import write_text
 
-        said = f"{counted(len(self.turns), 'turn')} {'is' if len(self.turns) == 1 else 'are'} in"
+        said = f"{format_count(len(self.turns), 'turn')} {'is' if len(self.turns) == 1 else 'are'} in"
         session, path = self._files(where)
-        spills = self.llm.engine.ledger.spills
+        spills = self.llm.engine.kv_cache_manager.uses_offload
         if path is None and spills:
             raise UsageError("what a row has spilled is not saved", "/save FILE.json keeps the text, to be read again")
         if path is not None:
-            _check_ours(path)
+            _check_chat_file(path)
             write_text(path, json.dumps(self._content(), ensure_ascii=False, indent=1) + "\n")
         if self.turns and not spills:
             last = self.turns[-1]
-            self.session.tokens = self.dialogue.prompt(self.turns[:-1], last.typed, last.typed_ids)
+            self.session.tokens = self.dialogue.prompt(self.turns[:-1], last.user_text, last.user_ids)
             self.session.tokens += last.reply_ids
             nbytes = self.session.save(session, chat=self._content())
             said += f" {path or session}; {format_bytes(nbytes)} of cache" + (f" in {session}" if path else "")
@@ -256,18 +258,18 @@ class _Chat:
             raise UsageError("there is nothing to save yet")
         else:
             said += f" {path}" + ("; what the cache holds of it is not kept, for its rows spill" if spills else "")
-        _say(said)
+        _print_stderr(said)
 
     def _content(self) -> dict[str, Any]:
-        turns = [{"typed": turn.typed, "reply": turn.reply} for turn in self.turns]
-        ids = [{"typed": list(turn.typed_ids), "reply": list(turn.reply_ids)} for turn in self.turns]
-        return {"kvad_chat": FORMAT, "tokenizer": self.tokenizer.fingerprint(), "turns": turns, "ids": ids}
+        turns = [{"typed": turn.user_text, "reply": turn.reply} for turn in self.turns]
+        ids = [{"typed": list(turn.user_ids), "reply": list(turn.reply_ids)} for turn in self.turns]
+        return {"kvad_chat": FILE_FORMAT, "tokenizer": self.tokenizer.fingerprint(), "turns": turns, "ids": ids}
 
     def _files(self, where: str) -> tuple[Path, Path | None]:
         """The session's file, and the JSON beside it where ``where`` is a file and no name."""
-        if is_name(where) and not where.endswith(".json"):
-            return named(where, self.folder), None
-        return Path(f"{where}{SUFFIX}"), Path(where)
+        if is_valid_name(where) and not where.endswith(".json"):
+            return session_path(where, self.folder), None
+        return Path(f"{where}{FILE_SUFFIX}"), Path(where)
 
     def load(self, where: str) -> None:
         """Replace this chat by a saved one.  Ids of another tokenizer are made anew from the texts; what of the cache
@@ -276,7 +278,7 @@ class _Chat:
         if path is None and not session.exists():
             path = Path(where)  # as chats were saved before there were sessions
         if path is None:
-            content = read_header(session).facts.get("said", {}).get("chat")
+            content = read_header(session).metadata.get("said", {}).get("chat")
         elif where == path.name and not path.exists():
             raise UsageError(
                 f"there is no session {where} in {self.folder}, and no file {where} here", "kvad session list"
@@ -291,15 +293,15 @@ class _Chat:
         if session.exists():
             try:
                 fresh.load(session)
-            except EntryError as error:
-                if error.why == "torn" and path is None:
+            except StorageError as error:
+                if error.reason == "torn" and path is None:
                     raise
                 why = f"; {error.message}"
         self.turns, self.session = turns, fresh
         tokens = fresh.tokens or self.tokens
-        _say(
-            f"{counted(len(self.turns), 'turn')}, {counted(len(self.tokens), 'token')} from {path or session}; "
-            f"{fresh.restored:,} of {counted(len(tokens), 'token')} restored{why}"
+        _print_stderr(
+            f"{format_count(len(self.turns), 'turn')}, {format_count(len(self.tokens), 'token')} from {path or session}; "
+            f"{fresh.restored:,} of {format_count(len(tokens), 'token')} restored{why}"
         )
 
     def _read_json(self, path: Path) -> Any:
@@ -310,18 +312,18 @@ class _Chat:
         except ValueError:
             raise UsageError(f"{path} is not JSON") from None
 
-    def _turns(self, content: Any) -> list[Turn]:
-        if content["kvad_chat"] != FORMAT:
+    def _turns(self, content: Any) -> list[ChatTurn]:
+        if content["kvad_chat"] != FILE_FORMAT:
             raise ValueError
         texts = [(str(turn["typed"]), str(turn["reply"])) for turn in content["turns"]]
         if content["tokenizer"] == self.tokenizer.fingerprint():
             ids = [(tuple(map(int, turn["typed"])), tuple(map(int, turn["reply"]))) for turn in content["ids"]]
         else:
             ids = [(tuple(self.tokenizer.encode(a)), tuple(self.tokenizer.encode(b))) for a, b in texts]
-        return [Turn(a, c, b, d) for (a, b), (c, d) in zip(texts, ids, strict=True)]
+        return [ChatTurn(a, c, b, d) for (a, b), (c, d) in zip(texts, ids, strict=True)]
 
 
-def _check_ours(path: Path) -> None:
+def _check_chat_file(path: Path) -> None:
     """UsageError: there is a file that /save did not write, and nothing of it would be left."""
     try:
         content = json.loads(path.read_bytes())

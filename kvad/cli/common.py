@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from kvad.cache.formats import FORMATS, find_format
+from kvad.cache.formats import FORMATS, get_format
 from kvad.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,10 +26,21 @@ if TYPE_CHECKING:
     from kvad.train.config import RunConfig
 
 __all__ = ["console", "emit_json", "figures_option", "format_bytes", "json_line", "json_option", "model_argument"]
-__all__ += ["FORMAT", "SIZE", "Line", "Size", "given", "number_in", "parse_bytes", "since", "token_ids", "with_rows"]
-__all__ += ["words_folder"]
+__all__ += [
+    "FORMAT",
+    "SIZE",
+    "Line",
+    "ByteSize",
+    "explicit_options",
+    "parse_optional_number",
+    "parse_bytes",
+    "counter_diff",
+    "token_ids",
+    "with_seq_len",
+]
+__all__ += ["tokenizer_folder"]
 
-Counts = TypeVar("Counts", bound="DataclassInstance")
+CounterT = TypeVar("CounterT", bound="DataclassInstance")
 
 # Whether the folder is a checkpoint is for kvad.checkpoint to say: it names what is missing.
 model_argument = click.argument("model", metavar="MODEL", type=click.Path(path_type=Path))
@@ -57,11 +68,11 @@ class _FormatName(click.Choice[str]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if ":" in str(value):
-            return find_format(value, param.opts[-1] if param is not None else "format").name
+            return get_format(value, param.opts[-1] if param is not None else "format").name
         return super().convert(value, param, ctx)
 
 
-class Size(click.ParamType[int]):
+class ByteSize(click.ParamType[int]):
     """Bytes, as :func:`parse_bytes` reads them; 0 too, but where that would be ``nothing``."""
 
     name = "SIZE"
@@ -80,18 +91,18 @@ class Size(click.ParamType[int]):
         return size
 
 
-FORMAT, SIZE = _FormatName(), Size()
+FORMAT, SIZE = _FormatName(), ByteSize()
 Line = tuple[str, str]  # of statistics: what it is about, and what there is to say
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<kind>i?b?)\s*", re.IGNORECASE)
 
 
-def given(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def explicit_options(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Those of a command's options that were given."""
     return {name: options[name] for name in names if options.get(name) is not None}
 
 
-def since(before: Counts, now: Counts, names: Iterable[str]) -> Counts:
+def counter_diff(before: CounterT, now: CounterT, names: Iterable[str]) -> CounterT:
     """``now``, but of these counts what has come since ``before``."""
     moved = {name: getattr(now, name) - getattr(before, name) for name in names}
     return dataclasses.replace(now, **moved)
@@ -106,12 +117,12 @@ def token_ids(text: str, flag: str) -> list[int]:
         raise UsageError(f"{flag}: {wrong} is not a token id", "write them like '12 7 99'") from None
 
 
-def words_folder(model: Path) -> Path:
+def tokenizer_folder(model: Path) -> Path:
     """Where a model's tokenizer and chat template are; of a model on the hub nothing else is fetched."""
     from kvad.checkpoint.folder import is_run, locate
-    from kvad.checkpoint.hub import resolve
+    from kvad.checkpoint.hub import resolve_model_path
 
-    folder = resolve(model, weights=False)
+    folder = resolve_model_path(model, weights=False)
     return locate(folder) if is_run(folder) else folder
 
 
@@ -172,7 +183,7 @@ def parse_bytes(text: str, *, zero: bool = False) -> int:
     return size
 
 
-def number_in(text: str | None) -> float | None:
+def parse_optional_number(text: str | None) -> float | None:
     """Of an option that is a number or a file's name: the number, or None."""
     try:
         return None if text is None else float(text)
@@ -192,15 +203,15 @@ def format_bytes(num_bytes: int | float) -> str:
     return f"{size / 1024:.2f} TiB"
 
 
-def with_rows(config: RunConfig, tables: Mapping[str, Any], stored: RunConfig | None = None) -> RunConfig:
+def with_seq_len(config: RunConfig, tables: Mapping[str, Any], stored: RunConfig | None = None) -> RunConfig:
     """The same as the run file's ``tables`` say it; where they do not say how long rows are, and it goes on from a
     checkpoint, they are as long as that model holds, or as the run's own ``stored`` configuration has them.
 
     Raises CheckpointError for a model that cannot be opened."""
-    if "context" in tables.get("data", {}) or (config.init is None and config.compress.model is None):
+    if "context" in tables.get("data", {}) or (config.init is None and config.summarizer.model is None):
         return config
     if stored is not None:
-        return dataclasses.replace(config, data=dataclasses.replace(config.data, context=stored.data.context))
-    from kvad.train.start import shortened
+        return dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=stored.data.seq_len))
+    from kvad.train.start import clamp_seq_len
 
-    return shortened(config)
+    return clamp_seq_len(config)

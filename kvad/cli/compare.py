@@ -14,11 +14,11 @@ from kvad.cli.common import emit_json, figures_option, format_bytes, json_option
 from kvad.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvad.lab.runs import Run, Summary
+    from kvad.lab.runs import RunRecord, RunSummary
 
-__all__ = ["compare"]
+__all__ = ["compare_command"]
 
-WIDEST = 28  # columns of a value in the table
+MAX_COLUMN = 28  # columns of a value in the table
 
 
 @click.command()
@@ -34,7 +34,9 @@ WIDEST = 28  # columns of a value in the table
     help="Of the loss: how much of its weight a logged step keeps with each next one.  [default: by their number]",
 )
 @json_option
-def compare(runs: tuple[Path, ...], out: tuple[Path, ...], axis: str, smooth: float | None, as_json: bool) -> None:
+def compare_command(
+    runs: tuple[Path, ...], out: tuple[Path, ...], axis: str, smooth: float | None, as_json: bool
+) -> None:
     """Hold training runs against each other: their curves in one figure, and in a table what differs in their
     configurations and what came of them.
 
@@ -45,16 +47,16 @@ def compare(runs: tuple[Path, ...], out: tuple[Path, ...], axis: str, smooth: fl
     kvad compare runs/a runs/b
     kvad compare runs/lr-* --x tokens -o lr.svg
     """
-    from kvad.lab.runs import cautions, differences, draw_runs, read_runs, usual
+    from kvad.lab.runs import comparison_warnings, default_smoothing, draw_runs, read_runs, run_differences
 
     if len(runs) < 2:
         raise UsageError(
             "one run has nothing to be compared with", "name two or more; its own curves are in its folder"
         )
     found = read_runs(runs)
-    smooth = usual(found) if smooth is None else smooth
+    smooth = default_smoothing(found) if smooth is None else smooth
     summaries = [run.summary(smooth) for run in found]
-    different, warned = differences(found), cautions(found)
+    different, warned = run_differences(found), comparison_warnings(found)
     try:
         figures = draw_runs(found, list(out) or [Path("compare.png"), Path("compare.svg")], axis, smooth)
     except ModuleNotFoundError:
@@ -74,12 +76,12 @@ def compare(runs: tuple[Path, ...], out: tuple[Path, ...], axis: str, smooth: fl
         click.echo(path)
 
 
-def _table(runs: Sequence[Run], summaries: Sequence[Summary], different: dict[str, list[Any]]) -> list[str]:
+def _table(runs: Sequence[RunRecord], summaries: Sequence[RunSummary], different: dict[str, list[Any]]) -> list[str]:
     """Keys down, runs across: first what differs, then what came of it."""
     rows: list[tuple[str, list[str]]] = [("", [run.name for run in runs])]
     rows += [(key, [_short(value) for value in values]) for key, values in different.items()]
     rows += [("", ["-" for _ in runs])]
-    rows += [(name, [said(summary) for summary in summaries]) for name, said in RESULTS]
+    rows += [(name, [said(summary) for summary in summaries]) for name, said in RESULT_ROWS]
     first = max(len(key) for key, _ in rows)
     widths = [max(len(values[at]) for _, values in rows) for at in range(len(runs))]
     lines = []
@@ -94,18 +96,18 @@ def _table(runs: Sequence[Run], summaries: Sequence[Summary], different: dict[st
 
 def _short(value: object) -> str:
     text = "-" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= WIDEST else "..." + text[3 - WIDEST :]
+    return text if len(text) <= MAX_COLUMN else "..." + text[3 - MAX_COLUMN :]
 
 
 def _loss(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-def _best(summary: Summary) -> str:
+def _best(summary: RunSummary) -> str:
     return "-" if summary.best is None else f"{summary.best:.4f} (step {summary.best_step:,})"
 
 
-RESULTS = (
+RESULT_ROWS = (
     ("parameters", lambda s: f"{s.parameters:,}"),
     ("steps", lambda s: f"{s.steps:,}" + ("" if s.finished else " so far" if s.failed is None else ", failed")),
     ("tokens", lambda s: f"{s.tokens:,}"),

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvad.cli.common import console, emit_json, json_option, number_in, with_rows
-from kvad.errors import DataError, UsageError, counted
+from kvad.cli.common import console, emit_json, json_option, parse_optional_number, with_seq_len
+from kvad.errors import DataError, UsageError, format_count
 
 if TYPE_CHECKING:
-    from kvad.checkpoint.opened import Opened
+    from kvad.checkpoint.opened import CheckpointHandle
     from kvad.model.transformer import Transformer
     from kvad.text.tokenizer import Tokenizer
-    from kvad.train.check import Report
+    from kvad.train.check import PackingReport
     from kvad.train.config import RunConfig
-    from kvad.train.material import Material, Named
-    from kvad.train.progress import Meter
+    from kvad.train.material import CorpusArgument, RunData
+    from kvad.train.progress import ProgressMeter
 
-__all__ = ["data"]
+__all__ = ["data_group"]
 
 FORMATS = ("auto", "text", "lines", "jsonl", "pairs")
 OBJECTIVES = ("next-token", "seq2seq", "masked", "spans", "tag", "classify", "chat")
@@ -37,7 +37,7 @@ pairs_option = click.option(
 
 
 @click.group()
-def data() -> None:
+def data_group() -> None:
     """Prepare texts for training, and prove what packing promises.
 
     \b
@@ -46,7 +46,7 @@ def data() -> None:
     """
 
 
-@data.command()
+@data_group.command()
 @click.argument("texts", metavar="[RUN.toml] IN...", nargs=-1, type=click.Path(path_type=Path))
 @pairs_option
 @click.option("--out", required=True, metavar="FOLDER", type=click.Path(path_type=Path), help="The folder to make.")
@@ -67,7 +67,7 @@ def data() -> None:
 )
 @click.option("--overwrite", is_flag=True, help="Let prepared data that it holds give way.")
 @json_option
-def prepare(
+def prepare_command(
     texts: tuple[Path, ...],
     pairs: tuple[tuple[Path, Path], ...],
     out: Path,
@@ -95,30 +95,30 @@ def prepare(
     kvad data prepare talks.jsonl --objective chat --out data/talks
     kvad train runs/mine.toml data/corpus --out runs/mine
     """
-    from kvad.train.material import Material
-    from kvad.train.prepared import check_free
-    from kvad.train.prepared import prepare as write
-    from kvad.train.refusals import check_out, check_writable
-    from kvad.train.start import start_of
+    from kvad.train.material import RunData
+    from kvad.train.prepared import check_writable_target
+    from kvad.train.prepared import prepare_data as write
+    from kvad.train.refusals import check_output_folder, check_writable
+    from kvad.train.start import load_initial
 
-    check_free(out, overwrite)
+    check_writable_target(out, overwrite)
     check_writable(out)
 
-    share = number_in(validation)
+    share = parse_optional_number(validation)
     places = {"format": kind, **flags, "validation": share}
     config, texts = _config(texts, places, tokenizer, objective)
     held = [] if validation is None or share is not None else [(Path(validation),)]
-    named = _meant(config, texts, pairs, [*held, *validation_pairs])
-    check_out(out, named, config.data.suffixes)
-    config = _fitted(config, named)
+    named = _corpus_argument(config, texts, pairs, [*held, *validation_pairs])
+    check_output_folder(out, named, config.data.file_suffixes)
+    config = _resolve_objective(config, named)
     if share is not None and config.objective.kind not in EXAMPLES:
         raise UsageError("--validation: what share of texts and pairs is held out is each run's own", "leave it out")
-    start = start_of(config)  # its tokens, its frames and its chat template are the texts'
+    start = load_initial(config)  # its tokens, its frames and its chat template are the texts'
     opened = None if start is None else start.opened
     began = time.monotonic()
     with _interruptible(out), _metered() as meter:
-        material = Material(config, named, lambda text: click.echo(text, err=True), start=opened)
-        corpus = material.only()
+        material = RunData(config, named, lambda text: click.echo(text, err=True), start=opened)
+        corpus = material.single_corpus()
         made = material.make_tokenizer() if start is None else start.tokenizer
         manifest = write(
             config, corpus, made, out, overwrite=overwrite, progress=meter, tell=lambda t: click.echo(t, err=True)
@@ -129,21 +129,21 @@ def prepare(
         emit_json({"out": out, "seconds": seconds, "shards": len(manifest["shards"]), **{k: manifest[k] for k in kept}})
         return
     noun = manifest.get("noun", "pair" if manifest["kind"] == "pairs" else "document")
-    texts_in = counted(manifest["documents"] // (2 if noun == "pair" else 1), noun)
+    texts_in = format_count(manifest["documents"] // (2 if noun == "pair" else 1), noun)
     click.echo(
-        f"{out}: {manifest['tokens']:,} tokens in {texts_in}, {counted(len(manifest['shards']), 'shard')}, "
+        f"{out}: {manifest['tokens']:,} tokens in {texts_in}, {format_count(len(manifest['shards']), 'shard')}, "
         f"vocabulary {manifest['vocab']:,}, {seconds:.1f} s"
     )
 
 
-@data.command()
+@data_group.command()
 @click.argument("run", metavar="RUN_OR_CONFIG", type=click.Path(path_type=Path))
 @click.argument("texts", metavar="[DATA]...", nargs=-1, type=click.Path(path_type=Path))
 @pairs_option
 @click.option("--model", metavar="MODEL", help="Weights to check with.  [default: the run's, or fresh ones]")
 @click.option("--rows", type=click.IntRange(1), default=2, show_default=True, help="Rows of the batch.")
 @json_option
-def check(
+def check_command(
     run: Path,
     texts: tuple[Path, ...],
     pairs: tuple[tuple[Path, Path], ...],
@@ -165,55 +165,55 @@ def check(
     import torch
 
     from kvad.checkpoint.open import open_checkpoint
-    from kvad.train.check import LOOK, check_data
-    from kvad.train.material import Material, named_for
-    from kvad.train.objectives import fitting
-    from kvad.train.start import start_of
+    from kvad.train.check import DEFAULT_ROWS, check_packing
+    from kvad.train.material import RunData, resolve_corpus
+    from kvad.train.objectives import resolve_objective
+    from kvad.train.start import load_initial
 
     torch.manual_seed(0)
     config, named = _run(run, _named(texts, pairs))
-    config = fitting(config, _topology(config) or config.resolve(vocab=1).kind)
+    config = resolve_objective(config, _topology(config) or config.resolve(vocab=1).kind)
     if config.objective.kind == "compress":
         raise UsageError("objective.kind: compress cannot be checked", "check its model's own run")
     if config.objective.kind not in ("next-token", "seq2seq"):
-        if not config.data.isolate:
-            raise UsageError("data.isolate is off: of hidden tokens nothing is promised then", "leave it on")
-        looked = dataclasses.replace(config.train, batch=LOOK, accumulate=1, device="cpu")
+        if not config.data.isolate_documents:
+            raise UsageError("data.isolate_documents is off: of hidden tokens nothing is promised then", "leave it on")
+        looked = dataclasses.replace(config.train, batch_size=DEFAULT_ROWS, gradient_accumulation_steps=1, device="cpu")
         config = dataclasses.replace(config, train=looked)
     name = model or (str(run) if run.is_dir() else None)
-    named = named_for(config.objective.kind, named)
-    start = start_of(config) if name is None else None
+    named = resolve_corpus(config.objective.kind, named)
+    start = load_initial(config) if name is None else None
     weights = None if name is None else open_checkpoint(name)
     began = weights if start is None else start.opened  # of a run with model.init, what its texts are framed for
-    material = Material(
+    material = RunData(
         config,
         named,
         lambda text: click.echo(text, err=True),
         start=None if config.init is None else began,
-        template=None if weights is None else weights.words,
+        template=None if weights is None else weights.tokenizer_folder,
     )
-    if damaged := material.damaged():
-        _say_damaged(damaged, as_json)
+    if damaged := material.find_corrupt():
+        _print_corrupt(damaged, as_json)
         return
     if start is not None:
-        start = start.answering(config.objective.kind, material.labels)
+        start = start.with_head_for(config.objective.kind, material.labels)
         tokenizer, checked = start.tokenizer, start.model()
     else:
-        tokenizer, checked = _fresh(config, material) if weights is None else _stored(weights)
+        tokenizer, checked = _random_model(config, material) if weights is None else _stored(weights)
     with tempfile.TemporaryDirectory() as folder:
         material.open(Path(folder) / "data", tokenizer)
-        report = check_data(checked.to(torch.float64), material.data, tokenizer, rows)
+        report = check_packing(checked.to(torch.float64), material.data, tokenizer, rows)
     wrong = report.leaks
     if as_json:
-        use = None if report.use is None else report.use._asdict()
+        use = None if report.packing_stats is None else report.packing_stats._asdict()
         emit_json({"ok": not wrong, "wrong": wrong, **dataclasses.asdict(report), "use": use})
     else:
-        _say(report, wrong)
+        _print_check(report, wrong)
     if wrong:
         click.get_current_context().exit(1)
 
 
-def _say_damaged(damaged: Sequence[Path], as_json: bool) -> None:
+def _print_corrupt(damaged: Sequence[Path], as_json: bool) -> None:
     """Nothing is proved on files that are not what was prepared."""
     if as_json:
         emit_json({"ok": False, "wrong": [f"{path} is damaged" for path in damaged]})
@@ -223,20 +223,22 @@ def _say_damaged(damaged: Sequence[Path], as_json: bool) -> None:
     click.get_current_context().exit(1)
 
 
-def _say(report: Report, wrong: Sequence[str]) -> None:
-    if report.use is not None:
-        click.echo(f"packing     {report.use.told()}")
-    click.echo(f"the batch   {counted(report.rows, 'row')}, {counted(report.documents, 'document')}; the fullest row:")
+def _print_check(report: PackingReport, wrong: Sequence[str]) -> None:
+    if report.packing_stats is not None:
+        click.echo(f"packing     {report.packing_stats.summary()}")
+    click.echo(
+        f"the batch   {format_count(report.rows, 'row')}, {format_count(report.documents, 'document')}; the fullest row:"
+    )
     for line in report.row:
         click.echo(f"  | {line}")
     for each in report.perturbed:
-        later = "" if report.isolate else f", of later ones {each.later:.3g} (data.isolate is off)"
+        later = "" if report.isolate else f", of later ones {each.later_change:.3g} (data.isolate_documents is off)"
         click.echo(
-            f"isolation   document {each.document}, its {each.side} changed: max |dlogit| {each.own:.3g} of its own, "
-            f"{each.others:.3g} of {'all others' if report.isolate else 'earlier ones and other rows'}{later}"
+            f"isolation   document {each.document}, its {each.side} changed: max |dlogit| {each.own_change:.3g} of its own, "
+            f"{each.leak:.3g} of {'all others' if report.isolate else 'earlier ones and other rows'}{later}"
         )
     if report.gradient is None:
-        click.echo("gradients   not compared: documents see each other (data.isolate is off)")
+        click.echo("gradients   not compared: documents see each other (data.isolate_documents is off)")
     else:
         click.echo(
             f"gradients   packed against one by one: {report.gradient:.3g} of the largest (at most 1e-12); "
@@ -261,16 +263,16 @@ def _interruptible(out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _metered() -> Iterator[Meter]:
+def _metered() -> Iterator[ProgressMeter]:
     """Characters and tokens so far: one live line in a terminal, else a line every ten seconds."""
-    from kvad.train.progress import Meter
+    from kvad.train.progress import ProgressMeter
 
     there = console()
     if not there.is_terminal:
-        yield Meter(lambda text: click.echo(text, err=True))
+        yield ProgressMeter(lambda text: click.echo(text, err=True))
         return
     with there.status("reading") as status:
-        yield Meter(status.update, every=0.0)
+        yield ProgressMeter(status.update, interval=0.0)
 
 
 def _config(
@@ -292,7 +294,7 @@ def _config(
     for name, more in (("data", made), ("tokenizer", sizes), ("objective", kind)):
         if isinstance(tables.get(name, {}), dict):  # what is no table is refused by RunConfig, by name
             tables[name] = {**tables.get(name, {}), **more}
-    config = with_rows(RunConfig.from_dict(tables), tables)
+    config = with_seq_len(RunConfig.from_dict(tables), tables)
     if config.data.sources:
         raise UsageError("data.sources is a mixture, and one source is prepared at a time", "name its paths instead")
     if config.data.order == "stream":
@@ -300,33 +302,33 @@ def _config(
     return config, texts
 
 
-def _meant(
+def _corpus_argument(
     config: RunConfig,
     texts: Sequence[Path],
     pairs: Sequence[tuple[Path, Path]],
     held: Sequence[tuple[Path, ...]],
-) -> Named:
+) -> CorpusArgument:
     """What is named, as the objective, the model or the options say that it is read."""
-    from kvad.train.material import named_for
+    from kvad.train.material import resolve_corpus
 
     kind = config.objective.kind
     if kind == "auto":
         topology = _topology(config)
         as_pairs = bool(pairs or held) or config.data.format == "pairs" or topology == "encoder-decoder"
         kind = "seq2seq" if as_pairs else "masked" if topology == "encoder" else "next-token"
-    return named_for(kind, _named(texts, pairs, held))
+    return resolve_corpus(kind, _named(texts, pairs, held))
 
 
-def _fitted(config: RunConfig, named: Named) -> RunConfig:
+def _resolve_objective(config: RunConfig, named: CorpusArgument) -> RunConfig:
     """With the objective said: that of the model where one is named, else of what is."""
-    from kvad.train.objectives import TOPOLOGY, fitting
+    from kvad.train.objectives import OBJECTIVE_TOPOLOGY, resolve_objective
     from kvad.train.pairs import PairPaths
 
     kind = config.objective.kind
     topology = _topology(config) or (
-        TOPOLOGY[kind] if kind != "auto" else "encoder-decoder" if isinstance(named, PairPaths) else "decoder"
+        OBJECTIVE_TOPOLOGY[kind] if kind != "auto" else "encoder-decoder" if isinstance(named, PairPaths) else "decoder"
     )
-    return fitting(config, topology)
+    return resolve_objective(config, topology)
 
 
 def _topology(config: RunConfig) -> str | None:
@@ -338,7 +340,9 @@ def _topology(config: RunConfig) -> str | None:
     return config.resolve(vocab=1).kind if config.model else None
 
 
-def _named(texts: Sequence[Path], pairs: Sequence[tuple[Path, Path]], held: Sequence[tuple[Path, ...]] = ()) -> Named:
+def _named(
+    texts: Sequence[Path], pairs: Sequence[tuple[Path, Path]], held: Sequence[tuple[Path, ...]] = ()
+) -> CorpusArgument:
     from kvad.train.pairs import PairPaths
 
     if not pairs and not held:
@@ -346,24 +350,24 @@ def _named(texts: Sequence[Path], pairs: Sequence[tuple[Path, Path]], held: Sequ
     return PairPaths((*((path,) for path in texts), *pairs), tuple(held))
 
 
-def _run(run: Path, named: Named) -> tuple[RunConfig, Named]:
+def _run(run: Path, named: CorpusArgument) -> tuple[RunConfig, CorpusArgument]:
     """Of a run's folder or a run file: its configuration, and what it is trained on."""
     from kvad.train.config import RunConfig, read_toml
-    from kvad.train.job import stored_run
+    from kvad.train.job import read_model_run
     from kvad.train.pairs import PairPaths
 
     given = bool(named.files) if isinstance(named, PairPaths) else bool(named)
     if run.is_dir():
-        config, its_own = stored_run(run)
+        config, its_own = read_model_run(run)
         return config, named if given else its_own
     tables = read_toml(run)
-    config = with_rows(RunConfig.from_dict(tables), tables)
+    config = with_seq_len(RunConfig.from_dict(tables), tables)
     if not given and not config.data.sources:
         raise DataError("no data was named", "kvad data check RUN.toml DATA")
     return config, named
 
 
-def _stored(opened: Opened) -> tuple[Tokenizer, Transformer]:
+def _stored(opened: CheckpointHandle) -> tuple[Tokenizer, Transformer]:
     """The weights of a checkpoint, with their tokenizer."""
     from kvad.errors import CheckpointError
     from kvad.model.transformer import Transformer
@@ -375,13 +379,13 @@ def _stored(opened: Opened) -> tuple[Tokenizer, Transformer]:
     return opened.tokenizer, model
 
 
-def _fresh(config: RunConfig, material: Material) -> tuple[Tokenizer, Transformer]:
+def _random_model(config: RunConfig, material: RunData) -> tuple[Tokenizer, Transformer]:
     """A model that begins, for the tokenizer and the labels of ``material``."""
     from kvad.model.transformer import Transformer
-    from kvad.train.initial import initialise
+    from kvad.train.initial import init_weights
 
     tokenizer = material.make_tokenizer()
-    model = Transformer(material.shaped(config.resolve(tokenizer.vocab_size)))
+    model = Transformer(material.with_objective_head(config.resolve(tokenizer.vocab_size)))
     if model.config.kind != "decoder":
-        initialise(model)
+        init_weights(model)
     return tokenizer, model

@@ -19,16 +19,16 @@ from kvad.errors import UsageError
 
 if TYPE_CHECKING:
     from kvad.lab.bench import BenchResult
-    from kvad.lab.findings import Report
+    from kvad.lab.findings import VerifyReport
     from kvad.llm import LLM
-    from kvad.train.reports import Outcome
+    from kvad.train.reports import TrainingResult
 
-__all__ = ["demo"]
+__all__ = ["demo_command"]
 
 RESULT = "demo.json"
 CONTEXT, LIMIT = 256, 4096  # tokens of a training row; tokens of the longest row that the model may hold
 PRESET = "demo"
-MARKS = (64, 128, 256, 512)
+BENCH_LENGTHS = (64, 128, 256, 512)
 PROMPT = "def "
 
 
@@ -39,7 +39,7 @@ PROMPT = "def "
 @click.option("--repeats", type=int, default=2, show_default=True, help="Of every timing.")
 @json_option
 @click.pass_context
-def demo(ctx: click.Context, minutes: float, out: Path, seed: int, repeats: int, as_json: bool) -> None:
+def demo_command(ctx: click.Context, minutes: float, out: Path, seed: int, repeats: int, as_json: bool) -> None:
     """Train a small model, generate from its KV cache, prove the cache, and show what it saves.
 
     \b
@@ -56,8 +56,8 @@ def demo(ctx: click.Context, minutes: float, out: Path, seed: int, repeats: int,
     from kvad.llm import LLM
 
     with LLM.load(out, rows=4) as llm:
-        completion = _sing(page, llm, seed)
-        report = _prove(page, llm)
+        completion = _generate(page, llm, seed)
+        report = _verify(page, llm)
         bench = _time(page, llm, repeats, out)
     result = _result(outcome, completion, report, bench, time.perf_counter() - began)
     (out / RESULT).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -89,27 +89,29 @@ class _Page:
         self.say(click.style(f"— {text} —", bold=True))
 
 
-def _train(page: _Page, minutes: float, out: Path, seed: int) -> Outcome:
+def _train(page: _Page, minutes: float, out: Path, seed: int) -> TrainingResult:
     from kvad.cli.train import draw_loss_curve
     from kvad.lab.sources import find_sources
-    from kvad.train.board import progress_on
+    from kvad.train.board import make_progress
     from kvad.train.config import DataConfig, OptimConfig, RunConfig, TrainConfig
-    from kvad.train.job import train
+    from kvad.train.job import train_model
 
     sources = find_sources()
     page.title("train")
-    page.say(f"corpus: {sources.what} ({sources.root}): {len(sources.files)} files, {format_bytes(sources.num_bytes)}")
+    page.say(
+        f"corpus: {sources.description} ({sources.root}): {len(sources.files)} files, {format_bytes(sources.num_bytes)}"
+    )
     config = RunConfig(
         model={"preset": PRESET, "limit": LIMIT},
-        data=DataConfig(context=CONTEXT, errors="replace"),
+        data=DataConfig(seq_len=CONTEXT, encoding_errors="replace"),
         optim=OptimConfig(lr=2e-3, min_lr=1e-4),
-        train=TrainConfig(minutes=minutes, batch=4, eval_every=200, eval_tokens=16384, seed=seed),
+        train=TrainConfig(minutes=minutes, batch_size=4, eval_interval=200, eval_tokens=16384, seed=seed),
     )
     out.mkdir(parents=True, exist_ok=True)
     (out / RESULT).write_text("{}\n", encoding="utf-8")  # from here on the folder is the demo's
-    progress = progress_on(console())
+    progress = make_progress(console())
     try:
-        outcome = train(config, sources.files, out, overwrite=True, callbacks=[progress])
+        outcome = train_model(config, sources.files, out, overwrite=True, callbacks=[progress])
     finally:
         progress.close()
     page.say(
@@ -121,29 +123,29 @@ def _train(page: _Page, minutes: float, out: Path, seed: int) -> Outcome:
     return outcome
 
 
-def _sing(page: _Page, llm: LLM, seed: int) -> dict[str, Any]:
+def _generate(page: _Page, llm: LLM, seed: int) -> dict[str, Any]:
     page.title(f"{PROMPT!r} continued, from the paged cache")
     page.say(PROMPT, end="")
     began, tokens, text = time.perf_counter(), 0, ""
     for piece in llm.stream(PROMPT, max_tokens=160, temperature=0.7, top_p=0.95, seed=seed, min_tokens=80):
-        tokens += piece.token is not None
+        tokens += piece.token_id is not None
         text += piece.text
         page.say(piece.text, end="")
     seconds = time.perf_counter() - began
-    stats = llm.engine.ledger.stats()
+    stats = llm.engine.kv_cache_manager.stats()
     page.say()
     page.say(f"({tokens} tokens, {tokens / seconds:.0f} tokens/s; {stats.evictable[0]} blocks stay for a next time)")
     return {"prompt": PROMPT, "text": text, "tokens": tokens, "seconds": seconds}
 
 
-def _prove(page: _Page, llm: LLM) -> Report:
-    from kvad.lab.scenario import Options, prompts_of
+def _verify(page: _Page, llm: LLM) -> VerifyReport:
+    from kvad.lab.scenario import ScenarioOptions, build_prompts
     from kvad.lab.verify import verify
 
     page.title("does the cache change anything?  (kvad verify)")
-    options = Options()
-    report = verify(llm.model, prompts_of(llm.model.config, options, llm.tokenizer), options)
-    for memory in report.memories:
+    options = ScenarioOptions()
+    report = verify(llm.model, build_prompts(llm.model.config, options, llm.tokenizer), options)
+    for memory in report.cases:
         page.say(
             f"{memory.layout + ' ' + memory.dtype:<22} max |dlogit| {memory.max_dlogit:.1e}  "
             f"greedy {memory.agree}/{memory.compared}  {memory.verdict}"
@@ -153,19 +155,19 @@ def _prove(page: _Page, llm: LLM) -> Report:
 
 
 def _time(page: _Page, llm: LLM, repeats: int, out: Path) -> BenchResult:
-    from kvad.cli.bench import bench_lines, keep
+    from kvad.cli.bench import bench_lines, write_results
     from kvad.lab.bench import bench_cache
 
     page.title("what does it save?  (kvad bench cache)")
-    result = bench_cache(llm, MARKS, repeats)
+    result = bench_cache(llm, BENCH_LENGTHS, repeats)
     page.say("\n".join(bench_lines(result)))
-    for path in keep(result, out):
+    for path in write_results(result, out):
         click.echo(f"figure: {path}", err=True)
     return result
 
 
 def _result(
-    outcome: Outcome, completion: dict[str, Any], report: Report, bench: BenchResult, seconds: float
+    outcome: TrainingResult, completion: dict[str, Any], report: VerifyReport, bench: BenchResult, seconds: float
 ) -> dict[str, Any]:
     return {
         "steps": outcome.step,

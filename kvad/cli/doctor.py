@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvad.cache.sessions import Found, examined, is_folder
+from kvad.cache.sessions import SessionFile, inspect_session, is_session_dir
 from kvad.cli.common import emit_json, json_option
 from kvad.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvad.lab.doctor import Finding
+    from kvad.lab.doctor import CheckResult
 
-__all__ = ["doctor"]
+__all__ = ["doctor_command"]
 
-FINE = ("whole", "writing")
-TODO = {
+OK_STATES = ("whole", "writing")
+ADVICE = {
     "leftover": "--fix removes it",
     "torn": "nothing of it is ever used; --fix --torn removes it",
     "alien": "kvad leaves it as it is; it does not belong here",
@@ -35,7 +35,7 @@ TODO = {
 @click.option("--fix", is_flag=True, help="Remove what dead writers left, and of a tier's folder what is damaged.")
 @click.option("--torn", is_flag=True, help="With --fix, of a folder of sessions: remove damaged files, too.")
 @json_option
-def doctor(model: Path, fix: bool, torn: bool, as_json: bool) -> None:
+def doctor_command(model: Path, fix: bool, torn: bool, as_json: bool) -> None:
     """Look a checkpoint over: kvad's own, or a Hugging Face folder; or a folder of sessions, or of a tier.
 
     A line for each thing looked at: `ok`, or `problem` and what to do.  Every byte is read.  Exit code 1: there is a
@@ -54,8 +54,8 @@ def doctor(model: Path, fix: bool, torn: bool, as_json: bool) -> None:
     """
     if torn and not fix:
         raise click.UsageError("--torn says what --fix may remove: give both.")
-    if is_folder(model):
-        _look_at_sessions(model, (*("leftover",) * fix, *("torn",) * torn), as_json)
+    if is_session_dir(model):
+        _check_sessions(model, (*("leftover",) * fix, *("torn",) * torn), as_json)
         return
     if torn:
         raise click.UsageError(f"--torn is for a folder of sessions, and {model} is none.")
@@ -63,48 +63,52 @@ def doctor(model: Path, fix: bool, torn: bool, as_json: bool) -> None:
     for finding in _examined(model, fix):
         findings.append(finding)
         if not as_json:
-            todo = f"; {finding.todo}" if finding.todo else ""
-            click.echo(f"{'ok' if finding.ok else 'problem':<8}{finding.check:<11}{finding.says}{todo}")
+            todo = f"; {finding.advice}" if finding.advice else ""
+            click.echo(f"{'ok' if finding.ok else 'problem':<8}{finding.check:<11}{finding.message}{todo}")
     healthy = all(finding.ok for finding in findings)
     if as_json:
         emit_json({"model": model, "healthy": healthy, "findings": findings})
     click.get_current_context().exit(0 if healthy else 1)
 
 
-def _examined(folder: Path, fix: bool) -> Iterator[Finding]:
+def _examined(folder: Path, fix: bool) -> Iterator[CheckResult]:
     """By the doctor for what it is.  UsageError: a checkpoint cannot be fixed."""
-    from kvad.lab.doctor import examine
-    from kvad.lab.doctor_tier import examine_tier, is_tier
+    from kvad.lab.doctor import check_checkpoint
+    from kvad.lab.doctor_tier import check_cache_dir, is_cache_dir
 
-    if is_tier(folder):
-        yield from examine_tier(folder, fix=fix)
+    if is_cache_dir(folder):
+        yield from check_cache_dir(folder, fix=fix)
         return
     if fix:
         raise UsageError(
             f"--fix: {folder} is no folder of sessions and no tier's", "a checkpoint is copied or downloaded again"
         )
-    yield from examine(folder)
+    yield from check_checkpoint(folder)
 
 
-def _look_at_sessions(folder: Path, removable: tuple[str, ...], as_json: bool) -> None:
+def _check_sessions(folder: Path, removable: tuple[str, ...], as_json: bool) -> None:
     told, healthy = [], True
-    for found in examined(folder):
+    for found in inspect_session(folder):
         removed = found.state in removable
         if removed:
             found.path.unlink(missing_ok=True)
-        fine = removed or found.state in FINE
+        fine = removed or found.state in OK_STATES
         healthy &= fine
-        todo = "removed" if removed else TODO.get(found.state, "")
-        told.append({"file": found.path.name, "state": found.state, "ok": fine, "says": _says(found), "todo": todo})
+        todo = "removed" if removed else ADVICE.get(found.state, "")
+        told.append(
+            {"file": found.path.name, "state": found.state, "ok": fine, "says": _format_result(found), "todo": todo}
+        )
         if not as_json:
             end = f"; {todo}" if todo else ""
-            click.echo(f"{'ok' if fine else 'problem':<8}{found.state:<11}{found.path.name}: {_says(found)}{end}")
+            click.echo(
+                f"{'ok' if fine else 'problem':<8}{found.state:<11}{found.path.name}: {_format_result(found)}{end}"
+            )
     if as_json:
         emit_json({"folder": folder, "healthy": healthy, "findings": told})
     click.get_current_context().exit(0 if healthy else 1)
 
 
-def _says(found: Found) -> str:
+def _format_result(found: SessionFile) -> str:
     if found.header is None:
-        return found.says.removeprefix(f"{found.path}: ")
+        return found.problem.removeprefix(f"{found.path}: ")
     return f"a {found.header.kind} of {found.header.nbytes:,} bytes"

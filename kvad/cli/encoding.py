@@ -13,27 +13,38 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 import click
 
 from kvad.cli.common import json_line, model_argument
-from kvad.cli.lines import TOGETHER, Line, Lines, Task, answered, line_options, look, printer, tell, tokenizer_of
+from kvad.cli.lines import (
+    BATCH_LINES,
+    LineResult,
+    LineSource,
+    LineTask,
+    answer_lines,
+    line_options,
+    open_for_command,
+    print_answers,
+    printer,
+    require_tokenizer,
+)
 from kvad.errors import RequestError, SaveError
 
 if TYPE_CHECKING:
-    from kvad.engine.answers import Filled, Label, Tagged
+    from kvad.engine.answers import Label, MaskPrediction, TokenLabel
     from kvad.llm import LLM
 
-__all__ = ["classify", "embed", "fill", "tag"]
+__all__ = ["classify_command", "embed_command", "fill_mask_command", "tag_command"]
 
 T = TypeVar("T")
 
-rows_option = click.option(
-    "--rows", type=int, default=TOGETHER, show_default=True, help="Lines that are read side by side, at most."
+batch_size_option = click.option(
+    "--rows", type=int, default=BATCH_LINES, show_default=True, help="Lines that are read side by side, at most."
 )
 
 
 @click.command()
 @model_argument
-@rows_option
+@batch_size_option
 @line_options
-def tag(model: Path, file: Path | None, **options: Any) -> None:
+def tag_command(model: Path, file: Path | None, **options: Any) -> None:
     """Label the words of every line of FILE, or of standard input: `Angela/B-PER Merkel/I-PER spoke/O`.
 
     A line in gives a line out, in the same order; an empty line stays empty.
@@ -42,24 +53,24 @@ def tag(model: Path, file: Path | None, **options: Any) -> None:
     kvad tag dslim/bert-base-NER news.txt > news.tags
     echo "Angela Merkel spoke in Bonn." | kvad tag dslim/bert-base-NER --json
     """
-    _serve(model, file, "tag", options, _tagging)
+    _run_lines(model, file, "tag", options, _tagging)
 
 
-def _tagging(llm: LLM) -> Task[Sequence[Tagged]]:
-    return Task(
+def _tagging(llm: LLM) -> LineTask[Sequence[TokenLabel]]:
+    return LineTask(
         prepare=llm.encode,
-        ask=llm.tag,
+        run=llm.tag,
         plain=lambda number, words: " ".join(f"{each.word}/{each.label}" for each in words),
         fields=lambda words: {"words": words},
-        nothing=(),
+        empty=(),
     )
 
 
 @click.command()
 @model_argument
-@rows_option
+@batch_size_option
 @line_options
-def classify(model: Path, file: Path | None, **options: Any) -> None:
+def classify_command(model: Path, file: Path | None, **options: Any) -> None:
     """Label every line of FILE, or of standard input: its likeliest `LABEL<tab>PROBABILITY`.
 
     A line in gives a line out, in the same order; an empty line stays empty.  --json has every label.
@@ -68,25 +79,25 @@ def classify(model: Path, file: Path | None, **options: Any) -> None:
     kvad classify distilbert/distilbert-base-uncased-finetuned-sst-2-english reviews.txt
     echo "What a film." | kvad classify runs/sst2 --json
     """
-    _serve(model, file, "classify", options, _classifying)
+    _run_lines(model, file, "classify", options, _classifying)
 
 
-def _classifying(llm: LLM) -> Task[Sequence[Label]]:
-    return Task(
+def _classifying(llm: LLM) -> LineTask[Sequence[Label]]:
+    return LineTask(
         prepare=llm.encode,
-        ask=llm.classify,
+        run=llm.classify,
         plain=lambda number, labels: "\t".join(f"{each.label}\t{each.probability:.4f}" for each in labels[:1]),
         fields=lambda labels: {"labels": labels},
-        nothing=(),
+        empty=(),
     )
 
 
 @click.command()
 @model_argument
 @click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="Candidates for each mask.")
-@rows_option
+@batch_size_option
 @line_options
-def fill(model: Path, file: Path | None, **options: Any) -> None:
+def fill_mask_command(model: Path, file: Path | None, **options: Any) -> None:
     """Fill the masks of every line of FILE, or of standard input: `TOKEN PROBABILITY`, the likeliest first, with tabs
     between; ` | ` stands between several masks.
 
@@ -97,29 +108,31 @@ def fill(model: Path, file: Path | None, **options: Any) -> None:
     echo "Paris is the [MASK] of France." | kvad fill google-bert/bert-base-cased --top 3
     kvad fill FacebookAI/xlm-roberta-base masked.txt --json
     """
-    _serve(model, file, "fill", options, lambda llm: _filling(llm, options["top"]))
+    _run_lines(model, file, "fill", options, lambda llm: _filling(llm, options["top"]))
 
 
-def _filling(llm: LLM, top: int) -> Task[Sequence[Sequence[Filled]]]:
-    tokenizer = tokenizer_of(llm)
-    mask = tokenizer.specials.mask
+def _filling(llm: LLM, top: int) -> LineTask[Sequence[Sequence[MaskPrediction]]]:
+    tokenizer = require_tokenizer(llm)
+    mask = tokenizer.special_tokens.mask
     if mask is None:
         raise RequestError("this model's tokenizer has no mask", "kvad embed would do")
-    spelled = next(name for name, token in tokenizer.specials.names().items() if token == mask)
+    spelled = next(name for name, token in tokenizer.special_tokens.names().items() if token == mask)
 
     def prepare(text: str) -> list[int]:
-        ids = llm.encode(tokenizer.frame(tokenizer.encode(text, specials=True)))
+        ids = llm.encode(tokenizer.add_special_tokens(tokenizer.encode(text, specials=True)))
         if mask not in ids:
             raise RequestError(f"no mask: write {spelled} where a word is to be found")
         return ids
 
-    def plain(number: int, masks: Sequence[Sequence[Filled]]) -> str:
-        return "\t|\t".join("\t".join(f"{_shown(each.text)} {each.probability:.4f}" for each in one) for one in masks)
+    def plain(number: int, masks: Sequence[Sequence[MaskPrediction]]) -> str:
+        return "\t|\t".join(
+            "\t".join(f"{_escape_unprintable(each.text)} {each.probability:.4f}" for each in one) for one in masks
+        )
 
-    return Task(prepare, lambda many: llm.fill(many, top=top), plain, lambda masks: {"masks": masks}, nothing=())
+    return LineTask(prepare, lambda many: llm.fill_mask(many, top=top), plain, lambda masks: {"masks": masks}, empty=())
 
 
-def _shown(text: str) -> str:
+def _escape_unprintable(text: str) -> str:
     """A token on one line, in one column: what does not print is escaped."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
@@ -136,9 +149,9 @@ def _shown(text: str) -> str:
 )
 @click.option("--format", "form", type=click.Choice(["json", "npy"]), help="[default: by --out's ending, else json]")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="[default: stdout]")
-@rows_option
+@batch_size_option
 @line_options
-def embed(
+def embed_command(
     model: Path, file: Path | None, pool: Any, form: str | None, out: Path | None, as_json: bool, **options: Any
 ) -> None:
     """A vector for every line of FILE, or of standard input.
@@ -156,17 +169,17 @@ def embed(
     if form == "npy" and out is None:
         raise click.UsageError("--format npy needs --out FILE.")
 
-    def task(llm: LLM) -> Task[list[float] | None]:
-        return Task(
+    def task(llm: LLM) -> LineTask[list[float] | None]:
+        return LineTask(
             prepare=llm.encode,
-            ask=lambda many: llm.embed(many, pool=pool).float().tolist(),
+            run=lambda many: llm.embed(many, pool=pool).float().tolist(),
             plain=None,
             fields=lambda vector: {"embedding": vector},
-            nothing=None,
+            empty=None,
         )
 
     with ExitStack() as stack:
-        show: Callable[[Line[list[float] | None]], None] | None = None
+        show: Callable[[LineResult[list[float] | None]], None] | None = None
         if out is not None:
             target = stack.enter_context(_replacing(out))
             show = stack.enter_context(_Matrix(target)).show if form == "npy" else _Objects(target).show
@@ -180,7 +193,7 @@ class _Objects:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
 
-    def show(self, line: Line[list[float] | None]) -> None:
+    def show(self, line: LineResult[list[float] | None]) -> None:
         found = {"embedding": line.answer} if line.error is None else {"error": line.error}
         self._file.write(f"{json_line({'line': line.number, **found})}\n".encode())
 
@@ -195,7 +208,7 @@ class _Matrix:
         self._file.write(bytes(128))
         return self
 
-    def show(self, line: Line[list[float] | None]) -> None:
+    def show(self, line: LineResult[list[float] | None]) -> None:
         self._rows += 1
         if line.answer is None and not self._width:
             self._before += 1  # how wide a row is will be known later
@@ -231,8 +244,8 @@ def _replacing(out: Path) -> Iterator[BinaryIO]:
 # ---------------------------------------------------------------- what they share
 
 
-def _serve(
-    model: Path, file: Path | None, command: str, options: dict[str, Any], task: Callable[[LLM], Task[T]]
+def _run_lines(
+    model: Path, file: Path | None, command: str, options: dict[str, Any], task: Callable[[LLM], LineTask[T]]
 ) -> None:
     failed = _answer(model, file, command, options, task)
     click.get_current_context().exit(1 if failed else 0)
@@ -243,19 +256,19 @@ def _answer(
     file: Path | None,
     command: str,
     options: dict[str, Any],
-    task: Callable[[LLM], Task[T]],
-    show: Callable[[Line[T]], None] | None = None,
+    task: Callable[[LLM], LineTask[T]],
+    show: Callable[[LineResult[T]], None] | None = None,
 ) -> int:
     """How many lines failed; ``show`` None: they are printed."""
     from kvad.llm import LLM
 
-    with Lines(file) as lines:
-        opened = look(model, command)
+    with LineSource(file) as lines:
+        opened = open_for_command(model, command)
         # An encoder keeps nothing; of an encoder-decoder the decoder is not asked.
-        least: dict[str, Any] = {} if opened.config.source is None else {"capacity": 1, "source_capacity": 1}
+        least: dict[str, Any] = {} if opened.config.encoder_input is None else {"capacity": 1, "source_capacity": 1}
         chosen = {name: options[name] for name in ("dtype", "rows", "deterministic", "adapter")}
         with LLM.load(opened.path, **chosen, **least) as llm:
-            tokenizer_of(llm)
+            require_tokenizer(llm)
             asked = task(llm)
             shown = printer(asked, as_json=options["as_json"]) if show is None else show
-            return tell(answered(lines, asked), shown, lines, quiet=options["quiet"])
+            return print_answers(answer_lines(lines, asked), shown, lines, quiet=options["quiet"])

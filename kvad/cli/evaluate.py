@@ -10,31 +10,31 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvad.cli.common import emit_json, model_argument
-from kvad.cli.evaluate_answers import MAX_TOKENS, answer_pairs, label_texts, tag_words
-from kvad.cli.evaluate_load import Progress, cached
-from kvad.cli.evaluate_posed import POSED, pose
-from kvad.cli.evaluate_text import read_texts
-from kvad.cli.helping import Sectioned
-from kvad.cli.policies import policies_asked, policy_options
+from kvad.cli.evaluate_answers import MAX_TOKENS, eval_labels, eval_pairs, eval_tags
+from kvad.cli.evaluate_load import EvalProgress, cache_options_given
+from kvad.cli.evaluate_posed import OBJECTIVE_TASKS, eval_objective
+from kvad.cli.evaluate_text import eval_texts
+from kvad.cli.helping import SectionedCommand
+from kvad.cli.policies import parse_policy_options, policy_options
 from kvad.cli.running import DTYPES, adapter_option, deterministic_option, format_options
 from kvad.errors import RequestError, UsageError
 
 if TYPE_CHECKING:
-    from kvad.checkpoint.open import Opened
+    from kvad.checkpoint.open import CheckpointHandle
 
-__all__ = ["evaluate"]
+__all__ = ["eval_command"]
 
 TASKS = ("auto", "lm", "translate", "match", "tag", "classify", "masked", "spans", "chat")
 TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
 
 # What each task alone heeds, and the flags' values that say nothing.
-OF_ROWS = ("multiples", "figures", "trained")
-OF_TEXT = ("window", "stride", "bos", "documents", "tokens", "words", "beyond", "suffixes", *OF_ROWS)
-OF_ANSWERS = ("beams", "length_penalty", "max_tokens", "lower", "show", "pairs")
-HEEDS: Mapping[str, tuple[str, ...]] = {
-    "lm": OF_TEXT,
-    "translate": (*OF_ANSWERS, "tokenized", "words"),
-    "match": OF_ANSWERS,
+LENGTH_OPTIONS = ("multiples", "figures", "trained")
+TEXT_OPTIONS = ("window", "stride", "bos", "documents", "tokens", "words", "beyond", "suffixes", *LENGTH_OPTIONS)
+ANSWER_OPTIONS = ("beams", "length_penalty", "max_tokens", "lower", "show", "pairs")
+OPTIONS_BY_TASK: Mapping[str, tuple[str, ...]] = {
+    "lm": TEXT_OPTIONS,
+    "translate": (*ANSWER_OPTIONS, "tokenized", "words"),
+    "match": ANSWER_OPTIONS,
     "tag": (),
     "classify": (),
     "masked": ("window", "documents", "suffixes"),
@@ -51,7 +51,7 @@ def _multiples(_ctx: click.Context, param: click.Parameter, value: str | None) -
         raise click.BadParameter("write it like 1,2,4,8,16", param=param) from None
 
 
-@click.command("eval", cls=Sectioned)
+@click.command("eval", cls=SectionedCommand)
 @model_argument
 @click.argument("data", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--task", type=click.Choice(TASKS), default="auto", help="[default: as the model and the data are]")
@@ -108,7 +108,7 @@ def _multiples(_ctx: click.Context, param: click.Parameter, value: str | None) -
 @deterministic_option
 @click.option("--quiet", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; of --context-multiples a line for each.")
-def evaluate(model: Path, data: tuple[Path, ...], task: str, as_json: bool, **options: Any) -> None:
+def eval_command(model: Path, data: tuple[Path, ...], task: str, as_json: bool, **options: Any) -> None:
     """How well does a model do?  By what it is, and by what DATA is:
 
     \b
@@ -140,21 +140,21 @@ def evaluate(model: Path, data: tuple[Path, ...], task: str, as_json: bool, **op
 
     if not data and not options["pairs"]:
         raise UsageError("no data was named", "name files or folders, or --pairs SOURCE TARGET")
-    policies_asked(options)
+    parse_policy_options(options)
     opened = open_checkpoint(model)
     task = _task(opened, task, data, options)
-    _check_heeded(task, options)
+    _check_unused_options(task, options)
     run = {
-        "lm": read_texts,
-        "translate": answer_pairs,
-        "match": answer_pairs,
-        "tag": tag_words,
-        "classify": label_texts,
+        "lm": eval_texts,
+        "translate": eval_pairs,
+        "match": eval_pairs,
+        "tag": eval_tags,
+        "classify": eval_labels,
     }
     began = time.perf_counter()
-    with Progress(quiet=options["quiet"]) as progress:
-        if task in POSED:
-            lines, page = pose(opened, task, data, options, progress.tell)
+    with EvalProgress(quiet=options["quiet"]) as progress:
+        if task in OBJECTIVE_TASKS:
+            lines, page = eval_objective(opened, task, data, options, progress.update)
         else:
             lines, page = run[task](opened, task, data, options, progress)
     if as_json:
@@ -170,10 +170,10 @@ def evaluate(model: Path, data: tuple[Path, ...], task: str, as_json: bool, **op
 # ---------------------------------------------------------------- which task
 
 
-def _task(opened: Opened, asked: str, data: Sequence[Path], options: Mapping[str, Any]) -> str:
+def _task(opened: CheckpointHandle, asked: str, data: Sequence[Path], options: Mapping[str, Any]) -> str:
     """The task, by the model's kind and the data's form.  RequestError for one that the model cannot do."""
-    from kvad.cli.lines import abilities
-    from kvad.config import Classes, Head
+    from kvad.cli.lines import model_capabilities
+    from kvad.config import ClassificationHeadConfig, LanguageHeadConfig
 
     head = opened.config.head
     pairs = bool(options["pairs"]) or any(path.suffix == ".tsv" for path in data)
@@ -181,33 +181,35 @@ def _task(opened: Opened, asked: str, data: Sequence[Path], options: Mapping[str
         can: tuple[str, ...] = ("match", "lm", "chat") if pairs else ("lm", "match", "chat")
     elif opened.config.kind == "encoder-decoder":
         can = ("translate", "match", "spans")
-    elif isinstance(head, Head):
+    elif isinstance(head, LanguageHeadConfig):
         can = ("masked",)
-    elif isinstance(head, Classes):
-        can = ("tag",) if head.per == "token" else ("classify",)
+    elif isinstance(head, ClassificationHeadConfig):
+        can = ("tag",) if head.level == "token" else ("classify",)
     else:
-        raise RequestError(f"{opened.path} is {abilities(opened.config)[0]}: there is nothing to hold its answers to")
+        raise RequestError(
+            f"{opened.path} is {model_capabilities(opened.config)[0]}: there is nothing to hold its answers to"
+        )
     if asked not in ("auto", *can):
-        kind = abilities(opened.config)[0]
+        kind = model_capabilities(opened.config)[0]
         raise RequestError(f"--task {asked}: {opened.path} is {kind}", f"it can: {', '.join(can)}")
     return can[0] if asked == "auto" else asked
 
 
-def _check_heeded(task: str, options: Mapping[str, Any]) -> None:
+def _check_unused_options(task: str, options: Mapping[str, Any]) -> None:
     """UsageError for an option that this task would not look at."""
-    others = {name for names in HEEDS.values() for name in names} - set(HEEDS[task])
+    others = {name for names in OPTIONS_BY_TASK.values() for name in names} - set(OPTIONS_BY_TASK[task])
     for name in sorted(others):
         if options[name] not in (None, (), False):
             flag = FLAGS.get(name, f"--{name.replace('_', '-')}")
             raise UsageError(f"{flag} says nothing of --task {task}", "leave it out")
-    if task in ("tag", "classify", "masked") and cached(options):
+    if task in ("tag", "classify", "masked") and cache_options_given(options):
         raise UsageError("an encoder keeps no cache", "leave the cache's options out")
-    if task in POSED and (cached(options) or options["deterministic"]):
+    if task in OBJECTIVE_TASKS and (cache_options_given(options) or options["deterministic"]):
         raise UsageError(f"--task {task} reads without an engine", "leave its options out")
     curve = bool(options["multiples"] or options["figures"])
     if options["trained"] is not None and not curve:
         raise UsageError("--trained is of --context-multiples", "give them, or leave it out")
-    if curve and (cached(options) or options["window"] or options["stride"]):
+    if curve and (cache_options_given(options) or options["window"] or options["stride"]):
         raise UsageError(
             "--context-multiples reads rows of its own, without a cache",
             "leave --window, --stride and the cache's options out",

@@ -8,31 +8,33 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvad.cli.common import given
-from kvad.cli.evaluate_page import Line
-from kvad.cli.policies import policies_asked
-from kvad.cli.running import formats_asked
+from kvad.cli.common import explicit_options
+from kvad.cli.evaluate_page import TextLine
+from kvad.cli.policies import parse_policy_options
+from kvad.cli.running import parse_format_options
 
 if TYPE_CHECKING:
-    from kvad.checkpoint.open import Opened
-    from kvad.lab.reading import Reader
+    from kvad.checkpoint.open import CheckpointHandle
+    from kvad.lab.reading import TokenScorer
     from kvad.llm import LLM
 
-__all__ = ["Progress", "cached", "cached_reader", "load", "memory"]
+__all__ = ["EvalProgress", "cache_options_given", "build_cached_scorer", "load_for_eval", "describe_cache"]
 
 
-def cached(options: Mapping[str, Any]) -> dict[str, Any]:
+def cache_options_given(options: Mapping[str, Any]) -> dict[str, Any]:
     """What was said of the cache, as keywords of LLM.load; {} where nothing was."""
-    said = given(options, ("layout", "block_size", "chunk", "compressor", "rows"))
-    said = {**said, **formats_asked(options), **policies_asked(options)}
+    said = explicit_options(options, ("layout", "block_size", "chunk", "compressor", "rows"))
+    said = {**said, **parse_format_options(options), **parse_policy_options(options)}
     return said or ({"layout": "paged"} if options["cached"] else {})
 
 
-def load(opened: Opened, options: Mapping[str, Any], *, rows: int, capacity: int, answers: bool = False) -> LLM:
+def load_for_eval(
+    opened: CheckpointHandle, options: Mapping[str, Any], *, rows: int, capacity: int, answers: bool = False
+) -> LLM:
     """With the cache that was asked for; else the smallest that will do, or for ``answers`` one of ``rows`` rows."""
     from kvad.llm import LLM
 
-    said = cached(options)
+    said = cache_options_given(options)
     fields: dict[str, Any] = {"prefix": False, "chunk": 16, "rows": rows, "capacity": capacity, **said}
     if not said:
         reads = opened.config.kind == "decoder" and not answers  # without a cache: one that holds next to nothing
@@ -42,27 +44,27 @@ def load(opened: Opened, options: Mapping[str, Any], *, rows: int, capacity: int
     return LLM.load(opened.path, **chosen, **fields)
 
 
-def cached_reader(llm: LLM) -> Reader:
-    from kvad.lab.reading import Cached
+def build_cached_scorer(llm: LLM) -> TokenScorer:
+    from kvad.lab.reading import CachedScorer
 
-    return Cached(llm.engine)
-
-
-def memory(llm: LLM) -> Line:
-    from kvad.cache.formats import joined
-
-    cache, group = llm.engine.cache, llm.engine.ledger.groups[0]
-    stored = joined(group.keys, group.values)
-    return {"policy": cache.policy, "stored": stored, "layout": cache.layout, "chunk": cache.chunk}
+    return CachedScorer(llm.engine)
 
 
-class Progress:
+def describe_cache(llm: LLM) -> TextLine:
+    from kvad.cache.formats import join_format_names
+
+    cache, group = llm.engine.cache, llm.engine.kv_cache_manager.groups[0]
+    stored = join_format_names(group.key_format, group.value_format)
+    return {"policy": cache.policy, "stored": stored, "layout": cache.layout, "chunk": cache.prefill_chunk_size}
+
+
+class EvalProgress:
     """A line on stderr where that is a terminal."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._shown = not quiet and sys.stderr.isatty()
 
-    def tell(self, what: str, done: int, total: int) -> None:
+    def update(self, what: str, done: int, total: int) -> None:
         if self._shown:
             click.echo(f"\r{what:<36} {done:>11,} of {total:,} ", err=True, nl=False)
 
@@ -70,7 +72,7 @@ class Progress:
         if self._shown:
             click.echo(f"\r{'':<72}\r", err=True, nl=False)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> EvalProgress:
         return self
 
     def __exit__(self, *_: object) -> None:

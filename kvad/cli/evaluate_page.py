@@ -7,24 +7,35 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvad.errors import counted
+from kvad.errors import format_count
 
 if TYPE_CHECKING:
-    from kvad.lab.bleu import Overlap
-    from kvad.lab.extrapolate import Curve
-    from kvad.lab.metrics import Labels, Likelihood, Match
+    from kvad.lab.bleu import BleuScores
+    from kvad.lab.extrapolate import LengthCurve
+    from kvad.lab.metrics import ExactMatch, LabelScores, Likelihood
 
-__all__ = ["Line", "Page", "curve_page", "labels_line", "labels_page", "likelihood_line", "likelihood_page"]
-__all__ += ["match_said", "memory_said", "overlap_page", "size_said"]
+__all__ = [
+    "TextLine",
+    "TextLines",
+    "format_curve",
+    "format_labels_line",
+    "format_labels",
+    "format_likelihood_line",
+    "format_likelihood",
+]
+__all__ += ["format_match", "format_cache", "format_bleu", "format_size"]
 
-Line = dict[str, Any]  # a JSON object
-Page = list[tuple[str, str]]  # (name, text); no name: the text stands at the left edge
+TextLine = dict[str, Any]  # a JSON object
+TextLines = list[tuple[str, str]]  # (name, text); no name: the text stands at the left edge
 
 
-def curve_page(curve: Curve, figures: Sequence[Path]) -> Page:
+def format_curve(curve: LengthCurve, figures: Sequence[Path]) -> TextLines:
     page = [
         ("model", f"{curve.positions} positions, trained on rows of {curve.trained:,} tokens, limit {curve.limit:,}"),
-        ("read", f"{counted(curve.rows, 'row')} of each length; the same {curve.points[0].scored:,} tokens scored"),
+        (
+            "read",
+            f"{format_count(curve.rows, 'row')} of each length; the same {curve.points[0].scored:,} tokens scored",
+        ),
         ("", ""),
         ("", f"{'times':>6}{'tokens':>9}{'loss':>9}{'perplexity':>13}{'accuracy':>11}{'of whole rows':>16}"),
     ]
@@ -34,12 +45,12 @@ def curve_page(curve: Curve, figures: Sequence[Path]) -> Page:
     return [*page, *(("figure", str(path)) for path in figures)]
 
 
-def match_said(match: Match, *, lower: bool) -> str:
+def format_match(match: ExactMatch, *, lower: bool) -> str:
     how = "in lower case, " if lower else ""
-    return f"{match.share:.2%} ({match.hits:,} of {match.count:,}; {how}white space at the ends cut off)"
+    return f"{match.accuracy:.2%} ({match.hits:,} of {match.count:,}; {how}white space at the ends cut off)"
 
 
-def overlap_page(words: Overlap, tokenized: str | None) -> Page:
+def format_bleu(words: BleuScores, tokenized: str | None) -> TextLines:
     precisions = "/".join(f"{one:.1f}" for one in words.precisions)
     cut = ", both sides cut into words by kvad" if tokenized == "words" else ""
     return [
@@ -50,7 +61,7 @@ def overlap_page(words: Overlap, tokenized: str | None) -> Page:
     ]
 
 
-def memory_said(memory: Line | None) -> str:
+def format_cache(memory: TextLine | None) -> str:
     if memory is None:
         return "without a cache"
     return (
@@ -58,19 +69,19 @@ def memory_said(memory: Line | None) -> str:
     )
 
 
-def size_said(found: Likelihood) -> str:
-    return f"{counted(found.tokens, 'token')}, {counted(found.bytes, 'byte')}"
+def format_size(found: Likelihood) -> str:
+    return f"{format_count(found.tokens, 'token')}, {format_count(found.bytes, 'byte')}"
 
 
-def likelihood_line(found: Likelihood) -> Line:
+def format_likelihood_line(found: Likelihood) -> TextLine:
     numbers = ("loss", "perplexity", "bits_per_byte", "accuracy", "word_perplexity", "word_perplexity_eos")
     return {**{name: getattr(found, name) for name in numbers}, **asdict(found)}
 
 
-def likelihood_page(found: Likelihood, *, words: bool, ends: bool = False) -> Page:
+def format_likelihood(found: Likelihood, *, words: bool, ends: bool = False) -> TextLines:
     """``words``: perplexity per word, too; ``ends``: of targets, whose ends were scored, too."""
-    unknown = f"; {counted(found.unknown, 'token')} of it unknown" if found.unknown else ""
-    scored = f"{counted(found.scored, 'token')} scored{', ends of targets among them' if ends else ''}{unknown}"
+    unknown = f"; {format_count(found.unknown, 'token')} of it unknown" if found.unknown else ""
+    scored = f"{format_count(found.scored, 'token')} scored{', ends of targets among them' if ends else ''}{unknown}"
     page = [
         ("loss", f"{found.loss:.4f} nats per token; {scored}"),
         ("perplexity", f"{found.perplexity:.4f} per token"),
@@ -85,18 +96,18 @@ def likelihood_page(found: Likelihood, *, words: bool, ends: bool = False) -> Pa
     return page
 
 
-def labels_line(scores: Labels) -> Line:
-    rows = [{**asdict(one), "precision": one.precision, "recall": one.recall, "f1": one.f1} for one in scores.each]
+def format_labels_line(scores: LabelScores) -> TextLine:
+    rows = [{**asdict(one), "precision": one.precision, "recall": one.recall, "f1": one.f1} for one in scores.by_label]
     counts = {"count": scores.count, "hits": scores.hits}
     return {"accuracy": scores.accuracy, "macro_f1": scores.macro_f1, **counts, "labels": rows}
 
 
-def labels_page(scores: Labels, known: Sequence[str], size: str) -> Page:
+def format_labels(scores: LabelScores, known: Sequence[str], size: str) -> TextLines:
     """``known``: the model's labels; ``size``: of the data, in words."""
-    unknown = [one for one in scores.each if one.label not in known]
-    wide = max(8, *(len(one.label) for one in scores.each)) + 2
+    unknown = [one for one in scores.by_label if one.label not in known]
+    wide = max(8, *(len(one.label) for one in scores.by_label)) + 2
     page = [
-        ("data", f"{size}, {counted(len(scores.each), 'label')}"),
+        ("data", f"{size}, {format_count(len(scores.by_label), 'label')}"),
         ("accuracy", f"{scores.accuracy:.4f}"),
         ("macro-F1", f"{scores.macro_f1:.4f}  (the mean over the labels below, 0 where nothing was hit)"),
     ]
@@ -104,7 +115,7 @@ def labels_page(scores: Labels, known: Sequence[str], size: str) -> Page:
         names = ", ".join(one.label for one in unknown[:5])
         page.append(("unseen", f"{sum(one.support for one in unknown):,} of labels that the model lacks: {names}"))
     page += [("", ""), ("", f"{'label':<{wide}}{'F1':>8}{'precision':>11}{'recall':>9}{'gold':>9}{'said':>9}")]
-    for one in scores.each:
-        numbers = f"{one.f1:>8.4f}{one.precision:>11.4f}{one.recall:>9.4f}{one.support:>9,}{one.predicted:>9,}"
+    for one in scores.by_label:
+        numbers = f"{one.f1:>8.4f}{one.precision:>11.4f}{one.recall:>9.4f}{one.support:>9,}{one.num_predicted:>9,}"
         page.append(("", f"{one.label:<{wide}}{numbers}"))
     return page

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import click
 
-__all__ = ["Sectioned", "in_our_words"]
+__all__ = ["SectionedCommand", "normalize_metavars"]
 
 _WORDS = {"INTEGER": "N", "FLOAT": "X"}
-FULL = ("on_full", "watermark", "park_ram", "park_dir", "spill_ram", "spill_dir")
-TIERS = ("tier", "tier_bytes", "tier_ram", "tier_replacement")
+OVERFLOW_OPTIONS = ("on_full", "watermark", "park_ram", "park_dir", "spill_ram", "spill_dir")
+PREFIX_CACHE_OPTIONS = ("tier", "tier_bytes", "tier_ram", "tier_replacement")
 SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Length and end", ("max_tokens", "min_tokens", "stop", "ignore_eos", "endless")),
     ("Sampling", ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "n", "logit_bias", "bad_word")),
@@ -20,12 +20,12 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Cache: size and format", ("rows", "context", "source_context", "layout", "block_size", "blocks")),
     ("", ("dtype", "cache_dtype", "cache_keys", "cache_values", "weights_dtype", "deterministic")),
     ("Cache: what stays of a row", ("policy", "rotate", "compressor")),
-    ("Cache: when it is full", FULL),
-    ("Cache: beyond the request and the process", (*TIERS, "session", "sessions")),
+    ("Cache: when it is full", OVERFLOW_OPTIONS),
+    ("Cache: beyond the request and the process", (*PREFIX_CACHE_OPTIONS, "session", "sessions")),
 )
 
 
-class Sectioned(click.Command):
+class SectionedCommand(click.Command):
     """A command with many options: its own first, then those that commands share, by what they are about."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -44,7 +44,7 @@ class Sectioned(click.Command):
                     formatter.write_dl(rows, col_max=30)
 
 
-def in_our_words(command: click.Command) -> click.Command:
+def normalize_metavars(command: click.Command) -> click.Command:
     """Say what its options take as this page's first lines do; in the commands of a group, too."""
     for param in command.params:
         word = _WORDS.get(param.type.name.upper().partition(" ")[0])  # of a range, too
@@ -52,5 +52,5 @@ def in_our_words(command: click.Command) -> click.Command:
             param.metavar = word
     if isinstance(command, click.Group):
         for child in command.commands.values():
-            in_our_words(child)
+            normalize_metavars(child)
     return command

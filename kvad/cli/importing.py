@@ -17,12 +17,12 @@ import click
 
 from kvad.cli.common import console, emit_json, format_bytes, json_option, model_argument
 from kvad.cli.running import DTYPES
-from kvad.errors import UsageError, a, counted
+from kvad.errors import UsageError, format_count, with_article
 
 if TYPE_CHECKING:
-    from kvad.checkpoint.imported import Imported
+    from kvad.checkpoint.imported import HFCheckpoint
 
-__all__ = ["check_out", "export_command", "import_command"]
+__all__ = ["check_output", "export_command", "import_command"]
 
 TOKENS = 1000  # whose cache the plan tells
 
@@ -57,25 +57,25 @@ def import_command(
     kvad import ~/models/llama-3.2-1b
     """
     from kvad.checkpoint.export import import_hf
-    from kvad.checkpoint.hub import resolve
-    from kvad.checkpoint.imported import Imported
+    from kvad.checkpoint.hub import resolve_model_path
+    from kvad.checkpoint.imported import HFCheckpoint
     from kvad.checkpoint.native import DTYPES as TORCH
     from kvad.checkpoint.open import open_checkpoint
 
     out = _default_out(source) if out is None else out
     if out is not None:
-        check_out(out, None, overwrite)
-    folder = resolve(source, revision=revision, token=token, offline=True if offline else None)
+        check_output(out, None, overwrite)
+    folder = resolve_model_path(source, revision=revision, token=token, offline=True if offline else None)
     opened = open_checkpoint(folder)
-    if not isinstance(opened, Imported):
+    if not isinstance(opened, HFCheckpoint):
         raise UsageError(f"{source} is kvad's own checkpoint already", "every command takes it as it is")
     if out is not None:
-        check_out(out, folder, overwrite)
+        check_output(out, folder, overwrite)
     plan = _plan(opened, dtype)
     if not as_json:
         click.echo("\n".join(_page(source, plan)))
     if out is not None:
-        with _bar(counted(plan.tensors, "tensor"), plan.bytes) as progress:
+        with _bar(format_count(plan.tensors, "tensor"), plan.bytes) as progress:
             import_hf(opened, out, dtype=None if dtype is None else TORCH[dtype], progress=progress)
     if as_json:
         emit_json({"source": source, "out": out, **dataclasses.asdict(plan)})
@@ -109,9 +109,9 @@ def export_command(
     from kvad.checkpoint.native import DTYPES as TORCH
     from kvad.checkpoint.open import open_checkpoint
 
-    check_out(out, None, overwrite)
+    check_output(out, None, overwrite)
     opened = open_checkpoint(model)
-    check_out(out, opened.path, overwrite)
+    check_output(out, opened.path, overwrite)
     reader = export_hf(opened, out, family=family, dtype=None if dtype is None else TORCH[dtype])
     if as_json:
         emit_json({"model": model, "out": out, "format": form, "class": reader})
@@ -126,7 +126,7 @@ def _default_out(source: str) -> Path | None:
     return Path(source.removeprefix("hf://").partition("@")[0].rpartition("/")[2])
 
 
-def check_out(out: Path, source: Path | None, overwrite: bool) -> None:
+def check_output(out: Path, source: Path | None, overwrite: bool) -> None:
     """What stands at ``out`` gives way only if it was asked to, and is a checkpoint, and not the source."""
     if out.name in ("", "..") or out.is_symlink() or (out.exists() and not out.is_dir()):
         raise UsageError(f"{out} is no name for a new folder", "name one that is not there yet")
@@ -164,22 +164,22 @@ class _Plan:
     tokenizer: str | None
 
 
-def _plan(opened: Imported, dtype: str | None) -> _Plan:
+def _plan(opened: HFCheckpoint, dtype: str | None) -> _Plan:
     from kvad.cache.planning import plan_memory
     from kvad.cache.sizing import CacheConfig
     from kvad.cache.weights import num_parameters, weight_bytes, weight_shapes
 
-    config, stored = opened.config, str(opened.stored).removeprefix("torch.")
+    config, stored = opened.config, str(opened.stored_dtype).removeprefix("torch.")
     chosen = dtype or stored
     if chosen not in DTYPES:
         raise UsageError(f"its weights are stored as {chosen}, which kvad does not compute in", "say --dtype bfloat16")
     computed = "float32" if chosen == "float16" else chosen
-    source, tokenizer = config.source, opened.tokenizer
-    tokens = min(TOKENS, config.limit)
-    sourced = 0 if source is None else min(TOKENS, source.limit)
-    cache = CacheConfig(rows=1, capacity=tokens, block_size=1, dtype=computed, source_capacity=sourced)
+    source, tokenizer = config.encoder_input, opened.tokenizer
+    tokens = min(TOKENS, config.max_seq_len)
+    sourced = 0 if source is None else min(TOKENS, source.max_seq_len)
+    cache = CacheConfig(max_num_seqs=1, max_seq_len=tokens, block_size=1, dtype=computed, max_source_len=sourced)
     groups = plan_memory(config, cache, weights_dtype=computed).groups
-    sizes = [(group.group.mixer.cross, group.row_payload + group.row_columns) for group in groups]
+    sizes = [(group.group.spec.is_cross_attention, group.seq_payload + group.seq_metadata) for group in groups]
     return _Plan(
         architecture=opened.fields.architecture,
         origin=opened.origin,
@@ -194,20 +194,20 @@ def _plan(opened: Imported, dtype: str | None) -> _Plan:
         cache=sum(size for cross, size in sizes if not cross),
         source_tokens=sourced,
         source_cache=sum(size for cross, size in sizes if cross),
-        tokenizer=None if tokenizer is None else f"{tokenizer.kind}, {counted(tokenizer.vocab_size, 'id')}",
+        tokenizer=None if tokenizer is None else f"{tokenizer.kind}, {format_count(tokenizer.vocab_size, 'id')}",
     )
 
 
 def _page(source: str, plan: _Plan) -> list[str]:
     name = plan.architecture or "no class named"
     kept = plan.dtype if plan.dtype == plan.stored else f"{plan.dtype}, from {plan.stored}"
-    cache = [f"{format_bytes(plan.cache)} per {counted(plan.cache_tokens, 'token')}"] if plan.cache else []
+    cache = [f"{format_bytes(plan.cache)} per {format_count(plan.cache_tokens, 'token')}"] if plan.cache else []
     if plan.source_cache:
-        cache.append(f"{format_bytes(plan.source_cache)} per {counted(plan.source_tokens, 'token')} of the source")
+        cache.append(f"{format_bytes(plan.source_cache)} per {format_count(plan.source_tokens, 'token')} of the source")
     told = f"{' and '.join(cache)}, in {plan.cache_dtype}" if cache else "none: it reads each text whole"
     return [
-        f"model       {source}: {name} ({plan.origin}), {a(plan.kind)}",
-        f"parameters  {plan.parameters:,} in {counted(plan.tensors, 'tensor')}",
+        f"model       {source}: {name} ({plan.origin}), {with_article(plan.kind)}",
+        f"parameters  {plan.parameters:,} in {format_count(plan.tensors, 'tensor')}",
         f"weights     {format_bytes(plan.bytes)} in {kept}",
         f"cache       {told}",
         f"tokenizer   {plan.tokenizer or 'none: prompts can only be token ids'}",

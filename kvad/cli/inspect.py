@@ -12,14 +12,14 @@ import click
 from click.core import ParameterSource
 
 from kvad.cli.common import emit_json, format_bytes, json_line, json_option, model_argument
-from kvad.cli.helping import Sectioned
-from kvad.cli.microscope import examine, microscope_options
-from kvad.errors import UsageError, counted
+from kvad.cli.helping import SectionedCommand
+from kvad.cli.microscope import trace_cache, trace_options
+from kvad.errors import UsageError, format_count
 
 if TYPE_CHECKING:
-    from kvad.lab.inspect import Summary
+    from kvad.lab.inspect import CheckpointSummary
 
-__all__ = ["inspect"]
+__all__ = ["inspect_command"]
 
 DRAWINGS = {  # what is drawn -> its formats, the default first
     "attention": ("terminal", "svg", "png", "json"),
@@ -29,7 +29,7 @@ ENDINGS = {".svg": "svg", ".png": "png", ".json": "json", ".mmd": "mermaid"}
 FORMATS = tuple(dict.fromkeys(form for forms in DRAWINGS.values() for form in forms))
 
 
-@click.command(cls=Sectioned)
+@click.command(cls=SectionedCommand)
 @model_argument
 @click.option("--tensors", is_flag=True, help="List every tensor: dtype, shape, bytes.")
 @click.option("--check", is_flag=True, help="Read every file and compare its sha256 with the manifest's.")
@@ -51,9 +51,9 @@ FORMATS = tuple(dict.fromkeys(form for forms in DRAWINGS.values() for form in fo
 @click.option("--cached", is_flag=True, help="Of the maps: read through the KV cache.")
 @click.option("--format", "form", type=click.Choice(FORMATS), help="Of a drawing [default: text, or terminal].")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Of a drawing.")
-@microscope_options
+@trace_options
 @json_option
-def inspect(
+def inspect_command(
     model: Path,
     tensors: bool,
     check: bool,
@@ -84,27 +84,29 @@ def inspect(
     """
     if cache:
         others = {"tensors": tensors, "check": check, "tree": tree, "attention": attention is not None}
-        _refuse(others, "and --cache are two questions: ask one of them.")
-        _refuse(
+        _reject_options(others, "and --cache are two questions: ask one of them.")
+        _reject_options(
             {"cached": cached, "target": target, "format": form},
             "belongs to other drawings: --cache gives text, --json or --html.",
         )
         wanted = _numbers("layer", layers, []), _numbers("head", heads, [])
-        examine(model, options, layers=wanted[0] or None, heads=wanted[1] or None, out=out, as_json=as_json)
+        trace_cache(model, options, layers=wanted[0] or None, heads=wanted[1] or None, out=out, as_json=as_json)
         return
     source = click.get_current_context().get_parameter_source
     said = {name: value for name, value in options.items() if source(name) is ParameterSource.COMMANDLINE}
-    _refuse(said, "belongs to the microscope: give --cache too.")
+    _reject_options(said, "belongs to the microscope: give --cache too.")
     maps = {"layer": layers, "head": heads, "target": target, "cached": cached}
     drawn = "tree" if tree else None if attention is None else "attention"
     if tree and attention is not None:
         raise click.UsageError("--tree and --attention are two drawings: ask for one of them.")
-    _refuse(maps if drawn != "attention" else {}, "belongs to a drawing of attention: give --attention TEXT too.")
+    _reject_options(
+        maps if drawn != "attention" else {}, "belongs to a drawing of attention: give --attention TEXT too."
+    )
     if drawn is None:
-        _refuse({"format": form, "out": out}, "belongs to a drawing: give --tree or --attention TEXT too.")
+        _reject_options({"format": form, "out": out}, "belongs to a drawing: give --tree or --attention TEXT too.")
         _show(model, tensors, check, as_json)
         return
-    _refuse({"tensors": tensors, "check": check}, f"and --{drawn} are two questions: ask one of them.")
+    _reject_options({"tensors": tensors, "check": check}, f"and --{drawn} are two questions: ask one of them.")
     chosen = _format(drawn, form, out, as_json)
     if attention is None:
         drawing = _tree(model, chosen)
@@ -118,7 +120,7 @@ def inspect(
         out.write_text(drawing.rstrip("\n") + "\n", encoding="utf-8")
 
 
-def _refuse(said: Mapping[str, object], why: str) -> None:
+def _reject_options(said: Mapping[str, object], why: str) -> None:
     for name, value in said.items():
         if value not in (None, ()) and value is not False:  # 0 was said, too
             raise click.UsageError(f"--{name.replace('_', '-')} {why}")
@@ -149,42 +151,42 @@ def _format(drawn: str, form: str | None, out: Path | None, as_json: bool) -> st
 def _tree(model: Path, form: str) -> str:
     from kvad.lab import drawtree
     from kvad.lab.plan import read_target
-    from kvad.lab.tree import build
+    from kvad.lab.tree import build_model_tree
 
     target = read_target(str(model))
-    stored = "float32" if target.stored == "float16" else target.stored
-    root = build(target.config, Path(target.name).name or target.name, dtype=stored or "float32")
+    stored = "float32" if target.stored_dtype == "float16" else target.stored_dtype
+    root = build_model_tree(target.config, Path(target.name).name or target.name, dtype=stored or "float32")
     if form == "json":
-        return json_line(drawtree.as_json(root))
-    return {"text": drawtree.text, "svg": drawtree.svg, "mermaid": drawtree.mermaid}[form](root)
+        return json_line(drawtree.tree_to_json(root))
+    return {"text": drawtree.tree_to_text, "svg": drawtree.tree_to_svg, "mermaid": drawtree.tree_to_mermaid}[form](root)
 
 
 def _show(model: Path, tensors: bool, check: bool, as_json: bool) -> None:
-    from kvad.lab.inspect import summarise, to_json
+    from kvad.lab.inspect import summarize_checkpoint, summary_to_json
 
-    summary = summarise(model, check=check)
+    summary = summarize_checkpoint(model, check=check)
     if as_json:
-        emit_json(to_json(summary))
+        emit_json(summary_to_json(summary))
     else:
         click.echo("\n".join(_page(summary, tensors)))
     if summary.problems:
         click.get_current_context().exit(1)
 
 
-def _page(summary: Summary, tensors: bool) -> list[str]:
-    from kvad.cli.plan_page import asked, memory_lines
-    from kvad.lab.inspect import outline
+def _page(summary: CheckpointSummary, tensors: bool) -> list[str]:
+    from kvad.cli.plan_page import memory_lines, request_lines
+    from kvad.lab.inspect import outline_values
 
     dtypes = sorted({tensor.dtype for tensor in summary.tensors})
     size = sum(tensor.bytes for tensor in summary.tensors)
-    count = f"{counted(summary.num_parameters, 'parameter')} in {counted(len(summary.tensors), 'tensor')}"
+    count = f"{format_count(summary.num_parameters, 'parameter')} in {format_count(len(summary.tensors), 'tensor')}"
     origin = "" if summary.origin is None else f"Hugging Face's {summary.origin}, "
     lines = [
         f"{summary.path}: {origin}{count}, {', '.join(dtypes)}, {format_bytes(size)}",
         *(f"problem: {problem}" for problem in summary.problems),
         "",
         "config",
-        *(f"  {line}" for line in outline(summary.config.to_dict())),
+        *(f"  {line}" for line in outline_values(summary.config.to_dict())),
         "",
         "parameters",
         *(
@@ -192,7 +194,7 @@ def _page(summary: Summary, tensors: bool) -> list[str]:
             for part, count in _parts(summary)
         ),
         "",
-        f"memory of {asked(summary.plan)} (kvad plan answers for others)",
+        f"memory of {request_lines(summary.plan)} (kvad plan answers for others)",
         *(f"  {line}".rstrip() for line in memory_lines(summary.plan)),
         "",
         _manifest_line(summary),
@@ -202,36 +204,36 @@ def _page(summary: Summary, tensors: bool) -> list[str]:
     return lines + (["", "tensors", *_tensor_lines(summary)] if tensors else [])
 
 
-def _parts(summary: Summary) -> list[tuple[str, int]]:
+def _parts(summary: CheckpointSummary) -> list[tuple[str, int]]:
     return [(part, count) for part, count in summary.parameters.items() if count]
 
 
-def _manifest_line(summary: Summary) -> str:
+def _manifest_line(summary: CheckpointSummary) -> str:
     if summary.files is None and summary.origin is not None:
         return "manifest: a Hugging Face folder has none; kvad doctor reads it all"
     if summary.files is None:
         return "manifest: none; the files cannot be compared with what was saved"
     checked = "every sha256 agrees" if summary.checked else "--check compares their sha256"
-    return f"manifest: {counted(summary.files, 'file')}; {checked}"
+    return f"manifest: {format_count(summary.files, 'file')}; {checked}"
 
 
-def _tokenizer_line(summary: Summary) -> str:
+def _tokenizer_line(summary: CheckpointSummary) -> str:
     found = summary.tokenizer
     if found is None:
         return "tokenizer: none; prompts can only be token ids"
     specials = ", ".join(f"{name} = {number}" for name, number in found.specials.items()) or "no specials"
-    return f"tokenizer: {found.kind}, {counted(found.vocab, 'token')}; {specials}"
+    return f"tokenizer: {found.kind}, {format_count(found.vocab, 'token')}; {specials}"
 
 
-def _training_lines(summary: Summary) -> list[str]:
-    from kvad.lab.inspect import outline
+def _training_lines(summary: CheckpointSummary) -> list[str]:
+    from kvad.lab.inspect import outline_values
 
     if summary.training is None:
         return ["training: the checkpoint says nothing of it"]
-    return ["training", *(f"  {line}" for line in outline(summary.training))]
+    return ["training", *(f"  {line}" for line in outline_values(summary.training))]
 
 
-def _tensor_lines(summary: Summary) -> list[str]:
+def _tensor_lines(summary: CheckpointSummary) -> list[str]:
     longest = max((len(tensor.name) for tensor in summary.tensors), default=0)
     return [
         f"  {tensor.name:<{longest}}  {tensor.dtype:<9}{tensor.shape!s:>18}{tensor.bytes:>16,}"
@@ -267,11 +269,11 @@ def _draw(
         draw_attention(seen.pieces, seen.maps, [out])
         return ""
     if form == "json":
-        return json.dumps(draw.as_json(seen.tokens, seen.pieces, seen.maps), ensure_ascii=False)
+        return json.dumps(draw.attention_to_json(seen.tokens, seen.pieces, seen.maps), ensure_ascii=False)
     if form == "svg":
-        return draw.svg(seen.pieces, seen.maps)
+        return draw.attention_to_svg(seen.pieces, seen.maps)
     width = 100 if out is not None else shutil.get_terminal_size().columns
-    return "\n\n".join(draw.terminal(seen.pieces, one, width) for one in seen.maps)
+    return "\n\n".join(draw.attention_to_text(seen.pieces, one, width) for one in seen.maps)
 
 
 def _numbers(name: str, said: tuple[str, ...], default: list[int]) -> list[int] | None:

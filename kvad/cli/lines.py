@@ -28,26 +28,37 @@ import click
 
 from kvad.cli.common import console, json_line
 from kvad.cli.running import DTYPES, adapter_option, deterministic_option
-from kvad.errors import EngineError, RequestError, UsageError, counted
+from kvad.errors import EngineError, RequestError, UsageError, format_count
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from kvad.checkpoint.open import Opened
+    from kvad.checkpoint.open import CheckpointHandle
     from kvad.config import ModelConfig
     from kvad.llm import LLM
     from kvad.text.tokenizer import Tokenizer
 
-__all__ = ["TOGETHER", "Line", "Lines", "Task", "abilities", "answered", "line_options", "look", "printer", "tell"]
-__all__ += ["tokenizer_of"]
+__all__ = [
+    "BATCH_LINES",
+    "LineResult",
+    "LineSource",
+    "LineTask",
+    "model_capabilities",
+    "answer_lines",
+    "line_options",
+    "open_for_command",
+    "printer",
+    "print_answers",
+]
+__all__ += ["require_tokenizer"]
 
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-WINDOWS = (64, 256, 1024, 4096)  # lines; the last again and again
-TOGETHER = 64  # lines that the engine is given at once: more than it seats, so that its seats stay taken
-PIECE = 1 << 17  # bytes of one reading
-PATIENCE = 0.02  # seconds that a pipe may take to go on
+WINDOW_SIZES = (64, 256, 1024, 4096)  # lines; the last again and again
+BATCH_LINES = 64  # lines that the engine is given at once: more than it seats, so that its seats stay taken
+READ_CHUNK = 1 << 17  # bytes of one reading
+POLL_SECONDS = 0.02  # seconds that a pipe may take to go on
 
 
 def line_options(command: Command) -> Command:
@@ -68,35 +79,35 @@ def line_options(command: Command) -> Command:
 # ---------------------------------------------------------------- the model
 
 
-def abilities(config: ModelConfig) -> tuple[str, tuple[str, ...]]:
+def model_capabilities(config: ModelConfig) -> tuple[str, tuple[str, ...]]:
     """What a model is, and the commands that serve it."""
-    from kvad.config import Classes, Head
+    from kvad.config import ClassificationHeadConfig, LanguageHeadConfig
 
     if config.kind == "decoder":
         return "a decoder", ("generate", "chat")
     if config.kind == "encoder-decoder":
         return "an encoder-decoder", ("translate", "embed")
-    if isinstance(config.head, Head):
+    if isinstance(config.head, LanguageHeadConfig):
         return "an encoder that fills masks", ("fill", "embed")
-    if isinstance(config.head, Classes):
-        tokens = config.head.per == "token"
+    if isinstance(config.head, ClassificationHeadConfig):
+        tokens = config.head.level == "token"
         return f"an encoder that labels {'tokens' if tokens else 'texts'}", ("tag" if tokens else "classify", "embed")
     return "an encoder that embeds", ("embed",)
 
 
-def look(model: Path, command: str) -> Opened:
+def open_for_command(model: Path, command: str) -> CheckpointHandle:
     """A checkpoint, without its weights.  RequestError, with what it can do, for one that ``command`` is not for."""
     from kvad.checkpoint.open import open_checkpoint
 
     opened = open_checkpoint(model)
-    kind, can = abilities(opened.config)
+    kind, can = model_capabilities(opened.config)
     if command not in can:
         others = ", ".join(f"kvad {name}" for name in can)
         raise RequestError(f"{model} is {kind}: kvad {command} is not for it", f"it can: {others}")
     return opened
 
 
-def tokenizer_of(llm: LLM) -> Tokenizer:
+def require_tokenizer(llm: LLM) -> Tokenizer:
     if llm.tokenizer is None:
         raise RequestError("this model came without a tokenizer: it cannot read lines")
     return llm.tokenizer
@@ -105,7 +116,7 @@ def tokenizer_of(llm: LLM) -> Tokenizer:
 # ---------------------------------------------------------------- lines in
 
 
-class Lines:
+class LineSource:
     """The lines of a file, or of standard input (None), as bytes without their ends.  ``total``: bytes, where known."""
 
     def __init__(self, path: Path | None) -> None:
@@ -125,7 +136,7 @@ class Lines:
         return [self._whole.popleft() for _ in range(min(most, len(self._whole)))]
 
     def _read(self) -> None:
-        piece = self._file.read1(PIECE) if hasattr(self._file, "read1") else self._file.read(PIECE)
+        piece = self._file.read1(READ_CHUNK) if hasattr(self._file, "read1") else self._file.read(READ_CHUNK)
         if b"\n" in piece:
             first, *others = piece.split(b"\n")
             self._whole.append(b"".join([*self._rest, first]))
@@ -143,11 +154,11 @@ class Lines:
         if self._path is not None:
             return True
         try:
-            return bool(select.select([self._file], [], [], PATIENCE)[0])
+            return bool(select.select([self._file], [], [], POLL_SECONDS)[0])
         except (OSError, ValueError):  # a test's bytes; a system that selects sockets only
             return True
 
-    def __enter__(self) -> Lines:
+    def __enter__(self) -> LineSource:
         return self
 
     def __exit__(
@@ -161,7 +172,7 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class Line(Generic[T]):
+class LineResult(Generic[T]):
     """What became of a line: an answer, None for an empty line, or an error.
 
     ``size``: its bytes, with its end.  ``note``: what the tokenizer had to say of it (pieces that became UNK), or "".
@@ -175,7 +186,7 @@ class Line(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Task(Generic[T]):
+class LineTask(Generic[T]):
     """``prepare``: a line's token ids, or a UsageError; ``ask``: the answers to many of them, in their order.
 
     ``plain`` and ``fields``: an answer (of the line of that number) as text, and as fields of a JSON object; ``plain``
@@ -184,23 +195,23 @@ class Task(Generic[T]):
     """
 
     prepare: Callable[[str], list[int]]
-    ask: Callable[[list[list[int]]], Sequence[T]]
+    run: Callable[[list[list[int]]], Sequence[T]]
     plain: Callable[[int, T], str] | None
     fields: Callable[[T], Mapping[str, object]]
-    nothing: T
+    empty: T
 
 
-def answered(lines: Lines, task: Task[T]) -> Iterator[Line[T]]:
+def answer_lines(lines: LineSource, task: LineTask[T]) -> Iterator[LineResult[T]]:
     """Every line's answer in the order of the lines, as soon as those before it have theirs.
 
     A UsageError of ``ask`` is nobody's line: it ends everything.
     """
-    sizes = iter(WINDOWS)
+    sizes = iter(WINDOW_SIZES)
     window, number = next(sizes), 1
     while taken := lines.take(window):
         yield from _answer_window(_Window(number, taken), task)
         number += len(taken)
-        window = next(sizes, WINDOWS[-1])
+        window = next(sizes, WINDOW_SIZES[-1])
 
 
 @dataclass
@@ -211,19 +222,19 @@ class _Window(Generic[T]):
     raw: list[bytes]
     ids: dict[int, list[int]] = field(default_factory=dict)
     notes: dict[int, str] = field(default_factory=dict)
-    done: dict[int, Line[T]] = field(default_factory=dict)
+    done: dict[int, LineResult[T]] = field(default_factory=dict)
 
     def end(self, number: int, answer: T | None = None, error: str | None = None) -> None:
         size, note = len(self.raw[number - self.first]) + 1, self.notes.get(number, "")
-        self.done[number] = Line(number, size, answer, error, note)
+        self.done[number] = LineResult(number, size, answer, error, note)
 
     def batches(self) -> list[list[int]]:
         """Numbers of lines of like length; the batch with the earliest line first."""
         order = sorted(self.ids, key=lambda number: (len(self.ids[number]), number))
-        return sorted((order[i : i + TOGETHER] for i in range(0, len(order), TOGETHER)), key=min)
+        return sorted((order[i : i + BATCH_LINES] for i in range(0, len(order), BATCH_LINES)), key=min)
 
 
-def _answer_window(window: _Window[T], task: Task[T]) -> Iterator[Line[T]]:
+def _answer_window(window: _Window[T], task: LineTask[T]) -> Iterator[LineResult[T]]:
     for number, raw in enumerate(window.raw, window.first):
         try:
             text = _decode(raw, number)
@@ -243,10 +254,10 @@ def _answer_window(window: _Window[T], task: Task[T]) -> Iterator[Line[T]]:
             following += 1
 
 
-def _ask(window: _Window[T], batch: list[int], task: Task[T]) -> None:
+def _ask(window: _Window[T], batch: list[int], task: LineTask[T]) -> None:
     """Answer lines together; if one of them fails in the engine, each alone."""
     try:
-        answers = task.ask([window.ids[number] for number in batch]) if batch else []
+        answers = task.run([window.ids[number] for number in batch]) if batch else []
         for number, answer in zip(batch, answers, strict=True):
             window.end(number, answer)
     except EngineError as error:
@@ -269,11 +280,11 @@ def _decode(raw: bytes, number: int) -> str:
 # ---------------------------------------------------------------- lines out
 
 
-def printer(task: Task[T], *, as_json: bool) -> Callable[[Line[T]], None]:
+def printer(task: LineTask[T], *, as_json: bool) -> Callable[[LineResult[T]], None]:
     """Prints an answer to stdout: a line of text, or a JSON object."""
 
-    def show(line: Line[T]) -> None:
-        answer = task.nothing if line.answer is None else line.answer
+    def show(line: LineResult[T]) -> None:
+        answer = task.empty if line.answer is None else line.answer
         if not as_json and task.plain is not None:
             click.echo(task.plain(line.number, answer))
         elif line.error is not None:
@@ -284,7 +295,9 @@ def printer(task: Task[T], *, as_json: bool) -> Callable[[Line[T]], None]:
     return show
 
 
-def tell(answers: Iterable[Line[T]], show: Callable[[Line[T]], None], lines: Lines, *, quiet: bool) -> int:
+def print_answers(
+    answers: Iterable[LineResult[T]], show: Callable[[LineResult[T]], None], lines: LineSource, *, quiet: bool
+) -> int:
     """Show each answer as it comes, and on stderr what failed; how many lines did.
 
     Of the tokenizer's notes the first is told, and how many more there were.
@@ -303,16 +316,16 @@ def tell(answers: Iterable[Line[T]], show: Callable[[Line[T]], None], lines: Lin
                     progress.say(f"kvad: line {number}: {line.error}")
                 progress.advance(number, line.size)
     except KeyboardInterrupt:
-        click.echo(f"kvad: interrupted after {counted(number, 'line')}", err=True)
+        click.echo(f"kvad: interrupted after {format_count(number, 'line')}", err=True)
         raise
     if noted > 1:
-        click.echo(f"kvad: likewise in {counted(noted - 1, 'other line')}", err=True)
+        click.echo(f"kvad: likewise in {format_count(noted - 1, 'other line')}", err=True)
     if failed:
-        click.echo(f"kvad: {failed:,} of {counted(number, 'line')} failed", err=True)
+        click.echo(f"kvad: {failed:,} of {format_count(number, 'line')} failed", err=True)
     return failed
 
 
-class _Quiet:
+class _NoProgress:
     """No bar."""
 
     def advance(self, number: int, size: int) -> None:
@@ -322,7 +335,7 @@ class _Quiet:
         click.echo(text, err=True)
 
 
-class _Bar(_Quiet):
+class _ProgressBar(_NoProgress):
     """What is said stays above the bar."""
 
     def __init__(self, bar: Progress, total: int | None) -> None:
@@ -330,20 +343,20 @@ class _Bar(_Quiet):
 
     def advance(self, number: int, size: int) -> None:
         rate = number / max(1e-3, time.monotonic() - self._began)
-        self._bar.update(self._task, advance=size, description=f"{counted(number, 'line')}, {rate:,.1f} lines/s")
+        self._bar.update(self._task, advance=size, description=f"{format_count(number, 'line')}, {rate:,.1f} lines/s")
 
     def say(self, text: str) -> None:
         self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
-def _progress(total: int | None, quiet: bool) -> Iterator[_Quiet]:
+def _progress(total: int | None, quiet: bool) -> Iterator[_NoProgress]:
     """A bar on stderr where that is a terminal; not where the answers themselves scroll by."""
     if quiet or not sys.stderr.isatty() or sys.stdout.isatty():
-        yield _Quiet()
+        yield _NoProgress()
         return
     from rich.progress import BarColumn, Progress, TextColumn
 
     columns = (BarColumn(bar_width=24), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=console(), transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
-        yield _Bar(bar, total)
+        yield _ProgressBar(bar, total)

@@ -24,10 +24,10 @@ from click.shell_completion import CompletionItem, shell_complete
 
 from kvad import __version__
 from kvad.cli.completion import COMPLETE_VARIABLE
-from kvad.cli.helping import in_our_words
-from kvad.errors import KvadError, nearest
+from kvad.cli.helping import normalize_metavars
+from kvad.errors import KvadError, suggest
 
-__all__ = ["COMMANDS", "LazyGroup", "cli", "explain", "main"]
+__all__ = ["COMMANDS", "LazyGroup", "cli", "describe_error", "main"]
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("kvad.cli.demo:demo", "Train a small model here and now, and prove its cache."),
@@ -61,7 +61,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 _EXTRAS = {"matplotlib": "plot", "transformers": "oracle", "sacrebleu": "eval", "tensorboard": "tensorboard"}
 
-_REFUSALS = {
+_OS_ERRORS = {
     errno.EACCES: "permission denied",
     errno.EPERM: "not permitted",
     errno.EROFS: "the file system is read-only",
@@ -75,14 +75,14 @@ _REFUSALS = {
 
 
 @dataclass
-class Session:
+class CliState:
     """What the whole invocation knows."""
 
     debug: bool = False
 
 
 def _set_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
-    session = ctx.find_object(Session)
+    session = ctx.find_object(CliState)
     if value and session is not None:
         session.debug = True
 
@@ -135,14 +135,14 @@ class LazyGroup(click.Group):
                 raise
             raise KvadError(f"{cmd_name!r} is not part of this installation: {module} is missing") from error
         assert isinstance(command, click.Command), f"{module}:{attribute} is not a click command"
-        return in_our_words(_accept_debug(command))
+        return normalize_metavars(_accept_debug(command))
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name not in self.table and not ctx.resilient_parsing:
-            raise click.UsageError(f"No such command {name!r}; {nearest(name, self.table)}", ctx)
+            raise click.UsageError(f"No such command {name!r}; {suggest(name, self.table)}", ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -171,11 +171,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``kvad argv`` and return the exit code; raises nothing but a command's own ``SystemExit``."""
     if instruction := os.environ.get(COMPLETE_VARIABLE):
         return shell_complete(cli, {}, "kvad", COMPLETE_VARIABLE, instruction)
-    session = Session()
+    session = CliState()
     try:
         return _run(list(sys.argv[1:] if argv is None else argv), session)
     except BrokenPipeError:
-        _silence(sys.stdout)
+        _detach_output(sys.stdout)
         return 141
     except (KeyboardInterrupt, click.Abort):
         return 130
@@ -185,14 +185,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if session.debug:
             traceback.print_exc()
-        message, hint, code = explain(error)
+        message, hint, code = describe_error(error)
         for label, line in (("error", message), ("hint", hint)):
             if line:
                 click.echo(f"kvad: {label}: " + line.replace("\n", " "), err=True)
         return code
 
 
-def _run(arguments: list[str], session: Session) -> int:
+def _run(arguments: list[str], session: CliState) -> int:
     try:
         with cli.make_context("kvad", arguments, obj=session) as ctx:
             cli.invoke(ctx)
@@ -203,7 +203,7 @@ def _run(arguments: list[str], session: Session) -> int:
     return code
 
 
-def explain(error: Exception) -> tuple[str, str, int]:
+def describe_error(error: Exception) -> tuple[str, str, int]:
     """What the user reads of ``error`` (the message, and a hint or ""), and the exit code."""
     match error:
         case KvadError():
@@ -213,9 +213,9 @@ def explain(error: Exception) -> tuple[str, str, int]:
             return error.format_message(), hint, 2
         case click.ClickException():
             return error.format_message(), "", error.exit_code
-        case OSError(errno=int(number)) if number in _REFUSALS:
+        case OSError(errno=int(number)) if number in _OS_ERRORS:
             path = f"{error.filename}: " if error.filename else ""
-            return f"{path}{_REFUSALS[number]}", "", 2
+            return f"{path}{_OS_ERRORS[number]}", "", 2
         case ModuleNotFoundError(name=str(name)) if name.partition(".")[0] in _EXTRAS:
             package = name.partition(".")[0]
             return f"this needs {package}, which is not installed", f"pip install 'kvad[{_EXTRAS[package]}]'", 2
@@ -224,7 +224,7 @@ def explain(error: Exception) -> tuple[str, str, int]:
     return f"this is a bug in kvad: {type(error).__name__}: {error}", "--debug shows the traceback", 1
 
 
-def _silence(stream: TextIO) -> None:
+def _detach_output(stream: TextIO) -> None:
     """Let what is still buffered for a reader that went away go nowhere, instead of failing again at exit."""
     with suppress(OSError, ValueError):  # a test's stream has no descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

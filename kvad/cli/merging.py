@@ -10,10 +10,10 @@ from pathlib import Path
 import click
 
 from kvad.cli.common import emit_json, json_option
-from kvad.cli.importing import check_out
-from kvad.cli.lines import abilities
+from kvad.cli.importing import check_output
+from kvad.cli.lines import model_capabilities
 from kvad.cli.running import DTYPES
-from kvad.errors import UsageError, counted
+from kvad.errors import UsageError, format_count
 
 __all__ = ["merge_command"]
 
@@ -35,19 +35,19 @@ def merge_command(base: Path, adapter: Path, out: Path, dtype: str | None, overw
     kvad merge runs/demo runs/adapter --out runs/merged
     kvad merge ./SmolLM2-135M ./its-adapter --out merged --dtype bfloat16
     """
-    from kvad.checkpoint.adapter import merge, with_adapter
+    from kvad.checkpoint.adapter import merge_adapter, write_merged
     from kvad.checkpoint.native import DTYPES as TORCH
     from kvad.checkpoint.open import open_checkpoint
 
-    check_out(out, None, overwrite)
-    opened = with_adapter(open_checkpoint(base), adapter)
+    check_output(out, None, overwrite)
+    opened = merge_adapter(open_checkpoint(base), adapter)
     for source in (opened.base.path, opened.path):
-        check_out(out, source, overwrite)
+        check_output(out, source, overwrite)
     if not opened.factors:
         raise UsageError(f"{adapter} adds nothing: it holds no matrices")
-    merge(opened, out, None if dtype is None else TORCH[dtype])
+    write_merged(opened, out, None if dtype is None else TORCH[dtype])
     if as_json:
         emit_json({"base": base, "adapter": adapter, "out": out, "parts": sorted(opened.factors)})
     else:
-        serves = abilities(opened.config)[1][0]
-        click.echo(f"written: {out}, {counted(len(opened.factors), 'part')} merged\nnext:  kvad {serves} {out}")
+        serves = model_capabilities(opened.config)[1][0]
+        click.echo(f"written: {out}, {format_count(len(opened.factors), 'part')} merged\nnext:  kvad {serves} {out}")

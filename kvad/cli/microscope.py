@@ -15,25 +15,25 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from kvad.cache.sessions import history
-from kvad.cli.common import emit_json, given, token_ids
-from kvad.cli.running import cache_options, open_llm, read_stdin
-from kvad.cli.session import as_saved, saved, sessions_option
-from kvad.errors import DataError, RequestError, UsageError, counted
+from kvad.cache.sessions import read_tokens
+from kvad.cli.common import emit_json, explicit_options, token_ids
+from kvad.cli.running import add_cache_options, open_llm, read_stdin
+from kvad.cli.session import read_session_header, sessions_option, with_saved_options
+from kvad.errors import DataError, RequestError, UsageError, format_count
 
 if TYPE_CHECKING:
-    from kvad.checkpoint.open import Opened
-    from kvad.lab.slide import Slide
+    from kvad.checkpoint.open import CheckpointHandle
+    from kvad.lab.slide import TraceReport
     from kvad.llm import LLM
 
-__all__ = ["examine", "microscope_options"]
+__all__ = ["trace_cache", "trace_options"]
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 TOKENS = 32
-MOST_ROWS = 8
+MAX_SEQS = 8
 
 
-def microscope_options(command: Command) -> Command:
+def trace_options(command: CommandT) -> CommandT:
     """Their values are None, False or empty, unless they are given."""
     options: list[Callable[[Any], Any]] = [
         click.option("--cache", is_flag=True, help="Run prompts and show what becomes of their tokens in the cache."),
@@ -54,7 +54,7 @@ def microscope_options(command: Command) -> Command:
         ),
         click.option("--temperature", type=float, help="Of --cache [default: 0, greedy]."),
         click.option("--seed", type=int, help="Of --cache: of the samples [default: 0]."),
-        cache_options,
+        add_cache_options,
         click.option(
             "--session", metavar="NAME", help="Of --cache: prompts go on from this session; it stays as it is."
         ),
@@ -72,7 +72,7 @@ def microscope_options(command: Command) -> Command:
     return command
 
 
-def examine(
+def trace_cache(
     model: Path,
     options: Mapping[str, Any],
     *,
@@ -88,12 +88,12 @@ def examine(
         if bad := [number for number in chosen or () if number >= count]:
             raise RequestError(f"--{name} {bad[0]} is not one of 0..{count - 1}")
     if options["html"] is not None:
-        from kvad.lab.cachepage import page
+        from kvad.lab.cachepage import trace_to_html
 
-        options["html"].write_text(page(slide), encoding="utf-8")
+        options["html"].write_text(trace_to_html(slide), encoding="utf-8")
         click.echo(f"kvad: {options['html']}: open it in a browser", err=True)
-    from kvad.lab.drawslide import text
-    from kvad.lab.slide import as_json as json_of
+    from kvad.lab.drawslide import trace_to_text
+    from kvad.lab.slide import trace_to_json as json_of
 
     if as_json and out is None:
         emit_json(json_of(slide))
@@ -104,7 +104,7 @@ def examine(
 
         drawn = json_line(json_of(slide))
     else:
-        drawn = text(slide, width=width, layers=layers, heads=heads, tokens=options["token"])
+        drawn = trace_to_text(slide, width=width, layers=layers, heads=heads, tokens=options["token"])
     if out is None:
         click.echo(drawn)
     else:
@@ -126,55 +126,57 @@ def _check(options: Mapping[str, Any]) -> None:
         raise UsageError(f"--token {bad[0]}: positions count from 0")
 
 
-def _heads(slide: Slide) -> int:
+def _heads(slide: TraceReport) -> int:
     return max(group.kv_heads for group in slide.groups)
 
 
-def _run(model: Path, options: Mapping[str, Any]) -> Slide:
+def _run(model: Path, options: Mapping[str, Any]) -> TraceReport:
     from kvad.checkpoint.open import open_checkpoint
-    from kvad.lab.microscope import examine as watch
+    from kvad.lab.microscope import trace_requests as watch
 
     session, path, before = options["session"], None, list[int]()
     if session is not None:
-        path, header = saved(session, options)
-        options, before = as_saved(options, header), history(path, header.facts["history"])
+        path, header = read_session_header(session, options)
+        options, before = with_saved_options(options, header), read_tokens(path, header.metadata["history"])
     opened = open_checkpoint(model)
     prompts = _prompts(opened, options, before)
     tokens = TOKENS if options["tokens"] is None else options["tokens"]
     with _open(opened, prompts, tokens, options) as llm:
-        asked = {"temperature": 0.0, "max_tokens": tokens, **given(options, ("temperature", "seed"))}
-        sampling = llm.sampling(n=options["samples"] or 1, **asked)
+        asked = {"temperature": 0.0, "max_tokens": tokens, **explicit_options(options, ("temperature", "seed"))}
+        sampling = llm.sampling_params(n=options["samples"] or 1, **asked)
         tokenizer = llm.tokenizer
         piece: Callable[[int], str] = str if tokenizer is None else tokenizer.token_text
         state = None if path is None else llm.session(path).state
         return watch(llm.engine, prompts, sampling, model=str(model), piece=piece, resume=state, session=session or "")
 
 
-def _open(opened: Opened, prompts: Sequence[Sequence[int]], tokens: int, options: Mapping[str, Any]) -> LLM:
+def _open(opened: CheckpointHandle, prompts: Sequence[Sequence[int]], tokens: int, options: Mapping[str, Any]) -> LLM:
     """With a cache of just the size that the prompts ask for, where nothing else is said."""
     longest = max(map(len, prompts))
-    rows = min(MOST_ROWS, len(prompts) * (options["samples"] or 1))
-    context = options["context"] or min(opened.config.limit, longest + max(tokens, 1))
+    rows = min(MAX_SEQS, len(prompts) * (options["samples"] or 1))
+    context = options["context"] or min(opened.config.max_seq_len, longest + max(tokens, 1))
     return open_llm(opened.path, {**options, "context": context}, rows=rows)
 
 
-def _prompts(opened: Opened, options: Mapping[str, Any], before: Sequence[int]) -> list[list[int]]:
+def _prompts(opened: CheckpointHandle, options: Mapping[str, Any], before: Sequence[int]) -> list[list[int]]:
     """``before``: the tokens of a session, which every prompt goes on from."""
-    from kvad.engine.texts import Texts
+    from kvad.engine.texts import PromptEncoder
 
     if opened.config.kind != "decoder":
         raise RequestError(f"an {opened.config.kind} cannot be examined yet", "examine a decoder")
-    texts = Texts(opened.config, opened.tokenizer, opened.generation)
+    texts = PromptEncoder(opened.config, opened.tokenizer, opened.generation)
     given_texts = [*(read_stdin() if text == "-" else text for text in options["prompt"])]
     given_texts += [_read(path) for path in options["file"]]
     asked = [token_ids(text, "--ids") if options["ids"] else text for text in given_texts]
     if before:
-        made = [[*before, *texts.more(each)] for each in asked or [""]]
+        made = [[*before, *texts.encode_continuation(each)] for each in asked or [""]]
     else:
-        made = [texts.prompt(each) for each in asked]
+        made = [texts.encode_prompt(each) for each in asked]
     for tokens in made:
-        if len(tokens) > opened.config.limit and not options["endless"]:
-            said = f"the prompt has {counted(len(tokens), 'token')}, the model's limit is {opened.config.limit}"
+        if len(tokens) > opened.config.max_seq_len and not options["endless"]:
+            said = (
+                f"the prompt has {format_count(len(tokens), 'token')}, the model's limit is {opened.config.max_seq_len}"
+            )
             raise RequestError(said, "shorten it")
     return made
 

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvad.cache.formats import FORMATS
-from kvad.cli.common import Size, emit_json, format_bytes, json_option
-from kvad.cli.helping import Sectioned
-from kvad.cli.policies import park_ram_option, policies_asked, policy_options
-from kvad.cli.tiers import tier_options, tiers_asked
-from kvad.errors import UsageError, nearest
+from kvad.cli.common import ByteSize, emit_json, format_bytes, json_option
+from kvad.cli.helping import SectionedCommand
+from kvad.cli.policies import parse_policy_options, policy_options, swap_space_option
+from kvad.cli.tiers import parse_prefix_cache_options, prefix_cache_options
+from kvad.errors import UsageError, suggest
 
 if TYPE_CHECKING:
     from kvad.cache.planning import MemoryPlan
-    from kvad.lab.fit import Table
+    from kvad.lab.fit import FitTable
 
-__all__ = ["plan"]
+__all__ = ["plan_command"]
 
 LAYOUTS = ("paged", "contiguous")
 
@@ -42,7 +42,7 @@ class _Counts(click.ParamType[tuple[int, ...]]):
 COUNTS = _Counts()
 
 
-@click.command(cls=Sectioned)
+@click.command(cls=SectionedCommand)
 @click.argument("target", metavar="CONFIG|MODEL|SHAPE", required=False)
 @click.option("--shapes", is_flag=True, help="List the shapes known by name.")
 @click.option("--context", type=COUNTS, help="Tokens of the longest row [default: the model's limit].")
@@ -55,8 +55,8 @@ COUNTS = _Counts()
 @click.option("--layout", type=click.Choice(LAYOUTS), default="paged", show_default=True)
 @click.option("--block-size", type=int, default=16, show_default=True, help="Slots of a block (paged).")
 @policy_options
-@park_ram_option
-@tier_options
+@swap_space_option
+@prefix_cache_options
 @click.option(
     "--compressor", metavar="FOLDER", type=click.Path(path_type=Path), help="What makes a hierarchy's summaries."
 )
@@ -65,7 +65,7 @@ COUNTS = _Counts()
 @click.option("--budget", type=int, default=2048, show_default=True, help="New tokens of all rows in a step, at most.")
 @click.option(
     "--fit",
-    type=Size("nothing fits into it"),
+    type=ByteSize("nothing fits into it"),
     help="What could I run in 8GiB?  Several --context and --rows are for this.",
 )
 @click.option("--ratios", default="0.75", show_default=True, help="With --fit: shares of a row to drop, as 0.5,0.75.")
@@ -78,7 +78,7 @@ COUNTS = _Counts()
 @click.option("--mesh", metavar="TxP", help="Bytes of each rank: T tensor ranks by P stages, as 2x1.")
 @click.option("--bandwidth", type=float, metavar="GB/s", help="Memory bandwidth [default: measured here].")
 @json_option
-def plan(
+def plan_command(
     target: str | None,
     shapes: bool,
     context: tuple[int, ...] | None,
@@ -120,9 +120,9 @@ def plan(
     from kvad.cache.available import available_bytes
     from kvad.cache.mesh import Mesh
     from kvad.cache.sizing import DTYPE_BYTES
-    from kvad.checkpoint.compressor_folder import read_summaries
-    from kvad.lab.machine import read_bandwidth
-    from kvad.lab.plan import make_report, plan_target, read_target, to_json
+    from kvad.checkpoint.compressor_folder import read_summarizer_shape
+    from kvad.lab.machine import measure_bandwidth
+    from kvad.lab.plan import build_report, plan_target, read_target, report_to_json
 
     if shapes:
         _list_shapes(as_json)
@@ -136,7 +136,7 @@ def plan(
     if mesh is not None and fit is not None:
         raise UsageError("--fit asks what one device holds, --mesh what several do", "ask for one of them")
     ranks = None if mesh is None else Mesh.parse(mesh)
-    asked = {**policies_asked(policies), **tiers_asked(policies)}
+    asked = {**parse_policy_options(policies), **parse_prefix_cache_options(policies)}
     if fit is None:
         _one(context, rows)
     found = read_target(target)
@@ -149,7 +149,7 @@ def plan(
         keys=cache_keys,
         values=cache_values,
         budget=budget,
-        learned=None if compressor is None else read_summaries(compressor),
+        learned=None if compressor is None else read_summarizer_shape(compressor),
         deterministic=deterministic,
         rows=8 if rows is None else max(rows),
         layout=layout,
@@ -157,11 +157,11 @@ def plan(
         chunk=chunk,
         **asked,
     )
-    speed = read_bandwidth() if bandwidth is None else bandwidth * 1e9
+    speed = measure_bandwidth() if bandwidth is None else bandwidth * 1e9
     table = None
     if fit is not None and found.config.decoder is not None:
         table = _table(planned, fit, context, rows, ratios, prices)
-    report = make_report(
+    report = build_report(
         found.name,
         planned,
         available=available_bytes(),
@@ -172,11 +172,11 @@ def plan(
         mesh=ranks,
     )
     if as_json:
-        emit_json(to_json(report))
+        emit_json(report_to_json(report))
         return
-    from kvad.cli.plan_page import page
+    from kvad.cli.plan_page import plan_text
 
-    click.echo(page(report))
+    click.echo(plan_text(report))
 
 
 def _one(*asked: tuple[int, ...] | None) -> None:
@@ -191,11 +191,11 @@ def _table(
     rows: tuple[int, ...] | None,
     ratios: str,
     prices: Path | None,
-) -> Table:
-    from kvad.lab.fit import choices_of, formats_of, offers
-    from kvad.lab.prices import PACKAGED, read_prices
+) -> FitTable:
+    from kvad.lab.fit import find_configurations, format_choices, policy_choices
+    from kvad.lab.prices import PACKAGED_COSTS, read_costs
 
-    limit = planned.config.limit
+    limit = planned.config.max_seq_len
     try:
         shares = [float(part) for part in ratios.split(",")]
     except ValueError:
@@ -206,14 +206,14 @@ def _table(
         if each < 1:
             raise UsageError(f"{each} rows, or rows of {each} tokens", "ask for at least 1")
     some = (limit // 4, limit) if limit >= 256 else (limit,)
-    return offers(
+    return find_configurations(
         planned,
         size,
         contexts=context if context is not None else some if rows is None else (),
         rows=rows or (),
-        choices=choices_of(planned, shares),
-        formats=formats_of(planned),
-        prices=read_prices(PACKAGED if prices is None else prices),
+        choices=policy_choices(planned, shares),
+        formats=format_choices(planned),
+        prices=read_costs(PACKAGED_COSTS if prices is None else prices),
     )
 
 
@@ -221,14 +221,14 @@ def _check(dtypes: dict[str, str | None], known: Iterable[str]) -> None:
     """UsageError names the flag: further down the cache has the weights' dtype by default, and it could be either."""
     for flag, dtype in dtypes.items():
         if dtype is not None and dtype not in known and not (":" in dtype and known is FORMATS):
-            raise UsageError(f"{flag}: unknown dtype {dtype!r}", nearest(dtype, known))
+            raise UsageError(f"{flag}: unknown dtype {dtype!r}", suggest(dtype, known))
 
 
 def _list_shapes(as_json: bool) -> None:
     from kvad.cache.weights import num_parameters
-    from kvad.lab.shapes import SHAPES
+    from kvad.lab.shapes import KNOWN_MODELS
 
-    sizes = {name: num_parameters(build()) for name, build in SHAPES.items()}
+    sizes = {name: num_parameters(build()) for name, build in KNOWN_MODELS.items()}
     if as_json:
         emit_json(sizes)
         return

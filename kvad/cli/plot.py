@@ -9,7 +9,7 @@ import click
 from kvad.cli.common import figures_option
 from kvad.errors import UsageError
 
-__all__ = ["plot"]
+__all__ = ["plot_command"]
 
 
 @click.command()
@@ -23,7 +23,7 @@ __all__ = ["plot"]
 @click.option("--title", default="", help="A line above the figure.")
 @click.option("--log-x", is_flag=True)
 @click.option("--log-y", is_flag=True)
-def plot(
+def plot_command(
     files: tuple[Path, ...],
     out: tuple[Path, ...],
     x: str,
@@ -42,13 +42,13 @@ def plot(
     kvad plot a/metrics.jsonl b/metrics.jsonl --y val_loss -o compare.svg
     kvad plot bench.jsonl --x tokens --y seconds --by curve --log-x -o bench.png
     """
-    from kvad.lab.plot import draw, draw_loss, read_lines, series_of
+    from kvad.lab.plot import build_series, draw_loss, draw_series, read_jsonl
 
     targets = list(out) or [files[0].with_suffix(".png"), files[0].with_suffix(".svg")]
     if not y and (x != "step" or by or log_x or log_y):
         raise UsageError("--x, --by, --log-x and --log-y need --y: the key to draw", "leave them out for a loss curve")
     if not y and len(files) == 1:
-        read_lines(files[0])
+        read_jsonl(files[0])
         drawn = draw_loss(files[0], targets, title=title)
         if not drawn:
             raise UsageError(f"{files[0]} holds no training steps", "say what to draw with --x and --y")
@@ -56,8 +56,8 @@ def plot(
         series = []
         for path in files:
             name = (path.parent.name or path.stem) if len(files) > 1 else ""
-            series += series_of(read_lines(path), x, y or ("loss",), by=by, name=name)
+            series += build_series(read_jsonl(path), x, y or ("loss",), by=by, name=name)
         label = y[0] if len(y) == 1 else ""
-        drawn = draw(series, targets, title=title, x_label=x, y_label=label, log_x=log_x, log_y=log_y)
+        drawn = draw_series(series, targets, title=title, x_label=x, y_label=label, log_x=log_x, log_y=log_y)
     for path in drawn:
         click.echo(path)

@@ -17,20 +17,20 @@ from kvad.cli.common import emit_json, json_line, json_option, model_argument
 from kvad.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvad.lab.endless import Endless
-    from kvad.lab.plot import Grid, Series
-    from kvad.lab.quality import Options
-    from kvad.lab.quality_run import Result, Row
-    from kvad.lab.tasks import Language
+    from kvad.lab.endless import StreamingResult
+    from kvad.lab.plot import HeatMapGrid, PlotSeries
+    from kvad.lab.quality import QualityOptions
+    from kvad.lab.quality_run import QualityResult, SummaryRow
+    from kvad.lab.tasks import HaystackLanguage
     from kvad.lab.variants import Variant
     from kvad.llm import LLM
-    from kvad.model.compress import Compressor
+    from kvad.model.compress import Summarizer
     from kvad.text.tokenizer import Tokenizer
 
-__all__ = ["cache_quality", "endless"]
+__all__ = ["cache_quality_command", "streaming_command"]
 
 T = TypeVar("T")
-LONGEST = 2048  # of the default lengths
+MAX_LENGTH = 2048  # of the default lengths
 TEXT_HELP = "A text file to read, more than one in order.  [default: held-out sources of this Python's library]"
 
 
@@ -81,7 +81,7 @@ TEXT_HELP = "A text file to read, more than one in order.  [default: held-out so
 )
 @click.option("--overwrite", is_flag=True, help="Let what --out holds give way.")
 @json_option
-def cache_quality(
+def cache_quality_command(
     model: Path,
     caches: str | None,
     compressor: Path | None,
@@ -109,21 +109,21 @@ def cache_quality(
     kvad bench cache-quality MODEL --language english --lengths 512,1024 --kinds single --json
     """
     from kvad.lab.quality_run import bench_quality
-    from kvad.lab.variants import LEARNED, known_variants, variants_of
+    from kvad.lab.variants import LEARNED, known_variants, select_variants
     from kvad.llm import LLM
 
     learned = None if compressor is None else _compressor(compressor, model)
     names = [*known_variants(), *([LEARNED] if learned else [])] if caches is None else caches.split(",")
-    variants = variants_of(names, _numbers("--ratios", ratios, float), learned)
+    variants = select_variants(names, _numbers("--ratios", ratios, float), learned)
     with LLM.load(model, rows=1) as llm:
         _needs_decoder(llm, "cache-quality")
-        limit = llm.model.config.limit
+        limit = llm.model.config.max_seq_len
         wanted = _default_lengths(limit) if lengths is None else _numbers("--lengths", lengths, int)
         row = text_length or max(wanted)
         options = _options(kinds, wanted, _numbers("--depths", depths, float), row, counts)
         spoken = _language(language, llm, files)
         opening = _opening(llm.tokenizer)
-        texts = _rows(spoken, files, opening, options.texts, row)
+        texts = _rows(spoken, files, opening, options.num_texts, row)
         result = bench_quality(
             llm, variants, spoken, texts, options, model=str(model), out=out, overwrite=overwrite, progress=_progress
         )
@@ -135,7 +135,7 @@ def cache_quality(
     if as_json:
         emit_json(result)
     else:
-        click.echo("\n".join(quality_lines(result)))
+        click.echo("\n".join(format_quality(result)))
 
 
 @click.command()
@@ -148,7 +148,7 @@ def cache_quality(
 @click.option("--text", "files", multiple=True, metavar="FILE", type=click.Path(path_type=Path), help=TEXT_HELP)
 @click.option("--out", metavar="FOLDER", type=click.Path(path_type=Path), help="A folder for the result and a figure.")
 @json_option
-def endless(
+def streaming_command(
     model: Path,
     cache: str,
     policy: str | None,
@@ -167,31 +167,31 @@ def endless(
     kvad bench endless runs/endless-rope --tokens 100000
     kvad bench endless runs/endless-alibi --policy "sinks(4,252)" --out runs/endless-alibi/bench
     """
-    from kvad.lab.endless import bench_endless
+    from kvad.lab.endless import bench_streaming
     from kvad.llm import LLM
 
     with LLM.load(model, rows=1) as llm:
         _needs_decoder(llm, "endless")
-        variant = _endless_variant(cache, policy, llm.model.config.limit)
+        variant = _endless_variant(cache, policy, llm.model.config.max_seq_len)
         ids = _stream(llm, files, tokens)
-        result = bench_endless(llm, variant, ids, span=span, chunk=chunk, progress=_progress)
+        result = bench_streaming(llm, variant, ids, span=span, chunk=chunk, progress=_progress)
     _clear()
     for path in [] if out is None else _keep_endless(result, out, str(model)):
         click.echo(f"kvad: figure: {path}", err=True)
     if as_json:
         emit_json(result)
     else:
-        click.echo("\n".join(endless_lines(result)))
+        click.echo("\n".join(format_streaming(result)))
 
 
 # ---------------------------------------------------------------- what was asked for
 
 
-def _compressor(path: Path, model: Path) -> Compressor:
-    from kvad.checkpoint.compressor import load_compressor
+def _compressor(path: Path, model: Path) -> Summarizer:
+    from kvad.checkpoint.compressor import load_summarizer
     from kvad.checkpoint.open import open_checkpoint
 
-    return load_compressor(path, open_checkpoint(model))
+    return load_summarizer(path, open_checkpoint(model))
 
 
 def _numbers(option: str, text: str, kind: Callable[[str], T]) -> tuple[T, ...]:
@@ -211,36 +211,36 @@ def _needs_decoder(llm: LLM, what: str) -> None:
 
 
 def _default_lengths(limit: int) -> tuple[int, ...]:
-    longest = min(limit, LONGEST)
+    longest = min(limit, MAX_LENGTH)
     return tuple(dict.fromkeys(max(1, longest // part) for part in (8, 4, 2, 1)))
 
 
 def _options(
     kinds: str, lengths: tuple[int, ...], depths: tuple[float, ...], row: int, counts: dict[str, Any]
-) -> Options:
-    from kvad.lab.quality import Options
+) -> QualityOptions:
+    from kvad.lab.quality import QualityOptions
 
     asked: Any = tuple(kinds.split(",")) if kinds else ()
-    return Options(kinds=asked, lengths=lengths, depths=depths, text_length=row, **counts)
+    return QualityOptions(tasks=asked, lengths=lengths, depths=depths, text_length=row, **counts)
 
 
-def _language(name: str, llm: LLM, files: Sequence[Path]) -> Language:
-    from kvad.lab.tasks import language_of
+def _language(name: str, llm: LLM, files: Sequence[Path]) -> HaystackLanguage:
+    from kvad.lab.tasks import choose_language
 
     assert llm.tokenizer is not None
-    return language_of(name, llm.tokenizer, lambda: _read(files), _opening(llm.tokenizer))
+    return choose_language(name, llm.tokenizer, lambda: _read(files), _opening(llm.tokenizer))
 
 
 def _opening(tokenizer: Tokenizer | None) -> list[int]:
     """The token with which every text of this model began when it was trained, if there is one."""
     assert tokenizer is not None
-    specials = tokenizer.specials
+    specials = tokenizer.special_tokens
     first = specials.separator if specials.separator is not None else specials.bos
     return [] if first is None else [first]
 
 
 def _rows(
-    language: Language, files: Sequence[Path], opening: Sequence[int], count: int, length: int
+    language: HaystackLanguage, files: Sequence[Path], opening: Sequence[int], count: int, length: int
 ) -> list[list[int]]:
     """What perplexity is measured on: the files, or held-out text in the model's own language."""
     from kvad.lab import lookup
@@ -248,19 +248,19 @@ def _rows(
 
     if files or language.name != "lookup":
         return text_rows(language, _read(files), opening, count, length)
-    texts = [lookup.episode(length - len(opening), lookup.HELD_OUT + number) for number in range(count)]
+    texts = [lookup.episode(length - len(opening), lookup.HELD_OUT_SEED + number) for number in range(count)]
     return [[*opening, *language.encode(text)] for text in texts]
 
 
 def _read(files: Sequence[Path]) -> list[str]:
     from kvad.lab.sources import find_sources, is_held_out
-    from kvad.train.corpus import read_text
+    from kvad.train.corpus import read_document
 
     if files:
-        return [read_text(path, "replace") for path in files]
+        return [read_document(path, "replace") for path in files]
     sources = find_sources()
     held = [path for path in sources.files if is_held_out(path.relative_to(sources.root).as_posix())]
-    return [read_text(path, "replace") for path in held]
+    return [read_document(path, "replace") for path in held]
 
 
 def _stream(llm: LLM, files: Sequence[Path], num_tokens: int) -> list[int]:
@@ -282,12 +282,12 @@ def _stream(llm: LLM, files: Sequence[Path], num_tokens: int) -> list[int]:
 def _endless_variant(cache: str, policy: str | None, limit: int) -> Variant:
     """A cache of as many tokens as the model's limit, by name or by its policy in full; what keeps everything ends
     there."""
-    from kvad.lab.caches import Size
-    from kvad.lab.variants import POLICIES, Variant, fields_of
+    from kvad.lab.caches import PolicySize
+    from kvad.lab.variants import POLICY_BUILDERS, Variant, variant_fields
 
-    if policy is None and cache not in POLICIES:
-        return Variant(cache, 0.0, fields_of(cache))
-    said = POLICIES[cache](Size(limit, limit, every=1)) if policy is None else policy
+    if policy is None and cache not in POLICY_BUILDERS:
+        return Variant(cache, 0.0, variant_fields(cache))
+    said = POLICY_BUILDERS[cache](PolicySize(limit, limit, interval=1)) if policy is None else policy
     return Variant(said, 0.0, lambda _length, _every: {"policy": said, "endless": True})
 
 
@@ -304,30 +304,30 @@ def _clear() -> None:
         click.echo(f"\r{'':<64}\r", err=True, nl=False)
 
 
-def quality_lines(result: Result) -> list[str]:
+def format_quality(result: QualityResult) -> list[str]:
     """The result as text: what it ran on, and a row per cache."""
-    kinds = list(result.options.kinds)
+    kinds = list(result.options.tasks)
     wide = max(16, *(len(row.cache) + 1 for row in result.summary))
     head = f"{'cache':<{wide}}{'dropped':>8}{'memory':>8}{'perplexity':>12}{'times':>8}{'KL':>10}" + "".join(
         f"{kind:>8}" for kind in kinds
     )
     rows = [
         f"{row.cache:<{wide}}{row.ratio:>8.1%}{_number(row.memory, 8, 2)}{_number(row.perplexity, 12, 3)}"
-        f"{_number(row.price, 8, 3)}"
+        f"{_number(row.perplexity_ratio, 8, 3)}"
         f"{_number(row.kl, 10, 2, 'e')}" + "".join(_number(row.recall[kind], 8, 2) for kind in kinds)
         for row in result.summary
     ]
     options = result.options
-    asked = "after the cut" if options.asked == "after" else "before the cut and after it"
-    asked += ", cut once" if options.cut == "once" else ""
+    asked = "after the cut" if options.question_position == "after" else "before the cut and after it"
+    asked += ", cut once" if options.evict_after == "once" else ""
     lengths = ", ".join(map(str, options.lengths))
     model = f"{result.parameters:,} parameters, language {result.language}"
-    texts = f"{options.texts} texts of {options.text_length} tokens, in chunks of {options.chunk}"
+    texts = f"{options.num_texts} texts of {options.text_length} tokens, in chunks of {options.prefill_chunk_size}"
     legend = "dropped: share of a row's slots (of quest's: not read); memory: a row's bytes over the full cache's; "
     legend += "times: the perplexity without a cache; KL in nats; then the recall, - = none"
     return [
         f"{model}; {result.machine}; commit {result.commit or 'unknown'}",
-        f"tasks of {lengths} tokens, {options.tasks} per length and depth, asked {asked}; {texts}",
+        f"tasks of {lengths} tokens, {options.samples_per_cell} per length and depth, asked {asked}; {texts}",
         "",
         head,
         *rows,
@@ -340,7 +340,7 @@ def _number(value: float | None, width: int, digits: int, form: str = "f") -> st
     return f"{'-':>{width}}" if value is None else f"{value:>{width}.{digits}{form}}"
 
 
-def endless_lines(result: Endless) -> list[str]:
+def format_streaming(result: StreamingResult) -> list[str]:
     """The result as text: a row per span, and how flat they are."""
     rows = [
         f"{one.start:>9,} - {one.stop:<9,}{one.perplexity:>12.3f}{one.reference:>12.3f}{one.ratio:>9.4f}"
@@ -358,9 +358,9 @@ def endless_lines(result: Endless) -> list[str]:
 # ---------------------------------------------------------------- figures
 
 
-def _figures(result: Result, out: Path) -> list[Path]:
+def _figures(result: QualityResult, out: Path) -> list[Path]:
     """``cache-quality.json`` beside the lines; perplexity and recall against the budget, and the needle's heat maps."""
-    from kvad.lab.plot import draw, draw_grids
+    from kvad.lab.plot import draw_grids, draw_series
     from kvad.text.base import write_text
 
     write_text(out / "cache-quality.json", json_line(result) + "\n")
@@ -368,8 +368,8 @@ def _figures(result: Result, out: Path) -> list[Path]:
     try:
         for name, label, series in _curves(result):
             title = f"{name} against the share of the cache that is kept"
-            found += draw(series, _pair(out, name), title=title, x_label="share kept", y_label=label)
-        for kind in result.options.kinds:
+            found += draw_series(series, _pair(out, name), title=title, x_label="share kept", y_label=label)
+        for kind in result.options.tasks:
             grids, across = _grids(result, kind)
             if grids:
                 title = f"recall of {kind}, by depth and length"
@@ -385,39 +385,39 @@ def _pair(out: Path, name: str) -> list[Path]:
     return [out / f"cache-quality-{name}.png", out / f"cache-quality-{name}.svg"]
 
 
-def _curves(result: Result) -> list[tuple[str, str, list[Series]]]:
+def _curves(result: QualityResult) -> list[tuple[str, str, list[PlotSeries]]]:
     """(name, label, curves): one curve per cache that drops, each from the full cache's own point."""
-    from kvad.lab.plot import Series
+    from kvad.lab.plot import PlotSeries
 
-    def curves(value: Callable[[Row], float | None]) -> list[Series]:
+    def curves(value: Callable[[SummaryRow], float | None]) -> list[PlotSeries]:
         full = result.summary[0]
         found = []
         for cache in dict.fromkeys(row.cache for row in result.summary if row.ratio):
             rows = [row for row in (full, *result.summary) if row is full or row.cache == cache]
             points = sorted((1 - row.ratio, y) for row in rows if (y := value(row)) is not None)
             if len(points) > 1:
-                found.append(Series(cache, [x for x, _ in points], [y for _, y in points], dots=True))
+                found.append(PlotSeries(cache, [x for x, _ in points], [y for _, y in points], dots=True))
         return found
 
-    every = [("perplexity", "times the perplexity without a cache", curves(lambda row: row.price))]
+    every = [("perplexity", "times the perplexity without a cache", curves(lambda row: row.perplexity_ratio))]
     every += [("kl", "KL, nats per token", curves(lambda row: row.kl))]
-    for kind in result.options.kinds:
+    for kind in result.options.tasks:
         every.append((f"recall-{kind}", "recall", curves(partial(_recall, kind))))
     return [(name, label, series) for name, label, series in every if series]
 
 
-def _recall(kind: str, row: Row) -> float | None:
+def _recall(kind: str, row: SummaryRow) -> float | None:
     return row.recall[kind]
 
 
-def _grids(result: Result, kind: str) -> tuple[list[Grid | None], int]:
+def _grids(result: QualityResult, kind: str) -> tuple[list[HeatMapGrid | None], int]:
     """A heat map per cache, depth down and length across; (maps, how many in a row: a policy's ratios)."""
-    from kvad.lab.plot import Grid
+    from kvad.lab.plot import HeatMapGrid
 
     lines = [line for line in result.lines if line["measure"] == kind]
     lengths, depths = sorted({line["length"] for line in lines}), sorted({line["depth"] for line in lines})
     across = len({row.ratio for row in result.summary if row.ratio}) or 4
-    grids: list[Grid | None] = []
+    grids: list[HeatMapGrid | None] = []
     before = None
     for row in result.summary:
         mine = {
@@ -432,32 +432,38 @@ def _grids(result: Result, kind: str) -> tuple[list[Grid | None], int]:
         before = row.cache
         values = [[mine.get((depth, length)) for length in lengths] for depth in depths]
         name = f"{row.cache}, {row.ratio:g} dropped" if row.ratio else row.cache
-        grids.append(Grid(name, [str(length) for length in lengths], [f"{depth:g}" for depth in depths], values))
+        grids.append(HeatMapGrid(name, [str(length) for length in lengths], [f"{depth:g}" for depth in depths], values))
     return grids, min(across, max(1, len(grids)))
 
 
-def _keep_endless(result: Endless, out: Path, model: str) -> list[Path]:
+def _keep_endless(result: StreamingResult, out: Path, model: str) -> list[Path]:
     """``bench-endless.json``, ``bench-endless.jsonl`` (a line per span) and the figure."""
     from dataclasses import asdict
 
-    from kvad.lab.bench import commit, machine
-    from kvad.lab.plot import Series, draw
+    from kvad.lab.bench import commit_id, machine_info
+    from kvad.lab.plot import PlotSeries, draw_series
     from kvad.text.base import write_text
 
     write_text(out / "bench-endless.json", json_line(result) + "\n")
-    ran = {"model": model, "limit": result.limit, "chunk": result.chunk, "machine": machine(), "commit": commit()}
+    ran = {
+        "model": model,
+        "limit": result.limit,
+        "chunk": result.chunk,
+        "machine": machine_info(),
+        "commit": commit_id(),
+    }
     first = {"what": "endless", "cache": result.cache}
     lines = [{**first, **asdict(one), "ratio": one.ratio, **ran} for one in result.spans]
     write_text(out / "bench-endless.jsonl", "".join(f"{json_line(line)}\n" for line in lines))
     x = [one.stop for one in result.spans]
     series = [
-        Series(result.cache, x, [one.perplexity for one in result.spans], dots=True),
-        Series("windows computed anew", x, [one.reference for one in result.spans], dots=True),
+        PlotSeries(result.cache, x, [one.perplexity for one in result.spans], dots=True),
+        PlotSeries("windows computed anew", x, [one.reference for one in result.spans], dots=True),
     ]
     files = [out / "bench-endless.png", out / "bench-endless.svg"]
     title = f"one stream through a limit of {result.limit:,}: flatness {result.flatness:.3f}"
     try:
-        return draw(series, files, title=title, x_label="tokens", y_label="perplexity of a span")
+        return draw_series(series, files, title=title, x_label="tokens", y_label="perplexity of a span")
     except ModuleNotFoundError:
         click.echo("kvad: no figure: matplotlib is not installed (pip install 'kvad[plot]')", err=True)
         return []

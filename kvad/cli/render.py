@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvad.cli.common import emit_json, json_option, model_argument, words_folder
+from kvad.cli.common import emit_json, json_option, model_argument, tokenizer_folder
 from kvad.cli.running import read_stdin
-from kvad.errors import DataError, UsageError, counted
+from kvad.errors import DataError, UsageError, format_count
 
 if TYPE_CHECKING:
     from kvad.text.tokenizer import Tokenizer
 
-__all__ = ["render"]
+__all__ = ["chat_template_command"]
 
 
 @click.command()
@@ -33,7 +33,7 @@ __all__ = ["render"]
 )
 @click.option("--tokens", is_flag=True, help="Show the tokens of the prompt, not its text.")
 @json_option
-def render(
+def chat_template_command(
     model: Path,
     given: tuple[str, ...],
     file: str | None,
@@ -57,7 +57,7 @@ def render(
     from kvad.text.chat import ChatTemplate
     from kvad.text.tokenizer import load_tokenizer
 
-    folder = words_folder(model)
+    folder = tokenizer_folder(model)
     messages, tools = _conversation(file) if file is not None else ([], None)
     messages = [*messages, *map(_message, given)]
     if not messages:
@@ -77,10 +77,14 @@ def render(
     tokenizer = load_tokenizer(folder) if tokens else None
     ids = tokenizer.encode(rendered.text, specials=True) if tokenizer is not None else []
     if as_json:
-        chosen = {"template": template.choose(tools=tools is not None), "text": rendered.text, "spans": rendered.marks}
-        emit_json(chosen | (_as_json(tokenizer, ids) if tokenizer is not None else {}))
+        chosen = {
+            "template": template.choose(tools=tools is not None),
+            "text": rendered.text,
+            "spans": rendered.generation_marks,
+        }
+        emit_json(chosen | (_prompt_json(tokenizer, ids) if tokenizer is not None else {}))
     elif tokenizer is not None:
-        _table(tokenizer, ids)
+        _prompt_table(tokenizer, ids)
     else:
         click.echo(rendered.text, nl=sys.stdout.isatty())  # into a file or a pipe: the prompt and not a byte more
 
@@ -140,7 +144,7 @@ def _conversation(file: str) -> tuple[list[Any], Any]:
     if not isinstance(content, list):
         raise DataError(f"{file} holds no messages", 'a JSON list of {"role": ..., "content": ...}')
     if content and all(isinstance(one, dict) and "messages" in one for one in content):
-        raise DataError(f"{file} holds {counted(len(content), 'conversation')}", "render takes one at a time")
+        raise DataError(f"{file} holds {format_count(len(content), 'conversation')}", "render takes one at a time")
     return content, tools
 
 
@@ -156,18 +160,18 @@ def _is_json(line: str) -> bool:
 
 def _pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     """Special tokens by their names."""
-    names = {token: name for name, token in tokenizer.specials.names().items()}
+    names = {token: name for name, token in tokenizer.special_tokens.names().items()}
     return [names[token] if token in names else tokenizer.token_text(token) for token in ids]
 
 
-def _table(tokenizer: Tokenizer, ids: Sequence[int]) -> None:
-    special = set(tokenizer.specials.names().values())
+def _prompt_table(tokenizer: Tokenizer, ids: Sequence[int]) -> None:
+    special = set(tokenizer.special_tokens.names().values())
     click.echo(f"{'place':>6} {'id':>7}  piece")
     for place, (token, piece) in enumerate(zip(ids, _pieces(tokenizer, ids), strict=True)):
         click.echo(f"{place:>6} {token:>7} {'*' if token in special else ' '}{piece}")
     marked = sum(token in special for token in ids)
-    click.echo(f"{counted(len(ids), 'token')}, {marked} of them special (*)")
+    click.echo(f"{format_count(len(ids), 'token')}, {marked} of them special (*)")
 
 
-def _as_json(tokenizer: Tokenizer, ids: Sequence[int]) -> dict[str, Any]:
+def _prompt_json(tokenizer: Tokenizer, ids: Sequence[int]) -> dict[str, Any]:
     return {"ids": list(ids), "pieces": _pieces(tokenizer, ids), "num_tokens": len(ids)}

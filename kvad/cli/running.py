@@ -17,25 +17,25 @@ import click
 
 from kvad.cache.formats import FORMATS
 from kvad.cli.common import FORMAT
-from kvad.cli.policies import park_ram_option, policies_asked, policy_options
-from kvad.cli.tiers import tier_options, tiers_asked
+from kvad.cli.policies import parse_policy_options, policy_options, swap_space_option
+from kvad.cli.tiers import parse_prefix_cache_options, prefix_cache_options
 from kvad.errors import DataError
 
 if TYPE_CHECKING:
     from kvad.llm import LLM
 
 __all__ = [
-    "Interrupt",
+    "InterruptFlag",
     "adapter_option",
-    "cache_options",
+    "add_cache_options",
     "deterministic_option",
     "format_options",
-    "formats_asked",
+    "parse_format_options",
     "open_llm",
 ]
-__all__ += ["read_stdin", "read_text"]
+__all__ += ["read_stdin", "read_prompt_text"]
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 FORMAT_OPTIONS = (
     click.option(
@@ -62,7 +62,7 @@ adapter_option = click.option(
 )
 
 
-def cache_options(command: Command) -> Command:
+def add_cache_options(command: CommandT) -> CommandT:
     options: list[Callable[[Any], Any]] = [
         click.option("--rows", type=int, help="Live sequences of the cache [default: as many as asked for, up to 8]."),
         click.option("--layout", type=click.Choice(["paged", "contiguous"]), help="[default: paged]"),
@@ -70,7 +70,7 @@ def cache_options(command: Command) -> Command:
         click.option("--block-size", type=int, help="Slots of a block [default: 16]."),
         click.option("--context", type=int, help="Tokens of the longest row [default: the model's limit]."),
         click.option("--blocks", type=int, help="Blocks of the pool [default: for every row at its longest]."),
-        park_ram_option,
+        swap_space_option,
         click.option(
             "--park-dir",
             metavar="FOLDER",
@@ -79,7 +79,7 @@ def cache_options(command: Command) -> Command:
         ),
         deterministic_option,
         policy_options,
-        tier_options,
+        prefix_cache_options,
         click.option(
             "--compressor",
             metavar="FOLDER",
@@ -93,14 +93,14 @@ def cache_options(command: Command) -> Command:
     return command
 
 
-def format_options(command: Command) -> Command:
+def format_options(command: CommandT) -> CommandT:
     """In which formats keys and values are stored."""
     for option in reversed(FORMAT_OPTIONS):
         command = option(command)
     return command
 
 
-def formats_asked(options: Mapping[str, Any]) -> dict[str, Any]:
+def parse_format_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """What of ``cache_dtype``, ``cache_keys``, ``cache_values`` was said."""
     said = {name: options[name] for name in ("cache_dtype", "cache_keys", "cache_values")}
     return {name: value for name, value in said.items() if value is not None}
@@ -124,7 +124,7 @@ def open_llm(model: Path, options: Mapping[str, Any], *, rows: int) -> LLM:
         "adapter": options["adapter"],
     }
     fields = {name: value for name, value in asked.items() if value is not None}
-    chosen = {**formats_asked(options), **policies_asked(options), **tiers_asked(options)}
+    chosen = {**parse_format_options(options), **parse_policy_options(options), **parse_prefix_cache_options(options)}
     return LLM.load(model, deterministic=options["deterministic"], **chosen, **fields)
 
 
@@ -137,7 +137,7 @@ def read_stdin() -> str:
         raise DataError(f"standard input is not UTF-8 at byte {error.start} (0x{raw[error.start]:02X})") from None
 
 
-def read_text(prompt: str | None, file: Path | None) -> str:
+def read_prompt_text(prompt: str | None, file: Path | None) -> str:
     """The text of --prompt, or of its --file; - is standard input, and "" what nobody said.  DataError: not UTF-8."""
     if prompt is not None and file is not None:
         raise click.UsageError("--prompt and --file both given: one of them is the text.")
@@ -151,23 +151,23 @@ def read_text(prompt: str | None, file: Path | None) -> str:
         raise DataError(f"{file} is not UTF-8 at byte {error.start}") from None
 
 
-class Interrupt:
+class InterruptFlag:
     """``with Interrupt() as stop``: the first Ctrl-C sets ``stop.asked``, so that a step in flight ends well; a second
     one raises KeyboardInterrupt.  In a thread that gets no signals it does nothing."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         self._before: Any = None
 
-    def __enter__(self) -> Interrupt:
+    def __enter__(self) -> InterruptFlag:
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGINT, self._note)
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.requested:
             raise KeyboardInterrupt
-        self.asked = True
+        self.requested = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from kvad.cli.common import given
+from kvad.cli.common import explicit_options
 from kvad.errors import RequestError
 
 if TYPE_CHECKING:
-    from kvad.engine.request import Sampling
+    from kvad.engine.request import SamplingParams
     from kvad.llm import LLM
     from kvad.text.tokenizer import Tokenizer
 
-__all__ = ["check_ranges", "choose_sampling", "read_sampling", "sampling_options"]
+__all__ = ["check_sampling_ranges", "resolve_sampling_options", "parse_sampling_options", "sampling_options"]
 
 MAX_TOKENS = 128  # where neither the caller nor the checkpoint says
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 _NUMBERS: tuple[tuple[str, type, str], ...] = (
     ("--temperature", float, "0 is greedy [default: 1]."),
@@ -43,7 +43,7 @@ _NUMBERS: tuple[tuple[str, type, str], ...] = (
 _FIELDS = tuple(flag.removeprefix("--").replace("-", "_") for flag, _, _ in _NUMBERS)
 
 
-def sampling_options(command: Command) -> Command:
+def sampling_options(command: CommandT) -> CommandT:
     """All of them but ``--n`` and the log-probabilities, which only ``kvad generate`` has."""
     options = [
         click.option("--max-tokens", type=int, help="New tokens, at most [default: 128; --endless: no end]."),
@@ -58,7 +58,7 @@ def sampling_options(command: Command) -> Command:
     return command
 
 
-def read_sampling(options: Mapping[str, Any]) -> dict[str, Any]:
+def parse_sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """What was given, by the names of :class:`Sampling`; the rest is the checkpoint's to say.
 
     RequestError for a value out of range.
@@ -66,25 +66,27 @@ def read_sampling(options: Mapping[str, Any]) -> dict[str, Any]:
     names = (*_FIELDS, "max_tokens", "n", "logprobs", "prompt_logprobs")
     several = {"logit_bias": _biases(options["logit_bias"]), "stop": tuple(options["stop"])}
     several["ignore_eos"] = options["ignore_eos"]
-    asked = {**given(options, names), **{name: value for name, value in several.items() if value}}
-    check_ranges({"max_tokens": MAX_TOKENS, **asked})
+    asked = {**explicit_options(options, names), **{name: value for name, value in several.items() if value}}
+    check_sampling_ranges({"max_tokens": MAX_TOKENS, **asked})
     return asked
 
 
-def check_ranges(asked: Mapping[str, Any]) -> None:
+def check_sampling_ranges(asked: Mapping[str, Any]) -> None:
     """RequestError for a value out of range, before anything is opened.  What is said of a search without --beams may
     be for the checkpoint's own search: whether it has one is found when it is opened."""
-    from kvad.engine.request import SEARCHED, Sampling
+    from kvad.engine.request import BEAM_ONLY_FIELDS, SamplingParams
 
-    of_beams = {} if "beams" in asked else given(asked, SEARCHED)
-    Sampling.of(beams=2, **of_beams)
-    Sampling.of(**{name: value for name, value in asked.items() if name not in of_beams})
+    of_beams = {} if "beams" in asked else explicit_options(asked, BEAM_ONLY_FIELDS)
+    SamplingParams.from_options(beams=2, **of_beams)
+    SamplingParams.from_options(**{name: value for name, value in asked.items() if name not in of_beams})
 
 
-def choose_sampling(llm: LLM, asked: Mapping[str, Any], words: Sequence[str], *, endless: bool = False) -> Sampling:
+def resolve_sampling_options(
+    llm: LLM, asked: Mapping[str, Any], words: Sequence[str], *, endless: bool = False
+) -> SamplingParams:
     """The options over the checkpoint's own defaults, with the bad words as this tokenizer spells them.  ``endless``:
     what is not said of the length is no length."""
-    chosen = llm.sampling(**asked)
+    chosen = llm.sampling_params(**asked)
     if endless and "max_tokens" not in asked:
         chosen = replace(chosen, max_tokens=None)
     elif chosen.max_tokens is None:
@@ -103,7 +105,7 @@ def _biases(pairs: Sequence[str]) -> dict[int, float]:
     return biases
 
 
-def _with_bad_words(sampling: Sampling, words: Sequence[str], tokenizer: Tokenizer | None) -> Sampling:
+def _with_bad_words(sampling: SamplingParams, words: Sequence[str], tokenizer: Tokenizer | None) -> SamplingParams:
     """Each text as it is spelled, and as it is spelled after a space: to a tokenizer those are different tokens."""
     if not words:
         return sampling
@@ -112,4 +114,4 @@ def _with_bad_words(sampling: Sampling, words: Sequence[str], tokenizer: Tokeniz
     if "" in words:
         raise RequestError("--bad-word: an empty text would ban nothing or everything")
     spelled = {tuple(tokenizer.encode(text)) for word in words for text in (word, f" {word}")}
-    return replace(sampling, bad_words=(*sampling.bad_words, *sorted(spelled)))
+    return replace(sampling, bad_words_ids=(*sampling.bad_words_ids, *sorted(spelled)))

@@ -15,32 +15,41 @@ from typing import Any, TypeVar
 import click
 
 from kvad.cache.entry import Header, read_header
-from kvad.cache.formats import joined
-from kvad.cache.full import GOES_ON
-from kvad.cache.sessions import KIND, VARIABLE, check_ours, default_folder, history, listed, named, sweep
-from kvad.cli.common import emit_json, format_bytes, json_option, model_argument, words_folder
-from kvad.cli.helping import Sectioned
-from kvad.cli.policies import policies_asked
-from kvad.cli.running import Interrupt, cache_options, open_llm, read_text
-from kvad.cli.sampling import choose_sampling, read_sampling, sampling_options
-from kvad.errors import EntryError, SaveError, UsageError, counted
+from kvad.cache.formats import join_format_names
+from kvad.cache.full import CONTINUING_MODES
+from kvad.cache.sessions import (
+    CONTAINER_KIND,
+    SESSION_DIR_VARIABLE,
+    check_overwritable,
+    default_session_dir,
+    list_sessions,
+    read_tokens,
+    remove_session_leftovers,
+    session_path,
+)
+from kvad.cli.common import emit_json, format_bytes, json_option, model_argument, tokenizer_folder
+from kvad.cli.helping import SectionedCommand
+from kvad.cli.policies import parse_policy_options
+from kvad.cli.running import InterruptFlag, add_cache_options, open_llm, read_prompt_text
+from kvad.cli.sampling import parse_sampling_options, resolve_sampling_options, sampling_options
+from kvad.errors import SaveError, StorageError, UsageError, format_count
 
-__all__ = ["as_saved", "saved", "session", "sessions_option"]
+__all__ = ["with_saved_options", "read_session_header", "session_group", "sessions_option"]
 
-Command = TypeVar("Command", bound=Callable[..., Any])
-SHOWN = 32  # tokens at the end of a session
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+MAX_SHOWN_TOKENS = 32  # tokens at the end of a session
 
 name_argument = click.argument("name", metavar="NAME")
 sessions_option = click.option(
     "--sessions",
-    envvar=VARIABLE,
+    envvar=SESSION_DIR_VARIABLE,
     metavar="FOLDER",
     type=click.Path(path_type=Path, file_okay=False),
-    help=f"Where sessions are [default: {VARIABLE}, else the user's data folder].",
+    help=f"Where sessions are [default: {SESSION_DIR_VARIABLE}, else the user's data folder].",
 )
 
 
-def prompt_options(command: Command) -> Command:
+def prompt_options(command: CommandT) -> CommandT:
     options = [
         click.option("--prompt", metavar="TEXT", help="What is added to the session; - reads standard input."),
         click.option(
@@ -54,7 +63,7 @@ def prompt_options(command: Command) -> Command:
 
 
 @click.group()
-def session() -> None:
+def session_group() -> None:
     """Save what the cache holds of a text, and go on from it in another process without computing it again.
 
     \b
@@ -64,72 +73,72 @@ def session() -> None:
     """
 
 
-@session.command(cls=Sectioned)
+@session_group.command(cls=SectionedCommand)
 @model_argument
 @name_argument
 @prompt_options
-@cache_options
+@add_cache_options
 @sessions_option
 @click.option("--replace", "over", is_flag=True, help="Write over a session of this name.")
 @json_option
-def save(model: Path, name: str, over: bool, as_json: bool, **options: Any) -> None:
+def session_save(model: Path, name: str, over: bool, as_json: bool, **options: Any) -> None:
     """Read a text into the cache, and save it as session NAME.
 
     \b
     kvad session save runs/demo notes --file notes.txt
     cat notes.txt | kvad session save runs/demo notes --prompt - --policy "sinks(4, 1020)"
     """
-    text = read_text(options["prompt"], options["file"])
+    text = read_prompt_text(options["prompt"], options["file"])
     if not text:
         raise UsageError("there is no text to save", "--prompt TEXT, or --file FILE")
-    path = named(name, _folder(options))
+    path = session_path(name, _session_folder(options))
     if path.exists() and not over:
         raise UsageError(f"session {name} exists", "--replace writes over it; kvad session load goes on with it")
-    policies_asked(options)
+    parse_policy_options(options)
     _prepare(path)
     with open_llm(model, options, rows=1) as llm:
         opened = llm.session()
         opened.path, opened.name = path, name
-        opened.read(text, source=options["source"])
+        opened.append(text, source=options["source"])
         nbytes = opened.save()
         tokens = len(opened.tokens)
     if as_json:
         emit_json({"session": name, "path": path, "tokens": tokens, "bytes": nbytes})
     else:
-        click.echo(f"{name}: {counted(tokens, 'token')}, {format_bytes(nbytes)} in {path}")
+        click.echo(f"{name}: {format_count(tokens, 'token')}, {format_bytes(nbytes)} in {path}")
 
 
-@session.command(cls=Sectioned)
+@session_group.command(cls=SectionedCommand)
 @model_argument
 @name_argument
 @prompt_options
 @sampling_options
-@cache_options
+@add_cache_options
 @sessions_option
 @click.option("--no-save", is_flag=True, help="Leave the session as it was.")
 @json_option
-def load(model: Path, name: str, no_save: bool, as_json: bool, **options: Any) -> None:
+def session_continue(model: Path, name: str, no_save: bool, as_json: bool, **options: Any) -> None:
     """Go on with session NAME: add a text, print how it continues, and save it.
 
     \b
     kvad session load runs/demo notes --prompt "In short: " --max-tokens 64 --temperature 0
     """
-    given, text = read_sampling(options), read_text(options["prompt"], options["file"])
-    path, header = saved(name, options)
-    policies_asked(options)
-    with open_llm(model, as_saved(options, header), rows=1) as llm:
+    given, text = parse_sampling_options(options), read_prompt_text(options["prompt"], options["file"])
+    path, header = read_session_header(name, options)
+    parse_policy_options(options)
+    with open_llm(model, with_saved_options(options, header), rows=1) as llm:
         opened = llm.session(path)
         opened.name = name
-        before, sampling = len(opened.tokens), choose_sampling(llm, given, options["bad_word"])
+        before, sampling = len(opened.tokens), resolve_sampling_options(llm, given, options["bad_word"])
         if "seed" not in given and not sampling.greedy:
             sampling = replace(sampling, seed=opened.seed)
         said, finish = "", "cancelled"
-        with Interrupt() as stop, closing(opened.stream(text, sampling, source=options["source"])) as pieces:
+        with InterruptFlag() as stop, closing(opened.stream(text, sampling, source=options["source"])) as pieces:
             for piece in pieces:
-                said, finish = said + piece.text, piece.finish or finish
+                said, finish = said + piece.text, piece.finish_reason or finish
                 if not as_json:
-                    click.echo(piece.text if llm.tokenizer is not None else f"{piece.token} ", nl=False)
-                if stop.asked:
+                    click.echo(piece.text if llm.tokenizer is not None else f"{piece.token_id} ", nl=False)
+                if stop.requested:
                     break
         told = {
             "session": name,
@@ -148,25 +157,29 @@ def load(model: Path, name: str, no_save: bool, as_json: bool, **options: Any) -
     else:
         click.echo()
         missed = f" ({told['missed']})" if told["missed"] else ""
-        click.echo(f"kvad: {told['restored']:,} of {counted(before, 'token')} restored{missed}", err=True)
-    click.get_current_context().exit(130 if stop.asked else 0)
+        click.echo(f"kvad: {told['restored']:,} of {format_count(before, 'token')} restored{missed}", err=True)
+    click.get_current_context().exit(130 if stop.requested else 0)
 
 
-@session.command(name="list")
+@session_group.command(name="list")
 @sessions_option
 @json_option
-def list_command(as_json: bool, **options: Any) -> None:
+def session_list(as_json: bool, **options: Any) -> None:
     """The sessions that there are.  Files that are damaged, or none of ours, are named as such.
 
     \b
     kvad session list
     kvad session list --sessions /mnt/sessions --json
     """
-    folder = _folder(options)
-    sweep(folder)
-    found = list(listed(folder))
+    folder = _session_folder(options)
+    remove_session_leftovers(folder)
+    found = list(list_sessions(folder))
     rows = [
-        {"name": each.path.stem, "state": each.state, **(_summary(each.header) if each.header else {"says": each.says})}
+        {
+            "name": each.path.stem,
+            "state": each.state,
+            **(_summary(each.header) if each.header else {"says": each.problem}),
+        }
         for each in found
     ]
     if as_json:
@@ -183,14 +196,14 @@ def list_command(as_json: bool, **options: Any) -> None:
         click.echo(f"{row['name']:<{width}}  {row['tokens']:>9,} tokens  {size:>10}  {row['saved']}  {row['model']}")
 
 
-@session.command()
+@session_group.command()
 @name_argument
 @click.option(
     "--model", metavar="MODEL", type=click.Path(path_type=Path), help="Its model: to show the end of the text."
 )
 @sessions_option
 @json_option
-def show(name: str, model: Path | None, as_json: bool, **options: Any) -> None:
+def session_show(name: str, model: Path | None, as_json: bool, **options: Any) -> None:
     """What a session is: of which model, how it is kept, how long; with --model the end of its text.
 
     Its header is read, no more: kvad doctor FOLDER reads every byte.
@@ -199,15 +212,15 @@ def show(name: str, model: Path | None, as_json: bool, **options: Any) -> None:
     kvad session show notes
     kvad session show notes --model runs/demo
     """
-    path, header = saved(name, options)
-    told: dict[str, Any] = {"name": name, "path": path, **_summary(header), "identity": dict(header.identity)}
+    path, header = read_session_header(name, options)
+    told: dict[str, Any] = {"name": name, "path": path, **_summary(header), "identity": dict(header.fingerprint)}
     if model is not None:
         from kvad.text.tokenizer import load_tokenizer
 
-        tokenizer = load_tokenizer(model if model.is_file() else words_folder(model))
-        if tokenizer.fingerprint() != header.identity["tokenizer"]:
-            raise EntryError(f"session {name}: its tokens are of another tokenizer than {model}", why="other")
-        told["end"] = tokenizer.decode(history(path, SHOWN), skip_specials=False)
+        tokenizer = load_tokenizer(model if model.is_file() else tokenizer_folder(model))
+        if tokenizer.fingerprint() != header.fingerprint["tokenizer"]:
+            raise StorageError(f"session {name}: its tokens are of another tokenizer than {model}", reason="other")
+        told["end"] = tokenizer.decode(read_tokens(path, MAX_SHOWN_TOKENS), skip_specials=False)
     if as_json:
         emit_json(told)
         return
@@ -222,22 +235,22 @@ def show(name: str, model: Path | None, as_json: bool, **options: Any) -> None:
         click.echo(f"{key:<10}  {value}")
 
 
-@session.command()
+@session_group.command()
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
 @sessions_option
 @json_option
-def rm(names: tuple[str, ...], as_json: bool, **options: Any) -> None:
+def session_rm(names: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Remove sessions.  A file that is none is left as it is.
 
     \b
     kvad session rm notes
     """
-    folder = _folder(options)
-    paths = [named(name, folder) for name in names]
+    folder = _session_folder(options)
+    paths = [session_path(name, folder) for name in names]
     for name, path in zip(names, paths, strict=True):
         if not path.exists():
             raise UsageError(f"there is no session {name} in {folder}", "kvad session list has their names")
-        check_ours(path)
+        check_overwritable(path)
     for path in dict.fromkeys(paths):
         path.unlink()
     if as_json:
@@ -247,16 +260,16 @@ def rm(names: tuple[str, ...], as_json: bool, **options: Any) -> None:
 # ---------------------------------------------------------------- what they share
 
 
-def saved(name: str, options: Mapping[str, Any]) -> tuple[Path, Header]:
+def read_session_header(name: str, options: Mapping[str, Any]) -> tuple[Path, Header]:
     """The file of session ``name``, and its header.  UsageError: there is none; EntryError: it is damaged, or another
     file."""
-    path = named(name, _folder(options))
+    path = session_path(name, _session_folder(options))
     return path, _session(path)
 
 
-def as_saved(options: Mapping[str, Any], header: Header) -> dict[str, Any]:
+def with_saved_options(options: Mapping[str, Any], header: Header) -> dict[str, Any]:
     """A command's options, and where they say nothing of the cache, what the session was made with."""
-    said, cache = dict(options), header.facts.get("said", {}).get("cache", {})
+    said, cache = dict(options), header.metadata.get("said", {}).get("cache", {})
     together = (
         {"policy": "policy", "on_full": "on_full", "endless": "endless"},
         {"cache_dtype": "dtype", "cache_keys": "keys", "cache_values": "values"},
@@ -266,7 +279,7 @@ def as_saved(options: Mapping[str, Any], header: Header) -> dict[str, Any]:
     for names in together:
         if not any(options.get(option) for option in names):
             said.update({option: cache.get(field) for option, field in names.items()})
-    if cache.get("on_full") in GOES_ON and options.get("context") is None:
+    if cache.get("on_full") in CONTINUING_MODES and options.get("context") is None:
         said["context"] = cache.get("capacity")  # it decides what such a policy keeps
     return {**said, "endless": bool(said["endless"])}
 
@@ -275,41 +288,41 @@ def _prepare(path: Path) -> None:
     """Before a text is computed for it: the folder can be had, and no file that is none of ours stands there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        sweep(path.parent)
-        check_ours(path)
+        remove_session_leftovers(path.parent)
+        check_overwritable(path)
     except OSError as error:
         raise SaveError(f"{path}: {error.strerror}", "name another folder: --sessions FOLDER") from None
 
 
-def _folder(options: Mapping[str, Any]) -> Path:
+def _session_folder(options: Mapping[str, Any]) -> Path:
     folder = options["sessions"]
-    return folder if folder is not None else default_folder()
+    return folder if folder is not None else default_session_dir()
 
 
 def _session(path: Path) -> Header:
     """The header of a session.  UsageError where there is none; EntryError for a file that is damaged or another."""
     try:
         header = read_header(path)
-    except EntryError as error:
-        if error.why != "missing":
+    except StorageError as error:
+        if error.reason != "missing":
             raise
         raise UsageError(
             f"there is no session {path.stem} in {path.parent}", "kvad session list has their names"
         ) from None
-    if header.kind != KIND:
-        raise EntryError(f"{path}: it is a {header.kind}, no session", "it is left as it is", why="alien")
+    if header.kind != CONTAINER_KIND:
+        raise StorageError(f"{path}: it is a {header.kind}, no session", "it is left as it is", reason="alien")
     return header
 
 
 def _summary(header: Header) -> dict[str, Any]:
-    facts = header.facts
+    facts = header.metadata
     said = facts.get("said", {})
     return {
         "tokens": facts.get("history", 0),
         "restored": facts.get("length", 0),
         "bytes": header.nbytes,
-        "policy": header.identity.get("policy", ""),
-        "formats": joined(header.identity.get("keys", ""), header.identity.get("values", "")),
+        "policy": header.fingerprint.get("policy", ""),
+        "formats": join_format_names(header.fingerprint.get("keys", ""), header.fingerprint.get("values", "")),
         **{key: said.get(key, "") for key in ("model", "created", "saved", "kvad", "seed")},
         "cache": said.get("cache", {}),
     }

@@ -12,26 +12,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvad.cli.common import Line, format_bytes, since
-from kvad.cli.gave_way import gave_way, gave_way_lines
-from kvad.cli.tiers import TierUse, tier_lines, tier_use
-from kvad.errors import counted
+from kvad.cli.common import Line, counter_diff, format_bytes
+from kvad.cli.gave_way import preemption_diff, preemption_lines
+from kvad.cli.tiers import PrefixCacheUse, prefix_cache_lines, prefix_cache_use
+from kvad.errors import format_count
 
 if TYPE_CHECKING:
-    from kvad.cache.sizing import Group
-    from kvad.cache.spill import SpillStats
-    from kvad.engine.engine import Piece
-    from kvad.engine.scheduler import Usage
-    from kvad.engine.swaps import SwapStats
+    from kvad.cache.sizing import CacheGroup
+    from kvad.cache.spill import OffloadStats
+    from kvad.engine.engine import StreamChunk
+    from kvad.engine.scheduler import RequestMetrics
+    from kvad.engine.swaps import PreemptionStats
     from kvad.llm import LLM
 
-__all__ = ["GroupUse", "Meter", "RunStats", "cache_lines", "group_use", "stats_lines"]
+__all__ = ["CacheGroupUse", "RunMeter", "RunStats", "cache_lines", "group_use", "stats_lines"]
 
-ENDS = {"max_tokens": "--max-tokens", "model": "the model's limit", "cache": "the cache's", "pool": "a full pool"}
+LIMIT_TEXTS = {
+    "max_tokens": "--max-tokens",
+    "model": "the model's limit",
+    "cache": "the cache's",
+    "pool": "a full pool",
+}
 
 
 @dataclass(frozen=True)
-class GroupUse:
+class CacheGroupUse:
     """Blocks of one cache group: read by rows now, at the peak, kept for reuse, free, left free by admissions; and
     bytes, columns and scales included.  ``stored``: the format of its keys and values; ``form``: "hot", or what older
     tokens are there: "packed", "summarised", "spilled"."""
@@ -48,7 +53,7 @@ class GroupUse:
     pool_bytes: int
     scale_bytes: int
     stored: str
-    form: str = "hot"
+    description: str = "hot"
 
 
 @dataclass(frozen=True)
@@ -66,92 +71,92 @@ class RunStats:
     engine_ms: float
     model_ms: float
     steps: int
-    cache: tuple[GroupUse, ...]
+    cache: tuple[CacheGroupUse, ...]
     prefix_hits: int
     prefix_misses: int
     preemptions: int
-    gave_way: SwapStats
+    preemptions_by_kind: PreemptionStats
     evictions: int
-    ended: Mapping[str, int]
-    spilled: SpillStats | None
-    tiers: TierUse | None
+    finish_limits: Mapping[str, int]
+    offload: OffloadStats | None
+    prefix_cache: PrefixCacheUse | None
 
 
-def group_use(llm: LLM) -> tuple[GroupUse, ...]:
+def group_use(llm: LLM) -> tuple[CacheGroupUse, ...]:
     """The cache as it is now, group by group; its peak since the last :class:`Meter` was made."""
-    from kvad.cache.formats import joined
+    from kvad.cache.formats import join_format_names
     from kvad.cache.sizing import group_bytes
 
-    ledger, made = llm.engine.ledger, []
+    ledger, made = llm.engine.kv_cache_manager, []
     stats = ledger.stats()
     for index, group in enumerate(ledger.groups):
         size = group_bytes(group)
         made.append(
-            GroupUse(
+            CacheGroupUse(
                 layers=len(group.layers),
-                window=group.mixer.window,
+                window=group.spec.window,
                 used=stats.used[index],
                 peak=stats.peak[index],
                 evictable=stats.evictable[index],
                 free=stats.free[index],
                 watermark=stats.watermark[index],
                 total=stats.total[index],
-                block_bytes=size.total // group.blocks,
+                block_bytes=size.total // group.num_blocks,
                 pool_bytes=size.total,
                 scale_bytes=size.scales,
-                stored=joined(group.keys, group.values),
-                form=_form(group),
+                stored=join_format_names(group.key_format, group.value_format),
+                description=_form(group),
             )
         )
     return tuple(made)
 
 
-def _form(group: Group) -> str:
-    if group.level is None:
+def _form(group: CacheGroup) -> str:
+    if group.lower_level is None:
         return "hot"
-    return "spilled" if group.level.spilled else "packed" if group.level.ratio == 1 else "summarised"
+    return "spilled" if group.lower_level.is_offloaded else "packed" if group.lower_level.ratio == 1 else "summarised"
 
 
-def spilled(llm: LLM) -> SpillStats | None:
+def offload_use(llm: LLM) -> OffloadStats | None:
     """Since the engine started; None for a cache that spills nothing."""
-    spill = llm.engine.memory.spill
+    spill = llm.engine.kv_cache.offload_reader
     return None if spill is None else spill.stats()
 
 
-class Meter:
+class RunMeter:
     """Counts one run: make it before the first request, show it every piece, ask it at the end."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        self._times, self._ledger = replace(llm.engine.times), llm.engine.ledger.stats()
-        self._swaps = llm.engine.swaps.stats()
-        llm.engine.ledger.restart_peak()
-        self._before = spilled(llm)
-        self._usages: dict[int, Usage] = {}
+        self._times, self._ledger = replace(llm.engine.times), llm.engine.kv_cache_manager.stats()
+        self._swaps = llm.engine.preemption.stats()
+        llm.engine.kv_cache_manager.reset_peak()
+        self._before = offload_use(llm)
+        self._usages: dict[int, RequestMetrics] = {}
         self._ended: Counter[str] = Counter()
         self._tokens = 0
         self._began, self._first = time.perf_counter(), 0.0
 
-    def see(self, piece: Piece) -> None:
+    def add(self, piece: StreamChunk) -> None:
         if piece.request not in self._usages:
-            self._usages[piece.request] = self._llm.engine.usage(piece.request)
-        if piece.token is not None:
+            self._usages[piece.request] = self._llm.engine.metrics(piece.request)
+        if piece.token_id is not None:
             self._tokens += 1
             self._first = self._first or time.perf_counter()
-        if piece.finish is not None:
-            self._ended[piece.limit or piece.finish] += 1
+        if piece.finish_reason is not None:
+            self._ended[piece.limit or piece.finish_reason] += 1
 
-    def usage(self, request: int) -> Usage:
+    def usage(self, request: int) -> RequestMetrics:
         return self._usages[request]
 
     def stats(self) -> RunStats:
-        end, times, ledger = time.perf_counter(), self._llm.engine.times, self._llm.engine.ledger.stats()
+        end, times, ledger = time.perf_counter(), self._llm.engine.times, self._llm.engine.kv_cache_manager.stats()
         first = self._first or end
         model, total = times.model - self._times.model, times.total - self._times.total
         usages = self._usages.values()
         return RunStats(
-            prompt_tokens=sum(usage.prompt for usage in usages),
-            cached_tokens=sum(usage.cached for usage in usages),
+            prompt_tokens=sum(usage.num_prompt_tokens for usage in usages),
+            cached_tokens=sum(usage.num_cached_tokens for usage in usages),
             completion_tokens=self._tokens,
             seconds=end - self._began,
             first_token=first - self._began,
@@ -162,60 +167,67 @@ class Meter:
             cache=group_use(self._llm),
             prefix_hits=ledger.hits - self._ledger.hits,
             prefix_misses=ledger.misses - self._ledger.misses,
-            preemptions=sum(usage.preemptions for usage in usages),
-            gave_way=gave_way(self._swaps, self._llm.engine.swaps.stats()),
+            preemptions=sum(usage.num_preemptions for usage in usages),
+            preemptions_by_kind=preemption_diff(self._swaps, self._llm.engine.preemption.stats()),
             evictions=sum(ledger.evictions) - sum(self._ledger.evictions),
-            ended=dict(self._ended),
-            spilled=_spilled_since(self._before, spilled(self._llm)),
-            tiers=tier_use(self._llm),
+            finish_limits=dict(self._ended),
+            offload=_offload_since(self._before, offload_use(self._llm)),
+            prefix_cache=prefix_cache_use(self._llm),
         )
 
 
-def _spilled_since(before: SpillStats | None, now: SpillStats | None) -> SpillStats | None:
-    return None if now is None or before is None else since(before, now, ("written", "from_ram", "from_disk", "failed"))
+def _offload_since(before: OffloadStats | None, now: OffloadStats | None) -> OffloadStats | None:
+    return (
+        None
+        if now is None or before is None
+        else counter_diff(before, now, ("written", "from_ram", "from_disk", "failed"))
+    )
 
 
 def stats_lines(stats: RunStats) -> list[str]:
-    tokens = counted(stats.completion_tokens, "token")
-    ended = ", ".join(f"{count} by {ENDS.get(by, by)}" for by, count in stats.ended.items())
+    tokens = format_count(stats.completion_tokens, "token")
+    ended = ", ".join(f"{count} by {LIMIT_TEXTS.get(by, by)}" for by, count in stats.finish_limits.items())
     lines = [
-        ("prompt", f"{counted(stats.prompt_tokens, 'token')}, {stats.cached_tokens} of them from the prefix cache"),
-        ("generated", f"{tokens} in {stats.seconds:.3f} s, {counted(stats.steps, 'step')}"),
+        (
+            "prompt",
+            f"{format_count(stats.prompt_tokens, 'token')}, {stats.cached_tokens} of them from the prefix cache",
+        ),
+        ("generated", f"{tokens} in {stats.seconds:.3f} s, {format_count(stats.steps, 'step')}"),
         ("speed", f"{stats.tokens_per_second:.1f} tokens/s, the first token after {1e3 * stats.first_token:.1f} ms"),
         ("per token", f"{stats.model_ms:.2f} ms in the model, {stats.engine_ms:.3f} ms in the engine"),
         *cache_lines(stats.cache),
-        *spill_lines(stats.spilled),
-        ("prefix", f"{counted(stats.prefix_hits, 'hit')}, {counted(stats.prefix_misses, 'miss', 'misses')}"),
-        *tier_lines(stats.tiers),
-        ("pressure", f"{counted(stats.preemptions, 'preemption')}, {counted(stats.evictions, 'eviction')}"),
-        *gave_way_lines(stats.gave_way),
+        *offload_lines(stats.offload),
+        ("prefix", f"{format_count(stats.prefix_hits, 'hit')}, {format_count(stats.prefix_misses, 'miss', 'misses')}"),
+        *prefix_cache_lines(stats.prefix_cache),
+        ("pressure", f"{format_count(stats.preemptions, 'preemption')}, {format_count(stats.evictions, 'eviction')}"),
+        *preemption_lines(stats.preemptions_by_kind),
         ("ended", ended or "nothing"),
     ]
     return [f"{what:<10} {line}" for what, line in lines]
 
 
-def cache_lines(groups: Sequence[GroupUse]) -> list[Line]:
+def cache_lines(groups: Sequence[CacheGroupUse]) -> list[Line]:
     """One line per group of layers."""
     return [("cache", _cache_line(use)) for use in groups]
 
 
-def _cache_line(use: GroupUse) -> str:
+def _cache_line(use: CacheGroupUse) -> str:
     scales = f", {format_bytes(use.scale_bytes)} of it scales" if use.scale_bytes else ""
     what = "all tokens" if use.window is None else f"window of {use.window}"
     return (
-        f"{counted(use.layers, 'layer')}, {what if use.form == 'hot' else f'older tokens, {use.form}'}: "
-        f"{use.used} of {counted(use.total, 'block')} in use, {use.evictable} kept for reuse, {use.free} free "
+        f"{format_count(use.layers, 'layer')}, {what if use.description == 'hot' else f'older tokens, {use.description}'}: "
+        f"{use.used} of {format_count(use.total, 'block')} in use, {use.evictable} kept for reuse, {use.free} free "
         f"(watermark {use.watermark}); "
         f"peak {use.peak} = {format_bytes(use.peak * use.block_bytes)} of {format_bytes(use.pool_bytes)} "
         f"in {use.stored}{scales}"
     )
 
 
-def spill_lines(spill: SpillStats | None) -> list[Line]:
+def offload_lines(spill: OffloadStats | None) -> list[Line]:
     if spill is None:
         return []
     where = "" if spill.folder is None else f", {format_bytes(spill.from_disk)} from disk"
-    files = "" if spill.folder is None else f"; {format_bytes(spill.on_disk)} of files in {spill.folder}"
-    failed = f"; {counted(spill.failed, 'operation')} on the disk failed" if spill.failed else ""
+    files = "" if spill.folder is None else f"; {format_bytes(spill.disk_bytes)} of files in {spill.folder}"
+    failed = f"; {format_count(spill.failed, 'operation')} on the disk failed" if spill.failed else ""
     read = f"{format_bytes(spill.from_ram)} read from memory{where}"
     return [("spilled", f"{format_bytes(spill.written)} written, {read}{files}{failed}")]

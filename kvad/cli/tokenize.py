@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvad.cli.common import emit_json, json_option, token_ids, words_folder
+from kvad.cli.common import emit_json, json_option, token_ids, tokenizer_folder
 from kvad.cli.running import read_stdin
 
 if TYPE_CHECKING:
     from kvad.text.tokenizer import Tokenizer
 
-__all__ = ["tokenize"]
+__all__ = ["tokenize_command"]
 
 
 @click.command()
@@ -23,7 +23,7 @@ __all__ = ["tokenize"]
 @click.option("--ids", is_flag=True, help="Print the ids only, on one line.")
 @click.option("--decode", is_flag=True, help="TEXT is a list of ids: print the text that they spell.")
 @json_option
-def tokenize(source: Path, text: str | None, ids: bool, decode: bool, as_json: bool) -> None:
+def tokenize_command(source: Path, text: str | None, ids: bool, decode: bool, as_json: bool) -> None:
     """Show the tokens of TEXT; `-`, or nothing, reads standard input.
 
     \b
@@ -35,21 +35,21 @@ def tokenize(source: Path, text: str | None, ids: bool, decode: bool, as_json: b
 
     if ids and decode:
         raise click.UsageError("--ids and --decode exclude each other: one prints ids, the other reads them.")
-    tokenizer = load_tokenizer(source if source.is_file() else words_folder(source))
+    tokenizer = load_tokenizer(source if source.is_file() else tokenizer_folder(source))
     text = read_stdin() if text is None or text == "-" else text
     tokens = token_ids(text, "--decode") if decode else tokenizer.encode(text)
     spelled = tokenizer.decode(tokens, skip_specials=False) if decode else text
     if as_json:
-        emit_json(_as_json(tokenizer, spelled, tokens))
+        emit_json(_token_json(tokenizer, spelled, tokens))
     elif decode:
         click.echo(spelled)
     elif ids:
         click.echo(" ".join(map(str, tokens)))
     else:
-        _table(tokenizer, spelled, tokens)
+        _token_table(tokenizer, spelled, tokens)
 
 
-def _table(tokenizer: Tokenizer, text: str, tokens: Sequence[int]) -> None:
+def _token_table(tokenizer: Tokenizer, text: str, tokens: Sequence[int]) -> None:
     pieces = [tokenizer.token_text(token) for token in tokens]
     width = max(map(len, pieces), default=5)
     click.echo(f"{'place':>6} {'id':>7}  {'piece':<{width}}  bytes")
@@ -60,7 +60,7 @@ def _table(tokenizer: Tokenizer, text: str, tokens: Sequence[int]) -> None:
     click.echo(f"{len(tokens)} tokens, {len(set(tokens))} different; {len(text)} characters, {size} bytes{each}")
 
 
-def _as_json(tokenizer: Tokenizer, text: str, tokens: Sequence[int]) -> object:
+def _token_json(tokenizer: Tokenizer, text: str, tokens: Sequence[int]) -> object:
     size = len(text.encode("utf-8"))
     return {
         "kind": tokenizer.kind,

@@ -10,45 +10,45 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvad.cli.common import console, emit_json, json_option, number_in, with_rows
-from kvad.errors import UsageError, counted, nearest
+from kvad.cli.common import console, emit_json, json_option, parse_optional_number, with_seq_len
+from kvad.errors import UsageError, format_count, suggest
 
 if TYPE_CHECKING:
     from kvad.train.config import RunConfig
-    from kvad.train.material import Named
-    from kvad.train.peers import Peers
-    from kvad.train.reports import Callback, Outcome
+    from kvad.train.material import CorpusArgument
+    from kvad.train.peers import DataParallelGroup
+    from kvad.train.reports import Callback, TrainingResult
 
-__all__ = ["draw_loss_curve", "train"]
+__all__ = ["draw_loss_curve", "train_command"]
 
-KINDS = ("bpe", "byte", "char", "word")
+TOKENIZER_KINDS = ("bpe", "byte", "char", "word")
 
 # flag -> where its value goes in a run file
-PLACES = {
+FLAG_KEYS = {
     "preset": "model.preset",
-    "context": "data.context",
-    "suffixes": "data.suffixes",
-    "errors": "data.errors",
-    "validation": "data.validation",
+    "context": "data.seq_len",
+    "suffixes": "data.file_suffixes",
+    "errors": "data.encoding_errors",
+    "validation": "data.validation_fraction",
     "vocab_size": "tokenizer.vocab_size",
-    "batch": "train.batch",
-    "accumulate": "train.accumulate",
+    "batch": "train.batch_size",
+    "accumulate": "train.gradient_accumulation_steps",
     "steps": "train.steps",
     "minutes": "train.minutes",
     "lr": "optim.lr",
     "min_lr": "optim.min_lr",
-    "warmup": "optim.warmup",
+    "warmup": "optim.warmup_steps",
     "seed": "train.seed",
     "precision": "train.precision",
     "device": "train.device",
-    "eval_every": "train.eval_every",
-    "save_every": "train.save_every",
+    "eval_every": "train.eval_interval",
+    "save_every": "train.save_interval",
     "objective": "objective.kind",
     "lora_rank": "lora.rank",
     "tensorboard": "train.tensorboard",
-    "check_cache": "watch.check_cache",
-    "prompts": "watch.prompts",
-    "bleu": "watch.bleu",
+    "check_cache": "callbacks.check_cache",
+    "prompts": "callbacks.prompts",
+    "bleu": "callbacks.bleu_samples",
 }
 
 
@@ -73,7 +73,7 @@ TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
     "assignments",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Set any key of the run: optim.lr=1e-3; the model's need no table: decoder.layers=4.",
+    help="Set any key of the run: optim.lr=1e-3; the model's need no table: decoder.num_layers=4.",
 )
 @click.option(
     "--objective",
@@ -129,7 +129,7 @@ TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
 @click.option("--overwrite", is_flag=True, help="Let a run that --out holds give way.")
 @click.option("--dry-run", is_flag=True, help="Train nothing: what would it take? Memory, FLOPs, hours here, disk.")
 @json_option
-def train(
+def train_command(
     corpus: tuple[Path, ...],
     pairs: tuple[tuple[Path, Path], ...],
     validation: str | None,
@@ -157,17 +157,17 @@ def train(
     kvad train runs/shakespeare-char-cpu.toml input.txt --dry-run
     kvad train runs/shakespeare-char-cpu.toml input.txt --out runs/shakespeare
     kvad train src/ docs/ --suffix .py --suffix .md --out runs/code --minutes 30
-    kvad train runs/mine.toml corpus/ --out runs/mine --set optim.lr=3e-4 --set decoder.layers=4
+    kvad train runs/mine.toml corpus/ --out runs/mine --set optim.lr=3e-4 --set decoder.num_layers=4
     kvad train pairs.tsv --preset transformer-base --vocab-size 37000 --out runs/translate
     kvad train --pairs train.de train.en --validation-pairs val.de val.en --preset transformer-tiny --out runs/de-en
     kvad train train.tsv --validation dev.tsv --objective tag --preset encoder-tiny --out runs/tags
     kvad train talks.jsonl --objective chat --init runs/mine --out runs/chat
     kvad train --resume --out runs/mine
     kvad train more/ --init runs/mine --lr 1e-4 --out runs/tuned
-    kvad train more/ --init ./SmolLM2-135M --lora 8 --set lora.targets=all --out runs/adapter
+    kvad train more/ --init ./SmolLM2-135M --lora 8 --set lora.target_modules=all --out runs/adapter
     kvad train corpus/ --objective compress --init runs/mine --set ratio=8 --out runs/summaries
     """
-    from kvad.train.board import progress_on
+    from kvad.train.board import make_progress
     from kvad.train.config import RunConfig, read_toml
 
     if resume and overwrite:
@@ -186,91 +186,95 @@ def train(
     table = {} if stored is None else stored.to_dict()
     if run_file is not None:
         table = read_toml(run_file)
-    flags["validation"] = share = number_in(validation)
+    flags["validation"] = share = parse_optional_number(validation)
     table = _with_flags(table, flags, tokenizer, assignments)
     config = RunConfig.from_dict(table)
-    peers = None if dry_run else _peers(config)
-    config = with_rows(config, table, stored)
+    peers = None if dry_run else _data_parallel(config)
+    config = with_seq_len(config, table, stored)
     held = [(Path(validation),)] if validation is not None and share is None else []
     named = _named(corpus, pairs, [*held, *validation_pairs])
     if peers is None:
-        from kvad.cli.train_plan import show
+        from kvad.cli.train_plan import show_plan
 
-        show(config, named, out, overwrite=overwrite, as_json=as_json)
+        show_plan(config, named, out, overwrite=overwrite, as_json=as_json)
         return
     assert out is not None
-    progress = progress_on(console())
+    progress = make_progress(console())
     try:
-        outcome = _run(config, named, out, [progress, *_watchers(config)], peers, resume=resume, overwrite=overwrite)
+        outcome = _run_training(
+            config, named, out, [progress, *_callbacks(config)], peers, resume=resume, overwrite=overwrite
+        )
     finally:
         progress.close()
-    if peers.leads:
-        _say(outcome, config, out, draw_loss_curve(out), as_json)
+    if peers.is_main:
+        _print_result(outcome, config, out, draw_loss_curve(out), as_json)
     if outcome.reason == "interrupted":
         click.get_current_context().exit(130)
 
 
 def _is_compressor(out: Path) -> bool:
     from kvad.checkpoint.compressor_folder import NAME
-    from kvad.checkpoint.folder import steps_of
+    from kvad.checkpoint.folder import list_steps
 
-    return any((path / NAME).is_file() for path in steps_of(out)[-1:])
+    return any((path / NAME).is_file() for path in list_steps(out)[-1:])
 
 
 def _stored_run(out: Path) -> RunConfig:
     from kvad.train import compress, job
 
-    return compress.stored_run(out)[0] if _is_compressor(out) else job.stored_run(out)[0]
+    return compress.read_summarizer_run(out)[0] if _is_compressor(out) else job.read_model_run(out)[0]
 
 
-def _watchers(config: RunConfig) -> list[Callback]:
-    if not config.watch.asked:
+def _callbacks(config: RunConfig) -> list[Callback]:
+    if not config.callbacks.requested:
         return []
-    from kvad.lab.callbacks import watchers  # the engine, which a run alone does not need
+    from kvad.lab.callbacks import build_callbacks  # the engine, which a run alone does not need
 
-    return watchers(config.watch)
+    return build_callbacks(config.callbacks)
 
 
-def _peers(config: RunConfig) -> Peers:
+def _data_parallel(config: RunConfig) -> DataParallelGroup:
     """The processes that torchrun has started.  UsageError for what one process trains."""
-    from kvad.train.peers import peers_of
+    from kvad.train.peers import init_data_parallel
 
     if config.objective.kind == "compress" and os.environ.get("WORLD_SIZE", "1") != "1":
         raise UsageError("a compressor is trained by one process", "leave torchrun out")
-    return peers_of(os.environ, config.train)
+    return init_data_parallel(os.environ, config.train)
 
 
-def _run(
+def _run_training(
     config: RunConfig,
-    named: Named,
+    named: CorpusArgument,
     out: Path,
     heard: Sequence[Callback],
-    peers: Peers,
+    peers: DataParallelGroup,
     *,
     resume: bool,
     overwrite: bool,
-) -> Outcome:
+) -> TrainingResult:
     from kvad.cache.available import available_bytes
     from kvad.train import compress, job
-    from kvad.train.config import CompressConfig
+    from kvad.train.config import SummarizerConfig
 
     if config.objective.kind == "compress":
         if resume:
-            return compress.resume(out, config=config, corpus=named, callbacks=heard)
-        return compress.train(config, named, out, overwrite=overwrite, callbacks=heard)
-    if config.compress != CompressConfig():
+            return compress.resume_summarizer(out, config=config, corpus=named, callbacks=heard)
+        return compress.train_summarizer(config, named, out, overwrite=overwrite, callbacks=heard)
+    if config.summarizer != SummarizerConfig():
         raise UsageError("[compress] is for --objective compress", "--init MODEL alone goes on from a checkpoint")
     available = available_bytes()
     if resume:
-        return job.resume(
+        return job.resume_model(
             out, config=config, corpus=named, available=available, callbacks=heard, gauged=True, peers=peers
         )
-    return job.train(
+    return job.train_model(
         config, named, out, overwrite=overwrite, available=available, callbacks=heard, gauged=True, peers=peers
     )
 
 
-def _named(corpus: Sequence[Path], pairs: Sequence[tuple[Path, Path]], held: Sequence[tuple[Path, ...]]) -> Named:
+def _named(
+    corpus: Sequence[Path], pairs: Sequence[tuple[Path, Path]], held: Sequence[tuple[Path, ...]]
+) -> CorpusArgument:
     """Paths alone are what the model reads, documents or TSV files; with any of the other two they are TSV files."""
     from kvad.train.pairs import PairPaths
 
@@ -283,7 +287,7 @@ def _with_flags(
     table: Mapping[str, Any], flags: Mapping[str, Any], tokenizer: str | None, assignments: Iterable[str]
 ) -> dict[str, Any]:
     """A run file's tables with the flags that were given put in."""
-    from kvad.train.config import assigned
+    from kvad.train.config import apply_overrides
 
     merged = {name: dict(value) if isinstance(value, Mapping) else value for name, value in table.items()}
 
@@ -296,13 +300,13 @@ def _with_flags(
     init, flags = flags.get("init"), {name: value for name, value in flags.items() if name != "init"}
     for flag, value in flags.items():
         if value is not None and value != ():
-            put(PLACES[flag], list(value) if isinstance(value, tuple) else value)
+            put(FLAG_KEYS[flag], list(value) if isinstance(value, tuple) else value)
     if init is not None:
-        put("compress.model" if _kind(merged) == "compress" else "model.init", init)
+        put("summarizer.model" if _kind(merged) == "compress" else "model.init", init)
     if tokenizer is not None:
         _check_tokenizer(tokenizer)
-        put(*(("tokenizer.kind", tokenizer) if tokenizer in KINDS else ("tokenizer.path", tokenizer)))
-    return assigned(merged, _pairs(assignments, compress=_kind(merged) == "compress"))
+        put(*(("tokenizer.kind", tokenizer) if tokenizer in TOKENIZER_KINDS else ("tokenizer.path", tokenizer)))
+    return apply_overrides(merged, _pairs(assignments, compress=_kind(merged) == "compress"))
 
 
 def _kind(tables: Mapping[str, Any]) -> object:
@@ -311,8 +315,8 @@ def _kind(tables: Mapping[str, Any]) -> object:
 
 
 def _check_tokenizer(tokenizer: str) -> None:
-    if tokenizer not in KINDS and not Path(tokenizer).exists():
-        raise UsageError(f"--tokenizer {tokenizer!r} is neither a kind nor a file", nearest(tokenizer, KINDS))
+    if tokenizer not in TOKENIZER_KINDS and not Path(tokenizer).exists():
+        raise UsageError(f"--tokenizer {tokenizer!r} is neither a kind nor a file", suggest(tokenizer, TOKENIZER_KINDS))
 
 
 def _pairs(assignments: Iterable[str], *, compress: bool) -> Iterator[tuple[str, str]]:
@@ -335,7 +339,7 @@ def draw_loss_curve(out: Path) -> list[Path]:
         return []
 
 
-def _next(outcome: Outcome, config: RunConfig) -> str:
+def _next_command(outcome: TrainingResult, config: RunConfig) -> str:
     """The command that asks the trained model."""
     from kvad.checkpoint.open import open_checkpoint
 
@@ -345,7 +349,7 @@ def _next(outcome: Outcome, config: RunConfig) -> str:
     return said.get(config.objective.kind, usual)
 
 
-def _say(outcome: Outcome, config: RunConfig, out: Path, figures: list[Path], as_json: bool) -> None:
+def _print_result(outcome: TrainingResult, config: RunConfig, out: Path, figures: list[Path], as_json: bool) -> None:
     if as_json:
         emit_json({**dataclasses.asdict(outcome), "out": out, "figures": figures, "config": config.to_dict()})
     losses = [
@@ -354,7 +358,7 @@ def _say(outcome: Outcome, config: RunConfig, out: Path, figures: list[Path], as
         if value is not None
     ]
     click.echo(
-        f"{counted(outcome.step, 'step')}, {counted(outcome.tokens, 'token')} in {outcome.elapsed:.0f} s: "
+        f"{format_count(outcome.step, 'step')}, {format_count(outcome.tokens, 'token')} in {outcome.elapsed:.0f} s: "
         f"{', '.join(losses)}",
         err=True,
     )
@@ -363,8 +367,8 @@ def _say(outcome: Outcome, config: RunConfig, out: Path, figures: list[Path], as
     if outcome.reason == "interrupted":
         click.echo(f"stopped, and saved. Go on with:  kvad train --resume --out {out}", err=True)
     elif config.objective.kind == "compress":
-        wanted = config.compress
-        policy = f"hierarchy({wanted.recent}, packed=0, summaries=N, ratio={wanted.ratio}, every={wanted.every})"
+        wanted = config.summarizer
+        policy = f"hierarchy({wanted.recent}, packed=0, summaries=N, ratio={wanted.ratio}, every={wanted.interval})"
         click.echo(f'next:  kvad generate {wanted.model} --compressor {out} --policy "{policy}"', err=True)
     else:
-        click.echo(f"next:  kvad {_next(outcome, config)} {out}", err=True)
+        click.echo(f"next:  kvad {_next_command(outcome, config)} {out}", err=True)

@@ -9,53 +9,53 @@ from typing import TYPE_CHECKING
 import click
 
 from kvad.cli.common import emit_json, format_bytes
-from kvad.errors import counted
+from kvad.errors import format_count
 
 if TYPE_CHECKING:
     from kvad.train.config import RunConfig
-    from kvad.train.material import Named
+    from kvad.train.material import CorpusArgument
     from kvad.train.plan import TrainingPlan
 
-__all__ = ["page", "show"]
+__all__ = ["training_plan_text", "show_plan"]
 
 
-def show(config: RunConfig, named: Named, out: Path | None, *, overwrite: bool, as_json: bool) -> None:
+def show_plan(config: RunConfig, named: CorpusArgument, out: Path | None, *, overwrite: bool, as_json: bool) -> None:
     """Print the plan; exit code 1 where the run would not fit into memory.  Raises as ``job.train``."""
     from kvad.cache.available import available_bytes
-    from kvad.train.plan import plan
-    from kvad.train.refusals import check_place
+    from kvad.train.plan import plan_training
+    from kvad.train.refusals import check_run_folder
 
     if out is not None:
-        check_place(config, named, out, overwrite)
-    found = plan(config, named, available_bytes(), lambda text: click.echo(text, err=True))
+        check_run_folder(config, named, out, overwrite)
+    found = plan_training(config, named, available_bytes(), lambda text: click.echo(text, err=True))
     if as_json:
         more = {"tokens": found.tokens, "flops": found.flops, "bytes": found.bytes}
         emit_json({**dataclasses.asdict(found), **more, "config": config.to_dict()})
     else:
-        click.echo("\n".join(page(found)))
+        click.echo("\n".join(training_plan_text(found)))
     if found.fits is not None and found.fits < found.batch:
         click.get_current_context().exit(1)
 
 
-def page(plan: TrainingPlan) -> list[str]:
+def training_plan_text(plan: TrainingPlan) -> list[str]:
     """A line about each thing."""
     lines = {
         "model": _model(plan),
         "memory": _memory(plan),
         "corpus": _corpus(plan),
         "step": _step(plan),
-        "run": _run(plan),
+        "run": _run_settings(plan),
         "measured": _measured(plan),
         "time": _time(plan),
-        "disk": f"{format_bytes(plan.checkpoint)} a checkpoint (and the tokenizer); up to {plan.kept + 1} of them, "
-        f"{format_bytes((plan.kept + 1) * plan.checkpoint)}, while one is written",
+        "disk": f"{format_bytes(plan.checkpoint)} a checkpoint (and the tokenizer); up to {plan.num_checkpoints + 1} of them, "
+        f"{format_bytes((plan.num_checkpoints + 1) * plan.checkpoint)}, while one is written",
     }
     return [f"{name:<10}{text}" for name, text in lines.items()]
 
 
 def _model(plan: TrainingPlan) -> str:
     share = "all trained" if plan.trained == plan.parameters else f"{plan.trained:,} of them trained"
-    return f"{plan.kind}, objective {plan.objective}: {counted(plan.parameters, 'parameter')}, {share}"
+    return f"{plan.kind}, objective {plan.objective}: {format_count(plan.parameters, 'parameter')}, {share}"
 
 
 def _memory(plan: TrainingPlan) -> str:
@@ -77,42 +77,42 @@ def _corpus(plan: TrainingPlan) -> str:
     held = f"{plan.validation_tokens:,} to judge by"
     if plan.train_tokens is None:
         return f"tokens to train on unknown: they are read in their order, and nobody has counted them; {held}"
-    return f"{counted(plan.train_tokens, 'token')} to train on, {held}"
+    return f"{format_count(plan.train_tokens, 'token')} to train on, {held}"
 
 
 def _step(plan: TrainingPlan) -> str:
-    rows = counted(plan.batch, "row")
+    rows = format_count(plan.batch, "row")
     if plan.accumulate > 1:
         rows = f"{plan.accumulate} x {rows}"
     flops = "FLOPs not counted" if plan.step_flops is None else f"{_flops(plan.step_flops)} forwards and backwards"
-    return f"{rows} of {counted(plan.context, 'token')}, {plan.tokens_per_step:,} of which are learned; {flops}"
+    return f"{rows} of {format_count(plan.context, 'token')}, {plan.tokens_per_step:,} of which are learned; {flops}"
 
 
-def _run(plan: TrainingPlan) -> str:
+def _run_settings(plan: TrainingPlan) -> str:
     if plan.steps is None:
         return f"{plan.minutes:g} minutes; how many steps they are is not known, for nothing was measured"
     clock = "" if plan.minutes is None else f" (in {plan.minutes:g} minutes)"
     epochs = "epochs unknown" if plan.epochs is None else f"{plan.epochs:,.2f} epochs"
     flops = "" if plan.flops is None else f", {_flops(plan.flops)}"
-    return f"{counted(plan.steps, 'step')}{clock}, {counted(plan.tokens or 0, 'token')}, {epochs}{flops}"
+    return f"{format_count(plan.steps, 'step')}{clock}, {format_count(plan.tokens or 0, 'token')}, {epochs}{flops}"
 
 
 def _measured(plan: TrainingPlan) -> str:
-    where = f"{plan.precision} on {plan.device}, {counted(plan.threads, 'thread')}"
+    where = f"{plan.precision} on {plan.device}, {format_count(plan.threads, 'thread')}"
     product = f"a matrix product {_flops(plan.gemm_flops)}/s ({where})"
     trial = plan.trial
     if trial is None:
         return f"{product}; no step, for it would not fit"
-    of = "a micro-batch" if trial.rows == plan.batch else f"{counted(trial.rows, 'row')} of the {plan.batch}"
-    share = "" if trial.utilisation is None else f", {trial.utilisation:.1%} of that"
+    of = "a micro-batch" if trial.rows == plan.batch else f"{format_count(trial.rows, 'row')} of the {plan.batch}"
+    share = "" if trial.utilization is None else f", {trial.utilization:.1%} of that"
     return f"{product}; {of} of the first step in {_seconds(trial.seconds)}{share}; an update {_seconds(trial.update)}"
 
 
 def _time(plan: TrainingPlan) -> str:
-    if plan.seconds is None or plan.step_seconds is None or plan.evaluating is None:
+    if plan.seconds is None or plan.step_seconds is None or plan.eval_seconds is None:
         return "not known, for nothing was measured"
     speed = f"{plan.tokens_per_step / plan.step_seconds:,.0f} tokens/s"
-    share = plan.evaluating / plan.seconds
+    share = plan.eval_seconds / plan.seconds
     return (
         f"{plan.seconds / 3600:.2f} hours ({_seconds(plan.step_seconds)} a step, {speed}), evaluations {share:.0%} of "
         "it; saves and samples not counted"

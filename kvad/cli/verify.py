@@ -9,26 +9,26 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvad.cache.formats import FORMATS, find_format, parted
+from kvad.cache.formats import FORMATS, get_format, split_format_name
 from kvad.cli.common import console, emit_json, json_option, model_argument
-from kvad.errors import RequestError, UsageError, counted, nearest
-from kvad.lab.findings import FAULTS, UNKNOWN, Journey, MemoryReport, Report
+from kvad.errors import RequestError, UsageError, format_count, suggest
+from kvad.lab.findings import FAULTS, UNKNOWN_FAULT, CaseReport, RoundTripResult, VerifyReport
 
 if TYPE_CHECKING:
     from kvad.config import ModelConfig
-    from kvad.lab.scenario import Options
-    from kvad.lab.tasks import Language
+    from kvad.lab.scenario import ScenarioOptions
+    from kvad.lab.tasks import HaystackLanguage
     from kvad.text.tokenizer import Tokenizer
 
-__all__ = ["verify"]
+__all__ = ["verify_command"]
 
 LAYOUTS = ("paged", "contiguous")
 DTYPES = ("float32", "bfloat16", "float16", "float64")  # verified unless others are asked for
-LISTED = 64  # by then a row of prompts_of has a single token
-BREAKS = tuple(name for name in FAULTS if name != UNKNOWN)
-THROUGH = ("park", "park-disk", "ram", "disk", "session", "spill", "spill-disk")  # lab/through.py's
-WENT = ("memory", "through", "max |dlogit|", "moved", "verdict")
-LOST = ("lost by", "KL mean", "KL max", "greedy", "perplexity", "the judge's", "times", "recall")
+MAX_ROWS = 64  # by then a row of prompts_of has a single token
+FAULT_NAMES = tuple(name for name in FAULTS if name != UNKNOWN_FAULT)
+ROUND_TRIP_NAMES = ("park", "park-disk", "ram", "disk", "session", "spill", "spill-disk")  # lab/through.py's
+ROUND_TRIP_COLUMNS = ("memory", "through", "max |dlogit|", "moved", "verdict")
+LOSS_COLUMNS = ("lost by", "KL mean", "KL max", "greedy", "perplexity", "the judge's", "times", "recall")
 HEADINGS = ("memory", "max |dlogit|", "tolerance", "float64 twin", "KL mean", "KL max", "greedy", "verdict")
 
 
@@ -36,23 +36,23 @@ def _names(_ctx: click.Context, param: click.Parameter, value: str) -> tuple[str
     """The names of a list with commas between, each once; UsageError offers the nearest for an unknown one."""
     known = LAYOUTS if param.name == "layouts" else tuple(FORMATS)
     names = tuple(dict.fromkeys(name.strip() for name in value.split(",")))
-    for name in (part for said in names for part in (parted(said) if param.name == "dtypes" else (said,))):
+    for name in (part for said in names for part in (split_format_name(said) if param.name == "dtypes" else (said,))):
         if ":" in name and param.name == "dtypes":
-            find_format(name, "--dtype")
+            get_format(name, "--dtype")
         elif name not in known:
-            raise click.BadParameter(f"{name!r} is not known; {nearest(name, known)}", param=param)
+            raise click.BadParameter(f"{name!r} is not known; {suggest(name, known)}", param=param)
     return names
 
 
-def _ways(_ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
+def _round_trips(_ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
     """The names of a list with commas between, or all."""
     if value is None:
         return ()
     names = tuple(dict.fromkeys(name.strip() for name in value.split(",")))
     for name in names:
-        if name not in (*THROUGH, "all"):
-            raise click.BadParameter(f"{name!r} is not known; {nearest(name, THROUGH)}", param=param)
-    return THROUGH if "all" in names else names
+        if name not in (*ROUND_TRIP_NAMES, "all"):
+            raise click.BadParameter(f"{name!r} is not known; {suggest(name, ROUND_TRIP_NAMES)}", param=param)
+    return ROUND_TRIP_NAMES if "all" in names else names
 
 
 @click.command()
@@ -85,15 +85,15 @@ def _ways(_ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 @click.option("--prefix-hit/--no-prefix-hit", default=True, show_default=True, help="Let a row share another's prefix.")
 @click.option(
     "--through",
-    callback=_ways,
+    callback=_round_trips,
     metavar="WAYS",
     help="Send rows out of the cache and back, too: park, park-disk, ram, disk, session, spill, spill-disk, or all.",
 )
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A row's prompt; again for more rows.")
-@click.option("--break", "fault", metavar="FAULT", help=f"Verify a broken memory: {', '.join(BREAKS)}.")
+@click.option("--break", "fault", metavar="FAULT", help=f"Verify a broken memory: {', '.join(FAULT_NAMES)}.")
 @json_option
 @click.pass_context
-def verify(
+def verify_command(
     ctx: click.Context,
     model: Path,
     layouts: tuple[str, ...],
@@ -130,25 +130,27 @@ def verify(
     kvad verify runs/demo --through all --dtype float32,int8
     kvad verify runs/demo --layout paged --dtype int8 --through session,disk --policy sinks
     """
-    if fault is not None and fault not in BREAKS:
-        raise UsageError(f"--break: no fault is called {fault!r}", nearest(fault, BREAKS))
+    if fault is not None and fault not in FAULT_NAMES:
+        raise UsageError(f"--break: no fault is called {fault!r}", suggest(fault, FAULT_NAMES))
     if prompts and rows is not None and rows != len(prompts):
         raise UsageError(f"--rows {rows}, but {len(prompts)} prompts", "leave --rows out: every --prompt is a row")
     _check_positive({"--rows": rows, "--chunk": chunk, "--block-size": block_size, "--tokens": tokens})
     try:
         from kvad.checkpoint.open import load_model
-        from kvad.lab.asked import named_policies
-        from kvad.lab.scenario import Options, fitting
+        from kvad.lab.asked import parse_policies
+        from kvad.lab.scenario import ScenarioOptions, default_sizes
         from kvad.lab.verify import verify as hold_against_the_judge
 
         loaded, checkpoint = load_model(model, verify="tensors")
-        tokens, block_size = fitting(loaded.config, tokens, block_size)
-        options = Options(layouts, dtypes, rows or len(prompts) or 5, chunk, block_size, tokens, preempt, prefix_hit)
+        tokens, block_size = default_sizes(loaded.config, tokens, block_size)
+        options = ScenarioOptions(
+            layouts, dtypes, rows or len(prompts) or 5, chunk, block_size, tokens, preempt, prefix_hit
+        )
         options = replace(options, rotates=("write", "read") if rotate == "both" else (rotate,), endless=endless)
-        options = replace(options, through=through)
+        options = replace(options, round_trips=through)
         ids = _prompts(loaded.config, options, checkpoint.tokenizer, prompts)
         longest = max(map(len, ids)) + options.tokens
-        options = replace(options, policies=named_policies(policies, longest, options.block_size))
+        options = replace(options, policies=parse_policies(policies, longest, options.block_size))
         _check_room(loaded.config, options, ids)
         with console().status("verifying") as status:
             report = hold_against_the_judge(
@@ -177,88 +179,94 @@ def _check_positive(values: dict[str, int | None]) -> None:
 
 
 def _prompts(
-    config: ModelConfig, options: Options, tokenizer: Tokenizer | None, texts: tuple[str, ...]
+    config: ModelConfig, options: ScenarioOptions, tokenizer: Tokenizer | None, texts: tuple[str, ...]
 ) -> list[list[int]]:
     """The rows' prompts; MemoryPlanError, before any is made, when so many rows would not fit."""
-    from kvad.lab.scenario import prompts_of
+    from kvad.lab.scenario import build_prompts
 
     if not texts:
-        prompts = prompts_of(config, replace(options, rows=min(options.rows, LISTED)), tokenizer)
+        prompts = build_prompts(config, replace(options, num_seqs=min(options.num_seqs, MAX_ROWS)), tokenizer)
     elif tokenizer is None:
         raise RequestError("this model came without a tokenizer", "leave --prompt out: random tokens will do")
     else:
         prompts = [tokenizer.encode(text) for text in texts]
     _check_room(config, options, prompts)
-    return prompts if len(prompts) == options.rows else prompts_of(config, options, tokenizer)
+    return prompts if len(prompts) == options.num_seqs else build_prompts(config, options, tokenizer)
 
 
-def _check_room(config: ModelConfig, options: Options, prompts: Sequence[Sequence[int]]) -> None:
+def _check_room(config: ModelConfig, options: ScenarioOptions, prompts: Sequence[Sequence[int]]) -> None:
     from kvad.cache.planning import available_bytes
-    from kvad.lab.verify import require_room
+    from kvad.lab.verify import require_verify_memory
 
-    require_room(config, [len(prompt) for prompt in prompts], options, available_bytes())
+    require_verify_memory(config, [len(prompt) for prompt in prompts], options, available_bytes())
 
 
-def _language(tokenizer: Tokenizer | None) -> Language | None:
+def _language(tokenizer: Tokenizer | None) -> HaystackLanguage | None:
     """What needles are hidden in: the lookup language where the tokenizer is its own, else known text."""
     from kvad.lab.scenario import TEXT
-    from kvad.lab.tasks import language_of
+    from kvad.lab.tasks import choose_language
 
     if tokenizer is None:
         return None
-    first = tokenizer.specials.separator if tokenizer.specials.separator is not None else tokenizer.specials.bos
-    return language_of("auto", tokenizer, lambda: [TEXT], [] if first is None else [first])
+    first = (
+        tokenizer.special_tokens.separator
+        if tokenizer.special_tokens.separator is not None
+        else tokenizer.special_tokens.bos
+    )
+    return choose_language("auto", tokenizer, lambda: [TEXT], [] if first is None else [first])
 
 
 # ---------------------------------------------------------------- the page
 
 
-def _print(report: Report) -> None:
+def _print(report: VerifyReport) -> None:
     tokens = ", ".join(map(str, report.rows)) + (" token" if report.rows == (1,) else " tokens")
-    click.echo(f"judge      the model without a cache: {counted(len(report.rows), 'row')} of {tokens}, ", nl=False)
+    click.echo(f"judge      the model without a cache: {format_count(len(report.rows), 'row')} of {tokens}, ", nl=False)
     click.echo(f"largest |logit| {report.logit_scale:.3g}")
     for number, rule in enumerate(report.rules):
         click.echo(f"{'rules' if number == 0 else '':11}{rule}")
     if report.injected is not None:
         click.echo(f"injected   {report.injected}: {FAULTS[report.injected].what}")
-    for layout in dict.fromkeys(memory.layout for memory in report.memories):
-        happened = next(memory.happened for memory in report.memories if memory.layout == layout)
-        click.echo(f"{layout:11}{_happened(happened)}")
+    for layout in dict.fromkeys(memory.layout for memory in report.cases):
+        happened = next(memory.scenario_counts for memory in report.cases if memory.layout == layout)
+        click.echo(f"{layout:11}{_format_counts(happened)}")
     for note in report.notes:
         click.echo(f"note       {note}")
     _print_skipped(report)
     click.echo()
-    _print_table([HEADINGS, *map(_cells, report.memories)])
+    _print_table([HEADINGS, *map(_cells, report.cases)])
     click.echo()
-    lost = [memory for memory in report.memories if memory.loss is not None]
+    lost = [memory for memory in report.cases if memory.loss is not None]
     if lost:
-        _print_table([LOST, *map(_lost, lost)])
+        _print_table([LOSS_COLUMNS, *map(_lost, lost)])
         click.echo()
-    _print_journeys(report)
-    for memory in report.memories:
+    _print_round_trips(report)
+    for memory in report.cases:
         if memory.policy == "full" or memory.verdict != "lossy by design":  # else 'lost by' has said it
             _print_details(memory)
     _print_findings(report)
     click.echo(f"verdict: {report.verdict()}")
 
 
-def _print_journeys(report: Report) -> None:
+def _print_round_trips(report: VerifyReport) -> None:
     """Rows that left and came back; below, each reason why some did not, with where that was."""
-    if not report.journeys:
+    if not report.round_trips:
         return
-    _print_table([WENT, *(_went(each) for each in report.journeys if each.max_dlogit is not None)])
-    for reason in dict.fromkeys(each.why for each in report.journeys if each.why):
-        names = [f"{each.memory} through {each.way}" for each in report.journeys if each.why == reason]
+    _print_table(
+        [ROUND_TRIP_COLUMNS, *(_round_trip_row(each) for each in report.round_trips if each.max_dlogit is not None)]
+    )
+    for reason in dict.fromkeys(each.reason for each in report.round_trips if each.reason):
+        names = [f"{each.memory} through {each.round_trip}" for each in report.round_trips if each.reason == reason]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         click.echo(f"skipped    {names[0]}{more}: {reason}")
     click.echo()
 
 
-def _went(each: Journey) -> tuple[str, ...]:
-    return (each.memory, each.way, f"{each.max_dlogit:.2e}", f"{each.moved:,} {each.unit}", each.verdict)
+def _round_trip_row(each: RoundTripResult) -> tuple[str, ...]:
+    return (each.memory, each.round_trip, f"{each.max_dlogit:.2e}", f"{each.moved:,} {each.unit}", each.verdict)
 
 
-def _print_skipped(report: Report) -> None:
+def _print_skipped(report: VerifyReport) -> None:
     """Each reason once, with the memories that it forbids."""
     for reason in dict.fromkeys(each.reason for each in report.skipped):
         names = [each.memory for each in report.skipped if each.reason == reason]
@@ -266,15 +274,19 @@ def _print_skipped(report: Report) -> None:
         click.echo(f"skipped    {names[0]}{more}: {reason}")
 
 
-def _lost(memory: MemoryReport) -> tuple[str, ...]:
+def _lost(memory: CaseReport) -> tuple[str, ...]:
     loss = memory.loss
     assert loss is not None
-    text = ("-", "-", "-") if not loss.tokens else (f"{loss.perplexity:.4g}", f"{loss.judge:.4g}", f"{loss.ratio:.3f}")
+    text = (
+        ("-", "-", "-")
+        if not loss.tokens
+        else (f"{loss.perplexity:.4g}", f"{loss.reference_perplexity:.4g}", f"{loss.ratio:.3f}")
+    )
     recall = "-" if loss.recall is None else f"{loss.recall.recall:.2f} of {loss.recall.full:.2f}"
     return (memory.name, f"{loss.kl_mean:.2e}", f"{loss.kl_max:.2e}", f"{loss.agree}/{loss.compared}", *text, recall)
 
 
-def _happened(counts: dict[str, int]) -> str:
+def _format_counts(counts: dict[str, int]) -> str:
     words = {
         "rows": ("row", ""),
         "steps": ("step", ""),
@@ -286,10 +298,10 @@ def _happened(counts: dict[str, int]) -> str:
         "hit_tokens": ("token", " from prefix hits"),
         "forks": ("forked sample", ""),
     }
-    return ", ".join(counted(counts[name], noun) + rest for name, (noun, rest) in words.items())
+    return ", ".join(format_count(counts[name], noun) + rest for name, (noun, rest) in words.items())
 
 
-def _cells(memory: MemoryReport) -> tuple[str, ...]:
+def _cells(memory: CaseReport) -> tuple[str, ...]:
     return (
         memory.name,
         f"{memory.max_dlogit:.2e}",
@@ -310,25 +322,25 @@ def _print_table(lines: Sequence[Sequence[str]]) -> None:
         click.echo("  ".join(cells))
 
 
-def _print_details(memory: MemoryReport) -> None:
+def _print_details(memory: CaseReport) -> None:
     first = memory.first_divergence
     if first is not None:
         many = memory.compared - memory.agree
         sample = f" (sample {first.sample})" if first.sample else ""
         click.echo(
             f"{memory.name}: {many} greedy token{'s' * (many > 1)} differ{'s' * (many == 1)}, "
-            f"{memory.ties} by a tie; first row {first.row}{sample}, position {first.position}: token {first.memory} "
-            f"for the judge's {first.judge}, whose lead is {first.gap:.2e}{' (a tie)' if first.tie else ''}"
+            f"{memory.ties} by a tie; first row {first.row}{sample}, position {first.position}: token {first.cached_token} "
+            f"for the judge's {first.reference_token}, whose lead is {first.gap:.2e}{' (a tie)' if first.tie else ''}"
         )
 
 
-def _print_findings(report: Report) -> None:
+def _print_findings(report: VerifyReport) -> None:
     """Each finding once, with the memories that it explains."""
-    broken = [memory for memory in report.memories if memory.verdict == "BROKEN"]
+    broken = [memory for memory in report.cases if memory.verdict == "BROKEN"]
     for finding in dict.fromkeys(memory.finding for memory in broken):
         names = ", ".join(m.name for m in broken if m.finding == finding)
         click.echo(f"BROKEN     {names}")
-        said = next((m.why for m in broken if m.finding is None and m.why), "") if finding is None else ""
+        said = next((m.reason for m in broken if m.finding is None and m.reason), "") if finding is None else ""
         if said:
             click.echo(f"           {said}")
         elif finding is None:

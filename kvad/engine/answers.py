@@ -10,7 +10,7 @@ from torch import Tensor
 from kvad.errors import RequestError
 from kvad.text.tokenizer import Tokenizer
 
-__all__ = ["Filled", "Label", "Tagged", "fill_masks", "label_row", "label_tokens"]
+__all__ = ["MaskPrediction", "Label", "TokenLabel", "fill_masks", "rank_labels", "label_tokens"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Label:
 
 
 @dataclass(frozen=True)
-class Tagged:
+class TokenLabel:
     """A word of the text, labelled as its first token is."""
 
     word: str
@@ -31,7 +31,7 @@ class Tagged:
 
 
 @dataclass(frozen=True)
-class Filled:
+class MaskPrediction:
     """A candidate for a mask: its token, its text, and the whole text with it in place."""
 
     token: int
@@ -40,19 +40,21 @@ class Filled:
     whole: str
 
 
-def label_row(scores: Tensor, labels: Sequence[str]) -> tuple[Label, ...]:
+def rank_labels(scores: Tensor, labels: Sequence[str]) -> tuple[Label, ...]:
     """scores [labels] -> all labels, the likeliest first."""
     chances = scores.float().softmax(dim=-1)
     order = chances.argsort(descending=True).tolist()
     return tuple(Label(labels[number], float(chances[number])) for number in order)
 
 
-def label_tokens(tokenizer: Tokenizer, ids: Sequence[int], scores: Tensor, labels: Sequence[str]) -> tuple[Tagged, ...]:
+def label_tokens(
+    tokenizer: Tokenizer, ids: Sequence[int], scores: Tensor, labels: Sequence[str]
+) -> tuple[TokenLabel, ...]:
     """ids [T], scores [T, labels] -> the words between spaces, special tokens left out."""
     chances = scores.float().softmax(dim=-1)
     best = chances.max(dim=-1)
-    special = set(tokenizer.specials.names().values())
-    said = tokenizer.joiner()
+    special = set(tokenizer.special_tokens.names().values())
+    said = tokenizer.incremental_decoder()
     words: list[tuple[str, int]] = []
     raw = b""
     for place, token in enumerate(ids):
@@ -65,13 +67,15 @@ def label_tokens(tokenizer: Tokenizer, ids: Sequence[int], scores: Tensor, label
         raw += added
         words[-1] = raw.decode("utf-8", errors="replace").strip(), words[-1][1]
     return tuple(
-        Tagged(word, labels[int(best.indices[place])], float(best.values[place])) for word, place in words if word
+        TokenLabel(word, labels[int(best.indices[place])], float(best.values[place])) for word, place in words if word
     )
 
 
-def fill_masks(tokenizer: Tokenizer, ids: Sequence[int], logits: Tensor, top: int) -> tuple[tuple[Filled, ...], ...]:
+def fill_masks(
+    tokenizer: Tokenizer, ids: Sequence[int], logits: Tensor, top: int
+) -> tuple[tuple[MaskPrediction, ...], ...]:
     """ids [T], logits [T, V] -> per mask of the text, its ``top`` candidates.  RequestError where there is no mask."""
-    mask = tokenizer.specials.mask
+    mask = tokenizer.special_tokens.mask
     places = [place for place, token in enumerate(ids) if token == mask]
     if mask is None or not places:
         name = "" if mask is None else f" ({tokenizer.token_text(mask)})"
@@ -83,6 +87,6 @@ def fill_masks(tokenizer: Tokenizer, ids: Sequence[int], logits: Tensor, top: in
         rows = []
         for token, chance in zip(tokens.tolist(), values.tolist(), strict=True):
             whole = tokenizer.decode([*ids[:place], token, *ids[place + 1 :]])
-            rows.append(Filled(token, tokenizer.decode([token]).strip(), chance, whole))
+            rows.append(MaskPrediction(token, tokenizer.decode([token]).strip(), chance, whole))
         found.append(tuple(rows))
     return tuple(found)

@@ -17,14 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvad.engine.request import FinishReason, Sampling
+from kvad.engine.request import FinishReason, SamplingParams
 
-__all__ = ["BeamGroup", "Child", "Hypothesis", "num_candidates"]
+__all__ = ["BeamSearch", "BeamCandidate", "Hypothesis", "num_candidates"]
 
 Candidates = Sequence[tuple[int, float]]  # (token, log-probability), best first
 
 
-class Child(NamedTuple):
+class BeamCandidate(NamedTuple):
     """The beam ``parent`` goes on with ``token``."""
 
     parent: int
@@ -41,29 +41,29 @@ class Hypothesis:
     finish: FinishReason
 
 
-def num_candidates(sampling: Sampling, num_stops: int) -> int:
+def num_candidates(sampling: SamplingParams, num_stops: int) -> int:
     """How many continuations must be looked at so that ``beams`` of them do not end."""
-    return max(2, 1 + num_stops) * sampling.beams
+    return max(2, 1 + num_stops) * sampling.num_beams
 
 
-class BeamGroup:
+class BeamSearch:
     """``limit``: tokens, prompt included, that a beam may reach."""
 
-    def __init__(self, sampling: Sampling, prompt: int, limit: int, stops: frozenset[int]) -> None:
+    def __init__(self, sampling: SamplingParams, prompt: int, limit: int, stops: frozenset[int]) -> None:
         self.sampling, self.prompt, self.limit, self.stops = sampling, prompt, limit, stops
         self.scores = [0.0]  # of the live beams, best first
         self.finished: list[Hypothesis] = []
-        self._room = max(sampling.beams, math.ceil(sampling.beams * sampling.patience))
-        self._full = math.ceil(sampling.beams * sampling.patience)
+        self._room = max(sampling.num_beams, math.ceil(sampling.num_beams * sampling.patience))
+        self._full = math.ceil(sampling.num_beams * sampling.patience)
         self._improvable = True
         self._left: list[tuple[int, ...]] | None = None  # the live beams of a search that is over
 
-    def advance(self, sequences: Sequence[Sequence[int]], candidates: Sequence[Candidates]) -> list[Child]:
+    def advance(self, sequences: Sequence[Sequence[int]], candidates: Sequence[Candidates]) -> list[BeamCandidate]:
         """The beams that live on, given each one's tokens so far and its best continuations; [] when it is over."""
         s, length = self.sampling, len(sequences[0]) + 1 - self.prompt
         last = len(sequences[0]) + 1 >= self.limit
         every = [
-            Child(parent, token, self.scores[parent] + logprob)
+            BeamCandidate(parent, token, self.scores[parent] + logprob)
             for parent, found in enumerate(candidates)
             for token, logprob in found
             if logprob > -math.inf
@@ -71,20 +71,20 @@ class BeamGroup:
         every.sort(key=lambda child: (-child.score, child.parent, child.token))
         best = every[: num_candidates(s, len(self.stops))]
         open_ = self._improvable and not (s.early_stopping is True and len(self.finished) >= self._full)
-        for child in best[: s.beams] if open_ else ():
+        for child in best[: s.num_beams] if open_ else ():
             if last or child.token in self.stops:
                 tokens = (*sequences[child.parent][self.prompt :], child.token)
                 reason: FinishReason = "stop" if child.token in self.stops else "length"
                 self.finished.append(Hypothesis(child.score / self._penalty(length), tokens, reason))
         self.finished = sorted(self.finished, key=lambda each: -each.score)[: self._room]
-        alive = [] if last else [child for child in best if child.token not in self.stops][: s.beams]
+        alive = [] if last else [child for child in best if child.token not in self.stops][: s.num_beams]
         self.scores = [child.score for child in alive]
         if alive and not self._over(length):
             return alive
         self._left = [(*sequences[child.parent], child.token) for child in alive]
         return []
 
-    def best(self, sequences: Sequence[Sequence[int]]) -> list[Hypothesis]:
+    def best_hypotheses(self, sequences: Sequence[Sequence[int]]) -> list[Hypothesis]:
         """The ``n`` best hypotheses; where too few have ended, the live beams ``sequences`` stand in as they are (those
         of a search that is over: with the tokens that they would have gone on with)."""
         sequences = sequences if self._left is None else self._left
@@ -97,12 +97,12 @@ class BeamGroup:
     def _over(self, length: int) -> bool:
         s = self.sampling
         longest = self.limit - self.prompt if s.early_stopping == "never" and s.length_penalty > 0 else length
-        if len(self.finished) >= s.beams:
+        if len(self.finished) >= s.num_beams:
             worst = min(each.score for each in self.finished)
             self._improvable = self._improvable and self.scores[0] / self._penalty(longest) > worst
         return not self._improvable or (s.early_stopping is True and len(self.finished) >= self._full)
 
     def _penalty(self, length: int) -> float:
         s = self.sampling
-        base = (5 + length) / 6 if s.length_form == "gnmt" else length
+        base = (5 + length) / 6 if s.length_penalty_form == "gnmt" else length
         return float(base**s.length_penalty)

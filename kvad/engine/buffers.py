@@ -22,43 +22,47 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvad.engine.row import Plan
-from kvad.step import EMPTY_BLOCK, Lane, Place, Step
+from kvad.engine.row import SchedulerOutput
+from kvad.step import NULL_BLOCK, ModelInput, SlotMapping, SubBatch
 
-__all__ = ["Bucket", "StepBuffers"]
+__all__ = ["BatchShape", "InputBuffers"]
 
 ALIGNED = 8  # integers: 64 bytes
-SMALLEST = 1 << 12  # integers
-MOST_BUCKETS = 256  # kept; beyond it they are made anew
+MIN_CAPACITY = 1 << 12  # integers
+MAX_SHAPES = 256  # kept; beyond it they are made anew
 
 
-class Bucket(NamedTuple):
+class BatchShape(NamedTuple):
     """``widths``: per cache group and lane, the blocks of its longest row.  The first ``own`` groups take tokens; the
     groups of cross-attention, behind the first ``kept``, cut the tokens into the lanes ``cross``."""
 
-    lanes: tuple[Lane, ...]
-    wanted: int
+    sub_batches: tuple[SubBatch, ...]
+    num_logits: int
     widths: tuple[tuple[int, ...], ...]
-    cross: tuple[Lane, ...] | None = None
-    own: int = 0
-    kept: int = 0
+    cross_sub_batches: tuple[SubBatch, ...] | None = None
+    num_token_groups: int = 0
+    num_cached_groups: int = 0
 
     @staticmethod
-    def of(plan: Plan) -> Bucket:
-        placed = plan.placed
-        widths, own = tuple(_widths(plan.lanes, tables) for tables in placed.tables), len(placed.slots)
-        wanted = sum(len(work.wanted) for work in plan.work)
-        return Bucket(plan.lanes, wanted, widths, plan.cross, own, own + placed.below)
+    def from_output(plan: SchedulerOutput) -> BatchShape:
+        placed = plan.allocation
+        widths, own = tuple(_widths(plan.sub_batches, tables) for tables in placed.block_tables), len(placed.slots)
+        wanted = sum(len(work.logit_offsets) for work in plan.scheduled)
+        return BatchShape(plan.sub_batches, wanted, widths, plan.cross_sub_batches, own, own + placed.num_lower_levels)
 
-    def rows(self, group: int) -> tuple[Lane, ...]:
+    def group_sub_batches(self, group: int) -> tuple[SubBatch, ...]:
         """The lanes of one group."""
-        return self.lanes if group < self.kept or self.cross is None else self.cross
+        return (
+            self.sub_batches
+            if group < self.num_cached_groups or self.cross_sub_batches is None
+            else self.cross_sub_batches
+        )
 
 
 class _Static(NamedTuple):
     """One bucket's tensors, and the host's side of each of them in the same order."""
 
-    step: Step
+    step: ModelInput
     tokens: NDArray[np.int64]
     positions: NDArray[np.int64]
     wanted: NDArray[np.int64]
@@ -69,53 +73,53 @@ class _Static(NamedTuple):
     used: int
 
 
-class StepBuffers:
+class InputBuffers:
     """``longest``: the model's limit, where its rotary regime asks for each row's; else None."""
 
     def __init__(self, device: torch.device, *, longest: int | None) -> None:
         self.device, self._longest = device, longest
-        self._buckets: dict[Bucket, _Static] = {}
-        self._allocate(SMALLEST)
+        self._buckets: dict[BatchShape, _Static] = {}
+        self._allocate(MIN_CAPACITY)
 
-    def leaves(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """Every tensor that a step's tensors are views of."""
         return [self._there]
 
-    def fill(self, plan: Plan) -> Step:
+    def fill(self, plan: SchedulerOutput) -> ModelInput:
         """The plan's integers, in its bucket's tensors."""
-        static = self._bucket(Bucket.of(plan))
+        static = self._bucket(BatchShape.from_output(plan))
         tokens: list[int] = []
         positions: list[int] = []
         limits: list[int] = []
         wanted: list[int] = []
-        for work in plan.work:
-            end = work.start + work.count
-            wanted.extend(len(tokens) + offset for offset in work.wanted)
-            tokens.extend(work.row.tokens[work.start : end])
+        for work in plan.scheduled:
+            end = work.start + work.num_tokens
+            wanted.extend(len(tokens) + offset for offset in work.logit_offsets)
+            tokens.extend(work.sequence.token_ids[work.start : end])
             positions.extend(range(work.start, end))
             if self._longest is not None:
-                limits.extend([min(work.row.limit, self._longest)] * work.count)
+                limits.extend([min(work.sequence.max_len, self._longest)] * work.num_tokens)
         static.tokens[:] = tokens
         static.positions[:] = positions
         static.wanted[:] = wanted
         if static.limits is not None:
             static.limits[:] = limits
-        for group, slots in enumerate(plan.placed.slots):
+        for group, slots in enumerate(plan.allocation.slots):
             static.slots[group][:] = slots
-        for group, rows in enumerate(plan.placed.tables):
+        for group, rows in enumerate(plan.allocation.block_tables):
             _write_tables(static.tables[group], static.strides[group], rows)
         if self._there is not self._here:  # the host waits for every step's logits: nothing reads this copy any more
             self._there[: static.used].copy_(self._here[: static.used], non_blocking=True)
         return static.step
 
-    def _bucket(self, bucket: Bucket) -> _Static:
+    def _bucket(self, bucket: BatchShape) -> _Static:
         static = self._buckets.get(bucket)
         if static is None:
             sizes = _sizes(bucket, self._longest is not None)
             need = sum(map(_aligned, map(math.prod, sizes)))
             if need > len(self._here):
                 self._allocate(1 << (need - 1).bit_length())
-            if len(self._buckets) >= MOST_BUCKETS:
+            if len(self._buckets) >= MAX_SHAPES:
                 self._buckets.clear()
             static = self._buckets[bucket] = self._views(bucket, sizes)
         return static
@@ -125,7 +129,7 @@ class StepBuffers:
         self._here = torch.zeros(integers, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._there = self._here if self.device.type == "cpu" else torch.zeros_like(self._here, device=self.device)
 
-    def _views(self, bucket: Bucket, sizes: Sequence[tuple[int, ...]]) -> _Static:
+    def _views(self, bucket: BatchShape, sizes: Sequence[tuple[int, ...]]) -> _Static:
         here, there, at = [], [], 0
         for shape in sizes:
             size = math.prod(shape)
@@ -137,31 +141,37 @@ class StepBuffers:
         limits = next(tensors) if self._longest is not None else None
         places = []
         for group, widths in enumerate(bucket.widths):
-            slots = next(tensors) if group < bucket.own else None
+            slots = next(tensors) if group < bucket.num_token_groups else None
             tables = tuple(next(tensors) for _ in widths)
-            places.append(Place(slots, tables, None if group < bucket.kept else bucket.cross))
-        step = Step(tokens, positions, bucket.lanes, wanted, limits=limits, places=tuple(places))
+            places.append(
+                SlotMapping(slots, tables, None if group < bucket.num_cached_groups else bucket.cross_sub_batches)
+            )
+        step = ModelInput(
+            tokens, positions, bucket.sub_batches, wanted, max_seq_lens=limits, slot_mappings=tuple(places)
+        )
         first = next(hosts), next(hosts), next(hosts), next(hosts) if self._longest is not None else None
         written, filled, strides = [], [], []
         for group, widths in enumerate(bucket.widths):
-            if group < bucket.own:
+            if group < bucket.num_token_groups:
                 written.append(next(hosts))
             filled.append([next(hosts) for _ in widths])
-            folded = zip(bucket.lanes, bucket.rows(group), strict=True)
-            strides.append([lane.rows // rows.rows for lane, rows in folded])
+            folded = zip(bucket.sub_batches, bucket.group_sub_batches(group), strict=True)
+            strides.append([lane.num_seqs // rows.num_seqs for lane, rows in folded])
         return _Static(step, *first, written, filled, strides, at)
 
 
-def _sizes(bucket: Bucket, with_limits: bool) -> list[tuple[int, ...]]:
+def _sizes(bucket: BatchShape, with_limits: bool) -> list[tuple[int, ...]]:
     """Shapes of tokens, positions, wanted, [limits], and per group its slots (of its own tokens), its lanes' tables."""
-    tokens = sum(lane.rows * lane.new for lane in bucket.lanes)
-    sizes: list[tuple[int, ...]] = [(tokens,), (tokens,), (bucket.wanted,)]
+    tokens = sum(lane.num_seqs * lane.num_new_tokens for lane in bucket.sub_batches)
+    sizes: list[tuple[int, ...]] = [(tokens,), (tokens,), (bucket.num_logits,)]
     if with_limits:
         sizes.append((tokens,))
     for group, widths in enumerate(bucket.widths):
-        if group < bucket.own:
+        if group < bucket.num_token_groups:
             sizes.append((tokens,))
-        sizes.extend((lane.rows, width) for lane, width in zip(bucket.rows(group), widths, strict=True))
+        sizes.extend(
+            (lane.num_seqs, width) for lane, width in zip(bucket.group_sub_batches(group), widths, strict=True)
+        )
     return sizes
 
 
@@ -169,11 +179,11 @@ def _aligned(integers: int) -> int:
     return -(-integers // ALIGNED) * ALIGNED
 
 
-def _widths(lanes: Sequence[Lane], tables: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def _widths(lanes: Sequence[SubBatch], tables: Sequence[Sequence[int]]) -> tuple[int, ...]:
     widths, start = [], 0
     for lane in lanes:
-        widths.append(max(map(len, tables[start : start + lane.rows])))
-        start += lane.rows
+        widths.append(max(map(len, tables[start : start + lane.num_seqs])))
+        start += lane.num_seqs
     return tuple(widths)
 
 
@@ -185,5 +195,5 @@ def _write_tables(lanes: Sequence[NDArray[np.int64]], strides: Sequence[int], ro
         stop = start + len(table) * stride
         for blocks, line in zip(rows[start:stop:stride], table, strict=True):
             line[: len(blocks)] = blocks
-            line[len(blocks) :] = EMPTY_BLOCK
+            line[len(blocks) :] = NULL_BLOCK
         start = stop

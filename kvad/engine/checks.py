@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvad.cache.planning import check_compressor
-from kvad.cache.sizing import Group
+from kvad.cache.planning import check_summarizer
+from kvad.cache.sizing import CacheGroup
 from kvad.config import ModelConfig
-from kvad.engine.request import Sampling
+from kvad.engine.request import SamplingParams
 from kvad.errors import ConfigError, RequestError
-from kvad.model.compress import Compressor
+from kvad.model.compress import Summarizer
 
-__all__ = ["check_compressor_of", "check_ids", "check_kind", "check_source"]
+__all__ = ["check_summarizer_groups", "check_token_ids", "check_topology", "check_source"]
 
 _ENCODER_CAN = "it can embed, tag, classify or fill masks, as its head says"
 
 
-def check_kind(config: ModelConfig, source: Sequence[int] | None) -> None:
+def check_topology(config: ModelConfig, source: Sequence[int] | None) -> None:
     """Is this how such a model is asked?"""
     if config.kind == "encoder":
         raise RequestError("this model is an encoder: it cannot continue a text", _ENCODER_CAN)
@@ -30,8 +30,12 @@ def check_kind(config: ModelConfig, source: Sequence[int] | None) -> None:
 
 def check_source(config: ModelConfig, tokens: Sequence[int]) -> None:
     """Can the encoder read it?"""
-    limit = config.limit if config.source is None else config.source.limit
-    vocab = config.vocab if config.source is None or config.source.vocab is None else config.source.vocab
+    limit = config.max_seq_len if config.encoder_input is None else config.encoder_input.max_seq_len
+    vocab = (
+        config.vocab_size
+        if config.encoder_input is None or config.encoder_input.vocab_size is None
+        else config.encoder_input.vocab_size
+    )
     if len(tokens) > limit:
         raise RequestError(f"the source has {len(tokens)} tokens, the encoder's limit is {limit}", "shorten it")
     for token in tokens:
@@ -39,7 +43,9 @@ def check_source(config: ModelConfig, tokens: Sequence[int]) -> None:
             raise RequestError(f"source: token id {token} is outside the vocabulary of {vocab}")
 
 
-def check_ids(config: ModelConfig, tokens: Sequence[int], sampling: Sampling, source: Sequence[int] | None) -> None:
+def check_token_ids(
+    config: ModelConfig, tokens: Sequence[int], sampling: SamplingParams, source: Sequence[int] | None
+) -> None:
     """Is every token that is named one of the vocabulary's?"""
     if not tokens:
         what = "prompt" if source is None else "start of the target"
@@ -47,22 +53,22 @@ def check_ids(config: ModelConfig, tokens: Sequence[int], sampling: Sampling, so
     for where, ids in (
         ("prompt", tokens),
         ("logit_bias", sampling.logit_bias),
-        ("stop_tokens", sampling.stop_tokens),
-        ("bad_words", [token for word in sampling.bad_words for token in word]),
-        ("forced_first", [] if sampling.forced_first is None else [sampling.forced_first]),
-        ("forced_last", [] if sampling.forced_last is None else [sampling.forced_last]),
+        ("stop_tokens", sampling.stop_token_ids),
+        ("bad_words", [token for word in sampling.bad_words_ids for token in word]),
+        ("forced_first", [] if sampling.forced_bos_token_id is None else [sampling.forced_bos_token_id]),
+        ("forced_last", [] if sampling.forced_eos_token_id is None else [sampling.forced_eos_token_id]),
     ):
         for token in ids:
-            if not 0 <= token < config.vocab:
-                raise RequestError(f"{where}: token id {token} is outside the vocabulary of {config.vocab}")
+            if not 0 <= token < config.vocab_size:
+                raise RequestError(f"{where}: token id {token} is outside the vocabulary of {config.vocab_size}")
 
 
-def check_compressor_of(compressor: Compressor, placed: Sequence[Group]) -> None:
+def check_summarizer_groups(compressor: Summarizer, placed: Sequence[CacheGroup]) -> None:
     """ConfigError where it was not made for these groups."""
-    check_compressor(compressor.ratio, placed)
+    check_summarizer(compressor.ratio, placed)
     layers = compressor.by_layer()
-    for group in (group for group in placed if group.level is not None and group.level.ratio > 1):
-        sizes = group.mixer.kv_heads, group.mixer.head_dim, group.mixer.value_dim
+    for group in (group for group in placed if group.lower_level is not None and group.lower_level.ratio > 1):
+        sizes = group.spec.num_kv_heads, group.spec.head_dim, group.spec.value_dim
         for layer in group.layers:
             if layer not in layers or layers[layer].sizes != sizes:
                 raise ConfigError(f"compressor: it was not made for layer {layer} of this model")

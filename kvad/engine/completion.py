@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvad.cache.full import LimitName
-from kvad.engine.request import FinishReason, TokenScore
+from kvad.cache.full import LengthLimit
+from kvad.engine.request import FinishReason, TokenLogprob
 
-__all__ = ["Completion", "Sample", "TextScore", "Timings", "Usage"]
+__all__ = ["Completion", "CompletionChoice", "TextScore", "Timings", "CompletionUsage"]
 
 
 @dataclass(frozen=True)
-class Usage:
+class CompletionUsage:
     """``cached``: prompt tokens whose keys and values were reused instead of computed."""
 
-    prompt: int
-    completion: int
-    cached: int
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int
 
 
 @dataclass(frozen=True)
@@ -34,47 +34,47 @@ class Timings:
 
 
 @dataclass(frozen=True)
-class Sample:
+class CompletionChoice:
     """One continuation.  ``tokens`` holds every generated token, the stop token too; ``text`` never shows it.
     ``total``: of a beam search, its sum of log-probabilities over the length penalty.  ``limit``: where it ended by its
     length, whose limit that was: "max_tokens", "model", "cache" (its capacity) or "pool" (no block was left)."""
 
     text: str
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenScore, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
     finish_reason: FinishReason
-    total: float | None = None
-    limit: LimitName | None = None
+    cumulative_logprob: float | None = None
+    limit: LengthLimit | None = None
 
 
 @dataclass(frozen=True)
 class Completion:
     """The answer to one prompt: sample 0 through the plain attributes, all ``n`` of them in ``samples``."""
 
-    samples: tuple[Sample, ...]
-    usage: Usage
+    choices: tuple[CompletionChoice, ...]
+    usage: CompletionUsage
     timings: Timings
-    prompt_logprobs: tuple[TokenScore, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
     @property
     def text(self) -> str:
-        return self.samples[0].text
+        return self.choices[0].text
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        return self.samples[0].tokens
+        return self.choices[0].token_ids
 
     @property
-    def logprobs(self) -> tuple[TokenScore, ...]:
-        return self.samples[0].logprobs
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        return self.choices[0].logprobs
 
     @property
     def finish_reason(self) -> FinishReason:
-        return self.samples[0].finish_reason
+        return self.choices[0].finish_reason
 
     @property
-    def limit(self) -> LimitName | None:
-        return self.samples[0].limit
+    def limit(self) -> LengthLimit | None:
+        return self.choices[0].limit
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,11 @@ class TextScore:
     alternatives: tuple[tuple[tuple[int, float], ...], ...] = ()
 
     @property
-    def total(self) -> float:
+    def total_logprob(self) -> float:
         return math.fsum(p for p in self.logprobs if p is not None)
 
     @property
     def perplexity(self) -> float:
         """exp of the mean negative log-probability over the tokens that have one."""
         counted = sum(p is not None for p in self.logprobs)
-        return math.exp(-self.total / counted) if counted else math.nan
+        return math.exp(-self.total_logprob / counted) if counted else math.nan

@@ -12,41 +12,41 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-from kvad.cache.full import LimitName
-from kvad.cache.state import State
-from kvad.engine.completion import Completion, Sample, Timings, Usage
-from kvad.engine.engine import Engine, Piece
-from kvad.engine.request import Sampling, TokenScore
-from kvad.engine.row import Usage as EngineUsage
+from kvad.cache.full import LengthLimit
+from kvad.cache.state import SequenceState
+from kvad.engine.completion import Completion, CompletionChoice, CompletionUsage, Timings
+from kvad.engine.engine import Engine, StreamChunk
+from kvad.engine.request import SamplingParams, TokenLogprob
+from kvad.engine.row import RequestMetrics as EngineUsage
 from kvad.errors import EngineError, NumericalError
 
-__all__ = ["Desk", "Ticket"]
+__all__ = ["EngineClient", "RequestHandle"]
 
 
-class Desk:
+class EngineClient:
     """Takes requests and hands out their pieces."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.lock = threading.Lock()
-        self._mail: dict[int, deque[Piece]] = {}
+        self._mail: dict[int, deque[StreamChunk]] = {}
         self._dropped: deque[int] = deque()  # requests to cancel: a finaliser may run in the middle of a step
         self._closed = False
 
-    def submit(self, queue: Callable[[Engine], int], sampling: Sampling, num_prompt: int) -> Ticket:
+    def submit(self, queue: Callable[[Engine], int], sampling: SamplingParams, num_prompt: int) -> RequestHandle:
         """``queue`` hands the request to the engine and returns its number."""
         with self.lock:
-            self.alive()
+            self.check_open()
             self._cancel_dropped()
             request = queue(self.engine)
             self._mail[request] = deque()
-            return Ticket(self, request, sampling, num_prompt, self.engine.usage(request))
+            return RequestHandle(self, request, sampling, num_prompt, self.engine.metrics(request))
 
-    def next(self, request: int) -> Piece:
+    def next_chunk(self, request: int) -> StreamChunk:
         """The request's next piece; whoever holds the lock steps the engine for everybody."""
         while True:
             with self.lock:
-                self.alive()
+                self.check_open()
                 self._cancel_dropped()
                 box = self._mail[request]
                 if box:
@@ -58,7 +58,7 @@ class Desk:
                     if piece.request in self._mail:
                         self._mail[piece.request].append(piece)
 
-    def drop(self, tickets: Sequence[Ticket]) -> None:
+    def cancel(self, tickets: Sequence[RequestHandle]) -> None:
         """Cancel what is left of requests.  May be called from anywhere, a finaliser inside a step included."""
         self._dropped.extend(ticket.request for ticket in tickets)
         if self.lock.acquire(blocking=False):
@@ -67,17 +67,17 @@ class Desk:
             finally:
                 self.lock.release()
 
-    def kept(self, request: int) -> State:
+    def pop_state(self, request: int) -> SequenceState:
         """What a request has left (``Engine.kept``)."""
         with self.lock:
-            self.alive()
-            return self.engine.kept(request)
+            self.check_open()
+            return self.engine.pop_state(request)
 
     def forget(self, request: int) -> None:
         with self.lock:
             self._mail.pop(request, None)
 
-    def alive(self) -> None:
+    def check_open(self) -> None:
         if self._closed:
             raise EngineError("this LLM is closed", "load it again")
 
@@ -91,60 +91,64 @@ class Desk:
         while self._dropped:
             request = self._dropped.popleft()
             if self._mail.pop(request, None) is not None and not self._closed:
-                self.engine.cancel(request)
+                self.engine.abort_request(request)
 
 
-class Ticket:
+class RequestHandle:
     """Gathers one request's pieces."""
 
-    def __init__(self, desk: Desk, request: int, sampling: Sampling, num_prompt: int, usage: EngineUsage) -> None:
-        self.desk, self.request, self.sampling = desk, request, sampling
-        self._num_prompt, self.usage = num_prompt, usage
+    def __init__(
+        self, client: EngineClient, request: int, sampling: SamplingParams, num_prompt: int, metrics: EngineUsage
+    ) -> None:
+        self.client, self.request, self.sampling = client, request, sampling
+        self._num_prompt, self.metrics = num_prompt, metrics
 
-    def pieces(self) -> Iterator[Piece]:
+    def chunks(self) -> Iterator[StreamChunk]:
         left = self.sampling.n
         while left:
-            piece = self.desk.next(self.request)
+            piece = self.client.next_chunk(self.request)
             if piece.error is not None:
                 kind = NumericalError if piece.error.startswith("numerical") else EngineError
-                raise kind(f"request {self.request}, sample {piece.sample}: {piece.error}")
-            left -= piece.finish is not None
+                raise kind(f"request {self.request}, sample {piece.sample_index}: {piece.error}")
+            left -= piece.finish_reason is not None
             yield piece
 
-    def answer(self) -> Tensor:
+    def encoder_output(self) -> Tensor:
         """What an encoder says of the text."""
-        (piece,) = self.pieces()
-        self.desk.forget(self.request)
+        (piece,) = self.chunks()
+        self.client.forget(self.request)
         assert piece.output is not None
         return piece.output
 
-    def finish(self) -> Completion:
+    def result(self) -> Completion:
         n = self.sampling.n
         texts, tokens = [""] * n, [list[int]() for _ in range(n)]
-        scores, reasons = [list[TokenScore]() for _ in range(n)], ["stop"] * n
+        scores, reasons = [list[TokenLogprob]() for _ in range(n)], ["stop"] * n
         totals: list[float | None] = [None] * n
-        limits: list[LimitName | None] = [None] * n
-        prompt: list[TokenScore] = []
-        for piece in self.pieces():
-            texts[piece.sample] += piece.text
-            prompt.extend(piece.prompt)
-            if piece.token is not None:
-                tokens[piece.sample].append(piece.token)
-            if piece.score is not None:
-                scores[piece.sample].append(piece.score)
-            if piece.finish is not None:
-                reasons[piece.sample], totals[piece.sample] = piece.finish, piece.total
-                limits[piece.sample] = piece.limit
-        cached = self.usage.cached
-        self.desk.forget(self.request)
+        limits: list[LengthLimit | None] = [None] * n
+        prompt: list[TokenLogprob] = []
+        for piece in self.chunks():
+            texts[piece.sample_index] += piece.text
+            prompt.extend(piece.prompt_logprobs)
+            if piece.token_id is not None:
+                tokens[piece.sample_index].append(piece.token_id)
+            if piece.logprob is not None:
+                scores[piece.sample_index].append(piece.logprob)
+            if piece.finish_reason is not None:
+                reasons[piece.sample_index], totals[piece.sample_index] = piece.finish_reason, piece.cumulative_logprob
+                limits[piece.sample_index] = piece.limit
+        cached = self.metrics.num_cached_tokens
+        self.client.forget(self.request)
         samples = tuple(
-            Sample(text, tuple(ids), tuple(score), reason, total, limit)
+            CompletionChoice(text, tuple(ids), tuple(score), reason, total, limit)
             for text, ids, score, reason, total, limit in zip(
                 texts, tokens, scores, reasons, totals, limits, strict=True
             )
         )
         count = sum(map(len, tokens))
-        return Completion(samples, Usage(self._num_prompt, count, cached), _timings(self.usage, count), tuple(prompt))
+        return Completion(
+            samples, CompletionUsage(self._num_prompt, count, cached), _timings(self.metrics, count), tuple(prompt)
+        )
 
 
 def _timings(usage: EngineUsage, count: int) -> Timings:

@@ -16,63 +16,63 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from kvad.cache.disk import DISK, Disk
-from kvad.cache.full import LimitName
-from kvad.cache.identity import Identity
-from kvad.cache.ledger import Ledger
-from kvad.cache.memory import Memory
+from kvad.cache.disk import REAL_FILE_SYSTEM, FileSystem
+from kvad.cache.full import LengthLimit
+from kvad.cache.identity import CacheFingerprint
+from kvad.cache.ledger import KVCacheManager
+from kvad.cache.memory import KVCache
 from kvad.cache.planning import check_policy
-from kvad.cache.settle import settle
-from kvad.cache.sizing import CacheConfig, groups
-from kvad.cache.state import State
-from kvad.config import mixers
-from kvad.engine.checks import check_compressor_of, check_ids, check_kind, check_source
-from kvad.engine.costs import Costs
-from kvad.engine.limits import Limits
-from kvad.engine.outcome import results_of
-from kvad.engine.parked import parking_of
-from kvad.engine.request import Event, FinishReason, Result, Sampling, TokenScore
-from kvad.engine.resume import Keeper, Resumed, check_one
-from kvad.engine.row import Encoding
-from kvad.engine.runner import Runner
-from kvad.engine.sampler import FAULT
-from kvad.engine.saying import Saying
-from kvad.engine.scheduler import Plan, Scheduler, Usage
-from kvad.engine.storage import open_spill, open_tiers
-from kvad.engine.swaps import Swaps
+from kvad.cache.settle import resolve_for_model
+from kvad.cache.sizing import CacheConfig, build_groups
+from kvad.cache.state import SequenceState
+from kvad.config import attention_specs
+from kvad.engine.checks import check_source, check_summarizer_groups, check_token_ids, check_topology
+from kvad.engine.costs import SwapCostModel
+from kvad.engine.limits import LengthLimits
+from kvad.engine.outcome import sample_outputs
+from kvad.engine.parked import open_swap_space
+from kvad.engine.request import FinishReason, SamplingParams, SequenceEvent, SequenceOutput, TokenLogprob
+from kvad.engine.resume import ResumePoint, StateKeeper, check_single_sequence
+from kvad.engine.row import EncoderBatch
+from kvad.engine.runner import ModelRunner
+from kvad.engine.sampler import NONFINITE_ERROR
+from kvad.engine.saying import OutputTextStream
+from kvad.engine.scheduler import RequestMetrics, Scheduler, SchedulerOutput
+from kvad.engine.storage import open_block_store, open_offload_reader
+from kvad.engine.swaps import PreemptionManager
 from kvad.errors import ConfigError, KvadError, RequestError
-from kvad.model.compress import Compressor
-from kvad.model.fingerprint import fingerprint
-from kvad.model.isolate import isolate
+from kvad.model.compress import Summarizer
+from kvad.model.fingerprint import weights_fingerprint
+from kvad.model.isolate import make_batch_invariant
 from kvad.model.transformer import Transformer
 from kvad.ops.attend import Kernel
-from kvad.ops.heap import give_back
-from kvad.ops.lanes import Probe
+from kvad.ops.heap import trim_heap
+from kvad.ops.lanes import AttentionHook
 from kvad.text.tokenizer import Tokenizer
 
-__all__ = ["Engine", "Piece", "StepTimes"]
+__all__ = ["Engine", "StreamChunk", "StepTimes"]
 
 # Bytes of weights up to which those that share an input are joined.  In a larger model a kernel's start is nothing
 # beside its reading, and joining would copy weights that are mapped from a file.
-PACKED = 1 << 28
-POLL = 0.005  # seconds that a caller waits at once for blocks on their way, where there is nothing else to do
+MAX_PACKED_BYTES = 1 << 28
+POLL_SECONDS = 0.005  # seconds that a caller waits at once for blocks on their way, where there is nothing else to do
 
 
-class Piece(NamedTuple):
+class StreamChunk(NamedTuple):
     """What one step gave one sample: new text (UTF-8 whole, never part of a stop string), its token, or the end
     (``limit``: which one it came to, where it ended by its length)."""
 
     request: int
-    sample: int
+    sample_index: int
     text: str = ""
-    token: int | None = None
-    score: TokenScore | None = None
-    prompt: tuple[TokenScore, ...] = ()
-    finish: FinishReason | None = None
+    token_id: int | None = None
+    logprob: TokenLogprob | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
     error: str | None = None
     output: Tensor | None = None
-    total: float | None = None
-    limit: LimitName | None = None
+    cumulative_logprob: float | None = None
+    limit: LengthLimit | None = None
 
 
 @dataclass
@@ -107,83 +107,92 @@ class Engine:
         cache: CacheConfig,
         *,
         tokenizer: Tokenizer | None = None,
-        budget: int = 2048,
+        max_num_batched_tokens: int = 2048,
         kernel: Kernel = "auto",
         deterministic: bool = False,
-        probe: Probe | None = None,
-        compressor: Compressor | None = None,
+        attention_hook: AttentionHook | None = None,
+        summarizer: Summarizer | None = None,
         stop_tokens: frozenset[int] = frozenset(),
-        memory: Callable[..., Memory] | None = None,
-        weights: str | None = None,
-        adapter: str = "",
-        park_dir: str | Path | None = None,
-        costs: Costs | None = None,
-        disk: Disk = DISK,
+        cache_factory: Callable[..., KVCache] | None = None,
+        weights_fingerprint: str | None = None,
+        adapter_fingerprint: str = "",
+        swap_dir: str | Path | None = None,
+        cost_model: SwapCostModel | None = None,
+        fs: FileSystem = REAL_FILE_SYSTEM,
     ) -> None:
-        cache = settle(model.config, cache)
+        cache = resolve_for_model(model.config, cache)
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
-        self.device = model.table.device
+        self.device = model.token_embedding.device
         check_policy(model.config, cache, deterministic=deterministic)
-        if sum(parameter.nbytes for parameter in model.parameters()) <= PACKED:
-            model.pack()
+        if sum(parameter.nbytes for parameter in model.parameters()) <= MAX_PACKED_BYTES:
+            model.fuse_projections()
         if deterministic:
-            kernel = isolate(model)
-        placed = groups(mixers(model.config), cache)
-        if compressor is not None:
-            check_compressor_of(compressor, placed)
-            compressor = compressor.to(self.device)
+            kernel = make_batch_invariant(model)
+        placed = build_groups(attention_specs(model.config), cache)
+        if summarizer is not None:
+            check_summarizer_groups(summarizer, placed)
+            summarizer = summarizer.to(self.device)
         self.deterministic = deterministic
-        self._weights = weights  # their fingerprint, when it was asked for
-        self._adapter = {"adapter": adapter} if adapter else {}
-        self._summaries = "" if compressor is None else compressor.fingerprint()
+        self._weights_fingerprint = weights_fingerprint  # their fingerprint, when it was asked for
+        self._adapter_fingerprint = {"adapter": adapter_fingerprint} if adapter_fingerprint else {}
+        self._summaries = "" if summarizer is None else summarizer.fingerprint()
         with ExitStack() as opened:  # what fails on the way leaves no file, no thread and no lock behind
-            self.memory = (Memory if memory is None else memory)(
+            self.kv_cache = (KVCache if cache_factory is None else cache_factory)(
                 placed,
                 device=self.device,
-                rotate=cache.rotate,
-                exact=cache.endless,
-                compressors=None if compressor is None else compressor.by_layer(),
+                rope_at=cache.rope_at,
+                exact_rope=cache.endless,
+                summarizers=None if summarizer is None else summarizer.by_layer(),
                 kernel=kernel,
-                probe=probe,
-                spill=open_spill(cache, placed, disk),
+                attention_hook=attention_hook,
+                offload_reader=open_offload_reader(cache, placed, fs),
             )
-            opened.callback(self.memory.release)
-            self.tiers = open_tiers(cache, placed, lambda: self.identity(""))
-            if self.tiers is not None:
-                opened.callback(self.tiers.close)
-            self.memory.tiers = self.tiers
+            opened.callback(self.kv_cache.release)
+            self.block_store = open_block_store(cache, placed, lambda: self.cache_fingerprint(""))
+            if self.block_store is not None:
+                opened.callback(self.block_store.close)
+            self.kv_cache.host_store = self.block_store
             self._stored = b""  # what the roots of chains begin with where blocks outlive the process
-            if self.tiers is not None and cache.tier is not None:
-                self._stored = self.identity("").digest() + f"{cache.block_size}".encode()
-            self.ledger = Ledger(
-                placed, prefix=cache.prefix, seats=cache.rows, watermark=cache.watermark, tier=self.tiers
+            if self.block_store is not None and cache.prefix_cache_dir is not None:
+                self._stored = self.cache_fingerprint("").digest() + f"{cache.block_size}".encode()
+            self.kv_cache_manager = KVCacheManager(
+                placed,
+                prefix_caching=cache.enable_prefix_caching,
+                max_num_seqs=cache.max_num_seqs,
+                watermark=cache.watermark,
+                block_store=self.block_store,
             )
-            self.limits = Limits.of(model.config.limit, cache)
-            chunk = min(cache.chunk, cache.capacity)  # what a window's pool is sized for
-            folder = None if park_dir is None else Path(park_dir)
-            parking = parking_of(self.memory, self.ledger, cache.park_ram, folder, disk)
-            self.swaps = Swaps(self.ledger, costs, parking, self.memory.block_bytes())
-            opened.callback(self.swaps.close)
-            self.memory.copier.told = self.swaps.told
+            self.limits = LengthLimits.from_config(model.config.max_seq_len, cache)
+            chunk = min(cache.prefill_chunk_size, cache.max_seq_len)  # what a window's pool is sized for
+            folder = None if swap_dir is None else Path(swap_dir)
+            parking = open_swap_space(self.kv_cache, self.kv_cache_manager, cache.swap_space, folder, fs)
+            self.preemption = PreemptionManager(self.kv_cache_manager, cost_model, parking, self.kv_cache.block_bytes())
+            opened.callback(self.preemption.close)
+            self.kv_cache.copier.on_copied = self.preemption.on_copied
             self.scheduler = Scheduler(
-                self.ledger, rows=cache.rows, budget=budget, chunk=chunk, limit=self.limits, swaps=self.swaps
+                self.kv_cache_manager,
+                max_num_seqs=cache.max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                prefill_chunk_size=chunk,
+                limit=self.limits,
+                preemption=self.preemption,
             )
             self._opened = opened.pop_all()
-        self.runner = Runner(model, self.memory)
-        self.keeper = Keeper(self.memory, self.ledger)
+        self.runner = ModelRunner(model, self.kv_cache)
+        self.state_keeper = StateKeeper(self.kv_cache, self.kv_cache_manager)
         self.times = StepTimes()
         self._next, self._ends = 0, stop_tokens
-        self._texts: dict[tuple[int, int], Saying] = {}
-        self._undelivered: list[Piece] = []
+        self._texts: dict[tuple[int, int], OutputTextStream] = {}
+        self._undelivered: list[StreamChunk] = []
 
-    def submit(
+    def add_request(
         self,
         tokens: Sequence[int],
-        sampling: Sampling,
+        sampling: SamplingParams,
         *,
         salt: str = "",
         source: Sequence[int] | None = None,
-        resume: State | None = None,
+        resume: SequenceState | None = None,
         keep: bool = False,
     ) -> int:
         """Queue a prompt and return the request's number.  RequestError names what cannot be served.
@@ -193,35 +202,37 @@ class Engine:
         used as far as it agrees (``resume.py``; ``usage(request).cached`` says how far, ``missed`` why not); ``keep``:
         what this one leaves is kept for :meth:`kept`.  Both are of one sample, without beams.
         """
-        check_kind(self.model.config, source)
-        check_ids(self.model.config, tokens, sampling, source)
+        check_topology(self.model.config, source)
+        check_token_ids(self.model.config, tokens, sampling, source)
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this model came without one", "use stop_tokens")
         if resume is not None or keep:
-            check_one(sampling)
-            if self.ledger.spills:
+            check_single_sequence(sampling)
+            if self.kv_cache_manager.uses_offload:
                 raise RequestError(
                     "a row that spills is neither kept nor resumed", "give the cache room for it, or another on_full"
                 )
         request, texts = self._next, []
         if self.tokenizer is not None:
-            texts = [Saying(self.tokenizer, sampling) for _ in range(sampling.n)]
+            texts = [OutputTextStream(self.tokenizer, sampling) for _ in range(sampling.n)]
         root, stops = self._root(tokens, sampling, salt, source), self._stops(sampling)
-        regime, going = self.regime(tokens, sampling), Resumed()
+        regime, going = self.rope_regime(tokens, sampling), ResumePoint()
         if resume is not None:
-            going = self.keeper.resume(resume, tokens, sampling, root=root, regime=regime, salt=salt, source=source)
-        usage = self.scheduler.add(
-            request, tokens, sampling, root, stop_tokens=stops, source=source, parked=going.parked, keep=keep
+            going = self.state_keeper.resume(
+                resume, tokens, sampling, root=root, regime=regime, salt=salt, source=source
+            )
+        usage = self.scheduler.add_request(
+            request, tokens, sampling, root, stop_tokens=stops, source=source, parked=going.swapped, keep=keep
         )
-        usage.missed = going.missed
-        self.keeper.begin(going)
+        usage.resume_miss_reason = going.miss_reason
+        self.state_keeper.begin(going)
         if keep:
-            self.keeper.ask(request, regime, salt)
+            self.state_keeper.track(request, regime, salt)
         self._next += 1
         self._texts.update({(request, number): text for number, text in enumerate(texts)})
         return request
 
-    def submit_source(self, tokens: Sequence[int], want: Literal["head", "mean", "first"] = "head") -> int:
+    def add_encoder_request(self, tokens: Sequence[int], want: Literal["head", "mean", "first"] = "head") -> int:
         """Queue a text for the encoder alone: its one piece carries what the head answers (``Piece.output``).
 
         A tensor on the host: [T, labels] or [T, V] of a head that answers for tokens, [labels] or [E] of one that pools
@@ -231,11 +242,11 @@ class Engine:
             raise RequestError("this model has no encoder", "it continues prompts")
         check_source(self.model.config, tokens)
         request = self._next
-        self.scheduler.add(request, (), Sampling(max_tokens=0), source=tokens, want=want)
+        self.scheduler.add_request(request, (), SamplingParams(max_tokens=0), source=tokens, want=want)
         self._next += 1
         return request
 
-    def step(self) -> list[Piece]:
+    def step(self) -> list[StreamChunk]:
         """Run one plan; an empty list when there is nothing to do.
 
         An exception ends the rows of its step; their pieces, which say so, come with the next call.
@@ -244,55 +255,55 @@ class Engine:
             pieces, self._undelivered = self._undelivered, []
             return pieces
         began = time.perf_counter()
-        plan = self.scheduler.plan()
-        self.keeper.collect(self.scheduler.left())  # of rows that gave way to this step
+        plan = self.scheduler.schedule()
+        self.state_keeper.collect(self.scheduler.pop_finished_states())  # of rows that gave way to this step
         if plan is None:
-            self.store()
-            if self.tiers is not None:
-                self.tiers.wait(POLL)  # nobody runs, and somebody's blocks are on their way
-            return self._pieces(self.scheduler.drain())
+            self.flush_offload()
+            if self.block_store is not None:
+                self.block_store.wait(POLL_SECONDS)  # nobody runs, and somebody's blocks are on their way
+            return self._pieces(self.scheduler.pop_events())
         inside = time.perf_counter()
         try:
-            if plan.encoding is not None:
-                results = self._encode(plan.encoding)
+            if plan.encoder_batch is not None:
+                results = self._encode(plan.encoder_batch)
                 self.times.model += time.perf_counter() - inside
             else:
-                logits = self.runner.run(plan)
+                logits = self.runner.execute(plan)
                 self.times.model += time.perf_counter() - inside
-                results = results_of(plan, logits)
-                for number, why in self.memory.lost([lane.rows for lane in plan.lanes]).items():
-                    results[number] = Result(fault=why, again=True)
+                results = sample_outputs(plan, logits)
+                for number, why in self.kv_cache.failed_rows([lane.num_seqs for lane in plan.sub_batches]).items():
+                    results[number] = SequenceOutput(error=why, retry=True)
                 self._weigh(plan, time.perf_counter() - inside)
         except BaseException as error:  # Ctrl-C too: the rows of this step end, the engine goes on
-            self.memory.forgo(plan.placed.moves)
-            fault = Result(fault=f"the step failed: {type(error).__name__}: {error}")
-            rows = len(plan.work) if plan.encoding is None else len(plan.encoding.rows)
-            self._undelivered = self._pieces(self.scheduler.settle(plan, [fault] * rows))
+            self.kv_cache.discard(plan.allocation.block_ops)
+            fault = SequenceOutput(error=f"the step failed: {type(error).__name__}: {error}")
+            rows = len(plan.scheduled) if plan.encoder_batch is None else len(plan.encoder_batch.sequences)
+            self._undelivered = self._pieces(self.scheduler.update_from_output(plan, [fault] * rows))
             raise
-        events = self.scheduler.settle(plan, results)
+        events = self.scheduler.update_from_output(plan, results)
         self.times.steps += 1
-        self.times.tokens += sum(event.token is not None for event in events)
+        self.times.tokens += sum(event.token_id is not None for event in events)
         pieces = self._pieces(events)
-        self.keeper.collect(self.scheduler.left())
+        self.state_keeper.collect(self.scheduler.pop_finished_states())
         if self.scheduler.idle:
-            self.store()
-            give_back()
+            self.flush_offload()
+            trim_heap()
         self.times.total += time.perf_counter() - began
         return pieces
 
-    def kept(self, request: int) -> State:
+    def pop_state(self, request: int) -> SequenceState:
         """What a request submitted with ``keep`` has left, handed over once.  RequestError: it was not, it has not
         ended, or it was cancelled or failed."""
-        return self.keeper.kept(request)
+        return self.state_keeper.pop_state(request)
 
-    def usage(self, request: int) -> Usage:
+    def metrics(self, request: int) -> RequestMetrics:
         """What a request used, kept up to date while it runs and for a while after its end."""
-        return self.scheduler.usage(request)
+        return self.scheduler.metrics(request)
 
-    def cancel(self, request: int) -> None:
+    def abort_request(self, request: int) -> None:
         """End a request now; its rows are released before the next step."""
-        self.scheduler.cancel(request)
-        self.keeper.forget(request)
+        self.scheduler.abort_request(request)
+        self.state_keeper.forget(request)
         for key in [key for key in self._texts if key[0] == request]:
             del self._texts[key]
 
@@ -301,119 +312,132 @@ class Engine:
         """Nothing to do, and nothing to tell."""
         return self.scheduler.idle and not self._undelivered
 
-    def store(self) -> None:
+    def flush_offload(self) -> None:
         """Hand the tiers what has been published since the last step.  (A step does it too.)"""
-        moves = self.ledger.store_now()
+        moves = self.kv_cache_manager.flush_offload()
         if moves is not None:
-            self.memory.apply(moves)
+            self.kv_cache.apply(moves)
 
     def close(self) -> None:
         """Free the pool and what was parked, and let the tiers' folder go when all is written.  The engine serves
         nothing afterwards.  What fails on the way is raised when all the rest is closed."""
         with self._opened:
-            self.store()
+            self.flush_offload()
 
-    def _weigh(self, plan: Plan, seconds: float) -> None:
+    def _weigh(self, plan: SchedulerOutput, seconds: float) -> None:
         """What a step has cost per token, where most of its tokens were read and not said."""
-        tokens = sum(work.count for work in plan.work)
-        if tokens > 2 * len(plan.work):
-            self.swaps.costs.computed(tokens, seconds)
+        tokens = sum(work.num_tokens for work in plan.scheduled)
+        if tokens > 2 * len(plan.scheduled):
+            self.preemption.costs.record_compute(tokens, seconds)
 
-    def _encode(self, encoding: Encoding) -> list[Result]:
+    def _encode(self, encoding: EncoderBatch) -> list[SequenceOutput]:
         """Run the encoder; its answers where they are wanted."""
         hidden, step = self.runner.encode(encoding)
-        lengths = [lane.new for lane in step.lanes for _ in range(lane.rows)]
+        lengths = [lane.num_new_tokens for lane in step.sub_batches for _ in range(lane.num_seqs)]
         fine = hidden.isfinite().all(dim=-1).cpu().split(lengths)  # one wait for the device
         outputs: Sequence[Tensor | None] = [None] * len(lengths)
-        if encoding.placed is None:
-            wants = [row.group.want for row in encoding.rows]
-            outputs = [answer.cpu() for answer in self.runner.answers(hidden, step, lengths, wants)]
+        if encoding.allocation is None:
+            wants = [row.request.encoder_output for row in encoding.sequences]
+            outputs = [answer.cpu() for answer in self.runner.encoder_outputs(hidden, step, lengths, wants)]
         results = []
         for row, output in zip(fine, outputs, strict=True):
             finite = bool(row.all()) and (output is None or bool(output.isfinite().all()))
-            results.append(Result(output=output) if finite else Result(fault=FAULT))
+            results.append(SequenceOutput(output=output) if finite else SequenceOutput(error=NONFINITE_ERROR))
         return results
 
-    def _stops(self, sampling: Sampling) -> frozenset[int]:
-        ends: set[int] = set(sampling.stop_tokens)
+    def _stops(self, sampling: SamplingParams) -> frozenset[int]:
+        ends: set[int] = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             ends |= self._ends
         if self.tokenizer is not None and not sampling.ignore_eos and not self._ends:
-            specials = self.tokenizer.specials
+            specials = self.tokenizer.special_tokens
             opens = specials.separator if specials.separator != specials.bos or specials.eos is None else None
             ends |= {token for token in (opens, specials.eos) if token is not None}
         return frozenset(ends)
 
-    def _root(self, tokens: Sequence[int], sampling: Sampling, salt: str, source: Sequence[int] | None = None) -> bytes:
+    def _root(
+        self, tokens: Sequence[int], sampling: SamplingParams, salt: str, source: Sequence[int] | None = None
+    ) -> bytes:
         """Where this row's chain of block hashes starts: nothing computed under other conditions can match."""
-        regime = self.regime(tokens, sampling)
-        kept = f"{self.cache.kept}\0{self.cache.endless}\0{self.cache.rotate}\0{self._summaries}"
-        name = f"{salt}\0{self.cache.stored}\0{kept}\0{regime}\0{'' if source is None else list(source)}"
+        regime = self.rope_regime(tokens, sampling)
+        kept = f"{self.cache.resolved_policy}\0{self.cache.endless}\0{self.cache.rope_at}\0{self._summaries}"
+        name = f"{salt}\0{self.cache.format_name}\0{kept}\0{regime}\0{'' if source is None else list(source)}"
         return hashlib.blake2b(self._stored + name.encode(), digest_size=16).digest()
 
-    def block_keys(self, tokens: Sequence[int], sampling: Sampling, *, salt: str = "") -> list[str]:
+    def block_keys(self, tokens: Sequence[int], sampling: SamplingParams, *, salt: str = "") -> list[str]:
         """Under which keys the tiers have the whole blocks of such a request's prompt."""
-        return self.ledger.keys(tokens, self._root(tokens, sampling, salt))
+        return self.kv_cache_manager.block_keys(tokens, self._root(tokens, sampling, salt))
 
-    def regime(self, tokens: Sequence[int], sampling: Sampling) -> str:
+    def rope_regime(self, tokens: Sequence[int], sampling: SamplingParams) -> str:
         """Names how positions are turned into angles for such a request, where its length decides that."""
-        longest = self.limits.longest(sampling)[0]
+        longest = self.limits.max_len_for(sampling)[0]
         wanted = len(tokens) + (longest if sampling.max_tokens is None else sampling.max_tokens)
-        return self.runner.regime(min(longest, wanted, self.model.config.limit))
+        return self.runner.rope_regime(min(longest, wanted, self.model.config.max_seq_len))
 
-    def identity(self, regime: str, *, salt: str = "", template: str = "") -> Identity:
+    def cache_fingerprint(self, regime: str, *, salt: str = "", template: str = "") -> CacheFingerprint:
         """What the keys and values of this engine's rows belong to, for whatever is stored beyond its life.
         ``template``: the fingerprint of the chat template, where there is one.  The first call reads every weight."""
-        if self._weights is None and self.memory.ranks > 1:
+        if self._weights_fingerprint is None and self.kv_cache.ranks > 1:
             raise ConfigError(
-                f"weights: this is one of {self.memory.ranks} ranks, which sees a part of them alone",
+                f"weights: this is one of {self.kv_cache.ranks} ranks, which sees a part of them alone",
                 "give Engine(weights=...) the fingerprint of the whole model",
             )
-        if self._weights is None:
-            self._weights = fingerprint(self.model)
+        if self._weights_fingerprint is None:
+            self._weights_fingerprint = weights_fingerprint(self.model)
         cache = self.cache
-        return Identity(
-            model=self._weights,
+        return CacheFingerprint(
+            model=self._weights_fingerprint,
             tokenizer="" if self.tokenizer is None else self.tokenizer.fingerprint(),
             template=template,
-            computed=f"{self.model.table.dtype}".removeprefix("torch.") + self.deterministic * " deterministic",
-            keys=cache.keys or cache.dtype,
-            values=cache.values or cache.dtype,
-            policy=str(cache.kept),
-            rotate=cache.rotate,
+            computed=f"{self.model.token_embedding.dtype}".removeprefix("torch.")
+            + self.deterministic * " deterministic",
+            keys=cache.key_dtype or cache.dtype,
+            values=cache.value_dtype or cache.dtype,
+            policy=str(cache.resolved_policy),
+            rotate=cache.rope_at,
             endless=str(cache.endless),
             summaries=self._summaries,
             regime=regime,
             salt=salt,
-            **self._adapter,
+            **self._adapter_fingerprint,
         )
 
-    def _pieces(self, events: Sequence[Event]) -> list[Piece]:
+    def _pieces(self, events: Sequence[SequenceEvent]) -> list[StreamChunk]:
         return [self._piece(event) for event in events]
 
-    def _piece(self, event: Event) -> Piece:
-        text = self._texts.get((event.request, event.sample))
-        emitted, finish, error = "", event.finish, event.error
+    def _piece(self, event: SequenceEvent) -> StreamChunk:
+        text = self._texts.get((event.request, event.sample_index))
+        emitted, finish, error = "", event.finish_reason, event.error
         if finish == "error":
-            self.keeper.forget(event.request)
+            self.state_keeper.forget(event.request)
         if text is not None:
             try:
-                emitted, finish = self._text_of(text, event)
+                emitted, finish = self._next_text(text, event)
             except KvadError as failure:  # of this sample alone: a token that its tokenizer does not know, say
-                self.scheduler.finish(event.request, event.sample, "error")
+                self.scheduler.finish_sequence(event.request, event.sample_index, "error")
                 finish, error = "error", str(failure)
             if finish is not None:
-                del self._texts[event.request, event.sample]
-        numbers = event.token, event.score, event.prompt
+                del self._texts[event.request, event.sample_index]
+        numbers = event.token_id, event.logprob, event.prompt_logprobs
         limit = event.limit if finish == "length" else None
-        return Piece(event.request, event.sample, emitted, *numbers, finish, error, event.output, event.total, limit)
+        return StreamChunk(
+            event.request,
+            event.sample_index,
+            emitted,
+            *numbers,
+            finish,
+            error,
+            event.output,
+            event.cumulative_logprob,
+            limit,
+        )
 
-    def _text_of(self, text: Saying, event: Event) -> tuple[str, FinishReason | None]:
+    def _next_text(self, text: OutputTextStream, event: SequenceEvent) -> tuple[str, FinishReason | None]:
         """What this event adds to its sample's text, and how the sample ends if it does."""
-        finish = event.finish
-        emitted, stopped = text.push(None if finish == "stop" else event.token)  # a stop token is no text
+        finish = event.finish_reason
+        emitted, stopped = text.push(None if finish == "stop" else event.token_id)  # a stop token is no text
         if stopped and finish is None:
-            self.scheduler.finish(event.request, event.sample, "stop")
+            self.scheduler.finish_sequence(event.request, event.sample_index, "stop")
         if stopped and finish in (None, "length"):
             finish = "stop"
         return emitted + (text.flush() if finish is not None else ""), finish

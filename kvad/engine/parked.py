@@ -7,19 +7,21 @@ from pathlib import Path
 
 from torch import Tensor
 
-from kvad.cache.disk import Disk
+from kvad.cache.disk import FileSystem
 from kvad.cache.entry import Section
-from kvad.cache.ledger import Ledger
-from kvad.cache.memory import Memory
-from kvad.cache.parkfiles import ParkFiles
-from kvad.cache.parking import Parking
-from kvad.cache.swap import pack, unpack
+from kvad.cache.ledger import KVCacheManager
+from kvad.cache.memory import KVCache
+from kvad.cache.parkfiles import SwapFiles
+from kvad.cache.parking import SwapSpace
+from kvad.cache.swap import from_sections, to_sections
 from kvad.errors import ConfigError
 
-__all__ = ["parking_of"]
+__all__ = ["open_swap_space"]
 
 
-def parking_of(memory: Memory, ledger: Ledger, ram: int | None, folder: Path | None, disk: Disk) -> Parking:
+def open_swap_space(
+    memory: KVCache, ledger: KVCacheManager, ram: int | None, folder: Path | None, disk: FileSystem
+) -> SwapSpace:
     """``ram`` None: all in host memory where rows must be parked, all on disk where there is a ``folder``, else none.
     ConfigError for a folder that cannot be written to, or that would be rank 0's alone."""
     if folder is not None and memory.ranks > 1:
@@ -31,8 +33,8 @@ def parking_of(memory: Memory, ledger: Ledger, ram: int | None, folder: Path | N
         ram = 0
 
     def packed(key: int, copies: Sequence[Tensor]) -> list[Section]:
-        memory.copier.arrived(key)
-        return pack(copies)
+        memory.copier.wait(key)
+        return to_sections(copies)
 
-    files = None if folder is None else ParkFiles(folder, disk=disk)
-    return Parking(memory.parked, ram=ram, files=files, pack=packed, unpack=unpack)
+    files = None if folder is None else SwapFiles(folder, disk=disk)
+    return SwapSpace(memory.swapped, ram=ram, files=files, to_sections=packed, from_sections=from_sections)

@@ -4,43 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvad.cache.pins import Pin, check_name, write_pin
+from kvad.cache.pins import PinnedPrefix, check_prefix_name, write_pinned_prefix
 from kvad.engine.engine import Engine
-from kvad.engine.request import Sampling
-from kvad.errors import RequestError, SaveError, UsageError, counted
+from kvad.engine.request import SamplingParams
+from kvad.errors import RequestError, SaveError, UsageError, format_count
 
-__all__ = ["keep_prefix"]
+__all__ = ["pin_prefix"]
 
 
-def keep_prefix(engine: Engine, tokens: Sequence[int], name: str, text: str = "") -> Pin:
+def pin_prefix(engine: Engine, tokens: Sequence[int], name: str, text: str = "") -> PinnedPrefix:
     """The whole blocks of ``tokens``, which later requests of the same beginning find without computing.
 
     UsageError: no tier, a name that is none; RequestError: less than a block, or what the engine refuses;  SaveError:
     the disk refused, and nothing is pinned.
     """
-    check_name(name)
+    check_prefix_name(name)
     size = engine.cache.block_size
-    if engine.tiers is None or engine.cache.tier is None or not engine.tiers.on_disk:
-        raise UsageError(f"{engine.cache.tier} is not to be had", "another process holds it, or the disk refuses it")
+    if engine.block_store is None or engine.cache.prefix_cache_dir is None or not engine.block_store.on_disk:
+        raise UsageError(
+            f"{engine.cache.prefix_cache_dir} is not to be had", "another process holds it, or the disk refuses it"
+        )
     if len(tokens) < size:
         raise RequestError(
-            f"{counted(len(tokens), 'token')} {'does' if len(tokens) == 1 else 'do'} not fill a block of {size}",
+            f"{format_count(len(tokens), 'token')} {'does' if len(tokens) == 1 else 'do'} not fill a block of {size}",
             "give a longer prefix",
         )
-    sampling = Sampling(max_tokens=1, temperature=0, ignore_eos=True)
-    engine.submit(tokens, sampling)
+    sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+    engine.add_request(tokens, sampling)
     while not engine.idle:
         for piece in engine.step():
             if piece.error is not None:
                 raise RequestError(f"the prefix cannot be computed: {piece.error}")
-    engine.store()
+    engine.flush_offload()
     keys = engine.block_keys(tokens, sampling)
     try:
-        stored = engine.tiers.keep(keys)
-        pin = Pin(name, tuple(stored), len(keys) * size, text[:80], engine.identity("").parts)
-        write_pin(engine.tiers.folder, pin)
+        stored = engine.block_store.pin_blocks(keys)
+        pin = PinnedPrefix(name, tuple(stored), len(keys) * size, text[:80], engine.cache_fingerprint("").parts)
+        write_pinned_prefix(engine.block_store.folder, pin)
     except OSError as error:
         raise SaveError(
-            f"{engine.cache.tier}: the prefix is not kept: {error}", "make room, or name another folder"
+            f"{engine.cache.prefix_cache_dir}: the prefix is not kept: {error}", "make room, or name another folder"
         ) from error
     return pin

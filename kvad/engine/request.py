@@ -12,21 +12,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
-from kvad.cache.full import ON_FULL, LimitName, OnFull
-from kvad.errors import RequestError, nearest
+from kvad.cache.full import OVERFLOW_MODES, LengthLimit, OverflowMode
+from kvad.errors import RequestError, suggest
 
-__all__ = ["Event", "FinishReason", "Result", "Sampling", "TokenScore"]
+__all__ = ["SequenceEvent", "FinishReason", "SequenceOutput", "SamplingParams", "TokenLogprob"]
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 100
-SEARCHED = ("beams", "length_penalty", "length_form", "early_stopping", "patience")  # what only a beam search heeds
-SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed")  # any of them asks for samples
-SINGLE = ("logprobs", "stop", "prompt_logprobs")  # these of no beam search either
+BEAM_ONLY_FIELDS = (
+    "num_beams",
+    "length_penalty",
+    "length_penalty_form",
+    "early_stopping",
+    "patience",
+)  # what only a beam search heeds
+SAMPLING_ONLY_FIELDS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed")  # any of them asks for samples
+NON_BEAM_FIELDS = ("logprobs", "stop", "prompt_logprobs")  # these of no beam search either
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """How to choose the next tokens.
 
     ``temperature`` 0 is greedy (ties: the lowest id).  Filters apply in this order: bans (``bad_words``,
@@ -56,24 +62,24 @@ class Sampling:
     presence_penalty: float = 0.0  # over the output, once per distinct token
     frequency_penalty: float = 0.0  # over the output, per occurrence
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
     stop: tuple[str, ...] = ()
-    stop_tokens: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int = 0
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    no_repeat_ngram: int = 0
-    forced_first: int | None = None
-    forced_last: int | None = None
-    allowed: Callable[[Sequence[int]], Sequence[int]] | None = None
-    beams: int = 1
+    no_repeat_ngram_size: int = 0
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | None = None
+    allowed_tokens_fn: Callable[[Sequence[int]], Sequence[int]] | None = None
+    num_beams: int = 1
     length_penalty: float = 1.0
-    length_form: Literal["length", "gnmt"] = "length"
+    length_penalty_form: Literal["length", "gnmt"] = "length"
     early_stopping: bool | Literal["never"] = False
     patience: float = 1.0
-    on_full: OnFull | None = None
+    overflow: OverflowMode | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -83,16 +89,16 @@ class Sampling:
         return self.temperature == 0
 
     @staticmethod
-    def of(**options: Any) -> Sampling:
+    def from_options(**options: Any) -> SamplingParams:
         """Build from keywords; RequestError offers the nearest name for an unknown one."""
-        known = [f.name for f in fields(Sampling)]
+        known = [f.name for f in fields(SamplingParams)]
         for name in options:
             if name not in known:
-                raise RequestError(f"unknown sampling option {name!r}", nearest(name, known))
-        return Sampling(**options)
+                raise RequestError(f"unknown sampling option {name!r}", suggest(name, known))
+        return SamplingParams(**options)
 
 
-def _check(s: Sampling) -> None:
+def _check(s: SamplingParams) -> None:
     _integer("max_tokens", s.max_tokens, 0, None, optional=True)
     _integer("min_tokens", s.min_tokens, 0, None)
     _integer("top_k", s.top_k, 0, None)
@@ -100,9 +106,9 @@ def _check(s: Sampling) -> None:
     _integer("seed", s.seed, 0, 2**64 - 1)
     _integer("logprobs", s.logprobs, 0, MAX_LOGPROBS, optional=True)
     _integer("prompt_logprobs", s.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
-    _integer("no_repeat_ngram", s.no_repeat_ngram, 0, None)
-    _integer("forced_first", s.forced_first, 0, None, optional=True)
-    _integer("forced_last", s.forced_last, 0, None, optional=True)
+    _integer("no_repeat_ngram", s.no_repeat_ngram_size, 0, None)
+    _integer("forced_first", s.forced_bos_token_id, 0, None, optional=True)
+    _integer("forced_last", s.forced_eos_token_id, 0, None, optional=True)
     _number("temperature", s.temperature, 0, 100)
     _number("top_p", s.top_p, 0, 1, above=True)
     _number("min_p", s.min_p, 0, 1)
@@ -113,47 +119,49 @@ def _check(s: Sampling) -> None:
     if not isinstance(s.logit_bias, Mapping):
         raise RequestError(f"logit_bias: expected token ids with numbers, found {s.logit_bias!r}")
     _sequence("stop", s.stop, str, "texts")
-    _sequence("stop_tokens", s.stop_tokens, int, "token ids")
-    _sequence("bad_words", s.bad_words, (tuple, list), "sequences of token ids")
-    for word in s.bad_words:
+    _sequence("stop_tokens", s.stop_token_ids, int, "token ids")
+    _sequence("bad_words", s.bad_words_ids, (tuple, list), "sequences of token ids")
+    for word in s.bad_words_ids:
         _sequence("bad_words", word, int, "token ids")
     for token, bias in s.logit_bias.items():
         _number(f"logit_bias[{token}]", bias, -1000, 1000)
     if s.max_tokens is not None and s.min_tokens > s.max_tokens:
         raise RequestError(f"min_tokens {s.min_tokens} exceeds max_tokens {s.max_tokens}")
-    if s.on_full is not None and s.on_full not in ON_FULL:
-        raise RequestError(f"on_full: {s.on_full!r}", nearest(str(s.on_full), ON_FULL))
+    if s.overflow is not None and s.overflow not in OVERFLOW_MODES:
+        raise RequestError(f"on_full: {s.overflow!r}", suggest(str(s.overflow), OVERFLOW_MODES))
     _check_beams(s)
     if any(not text for text in s.stop):
         raise RequestError("stop: an empty string would stop at once")
-    if any(not word for word in s.bad_words):
+    if any(not word for word in s.bad_words_ids):
         raise RequestError("bad_words: an empty sequence")
 
 
-def _check_beams(s: Sampling) -> None:
-    _integer("beams", s.beams, 1, MAX_SAMPLES)
+def _check_beams(s: SamplingParams) -> None:
+    _integer("beams", s.num_beams, 1, MAX_SAMPLES)
     _number("length_penalty", s.length_penalty, -100, 100)
     _number("patience", s.patience, 0, 100, above=True)
-    if s.length_form not in ("length", "gnmt"):
-        raise RequestError(f"length_form: {s.length_form!r}", nearest(str(s.length_form), ("length", "gnmt")))
+    if s.length_penalty_form not in ("length", "gnmt"):
+        raise RequestError(
+            f"length_form: {s.length_penalty_form!r}", suggest(str(s.length_penalty_form), ("length", "gnmt"))
+        )
     if s.early_stopping not in (True, False, "never"):
         raise RequestError(f"early_stopping: {s.early_stopping!r} is not true, false or 'never'")
-    if s.allowed is not None and not callable(s.allowed):
-        raise RequestError(f"allowed: expected a function of the tokens so far, found {s.allowed!r}")
-    if s.beams == 1:
-        for name in SEARCHED:
-            if getattr(s, name) != getattr(Sampling, name):
+    if s.allowed_tokens_fn is not None and not callable(s.allowed_tokens_fn):
+        raise RequestError(f"allowed: expected a function of the tokens so far, found {s.allowed_tokens_fn!r}")
+    if s.num_beams == 1:
+        for name in BEAM_ONLY_FIELDS:
+            if getattr(s, name) != getattr(SamplingParams, name):
                 raise RequestError(f"{name}= is for a beam search, and there are no beams", "give beams=4, say")
         return
-    if s.n > s.beams:
-        raise RequestError(f"n {s.n} exceeds beams {s.beams}")
+    if s.n > s.num_beams:
+        raise RequestError(f"n {s.n} exceeds beams {s.num_beams}")
     plain = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "stop": (), "logprobs": None}
     plain |= {"prompt_logprobs": None, "seed": 0}
     for name, value in plain.items():
         if getattr(s, name) != value:
-            raise RequestError(f"{name} and beams={s.beams} cannot go together", "beam search does not sample")
+            raise RequestError(f"{name} and beams={s.num_beams} cannot go together", "beam search does not sample")
     if s.temperature not in (0, 1):
-        raise RequestError(f"temperature {s.temperature} and beams={s.beams} cannot go together", "leave it out")
+        raise RequestError(f"temperature {s.temperature} and beams={s.num_beams} cannot go together", "leave it out")
 
 
 def _sequence(name: str, values: object, kind: type | tuple[type, ...], what: str) -> None:
@@ -182,15 +190,15 @@ def _range(low: int, high: int | None) -> str:
     return f"at least {low}" if high is None else f"from {low} to {high}"
 
 
-class TokenScore(NamedTuple):
+class TokenLogprob(NamedTuple):
     """A token's log-probability under the model (before temperature and filters) and the best alternatives."""
 
-    token: int
+    token_id: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
-class Result(NamedTuple):
+class SequenceOutput(NamedTuple):
     """What the runner and sampler found for one span of a plan.
 
     ``token`` None: this span ends before its row's last token, so there was nothing to sample.
@@ -201,28 +209,28 @@ class Result(NamedTuple):
     ``output``: what an encoder answers for a row that asks for that (numbers; the scheduler hands it on).
     """
 
-    token: int | None = None
-    score: TokenScore | None = None
-    prompt: tuple[TokenScore, ...] = ()
-    fault: str | None = None
+    token_id: int | None = None
+    logprob: TokenLogprob | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    error: str | None = None
     output: Any = None
     candidates: tuple[tuple[int, float], ...] = ()
-    again: bool = False
+    retry: bool = False
 
 
-class Event(NamedTuple):
+class SequenceEvent(NamedTuple):
     """One thing that happened to one sample of a request: a token, prompt scores, an encoder's answer, or its end.
 
     ``total``: the score of a beam search's hypothesis, with its end.  ``limit``: of the finish reason "length", which.
     """
 
     request: int
-    sample: int
-    token: int | None = None
-    score: TokenScore | None = None
-    prompt: tuple[TokenScore, ...] = ()
-    finish: FinishReason | None = None
+    sample_index: int
+    token_id: int | None = None
+    logprob: TokenLogprob | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
     error: str | None = None
     output: Any = None
-    total: float | None = None
-    limit: LimitName | None = None
+    cumulative_logprob: float | None = None
+    limit: LengthLimit | None = None

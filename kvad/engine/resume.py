@@ -9,91 +9,98 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvad.cache.ledger import Ledger, Parked
-from kvad.cache.memory import Memory
-from kvad.cache.state import Laid, State, agreeing, fit, take
-from kvad.engine.request import Sampling
-from kvad.engine.row import Left
+from kvad.cache.ledger import KVCacheManager, SwappedSequence
+from kvad.cache.memory import KVCache
+from kvad.cache.state import PendingRestore, SequenceState, capture, common_prefix_length, fit_state
+from kvad.engine.request import SamplingParams
+from kvad.engine.row import FinishedState
 from kvad.errors import RequestError
 
-__all__ = ["Keeper", "Resumed", "check_one"]
+__all__ = ["StateKeeper", "ResumePoint", "check_single_sequence"]
 
 
-class Resumed:
+class ResumePoint:
     """What a request goes on from: nothing (``missed`` says why, where that is worth saying), or a state."""
 
-    def __init__(self, parked: Parked | None = None, laid: Laid | None = None, missed: str = "") -> None:
-        self.parked, self.laid, self.missed = parked, laid, missed
+    def __init__(
+        self,
+        swapped: SwappedSequence | None = None,
+        pending_restore: PendingRestore | None = None,
+        miss_reason: str = "",
+    ) -> None:
+        self.swapped, self.pending_restore, self.miss_reason = swapped, pending_restore, miss_reason
 
 
-class Keeper:
+class StateKeeper:
     """States of one engine's requests.  ``home``: what its states are known by."""
 
-    def __init__(self, memory: Memory, ledger: Ledger) -> None:
-        self._memory, self._ledger = memory, ledger
-        self.home = object()
+    def __init__(self, kv_cache: KVCache, kv_cache_manager: KVCacheManager) -> None:
+        self._kv_cache, self._kv_cache_manager = kv_cache, kv_cache_manager
+        self.engine_id = object()
         self._asked: dict[int, tuple[str, str]] = {}  # request -> regime, salt
-        self._kept: dict[int, State] = {}
+        self._pop_state: dict[int, SequenceState] = {}
 
     def resume(
         self,
-        state: State,
+        state: SequenceState,
         tokens: Sequence[int],
-        sampling: Sampling,
+        sampling: SamplingParams,
         *,
         root: bytes,
         regime: str,
         salt: str,
         source: Sequence[int] | None,
-    ) -> Resumed:
+    ) -> ResumePoint:
         """How this prompt goes on from ``state``.  RequestError: it was made by another engine."""
-        if state.home is not self.home:
+        if state.engine_id is not self.engine_id:
             raise RequestError("the state was made by another engine", "save it as a session, and load that here")
         for name, here, there in (("regime", regime, state.regime), ("salt", salt, state.salt)):
             if here != there:
-                return Resumed(missed=f"{name}: {here or 'none'} here, {there or 'none'} there")
-        if (None if source is None else tuple(source)) != state.source:
-            return Resumed(missed="source: it answers another source")
+                return ResumePoint(miss_reason=f"{name}: {here or 'none'} here, {there or 'none'} there")
+        if (None if source is None else tuple(source)) != state.encoder_tokens:
+            return ResumePoint(miss_reason="source: it answers another source")
         if sampling.prompt_logprobs is not None:
-            return Resumed(missed="prompt_logprobs: every token of the prompt is to be computed")
-        agreed = agreeing(state, tokens)
+            return ResumePoint(miss_reason="prompt_logprobs: every token of the prompt is to be computed")
+        agreed = common_prefix_length(state, tokens)
         wanted = min(agreed, len(tokens) - 1)
         if wanted == 0:
-            return Resumed(missed="tokens: they differ from the first on" if agreed == 0 else "")
-        if self._ledger.known(tokens, root) >= wanted:
-            return Resumed()
-        fitted = fit(state, self._memory.whole, wanted)
+            return ResumePoint(miss_reason="tokens: they differ from the first on" if agreed == 0 else "")
+        if self._kv_cache_manager.cached_prefix_length(tokens, root) >= wanted:
+            return ResumePoint()
+        fitted = fit_state(state, self._kv_cache.all_groups, wanted)
         if isinstance(fitted, str):
-            return Resumed(missed=fitted)
-        parked = self._ledger.adopt(tokens[:wanted], root, fitted.lays, fitted.below, source=source is not None)
-        return Resumed(parked, Laid(state, fitted))
+            return ResumePoint(miss_reason=fitted)
+        parked = self._kv_cache_manager.import_sequence(
+            tokens[:wanted], root, fitted.layouts, fitted.lower_levels, source=source is not None
+        )
+        return ResumePoint(parked, PendingRestore(state, fitted))
 
-    def begin(self, resumed: Resumed) -> None:
+    def begin(self, resumed: ResumePoint) -> None:
         """The request was taken: its state waits in the memory until it is seated."""
-        if resumed.parked is not None and resumed.laid is not None:
-            self._memory.parked[resumed.parked.key] = resumed.laid
+        if resumed.swapped is not None and resumed.pending_restore is not None:
+            self._kv_cache.swapped[resumed.swapped.key] = resumed.pending_restore
 
-    def ask(self, request: int, regime: str, salt: str) -> None:
+    def track(self, request: int, regime: str, salt: str) -> None:
         """Keep what this request leaves."""
         self._asked[request] = regime, salt
 
-    def collect(self, left: Sequence[Left]) -> None:
+    def collect(self, left: Sequence[FinishedState]) -> None:
         """Copy out what ended rows left, before the next step writes over it."""
         for each in left:
             asked = self._asked.pop(each.request, None)
             if asked is not None:
                 regime, salt = asked
-                self._kept[each.request] = take(
-                    self._memory, each.standing, each.tokens, regime=regime, salt=salt, home=self.home
+                self._pop_state[each.request] = capture(
+                    self._kv_cache, each.layout, each.tokens, regime=regime, salt=salt, home=self.engine_id
                 )
 
     def forget(self, request: int) -> None:
         self._asked.pop(request, None)
-        self._kept.pop(request, None)
+        self._pop_state.pop(request, None)
 
-    def kept(self, request: int) -> State:
+    def pop_state(self, request: int) -> SequenceState:
         """Handed over once.  RequestError: nothing of it was kept."""
-        state = self._kept.pop(request, None)
+        state = self._pop_state.pop(request, None)
         if state is None:
             raise RequestError(
                 f"nothing was kept of request {request}",
@@ -102,8 +109,8 @@ class Keeper:
         return state
 
 
-def check_one(sampling: Sampling) -> None:
+def check_single_sequence(sampling: SamplingParams) -> None:
     """RequestError: states are of one row."""
-    if sampling.n > 1 or sampling.beams > 1:
-        what = f"{sampling.beams} beams" if sampling.beams > 1 else f"{sampling.n} samples"
+    if sampling.n > 1 or sampling.num_beams > 1:
+        what = f"{sampling.num_beams} beams" if sampling.num_beams > 1 else f"{sampling.n} samples"
         raise RequestError(f"what is resumed or kept is one row, not {what}", "leave n= and beams= out")

@@ -7,22 +7,34 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvad.cache.deposits import Fetch
-from kvad.cache.full import LimitName, OnFull
-from kvad.cache.ledger import Parked, Placed
-from kvad.cache.sources import PlacedSources
-from kvad.cache.standing import Standing
-from kvad.engine.beams import BeamGroup
-from kvad.engine.request import Sampling, TokenScore
-from kvad.step import Lane
+from kvad.cache.deposits import PrefetchRequest
+from kvad.cache.full import LengthLimit, OverflowMode
+from kvad.cache.ledger import BlockAllocation, SwappedSequence
+from kvad.cache.sources import EncoderAllocation
+from kvad.cache.standing import SequenceLayout
+from kvad.engine.beams import BeamSearch
+from kvad.engine.request import SamplingParams, TokenLogprob
+from kvad.step import SubBatch
 
-__all__ = ["DONE", "IDLE", "RUNNING", "WAITING", "Encoding", "Left", "Plan", "Request", "Row", "Usage", "Work"]
+__all__ = [
+    "DONE",
+    "IDLE",
+    "RUNNING",
+    "WAITING",
+    "EncoderBatch",
+    "FinishedState",
+    "SchedulerOutput",
+    "Request",
+    "TokenSequence",
+    "RequestMetrics",
+    "ScheduledSequence",
+]
 
 WAITING, RUNNING, DONE = "waiting", "running", "done"
 IDLE = "idle"  # a beam without a history: it gets one when another beam has two children
 
 
-class Usage:
+class RequestMetrics:
     """What one request has used so far.  ``cached``: prompt tokens of sample 0 that a prefix hit, or what it resumed
     from, made free; ``missed``: why what it was to resume from was of no use, "" where it was.
     Times are the scheduler's clock, in seconds: arrived, first seated, first token, last sample finished."""
@@ -30,88 +42,96 @@ class Usage:
     __slots__ = (
         "admitted",
         "arrived",
-        "cached",
-        "completion",
+        "num_cached_tokens",
+        "num_completion_tokens",
         "finished",
         "first_token",
-        "missed",
-        "preemptions",
-        "prompt",
+        "resume_miss_reason",
+        "num_preemptions",
+        "num_prompt_tokens",
     )
 
-    def __init__(self, prompt: int, arrived: float) -> None:
-        self.prompt = prompt
-        self.completion = self.cached = self.preemptions = 0
+    def __init__(self, num_prompt_tokens: int, arrived: float) -> None:
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_completion_tokens = self.num_cached_tokens = self.num_preemptions = 0
         self.arrived = arrived
-        self.missed = ""
+        self.resume_miss_reason = ""
         self.admitted: float | None = None
         self.first_token: float | None = None
         self.finished: float | None = None
 
 
-class Row:
+class TokenSequence:
     """One sample of one request.  ``tokens``: prompt and generated; ``computed``: how many are in the cache.
 
     ``limit``: tokens, prompt included, that it may reach, ``by`` whose limit.  ``encoded``: its source can be read
     (there is none, or it is written).  ``pending``: a beam's candidates, until all beams of the request have theirs."""
 
     __slots__ = (
-        "by",
-        "computed",
-        "encoded",
-        "fetch",
-        "group",
-        "limit",
-        "losses",
-        "on_full",
-        "order",
-        "parked",
-        "pending",
-        "prompt_len",
+        "limited_by",
+        "num_computed_tokens",
+        "encoder_ready",
+        "prefetch",
         "request",
-        "sample",
-        "sampling",
-        "scored",
-        "scores",
-        "seat",
+        "max_len",
+        "num_recoveries",
+        "overflow",
+        "priority",
+        "swapped",
+        "beam_candidates",
+        "num_prompt_tokens",
+        "request_id",
+        "sample_index",
+        "sampling_params",
+        "num_scored_tokens",
+        "prompt_logprobs",
+        "seq_index",
         "state",
         "stop_tokens",
-        "tokens",
-        "width",
+        "token_ids",
+        "read_bucket",
     )
 
     def __init__(
-        self, group: Request, sample: int, tokens: list[int], limit: int, by: LimitName, on_full: OnFull
+        self,
+        request: Request,
+        sample_index: int,
+        token_ids: list[int],
+        max_len: int,
+        limited_by: LengthLimit,
+        overflow: OverflowMode,
     ) -> None:
-        self.group = group
-        self.request = group.id
-        self.sample = sample
-        self.sampling = group.sampling
-        self.stop_tokens = group.stop_tokens
-        self.order = (group.arrival, sample)
-        self.tokens = tokens
-        self.prompt_len = len(tokens)
-        self.limit, self.by = limit, by
-        self.on_full = on_full
-        self.computed = 0
-        self.encoded = group.source is None
-        self.pending: tuple[tuple[int, float], ...] | None = None
-        self.parked: Parked | None = None  # what it gave back, and will have again
-        self.losses = 0  # how often it was begun anew, because what it had spilled could not be read
-        self.fetch: Fetch | None = None  # what it is brought from the tiers while it waits, if they were asked
-        self.seat = -1
+        self.request = request
+        self.request_id = request.id
+        self.sample_index = sample_index
+        self.sampling_params = request.sampling_params
+        self.stop_tokens = request.stop_tokens
+        self.priority = (request.arrival, sample_index)
+        self.token_ids = token_ids
+        self.num_prompt_tokens = len(token_ids)
+        self.max_len, self.limited_by = max_len, limited_by
+        self.overflow = overflow
+        self.num_computed_tokens = 0
+        self.encoder_ready = request.encoder_tokens is None
+        self.beam_candidates: tuple[tuple[int, float], ...] | None = None
+        self.swapped: SwappedSequence | None = None  # what it gave back, and will have again
+        self.num_recoveries = 0  # how often it was begun anew, because what it had spilled could not be read
+        self.prefetch: PrefetchRequest | None = (
+            None  # what it is brought from the tiers while it waits, if they were asked
+        )
+        self.seq_index = -1
         self.state = WAITING
-        self.scored = 0  # prompt positions whose successor has been scored
-        self.scores: list[TokenScore] = []
-        self.width = 0  # read bucket: at most this many slots
+        self.num_scored_tokens = 0  # prompt positions whose successor has been scored
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.read_bucket = 0  # read bucket: at most this many slots
 
     @property
-    def generated(self) -> int:
-        return len(self.tokens) - self.prompt_len
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def wants_prompt(self) -> bool:
-        return self.sample == 0 and self.sampling.prompt_logprobs is not None
+    def wants_prompt_logprobs(self) -> bool:
+        return self.sample_index == 0 and self.sampling_params.prompt_logprobs is not None
 
 
 class Request:
@@ -122,54 +142,56 @@ class Request:
         "arrival",
         "beams",
         "id",
-        "keep",
-        "live",
-        "promised",
-        "root",
-        "rows",
-        "sampling",
-        "source",
+        "keep_state",
+        "live_beams",
+        "reserved_blocks",
+        "prefix_root",
+        "sequences",
+        "sampling_params",
+        "encoder_tokens",
         "stop_tokens",
-        "usage",
-        "want",
+        "metrics",
+        "encoder_output",
     )
 
     def __init__(
         self,
         number: int,
         arrival: int,
-        sampling: Sampling,
-        root: bytes,
+        sampling_params: SamplingParams,
+        prefix_root: bytes,
         stop_tokens: frozenset[int],
-        usage: Usage,
-        source: tuple[int, ...] | None = None,
-        want: str = "head",
+        metrics: RequestMetrics,
+        encoder_tokens: tuple[int, ...] | None = None,
+        encoder_output: str = "head",
     ) -> None:
-        self.want = want  # of an encoder's answer: what the head says, or hidden states pooled: "mean", "first"
-        self.source = source
-        self.beams: BeamGroup | None = None
-        self.promised: tuple[int, ...] | None = None
-        self.live: list[Row] = []  # the beams, best first
-        self.keep = False
+        self.encoder_output = (
+            encoder_output  # of an encoder's answer: what the head says, or hidden states pooled: "mean", "first"
+        )
+        self.encoder_tokens = encoder_tokens
+        self.beams: BeamSearch | None = None
+        self.reserved_blocks: tuple[int, ...] | None = None
+        self.live_beams: list[TokenSequence] = []  # the beams, best first
+        self.keep_state = False
         self.id = number
         self.arrival = arrival
-        self.sampling = sampling
-        self.root = root
+        self.sampling_params = sampling_params
+        self.prefix_root = prefix_root
         self.stop_tokens = stop_tokens
-        self.usage = usage
-        self.rows: list[Row] = []
+        self.metrics = metrics
+        self.sequences: list[TokenSequence] = []
 
 
-class Left(NamedTuple):
+class FinishedState(NamedTuple):
     """What the one row of a request that ended has left: its tokens, and where their keys and values lie until the next
     step."""
 
     request: int
     tokens: tuple[int, ...]
-    standing: Standing
+    layout: SequenceLayout
 
 
-class Work(NamedTuple):
+class ScheduledSequence(NamedTuple):
     """One row's part of a step: its tokens at positions ``start .. start + count - 1``.
 
     ``wanted``: offsets in the span whose logits are needed; ``samples``: the last of them is sampled.  The others
@@ -177,28 +199,28 @@ class Work(NamedTuple):
     published before finite logits behind it have been seen.
     """
 
-    row: Row
+    sequence: TokenSequence
     start: int
-    count: int  # type: ignore[assignment]  # hides tuple.count
-    wanted: range
-    samples: bool
+    num_tokens: int
+    logit_offsets: range
+    is_sampled: bool
 
 
-class Encoding(NamedTuple):
+class EncoderBatch(NamedTuple):
     """A step of the encoder: the sources of ``rows``, whole, in flat order; ``placed`` None: nothing is kept."""
 
-    rows: tuple[Row, ...]
-    lanes: tuple[Lane, ...]
-    placed: PlacedSources | None
+    sequences: tuple[TokenSequence, ...]
+    sub_batches: tuple[SubBatch, ...]
+    allocation: EncoderAllocation | None
 
 
-class Plan(NamedTuple):
+class SchedulerOutput(NamedTuple):
     """``work`` in flat order (that of the lanes), placed; or, with no work, an encoder's step.
 
     ``cross``: how cross-attention cuts the same tokens: rows that share a source as one row (``step.Place``)."""
 
-    work: tuple[Work, ...]
-    lanes: tuple[Lane, ...]
-    placed: Placed
-    encoding: Encoding | None = None
-    cross: tuple[Lane, ...] | None = None
+    scheduled: tuple[ScheduledSequence, ...]
+    sub_batches: tuple[SubBatch, ...]
+    allocation: BlockAllocation
+    encoder_batch: EncoderBatch | None = None
+    cross_sub_batches: tuple[SubBatch, ...] | None = None

@@ -16,16 +16,16 @@ from torch import Tensor
 
 from kvad.engine.beams import num_candidates
 from kvad.engine.philox import uniform
-from kvad.engine.request import Sampling, TokenScore
+from kvad.engine.request import SamplingParams, TokenLogprob
 
-__all__ = ["Chosen", "Job", "sample", "score_tokens"]
+__all__ = ["SampledToken", "SamplingRow", "sample_tokens", "gather_logprobs"]
 
 
-class Job(NamedTuple):
+class SamplingRow(NamedTuple):
     """One row to sample: ``tokens`` is its prompt and output so far, the first ``prompt`` of them the prompt, and
     ``limit`` how many they may become."""
 
-    sampling: Sampling
+    sampling: SamplingParams
     tokens: Sequence[int]
     prompt: int
     sample: int
@@ -33,31 +33,31 @@ class Job(NamedTuple):
     limit: int = 1 << 62
 
 
-class Chosen(NamedTuple):
+class SampledToken(NamedTuple):
     """``candidates``: of a beam, in place of the token; it may have none that is allowed, while others go on."""
 
     token: int
-    score: TokenScore | None
-    fault: str | None
+    logprob: TokenLogprob | None
+    error: str | None
     candidates: tuple[tuple[int, float], ...] = ()
 
 
-FAULT = "numerical error: the model's logits are NaN or infinite"
-NOTHING_LEFT = "every token is banned by allowed, bad_words, logit_bias, min_tokens or no_repeat_ngram"
+NONFINITE_ERROR = "numerical error: the model's logits are NaN or infinite"
+NO_ALLOWED_TOKEN = "every token is banned by allowed, bad_words, logit_bias, min_tokens or no_repeat_ngram"
 
 
-def sample(logits: Tensor, jobs: Sequence[Job]) -> list[Chosen]:
+def sample_tokens(logits: Tensor, jobs: Sequence[SamplingRow]) -> list[SampledToken]:
     """logits [N, V], one job per row -> one token per row."""
     raw = logits.float()
     healthy = torch.isfinite(raw).all(dim=-1).tolist()
     if not all(healthy):
         raw = torch.where(torch.isfinite(raw), raw, torch.zeros_like(raw))
     scores = raw
-    searched = [i for i, job in enumerate(jobs) if job.sampling.beams > 1]
+    searched = [i for i, job in enumerate(jobs) if job.sampling.num_beams > 1]
     if searched:  # beams add up log-probabilities, and what the fold bans or penalises of them (as transformers does)
         scores = raw.clone()
         scores[searched] = raw[searched].log_softmax(dim=-1)
-    for step in FOLD:
+    for step in SAMPLER_STEPS:
         scores = step(scores, jobs)
     tokens = scores.argmax(dim=-1)
     drawn = [i for i, job in enumerate(jobs) if not job.sampling.greedy]
@@ -68,12 +68,19 @@ def sample(logits: Tensor, jobs: Sequence[Job]) -> list[Chosen]:
     reports = _reports(raw, jobs, chosen)
     found = _candidates(scores, jobs, searched)
     return [
-        Chosen(token, report, (None if some or i in found else NOTHING_LEFT) if fine else FAULT, found.get(i, ()))
+        SampledToken(
+            token,
+            report,
+            (None if some or i in found else NO_ALLOWED_TOKEN) if fine else NONFINITE_ERROR,
+            found.get(i, ()),
+        )
         for i, (token, report, fine, some) in enumerate(zip(chosen, reports, healthy, left, strict=True))
     ]
 
 
-def _candidates(scores: Tensor, jobs: Sequence[Job], rows: Sequence[int]) -> dict[int, tuple[tuple[int, float], ...]]:
+def _candidates(
+    scores: Tensor, jobs: Sequence[SamplingRow], rows: Sequence[int]
+) -> dict[int, tuple[tuple[int, float], ...]]:
     """The best continuations of beams, as many as their search looks at."""
     found = {}
     for i in rows:
@@ -83,7 +90,7 @@ def _candidates(scores: Tensor, jobs: Sequence[Job], rows: Sequence[int]) -> dic
     return found
 
 
-def score_tokens(logits: Tensor, targets: Sequence[int], top: int) -> list[TokenScore] | None:
+def gather_logprobs(logits: Tensor, targets: Sequence[int], top: int) -> list[TokenLogprob] | None:
     """Log-probabilities of ``targets`` [N] under logits [N, V], with the ``top`` best alternatives; None on a fault."""
     raw = logits.float()
     if not bool(torch.isfinite(raw).all()):
@@ -91,25 +98,25 @@ def score_tokens(logits: Tensor, targets: Sequence[int], top: int) -> list[Token
     return _score(raw, targets, [top] * len(targets))
 
 
-def _reports(raw: Tensor, jobs: Sequence[Job], chosen: Sequence[int]) -> list[TokenScore | None]:
+def _reports(raw: Tensor, jobs: Sequence[SamplingRow], chosen: Sequence[int]) -> list[TokenLogprob | None]:
     asked = [i for i, job in enumerate(jobs) if job.sampling.logprobs is not None]
     if not asked:
         return [None] * len(jobs)
-    reports: list[TokenScore | None] = [None] * len(jobs)
+    reports: list[TokenLogprob | None] = [None] * len(jobs)
     tops = [jobs[i].sampling.logprobs or 0 for i in asked]
     for i, score in zip(asked, _score(raw[asked], [chosen[i] for i in asked], tops), strict=True):
         reports[i] = score
     return reports
 
 
-def _score(raw: Tensor, targets: Sequence[int], tops: Sequence[int]) -> list[TokenScore]:
+def _score(raw: Tensor, targets: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
     logprobs = raw.log_softmax(dim=-1)
     own = logprobs[range(len(targets)), list(targets)].tolist()
     best = min(max(tops), raw.shape[-1])
     values, ids = logprobs.topk(best, dim=-1) if best else (logprobs[:, :0], logprobs[:, :0])
     alternatives = [list(zip(map(int, i), v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
     return [
-        TokenScore(token, logprob, tuple(row[:top]))
+        TokenLogprob(token, logprob, tuple(row[:top]))
         for token, logprob, row, top in zip(targets, own, alternatives, tops, strict=True)
     ]
 
@@ -121,7 +128,7 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 # ---------------------------------------------------------------- the fold
 
 
-def ban(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
+def apply_bans(scores: Tensor, jobs: Sequence[SamplingRow]) -> Tensor:
     """-inf for what must not come next: the end before ``min_tokens``, the last token of a bad word."""
     banned = [(i, token) for i, job in enumerate(jobs) for token in _banned(job) if token < scores.shape[-1]]
     if not banned:
@@ -132,15 +139,15 @@ def ban(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
     return scores
 
 
-def _banned(job: Job) -> set[int]:
+def _banned(job: SamplingRow) -> set[int]:
     s, tokens = job.sampling, job.tokens
     found = set(job.stop_tokens) if len(tokens) - job.prompt < s.min_tokens else set()
-    for word in s.bad_words:
+    for word in s.bad_words_ids:
         prefix = word[:-1]
         if not prefix or tuple(tokens[-len(prefix) :]) == tuple(prefix):
             found.add(word[-1])
-    if s.no_repeat_ngram:
-        found |= _repeated(tokens, s.no_repeat_ngram)
+    if s.no_repeat_ngram_size:
+        found |= _repeated(tokens, s.no_repeat_ngram_size)
     return found
 
 
@@ -152,7 +159,7 @@ def _repeated(tokens: Sequence[int], n: int) -> set[int]:
     return {tokens[at + n - 1] for at in range(len(tokens) - n + 1) if tuple(tokens[at : at + n - 1]) == last}
 
 
-def force(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
+def apply_forced_tokens(scores: Tensor, jobs: Sequence[SamplingRow]) -> Tensor:
     """Only what ``allowed`` allows; the first token, or the last, where it is forced."""
     rows = [i for i, job in enumerate(jobs) if _forces(job.sampling)]
     if not rows:
@@ -160,25 +167,25 @@ def force(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
     scores = scores.clone()
     for i in rows:
         s, tokens = jobs[i].sampling, jobs[i].tokens
-        if s.allowed is not None:
-            ids = [token for token in s.allowed(tuple(tokens)) if 0 <= token < scores.shape[-1]]
+        if s.allowed_tokens_fn is not None:
+            ids = [token for token in s.allowed_tokens_fn(tuple(tokens)) if 0 <= token < scores.shape[-1]]
             kept = scores[i, ids]
             scores[i] = -math.inf
             scores[i, ids] = kept
-        forced = s.forced_first if len(tokens) == jobs[i].prompt else None
-        if s.forced_last is not None and len(tokens) + 1 == jobs[i].limit:
-            forced = s.forced_last
+        forced = s.forced_bos_token_id if len(tokens) == jobs[i].prompt else None
+        if s.forced_eos_token_id is not None and len(tokens) + 1 == jobs[i].limit:
+            forced = s.forced_eos_token_id
         if forced is not None:
             scores[i] = -math.inf
             scores[i, forced] = 0.0
     return scores
 
 
-def _forces(s: Sampling) -> bool:
-    return s.allowed is not None or s.forced_first is not None or s.forced_last is not None
+def _forces(s: SamplingParams) -> bool:
+    return s.allowed_tokens_fn is not None or s.forced_bos_token_id is not None or s.forced_eos_token_id is not None
 
 
-def add_bias(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
+def apply_logit_bias(scores: Tensor, jobs: Sequence[SamplingRow]) -> Tensor:
     if not any(job.sampling.logit_bias for job in jobs):
         return scores
     scores = scores.clone()
@@ -188,7 +195,7 @@ def add_bias(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
     return scores
 
 
-def penalise(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
+def apply_penalties(scores: Tensor, jobs: Sequence[SamplingRow]) -> Tensor:
     """Repetition (Keskar et al. 2019, sec. 4.1): positive logits are divided, negative multiplied, for tokens of the
     prompt and the output; presence and frequency are subtracted, for tokens of the output."""
     rows = [i for i, job in enumerate(jobs) if _has_penalty(job.sampling)]
@@ -205,11 +212,11 @@ def penalise(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
     return scores
 
 
-def _has_penalty(s: Sampling) -> bool:
+def _has_penalty(s: SamplingParams) -> bool:
     return s.repetition_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
 
 
-def temper(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
+def apply_temperature(scores: Tensor, jobs: Sequence[SamplingRow]) -> Tensor:
     """z / tau; rows at temperature 0 (greedy) and 1 stay as they are."""
     taus = [job.sampling.temperature or 1.0 for job in jobs]
     if all(tau == 1 for tau in taus):
@@ -220,7 +227,7 @@ def temper(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
     return torch.where(used, below / _column([max(tau, 1e-30) for tau in taus], scores), scores)
 
 
-def keep_top_k(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
+def apply_top_k(scores: Tensor, jobs: Sequence[SamplingRow]) -> Tensor:
     """Fan et al. 2018: the k best; ties with the k-th stay."""
     vocab = scores.shape[-1]
     ks = [min(job.sampling.top_k, vocab) if job.sampling.top_k and not job.sampling.greedy else vocab for job in jobs]
@@ -233,7 +240,7 @@ def keep_top_k(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
     return scores.masked_fill(scores < floor, -math.inf)
 
 
-def keep_top_p(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
+def apply_top_p(scores: Tensor, jobs: Sequence[SamplingRow]) -> Tensor:
     """Holtzman et al. 2020: the fewest tokens whose probabilities reach p."""
     ps = [1.0 if job.sampling.greedy else job.sampling.top_p for job in jobs]
     if all(p >= 1 for p in ps):
@@ -244,7 +251,7 @@ def keep_top_p(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
     return _drop(scores, ids, before >= _column([p if p < 1 else math.inf for p in ps], scores))
 
 
-def keep_min_p(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
+def apply_min_p(scores: Tensor, jobs: Sequence[SamplingRow]) -> Tensor:
     """Nguyen et al. 2024: tokens of at least min_p times the best one's probability."""
     ps = [0.0 if job.sampling.greedy else job.sampling.min_p for job in jobs]
     if not any(ps):
@@ -253,7 +260,7 @@ def keep_min_p(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
     return scores.masked_fill(scores < floor, -math.inf)
 
 
-def keep_typical(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
+def apply_typical_p(scores: Tensor, jobs: Sequence[SamplingRow]) -> Tensor:
     """Meister et al. 2023: the tokens whose surprise is nearest to the entropy, until their mass reaches typical_p."""
     ps = [1.0 if job.sampling.greedy else job.sampling.typical_p for job in jobs]
     if all(p >= 1 for p in ps):
@@ -273,20 +280,20 @@ def _drop(scores: Tensor, ids: Tensor, out: Tensor) -> Tensor:
     return scores.masked_fill(torch.zeros_like(out).scatter(-1, ids, out), -math.inf)
 
 
-FOLD: tuple[Callable[[Tensor, Sequence[Job]], Tensor], ...] = (
-    ban,
-    add_bias,
-    penalise,
-    force,
-    temper,
-    keep_top_k,
-    keep_top_p,
-    keep_min_p,
-    keep_typical,
+SAMPLER_STEPS: tuple[Callable[[Tensor, Sequence[SamplingRow]], Tensor], ...] = (
+    apply_bans,
+    apply_logit_bias,
+    apply_penalties,
+    apply_forced_tokens,
+    apply_temperature,
+    apply_top_k,
+    apply_top_p,
+    apply_min_p,
+    apply_typical_p,
 )
 
 
-def _draw(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
+def _draw(scores: Tensor, jobs: Sequence[SamplingRow]) -> Tensor:
     """Inverse transform: the first token at which the cumulated probability exceeds the row's uniform number."""
     u = uniform([j.sampling.seed for j in jobs], [j.sample for j in jobs], [len(j.tokens) for j in jobs])
     cumulated = scores.double().softmax(dim=-1).cumsum(dim=-1)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from kvad.engine.request import Sampling
+from kvad.engine.request import SamplingParams
 from kvad.text.detokenize import Detokenizer
-from kvad.text.stop import StopStrings
+from kvad.text.stop import StopStringMatcher
 from kvad.text.tokenizer import Tokenizer
 
-__all__ = ["Saying"]
+__all__ = ["OutputTextStream"]
 
 
-class Saying:
+class OutputTextStream:
     """One sample's text: bytes made whole, stop strings found across tokens once ``min_tokens`` have come."""
 
-    def __init__(self, tokenizer: Tokenizer, sampling: Sampling) -> None:
-        self._words, self._stops = Detokenizer(tokenizer), StopStrings(sampling.stop)
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
+        self._words, self._stops = Detokenizer(tokenizer), StopStringMatcher(sampling.stop)
         self._unstoppable = sampling.min_tokens
         self._stopped = False
 

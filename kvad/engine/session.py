@@ -16,24 +16,24 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvad.cache.disk import DISK, Disk
-from kvad.cache.identity import Identity
-from kvad.cache.session import load_state, save_state
-from kvad.cache.sessions import check_ours
-from kvad.cache.state import State, agreeing
+from kvad.cache.disk import REAL_FILE_SYSTEM, FileSystem
+from kvad.cache.identity import CacheFingerprint
+from kvad.cache.session import load_session, save_session
+from kvad.cache.sessions import check_overwritable
+from kvad.cache.state import SequenceState, common_prefix_length
 from kvad.engine.completion import Completion
-from kvad.engine.desk import Desk, Ticket
-from kvad.engine.engine import Engine, Piece
-from kvad.engine.request import Sampling
-from kvad.engine.texts import Prompt, Texts
-from kvad.errors import EntryError, RequestError, SaveError
-from kvad.text.detokenize import kept_ids
+from kvad.engine.desk import EngineClient, RequestHandle
+from kvad.engine.engine import Engine, StreamChunk
+from kvad.engine.request import SamplingParams
+from kvad.engine.texts import PromptEncoder, PromptInput
+from kvad.errors import RequestError, SaveError, StorageError
+from kvad.text.detokenize import ids_of_text
 
 __all__ = ["Session"]
 
 
 class _Turn(NamedTuple):
-    ticket: Ticket
+    ticket: RequestHandle
     tokens: list[int]
     source: list[int] | None
     seed: int
@@ -49,15 +49,15 @@ class Session:
 
     def __init__(
         self,
-        desk: Desk,
-        texts: Texts,
-        sampling: Callable[..., Sampling],
+        client: EngineClient,
+        prompt_encoder: PromptEncoder,
+        sampling: Callable[..., SamplingParams],
         *,
         path: Path | None = None,
         name: str = "",
         model: str = "",
         template: str = "",
-        disk: Disk = DISK,
+        disk: FileSystem = REAL_FILE_SYSTEM,
     ) -> None:
         self.path, self.name = path, name
         self.tokens: list[int] = []
@@ -65,14 +65,19 @@ class Session:
         self.reused = self.restored = self.seed = 0
         self.missed = ""
         self.created = _now()
-        self._desk, self._texts, self._sampling, self._disk = desk, texts, sampling, disk
+        self._client, self._prompt_encoder, self._sampling, self._disk = client, prompt_encoder, sampling, disk
         self._model, self._template = model, template
-        self._state: State | None = None
+        self._state: SequenceState | None = None
 
     # ------------------------------------------------------------ turns
 
     def generate(
-        self, text: Prompt = "", sampling: Sampling | None = None, *, source: Prompt | None = None, **options: Any
+        self,
+        text: PromptInput = "",
+        sampling: SamplingParams | None = None,
+        *,
+        source: PromptInput | None = None,
+        **options: Any,
     ) -> Completion:
         """Add ``text`` to the session and let the model go on; both are part of it then.
 
@@ -81,28 +86,33 @@ class Session:
         """
         turn = self._begin(*self._prompt(text, source), sampling, options)
         try:
-            done = turn.ticket.finish()
+            done = turn.ticket.result()
         except BaseException:
-            self._desk.drop([turn.ticket])
+            self._client.cancel([turn.ticket])
             raise
         self._end(turn, done.text, done.tokens, whole=True)
         return done
 
     def stream(
-        self, text: Prompt = "", sampling: Sampling | None = None, *, source: Prompt | None = None, **options: Any
-    ) -> Generator[Piece, None, None]:
+        self,
+        text: PromptInput = "",
+        sampling: SamplingParams | None = None,
+        *,
+        source: PromptInput | None = None,
+        **options: Any,
+    ) -> Generator[StreamChunk, None, None]:
         """The same, in pieces as they come; closing the iterator ends the turn with what there is."""
         return self._streamed(*self._prompt(text, source), sampling, options)
 
-    def follow(
-        self, tokens: Sequence[int], sampling: Sampling | None = None, **options: Any
-    ) -> Generator[Piece, None, None]:
+    def continue_from(
+        self, tokens: Sequence[int], sampling: SamplingParams | None = None, **options: Any
+    ) -> Generator[StreamChunk, None, None]:
         """Go on from ``tokens``, the whole text: what of it the session has is reused, the rest of the session is
         forgotten (none: what opens every text).  For chats, whose template writes the text anew at each turn."""
-        whole = list(tokens) if self.source is not None else self._texts.prompt(tokens)
+        whole = list(tokens) if self.source is not None else self._prompt_encoder.encode_prompt(tokens)
         return self._streamed(whole, self.source, sampling, options)
 
-    def read(self, text: Prompt, *, source: Prompt | None = None) -> None:
+    def append(self, text: PromptInput, *, source: PromptInput | None = None) -> None:
         """Add ``text`` without going on from it: all but its last token is computed, which a continuation needs."""
         tokens, read = self._prompt(text, source)
         if len(tokens) > 1:
@@ -110,22 +120,22 @@ class Session:
         self.tokens, self.source = tokens, read
 
     def _streamed(
-        self, tokens: list[int], source: list[int] | None, sampling: Sampling | None, options: Mapping[str, Any]
-    ) -> Generator[Piece, None, None]:
+        self, tokens: list[int], source: list[int] | None, sampling: SamplingParams | None, options: Mapping[str, Any]
+    ) -> Generator[StreamChunk, None, None]:
         turn = self._begin(tokens, source, sampling, options)
         text, came, whole = "", list[int](), False
         try:
-            for piece in turn.ticket.pieces():
+            for piece in turn.ticket.chunks():
                 text += piece.text
-                if piece.token is not None:
-                    came.append(piece.token)
-                whole = piece.finish is not None
+                if piece.token_id is not None:
+                    came.append(piece.token_id)
+                whole = piece.finish_reason is not None
                 yield piece
         except GeneratorExit:
             self._end(turn, text, came, whole=whole)
             raise
         except BaseException:
-            self._desk.drop([turn.ticket])
+            self._client.cancel([turn.ticket])
             raise
         self._end(turn, text, came, whole=whole)
 
@@ -148,8 +158,8 @@ class Session:
         facts = {**self._said(), **said}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            check_ours(path, self._disk)
-            return save_state(path, state, identity, self.tokens, facts, self._disk)
+            check_overwritable(path, self._disk)
+            return save_session(path, state, identity, self.tokens, facts, self._disk)
         except OSError as error:
             raise SaveError(f"{path}: {error.strerror}", "what was there before is whole") from None
 
@@ -162,38 +172,38 @@ class Session:
         path = self.path if path is None else path
         if path is None:
             raise RequestError("this session has no file", "give load() a path, or session() a name")
-        self._desk.alive()
+        self._client.check_open()
         engine = self._engine
         try:
-            loaded = load_state(path, self._identity, engine.memory, engine.keeper.home, self._disk)
+            loaded = load_session(path, self._identity, engine.kv_cache, engine.state_keeper.engine_id, self._disk)
         except OSError as error:
-            raise EntryError(f"{path}: {error.strerror}", "nothing of it is used", why="unread") from None
-        said, state = loaded.said, loaded.state
+            raise StorageError(f"{path}: {error.strerror}", "nothing of it is used", reason="unread") from None
+        said, state = loaded.metadata, loaded.state
         self.tokens, self._state, self.restored = list(loaded.history), state, state.length
-        self.source = None if state.source is None else list(state.source)
+        self.source = None if state.encoder_tokens is None else list(state.encoder_tokens)
         self.seed, self.created = int(said.get("seed", 0)), str(said.get("created", self.created))
         self.reused, self.missed = 0, ""
 
     # ------------------------------------------------------------ inside
 
     @property
-    def state(self) -> State | None:
+    def state(self) -> SequenceState | None:
         """What the next turn begins from, where anything is kept of the tokens."""
         return self._state
 
     @property
     def _engine(self) -> Engine:
-        return self._desk.engine
+        return self._client.engine
 
     @property
     def _keeps(self) -> bool:
         """Is what a turn leaves kept for the next?  Elsewhere that finds it as a prefix, or, where rows spill, reads
         the text again."""
-        ledger = self._engine.ledger
-        return not ledger.prefix and not ledger.spills
+        ledger = self._engine.kv_cache_manager
+        return not ledger.prefix_caching and not ledger.uses_offload
 
-    def _identity(self, regime: str, salt: str) -> Identity:
-        return self._engine.identity(regime, salt=salt, template=self._template)
+    def _identity(self, regime: str, salt: str) -> CacheFingerprint:
+        return self._engine.cache_fingerprint(regime, salt=salt, template=self._template)
 
     def _said(self) -> dict[str, Any]:
         from kvad import __version__
@@ -206,67 +216,80 @@ class Session:
             "saved": _now(),
             "kvad": __version__,
             "seed": self.seed,
-            "cache": {each: getattr(cache, each) for each in (*asked, "layout", "block_size", "capacity")},
+            "cache": {each: getattr(cache, each) for each in (*asked, "layout", "block_size", "max_seq_len")},
         }
 
-    def _prompt(self, text: Prompt, source: Prompt | None) -> tuple[list[int], list[int] | None]:
+    def _prompt(self, text: PromptInput, source: PromptInput | None) -> tuple[list[int], list[int] | None]:
         """The whole text of the next turn, and its source."""
-        crossed, read = self._texts.config.kind == "encoder-decoder", self.source
+        crossed, read = self._prompt_encoder.config.kind == "encoder-decoder", self.source
         if source is not None and (not crossed or read is not None):
             what = "this model has no source" if not crossed else "this session has its source"
             raise RequestError(f"source=: {what}", "leave it out")
         if crossed and read is None:
             if source is None:
                 raise RequestError("source=: this model answers a source", "give it with the first turn")
-            read = self._texts.source(source)
+            read = self._prompt_encoder.encode_source(source)
         if not self.tokens:
-            return (self._texts.target(text or None) if crossed else self._texts.prompt(text)), read
-        return [*self.tokens, *self._texts.more(text)], read
+            return (
+                self._prompt_encoder.encode_target(text or None)
+                if crossed
+                else self._prompt_encoder.encode_prompt(text)
+            ), read
+        return [*self.tokens, *self._prompt_encoder.encode_continuation(text)], read
 
     def _begin(
-        self, tokens: list[int], source: list[int] | None, sampling: Sampling | None, options: Mapping[str, Any]
+        self, tokens: list[int], source: list[int] | None, sampling: SamplingParams | None, options: Mapping[str, Any]
     ) -> _Turn:
         chosen = self._sampling(sampling, dict(options))
-        if sampling is None and "seed" not in options and not chosen.greedy and chosen.beams == 1:
+        if sampling is None and "seed" not in options and not chosen.greedy and chosen.num_beams == 1:
             chosen = replace(chosen, seed=self.seed)
-        if chosen.n > 1 or chosen.beams > 1:
+        if chosen.n > 1 or chosen.num_beams > 1:
             raise RequestError("a session is one text, without samples or beams beside it", "leave n= and beams= out")
         return _Turn(self._queue(tokens, source, chosen, keep=self._keeps), tokens, source, chosen.seed)
 
-    def _queue(self, tokens: Sequence[int], source: Sequence[int] | None, sampling: Sampling, *, keep: bool) -> Ticket:
+    def _queue(
+        self, tokens: Sequence[int], source: Sequence[int] | None, sampling: SamplingParams, *, keep: bool
+    ) -> RequestHandle:
         state = self._state
 
         def queue(engine: Engine) -> int:
-            return engine.submit(tokens, sampling, source=source, resume=state, keep=keep)
+            return engine.add_request(tokens, sampling, source=source, resume=state, keep=keep)
 
-        return self._desk.submit(queue, sampling, len(tokens))
+        return self._client.submit(queue, sampling, len(tokens))
 
     def _end(self, turn: _Turn, text: str, came: Sequence[int], *, whole: bool) -> None:
-        usage, tokenizer = turn.ticket.usage, self._texts.tokenizer
-        self.reused, self.missed = usage.cached, usage.missed
+        usage, tokenizer = turn.ticket.metrics, self._prompt_encoder.tokenizer
+        self.reused, self.missed = usage.num_cached_tokens, usage.resume_miss_reason
         if whole and self._keeps:
-            self._state = self._desk.kept(turn.ticket.request)
-        self.tokens = turn.tokens + list(came if tokenizer is None else kept_ids(tokenizer, text, came))
+            self._state = self._client.pop_state(turn.ticket.request)
+        self.tokens = turn.tokens + list(came if tokenizer is None else ids_of_text(tokenizer, text, came))
         self.source, self.seed = turn.source, turn.seed
-        self._desk.drop([turn.ticket])
+        self._client.cancel([turn.ticket])
 
-    def _caught_up(self) -> State:
+    def _caught_up(self) -> SequenceState:
         """A state of as many of the tokens as can be: what no turn has left is computed now, from what is there."""
         state = self._state
-        held = state.length if state is not None and agreeing(state, self.tokens) == state.length else 0
-        if state is not None and held and (held >= len(self.tokens) - 1 or not self._engine.ledger.prefix):
+        held = state.length if state is not None and common_prefix_length(state, self.tokens) == state.length else 0
+        if (
+            state is not None
+            and held
+            and (held >= len(self.tokens) - 1 or not self._engine.kv_cache_manager.prefix_caching)
+        ):
             return state
         return self._computed(self.tokens, self.source)[0]
 
-    def _computed(self, tokens: Sequence[int], source: Sequence[int] | None) -> tuple[State, tuple[int, str]]:
+    def _computed(self, tokens: Sequence[int], source: Sequence[int] | None) -> tuple[SequenceState, tuple[int, str]]:
         """The state of these tokens, and what of it was there already."""
-        ticket = self._queue(tokens, source, Sampling(max_tokens=0), keep=True)
+        ticket = self._queue(tokens, source, SamplingParams(max_tokens=0), keep=True)
         try:
-            for _ in ticket.pieces():
+            for _ in ticket.chunks():
                 pass
-            return self._desk.kept(ticket.request), (ticket.usage.cached, ticket.usage.missed)
+            return self._client.pop_state(ticket.request), (
+                ticket.metrics.num_cached_tokens,
+                ticket.metrics.resume_miss_reason,
+            )
         finally:
-            self._desk.drop([ticket])
+            self._client.cancel([ticket])
 
 
 def _now() -> str:

@@ -13,64 +13,75 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from kvad.cache.carry import piece_sizes
-from kvad.cache.deposits import check_shared
-from kvad.cache.disk import DISK, Disk
+from kvad.cache.carry import block_bytes_per_group
+from kvad.cache.deposits import check_shareable
+from kvad.cache.disk import REAL_FILE_SYSTEM, FileSystem
 from kvad.cache.entry import WIDTHS, read_header
-from kvad.cache.identity import Identity
+from kvad.cache.identity import CacheFingerprint
 from kvad.cache.pins import pinned_keys
-from kvad.cache.shelf import LOCK, Shelf
-from kvad.cache.sizing import CacheConfig, Group
-from kvad.cache.spill import Spill
-from kvad.cache.tiers import Tiers, space
-from kvad.errors import ConfigError, EntryError, counted
+from kvad.cache.shelf import LOCK_NAME, DiskBlockStore
+from kvad.cache.sizing import CacheConfig, CacheGroup
+from kvad.cache.spill import OffloadReader
+from kvad.cache.tiers import BlockStore, key_prefix
+from kvad.errors import ConfigError, StorageError, format_count
 
-__all__ = ["open_spill", "open_tiers"]
+__all__ = ["open_offload_reader", "open_block_store"]
 
 LOG = logging.getLogger(__name__)
 
 
-def open_spill(cache: CacheConfig, placed: Sequence[Group], disk: Disk = DISK) -> Spill | None:
+def open_offload_reader(
+    cache: CacheConfig, placed: Sequence[CacheGroup], disk: FileSystem = REAL_FILE_SYSTEM
+) -> OffloadReader | None:
     """Where tokens go that leave the pool; None: none does.  ConfigError: its folder cannot be used."""
-    if not any(group.level is not None and group.level.spilled for group in placed):
+    if not any(group.lower_level is not None and group.lower_level.is_offloaded for group in placed):
         return None
-    return Spill(placed, cache.spill_ram, None if cache.spill_dir is None else Path(cache.spill_dir), disk)
+    return OffloadReader(
+        placed, cache.offload_ram, None if cache.offload_dir is None else Path(cache.offload_dir), disk
+    )
 
 
-def open_tiers(
-    cache: CacheConfig, placed: Sequence[Group], identity: Callable[[], Identity], disk: Disk = DISK
-) -> Tiers | None:
+def open_block_store(
+    cache: CacheConfig,
+    placed: Sequence[CacheGroup],
+    identity: Callable[[], CacheFingerprint],
+    disk: FileSystem = REAL_FILE_SYSTEM,
+) -> BlockStore | None:
     """The tiers of a settled cache; None where it asks for none, or there is none to be had.
 
     ``identity`` is asked only where blocks outlive the process.  ConfigError: a policy under which nothing is shared, a
     folder that is none of ours.
     """
-    if cache.tier is None and cache.tier_ram is None:
+    if cache.prefix_cache_dir is None and cache.prefix_cache_ram is None:
         return None
-    check_shared(cache, placed)
-    own = [group for group in placed if not group.mixer.cross and group.level is None]
-    sizes = piece_sizes(own)
-    widths = [WIDTHS[group.stores[0][0].arrays(group.mixer.head_dim)[0].dtype] for group in own]
-    if cache.tier is None:
-        return Tiers(sizes, widths, ram=cache.tier_ram)
+    check_shareable(cache, placed)
+    own = [group for group in placed if not group.spec.is_cross_attention and group.lower_level is None]
+    sizes = block_bytes_per_group(own)
+    widths = [WIDTHS[group.tensor_formats[0][0].arrays(group.spec.head_dim)[0].dtype] for group in own]
+    if cache.prefix_cache_dir is None:
+        return BlockStore(sizes, widths, ram=cache.prefix_cache_ram)
     known = identity()
-    shelf = _shelf(Path(cache.tier), cache, disk)
-    if shelf is None and cache.tier_ram is None:
+    shelf = _open_disk_store(Path(cache.prefix_cache_dir), cache, disk)
+    if shelf is None and cache.prefix_cache_ram is None:
         return None
     if shelf is not None:
-        _tell_others(shelf, known, disk)
-    return Tiers(sizes, widths, ram=cache.tier_ram, shelf=shelf, identity=known)
+        _warn_shared(shelf, known, disk)
+    return BlockStore(sizes, widths, ram=cache.prefix_cache_ram, disk=shelf, identity=known)
 
 
-def _shelf(folder: Path, cache: CacheConfig, disk: Disk) -> Shelf | None:
+def _open_disk_store(folder: Path, cache: CacheConfig, disk: FileSystem) -> DiskBlockStore | None:
     """None: it is not to be had now, and that was said."""
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"cache.tier: {folder} is not a folder", "name one that is new, or a tier's")
+        raise ConfigError(f"cache.prefix_cache_dir: {folder} is not a folder", "name one that is new, or a tier's")
     try:
-        if folder.exists() and not (folder / LOCK).exists() and any(folder.iterdir()):
-            raise ConfigError(f"cache.tier: {folder} has other files in it", "name a folder that is new, or a tier's")
+        if folder.exists() and not (folder / LOCK_NAME).exists() and any(folder.iterdir()):
+            raise ConfigError(
+                f"cache.prefix_cache_dir: {folder} has other files in it", "name a folder that is new, or a tier's"
+            )
         pinned = partial(pinned_keys, folder, disk)
-        return Shelf(folder, cache.tier_limit, replacement=cache.tier_replacement, pinned=pinned, disk=disk)
+        return DiskBlockStore(
+            folder, cache.prefix_cache_limit, replacement=cache.prefix_cache_eviction, pinned=pinned, disk=disk
+        )
     except BlockingIOError:
         LOG.warning("%s is in use by another process; this one goes on without that tier", folder)
     except OSError as error:
@@ -78,20 +89,20 @@ def _shelf(folder: Path, cache: CacheConfig, disk: Disk) -> Shelf | None:
     return None
 
 
-def _tell_others(shelf: Shelf, identity: Identity, disk: Disk) -> None:
+def _warn_shared(shelf: DiskBlockStore, identity: CacheFingerprint, disk: FileSystem) -> None:
     """Say once whose the blocks are that this engine will not find."""
-    own, others = space(identity), Counter[str]()
+    own, others = key_prefix(identity), Counter[str]()
     example: dict[str, str] = {}
-    for key in shelf.order():
+    for key in shelf.eviction_order():
         start = key.partition("-")[0]
         others[start] += start != own
         example[start] = key
     for start, count in others.items():
         if not count:
             continue
-        with suppress(EntryError, OSError):
+        with suppress(StorageError, OSError):
             header = read_header(shelf.folder / f"{example[start]}.kv", disk)
-            differs = ", ".join(identity.differs(header.identity)) or "nothing that is known"
+            differs = ", ".join(identity.differences(header.fingerprint)) or "nothing that is known"
             level = logging.INFO if own in others else logging.WARNING
-            blocks = counted(count, "stored block")
+            blocks = format_count(count, "stored block")
             LOG.log(level, "%s: %s cannot be used here; what differs: %s", shelf.folder, blocks, differs)

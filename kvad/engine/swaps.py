@@ -17,20 +17,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from kvad.cache.descent import blocks_of
-from kvad.cache.ledger import Ledger
-from kvad.cache.parking import Parking, ParkingStats, Room
+from kvad.cache.descent import max_blocks
+from kvad.cache.ledger import KVCacheManager
+from kvad.cache.parking import SwapLocation, SwapSpace, SwapSpaceStats
 from kvad.cache.sizing import group_bytes
-from kvad.engine.costs import Costs, Way
-from kvad.engine.row import Row
+from kvad.engine.costs import CopyDirection, SwapCostModel
+from kvad.engine.row import TokenSequence
 
-__all__ = ["SwapStats", "Swapped", "Swaps"]
+__all__ = ["PreemptionStats", "PreemptionRecord", "PreemptionManager"]
 
 LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class SwapStats:
+class PreemptionStats:
     """Rows that gave way, by what was done, and tokens and bytes of them; those that were parked and are lost.
     ``seconds``: of copying, by way; ``costs``: microseconds per token, nanoseconds per byte (``Costs.measured``)."""
 
@@ -39,206 +39,218 @@ class SwapStats:
     to_ram: int = 0
     to_disk: int = 0
     swapped_bytes: int = 0
-    lost: int = 0
-    seconds: dict[Way, float] = field(default_factory=dict)
-    parking: ParkingStats = field(default_factory=ParkingStats)
+    num_lost: int = 0
+    seconds: dict[CopyDirection, float] = field(default_factory=dict)
+    swap_space: SwapSpaceStats = field(default_factory=SwapSpaceStats)
     costs: dict[str, float] = field(default_factory=dict)
 
 
-class Swapped(NamedTuple):
+class PreemptionRecord(NamedTuple):
     """What became of a row that gave way: its copy went "out" or came "back", its tokens are computed "again", or its
     copy is "lost" or "dropped" (enough of it is known by now).  ``place``: to or from where; None: to host memory
     beyond its bound, or back from elsewhere (``Ledger.adopt``)."""
 
-    what: Literal["out", "back", "again", "lost", "dropped"]
-    place: Room | None = None
+    action: Literal["out", "back", "again", "lost", "dropped"]
+    location: SwapLocation | None = None
     nbytes: int = 0
-    why: str = ""
+    reason: str = ""
 
 
-class Swaps:
+class PreemptionManager:
     """Decides for the rows of one scheduler.  ``parking`` None: lossy rows are copied without a bound and kept by the
     device alone, exact ones are always computed again.  ``block_bytes``: of each group, as the memory says."""
 
     def __init__(
         self,
-        ledger: Ledger,
-        costs: Costs | None = None,
-        parking: Parking | None = None,
+        kv_cache_manager: KVCacheManager,
+        costs: SwapCostModel | None = None,
+        swap_space: SwapSpace | None = None,
         block_bytes: Sequence[int] | None = None,
     ) -> None:
-        self._ledger, self.costs, self.parking = ledger, Costs() if costs is None else costs, parking
-        self._groups = ledger.groups[: len(ledger.own) + len(ledger.below)]
+        self._kv_cache_manager, self.costs, self.swap_space = (
+            kv_cache_manager,
+            SwapCostModel() if costs is None else costs,
+            swap_space,
+        )
+        self._groups = kv_cache_manager.groups[
+            : len(kv_cache_manager.token_groups) + len(kv_cache_manager.lower_groups)
+        ]
         if block_bytes is None:
-            block_bytes = [group_bytes(group).total // group.blocks for group in self._groups]
+            block_bytes = [group_bytes(group).total // group.num_blocks for group in self._groups]
         self._block_bytes = block_bytes[: len(self._groups)]
-        self._recomputed = self._tokens = self._ram = self._disk = self._bytes = self._lost = 0
-        self._seconds: dict[Way, float] = {}
-        self.witness: Callable[[Row, Swapped], None] | None = None  # hears what becomes of every row
-        if parking is not None:
-            parking.told = self.told
+        self._recomputed = self._tokens = self._ram = self._disk = self._bytes = self._failed = 0
+        self._seconds: dict[CopyDirection, float] = {}
+        self.witness: Callable[[TokenSequence, PreemptionRecord], None] | None = None  # hears what becomes of every row
+        if swap_space is not None:
+            swap_space.on_copied = self.on_copied
 
-    def told(self, way: Way, nbytes: int, seconds: float) -> None:
+    def on_copied(self, way: CopyDirection, nbytes: int, seconds: float) -> None:
         """So many bytes were copied."""
         self._seconds[way] = self._seconds.get(way, 0.0) + seconds
-        self.costs.copied(way, nbytes, seconds)
+        self.costs.record_copy(way, nbytes, seconds)
 
     # ------------------------------------------------------------ a row gives way
 
-    def leave(self, row: Row) -> str:
+    def preempt(self, row: TokenSequence) -> str:
         """Park a seated row, or leave it to be computed again (``row.parked`` None); says which, and why."""
-        if row.parked is None and not self._parks(row):
+        if row.swapped is None and not self._parks(row):
             self._recomputed += 1
-            self._tokens += row.computed
-            self._tell(row, Swapped("again"))
-            return f"its {row.computed} tokens are to be computed again"
-        anew, nbytes = row.parked is None, self.nbytes(row)
-        where = "ram" if self.parking is None else self.parking.room(nbytes, needed=self._ledger.lossy)
-        row.parked = self._ledger.park(row.seat)
+            self._tokens += row.num_computed_tokens
+            self._tell(row, PreemptionRecord("again"))
+            return f"its {row.num_computed_tokens} tokens are to be computed again"
+        anew, nbytes = row.swapped is None, self.nbytes(row)
+        where = (
+            "ram"
+            if self.swap_space is None
+            else self.swap_space.location_for(nbytes, needed=self._kv_cache_manager.lossy)
+        )
+        row.swapped = self._kv_cache_manager.swap_out(row.seq_index)
         if not anew:
             return "its copy was not touched yet"
-        if self.parking is not None:
-            self.parking.keep(row.parked.key, nbytes, row.order, needed=self._ledger.lossy)
+        if self.swap_space is not None:
+            self.swap_space.store(row.swapped.key, nbytes, row.priority, needed=self._kv_cache_manager.lossy)
         self._bytes += nbytes
-        self._tell(row, Swapped("out", where, nbytes))
+        self._tell(row, PreemptionRecord("out", where, nbytes))
         self._ram, self._disk = self._ram + (where != "disk"), self._disk + (where == "disk")
         return f"{nbytes:,} bytes are swapped to {where or 'host memory, beyond its bound: nothing else has room'}"
 
-    def _parks(self, row: Row) -> bool:
-        if not row.computed or (row.parked is None and self._ledger.waits(row.seat)):
+    def _parks(self, row: TokenSequence) -> bool:
+        if not row.num_computed_tokens or (row.swapped is None and self._kv_cache_manager.is_loading(row.seq_index)):
             return False  # there is nothing to copy yet
-        if self._ledger.lossy:
+        if self._kv_cache_manager.lossy:
             return True
-        if self.parking is None or row.group.beams is not None:  # beams share what would be copied for each
+        if self.swap_space is None or row.request.beams is not None:  # beams share what would be copied for each
             return False
-        if self._ledger.spills:  # most of such a row lies outside the pool already
+        if self._kv_cache_manager.uses_offload:  # most of such a row lies outside the pool already
             return False
         nbytes = self.nbytes(row)
-        where = self.parking.room(nbytes)
-        tokens = row.computed - self._ledger.survives(row.seat)
+        where = self.swap_space.location_for(nbytes)
+        tokens = row.num_computed_tokens - self._kv_cache_manager.retained_prefix_length(row.seq_index)
         if where is not None and self.costs.swap_is_cheaper(nbytes, tokens, disk=where == "disk"):
             return True
         if where is not None:
-            self.costs.fade()
+            self.costs.decay()
         return False
 
-    def nbytes(self, row: Row) -> int:
+    def nbytes(self, row: TokenSequence) -> int:
         """What a seated row's blocks hold, sources apart."""
-        held = self._ledger.held(row.seat)
+        held = self._kv_cache_manager.num_blocks(row.seq_index)
         return sum(count * size for count, size in zip(held, self._block_bytes, strict=True))
 
     # ------------------------------------------------------------ and comes back
 
     def poll(self) -> bool:
         """See what the parking has done.  True: rows that wait may find something changed."""
-        return self.parking is not None and self.parking.poll(self._ledger.untold, self._ledger.waking)
+        return self.swap_space is not None and self.swap_space.poll(
+            self._kv_cache_manager.pending_swap_outs, self._kv_cache_manager.pending_swap_ins
+        )
 
-    def fetch(self, row: Row) -> None:
+    def prefetch(self, row: TokenSequence) -> None:
         """The row is the next that could be seated: have its copy in memory by then."""
-        if self.parking is not None and row.parked is not None and self.parking.state(row.parked.key) == "away":
+        if self.swap_space is not None and row.swapped is not None and self.swap_space.state(row.swapped.key) == "away":
             if self._known_by_now(row):
                 self.forget(row)
-                self._tell(row, Swapped("dropped"))
+                self._tell(row, PreemptionRecord("dropped"))
             else:
-                self.parking.fetch(row.parked.key)
+                self.swap_space.prefetch(row.swapped.key)
 
-    def ready(self, row: Row) -> bool:
+    def ready(self, row: TokenSequence) -> bool:
         """Can a parked row be woken (or, ``row.parked`` None by now, be computed again)?"""
-        if self.parking is None or row.parked is None:
+        if self.swap_space is None or row.swapped is None:
             return True
-        self.fetch(row)
-        return row.parked is None or self.parking.state(row.parked.key) in ("coming", "here", "leaving")
+        self.prefetch(row)
+        return row.swapped is None or self.swap_space.state(row.swapped.key) in ("coming", "here", "leaving")
 
-    def _known_by_now(self, row: Row) -> bool:
+    def _known_by_now(self, row: TokenSequence) -> bool:
         """Has enough of an exact row become known that computing the rest is cheaper than reading its copy?"""
-        if self._ledger.lossy or row.parked is None:
+        if self._kv_cache_manager.lossy or row.swapped is None:
             return False
-        known = self._ledger.known(row.tokens, row.group.root)
-        nbytes = 0 if self.parking is None else self.parking.nbytes(row.parked.key)
-        left = max(0, row.parked.length - known)
+        known = self._kv_cache_manager.cached_prefix_length(row.token_ids, row.request.prefix_root)
+        nbytes = 0 if self.swap_space is None else self.swap_space.nbytes(row.swapped.key)
+        left = max(0, row.swapped.length - known)
         return known > 0 and not self.costs.swap_is_cheaper(nbytes, left, disk=True, back=True)
 
-    def woken(self, row: Row) -> None:
+    def on_restored(self, row: TokenSequence) -> None:
         """The moves that wake the row are told."""
-        if self.parking is not None and row.parked is not None:
-            key = row.parked.key
-            self._tell(row, Swapped("back", self.parking.origin(key), self.parking.nbytes(key)))
-            self.parking.take(key)
-        row.parked = None
+        if self.swap_space is not None and row.swapped is not None:
+            key = row.swapped.key
+            self._tell(row, PreemptionRecord("back", self.swap_space.read_from(key), self.swap_space.nbytes(key)))
+            self.swap_space.pop(key)
+        row.swapped = None
 
-    def forget(self, row: Row) -> None:
+    def forget(self, row: TokenSequence) -> None:
         """The row's copy is wanted no more."""
-        if row.parked is not None:
-            self._ledger.forget(row.parked)
-            if self.parking is not None:
-                self.parking.drop(row.parked.key)
-            row.parked = None
+        if row.swapped is not None:
+            self._kv_cache_manager.drop_swapped(row.swapped)
+            if self.swap_space is not None:
+                self.swap_space.drop(row.swapped.key)
+            row.swapped = None
 
-    def lost(self, rows: Sequence[Row]) -> list[tuple[Row, str]]:
+    def failed(self, rows: Sequence[TokenSequence]) -> list[tuple[TokenSequence, str]]:
         """Which of the rows that wait have lost their copy, and why.  Exact ones have forgotten it already, and will be
         computed again; the others cannot go on."""
         ended = []
         for row in rows:
-            if self.parking is None or row.parked is None or self.parking.state(row.parked.key) != "lost":
+            if self.swap_space is None or row.swapped is None or self.swap_space.state(row.swapped.key) != "lost":
                 continue
-            why = self.parking.fault(row.parked.key)
-            self._lost += 1
+            why = self.swap_space.failure(row.swapped.key)
+            self._failed += 1
             self.forget(row)
-            self._tell(row, Swapped("lost", why=why))
-            if self._ledger.lossy:
+            self._tell(row, PreemptionRecord("lost", reason=why))
+            if self._kv_cache_manager.lossy:
                 ended.append((row, f"what the cache had kept of this row is lost, and cannot be computed again: {why}"))
             else:
-                LOG.info("request %d, sample %d: it is computed again: %s", row.request, row.sample, why)
+                LOG.info("request %d, sample %d: it is computed again: %s", row.request_id, row.sample_index, why)
                 self._recomputed += 1
         return ended
 
-    def _tell(self, row: Row, swapped: Swapped) -> None:
+    def _tell(self, row: TokenSequence, swapped: PreemptionRecord) -> None:
         if self.witness is not None:
             self.witness(row, swapped)
 
     @property
-    def holding(self) -> bool:
+    def has_swapped(self) -> bool:
         """Whether a parking holds a row."""
-        return self.parking is not None and len(self.parking) > 0
+        return self.swap_space is not None and len(self.swap_space) > 0
 
     @property
     def pending(self) -> bool:
-        return self.parking is not None and self.parking.pending
+        return self.swap_space is not None and self.swap_space.pending
 
     def wait(self) -> None:
         """For one read or write that is under way: there is nothing else to do."""
-        assert self.parking is not None
-        self.parking.wait(self._ledger.waking)
+        assert self.swap_space is not None
+        self.swap_space.wait(self._kv_cache_manager.pending_swap_ins)
 
     # ------------------------------------------------------------ room
 
-    def safe(self, row: Row, others: Sequence[Row]) -> bool:
+    def can_always_swap(self, row: TokenSequence, others: Sequence[TokenSequence]) -> bool:
         """Could every row that may have to give way be parked at its longest, if ``row`` were seated too?"""
-        if not self._ledger.lossy or self.parking is None or not self.parking.bounded:
+        if not self._kv_cache_manager.lossy or self.swap_space is None or not self.swap_space.bounded:
             return True
-        rows = sorted([*others, row], key=lambda each: (each.on_full not in ("refuse", "stop"), each.order))
-        left = [group.usable for group in self._groups]
+        rows = sorted([*others, row], key=lambda each: (each.overflow not in ("refuse", "stop"), each.priority))
+        left = [group.num_usable_blocks for group in self._groups]
         fits, parked = True, 0
         for number, each in enumerate(rows):
-            need = [blocks_of(group, self._ledger.groups, _longest(each)) for group in self._groups]
+            need = [max_blocks(group, self._kv_cache_manager.groups, _max_len(each)) for group in self._groups]
             left = [have - count for have, count in zip(left, need, strict=True)]
             fits = fits and all(have >= 0 for have in left)
-            if not fits and (number or each.on_full in ("refuse", "stop")):
+            if not fits and (number or each.overflow in ("refuse", "stop")):
                 parked += sum(count * size for count, size in zip(need, self._block_bytes, strict=True))
-        back = 0 if row.parked is None else self.parking.nbytes(row.parked.key)
-        return self.parking.holds(max(0, parked - back))
+        back = 0 if row.swapped is None else self.swap_space.nbytes(row.swapped.key)
+        return self.swap_space.has_room(max(0, parked - back))
 
-    def stats(self) -> SwapStats:
-        parking = ParkingStats() if self.parking is None else self.parking.stats()
-        return SwapStats(
-            self._recomputed, self._tokens, self._ram, self._disk, self._bytes, self._lost, dict(self._seconds),
+    def stats(self) -> PreemptionStats:
+        parking = SwapSpaceStats() if self.swap_space is None else self.swap_space.stats()
+        return PreemptionStats(
+            self._recomputed, self._tokens, self._ram, self._disk, self._bytes, self._failed, dict(self._seconds),
             parking, self.costs.measured(),
         )  # fmt: skip
 
     def close(self) -> None:
-        if self.parking is not None:
-            self.parking.close()
+        if self.swap_space is not None:
+            self.swap_space.close()
 
 
-def _longest(row: Row) -> int:
-    return max(len(row.tokens), row.limit - 1)
+def _max_len(row: TokenSequence) -> int:
+    return max(len(row.token_ids), row.max_len - 1)

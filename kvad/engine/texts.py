@@ -11,26 +11,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvad.checkpoint.generation import Generation
+from kvad.checkpoint.generation import GenerationConfig
 from kvad.config import ModelConfig
-from kvad.errors import RequestError, nearest
+from kvad.errors import RequestError, suggest
 from kvad.text.tokenizer import Tokenizer
 
-__all__ = ["Prompt", "Texts", "one_or_many"]
+__all__ = ["PromptInput", "PromptEncoder", "normalize_prompts"]
 
-Prompt = str | Sequence[int]
+PromptInput = str | Sequence[int]
 
 
 @dataclass(frozen=True)
-class Texts:
+class PromptEncoder:
     """``tokenizer`` None: ids only."""
 
     config: ModelConfig
     tokenizer: Tokenizer | None
-    generation: Generation
+    generation: GenerationConfig
     endless: bool = False
 
-    def prompt(self, prompt: Prompt, *, whole: bool = False) -> list[int]:
+    def encode_prompt(self, prompt: PromptInput, *, whole: bool = False) -> list[int]:
         """What a decoder continues; an empty text becomes the token that opens every text.  It may be as long as rows
         may; ``whole``: as the model sees at once."""
         tokens = self._ids(prompt, self.tokenizer, None)
@@ -39,71 +39,82 @@ class Texts:
             if opening is None:
                 raise RequestError("the prompt is empty and this model has no opening token", "give at least one token")
             return [opening]
-        _check(tokens, "prompt", self.config.vocab, len(tokens) if self.endless and not whole else self.config.limit)
+        _check(
+            tokens,
+            "prompt",
+            self.config.vocab_size,
+            len(tokens) if self.endless and not whole else self.config.max_seq_len,
+        )
         return tokens
 
-    def more(self, text: Prompt) -> list[int]:
+    def encode_continuation(self, text: PromptInput) -> list[int]:
         """What is added to a text that has begun: as it is spelled, without what opens a text."""
         tokens = self._encoder(self.tokenizer).encode(text) if text and isinstance(text, str) else _integers(text or ())
-        _check(tokens, "text", self.config.vocab, len(tokens))
+        _check(tokens, "text", self.config.vocab_size, len(tokens))
         return tokens
 
-    def source(self, text: Prompt, language: str | None = None, *, specials: bool = False) -> list[int]:
+    def encode_source(self, text: PromptInput, language: str | None = None, *, specials: bool = False) -> list[int]:
         """What an encoder reads, in its frame; ids are taken as they are.  ``specials``: special tokens that the text
         spells (``[MASK]``) are read as such."""
-        source, tokenizer = self.config.source, self.tokenizer
-        if tokenizer is not None and tokenizer.source is not None:
-            tokenizer = tokenizer.source
+        source, tokenizer = self.config.encoder_input, self.tokenizer
+        if tokenizer is not None and tokenizer.source_tokenizer is not None:
+            tokenizer = tokenizer.source_tokenizer
         if language is not None and not isinstance(text, str):
             raise RequestError(f"language {language!r}: the source is ids, taken as they are", "give a text")
         tokens = self._ids(text, tokenizer, language, specials)
         if isinstance(text, str):
-            tokens = self.generation.ended(tokens)
+            tokens = self.generation.with_source_eos(tokens)
         if not tokens:
             raise RequestError("the text is empty: an encoder reads at least one token")
-        vocab = self.config.vocab if source is None or source.vocab is None else source.vocab
-        _check(tokens, "source", vocab, self.config.limit if source is None else source.limit)
+        vocab = self.config.vocab_size if source is None or source.vocab_size is None else source.vocab_size
+        _check(tokens, "source", vocab, self.config.max_seq_len if source is None else source.max_seq_len)
         return tokens
 
-    def target(self, prefix: Prompt | None, first: int | None = None) -> list[int]:
+    def encode_target(self, prefix: PromptInput | None, first: int | None = None) -> list[int]:
         """How the target begins: the token that opens it, and a prefix forced on it, behind the token ``first`` (of a
         language, say).  Ids are the whole start."""
         if prefix is not None and not isinstance(prefix, str):
             tokens = _integers(prefix)
         else:
-            start = self.generation.start
+            start = self.generation.decoder_start_token_id
             if start is None:
-                start = self.generation.bos if self.generation.bos is not None else self._opening()
+                start = self.generation.bos_token_id if self.generation.bos_token_id is not None else self._opening()
             if start is None:
                 raise RequestError("this checkpoint does not say how a target begins", "give prefix= as token ids")
             tokens = [start]
             if prefix:
                 tokens += [] if first is None else [first]
                 tokens += self._encoder(self.tokenizer).encode(prefix)
-        _check(tokens, "target", self.config.vocab, self.config.limit)
+        _check(tokens, "target", self.config.vocab_size, self.config.max_seq_len)
         return tokens
 
-    def language(self, code: str) -> int:
+    def language_token(self, code: str) -> int:
         """The id with which targets in this language begin."""
         known = {} if self.tokenizer is None else self.tokenizer.languages
         if code not in known:
-            raise RequestError(f"unknown language {code!r}", nearest(code, known) if known else "this model has none")
+            raise RequestError(f"unknown language {code!r}", suggest(code, known) if known else "this model has none")
         return known[code]
 
     def _opening(self) -> int | None:
-        specials = None if self.tokenizer is None else self.tokenizer.specials
+        specials = None if self.tokenizer is None else self.tokenizer.special_tokens
         if specials is not None and specials.separator is not None:
             return specials.separator
-        return self.generation.bos if self.generation.bos is not None else specials.bos if specials else None
+        return (
+            self.generation.bos_token_id
+            if self.generation.bos_token_id is not None
+            else specials.bos
+            if specials
+            else None
+        )
 
     def _ids(
-        self, text: Prompt, tokenizer: Tokenizer | None, language: str | None, specials: bool = False
+        self, text: PromptInput, tokenizer: Tokenizer | None, language: str | None, specials: bool = False
     ) -> list[int]:
         if not isinstance(text, str):
             return _integers(text)
         encoder = self._encoder(tokenizer)
         ids = encoder.encode(text, specials=specials)
-        return encoder.frame(ids, language=language) if ids else []
+        return encoder.add_special_tokens(ids, language=language) if ids else []
 
     def _encoder(self, tokenizer: Tokenizer | None) -> Tokenizer:
         if tokenizer is None:
@@ -119,7 +130,7 @@ def _check(tokens: Sequence[int], what: str, vocab: int, limit: int) -> None:
         raise RequestError(f"the {what} has {len(tokens)} tokens and the model's limit is {limit}", "shorten it")
 
 
-def one_or_many(prompts: Any) -> tuple[bool, list[Any]]:
+def normalize_prompts(prompts: Any) -> tuple[bool, list[Any]]:
     """(whether it is one prompt, the prompts): a text, ids (a tensor or an array too), or a list of either.
 
     An empty list is one empty prompt.

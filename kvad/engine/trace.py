@@ -12,17 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kvad.cache.ledger import Ledger, Span
-from kvad.cache.memory import Memory
-from kvad.cache.sizing import CacheConfig, groups
-from kvad.config import mixers
-from kvad.model.fresh import Fresh
+from kvad.cache.ledger import KVCacheManager, TokenSpan
+from kvad.cache.memory import KVCache
+from kvad.cache.sizing import CacheConfig, build_groups
+from kvad.config import attention_specs
+from kvad.model.fresh import NoCache
 from kvad.model.transformer import Transformer
-from kvad.ops.lanes import Seen
-from kvad.step import Lane, Place, Step
-from kvad.step import Memory as MemoryProtocol
+from kvad.ops.lanes import AttentionTrace
+from kvad.step import CacheProtocol as MemoryProtocol
+from kvad.step import ModelInput, SlotMapping, SubBatch
 
-__all__ = ["LayerTrace", "Trace", "trace"]
+__all__ = ["LayerTrace", "ForwardTrace", "trace_forward"]
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class LayerTrace:
 
 
 @dataclass(frozen=True)
-class Trace:
+class ForwardTrace:
     """``pieces``: the tokens in printable form; ``layers`` by number; ``logits`` [T, V]."""
 
     tokens: tuple[int, ...]
-    pieces: tuple[str, ...]
+    token_texts: tuple[str, ...]
     layers: dict[int, LayerTrace]
     logits: Tensor
 
@@ -58,10 +58,10 @@ class _Recorder:
 
     def __init__(self, wanted: Sequence[int]) -> None:
         self.wanted = set(wanted)
-        self.seen: dict[int, list[Seen]] = {layer: [] for layer in wanted}
+        self.seen: dict[int, list[AttentionTrace]] = {layer: [] for layer in wanted}
         self.hidden: dict[int, list[Tensor]] = {layer: [] for layer in wanted}
 
-    def probe(self, seen: Seen) -> None:
+    def probe(self, seen: AttentionTrace) -> None:
         if seen.layer in self.wanted:
             self.seen[seen.layer].append(seen)
 
@@ -73,7 +73,7 @@ class _Recorder:
 
 
 @torch.inference_mode()
-def trace(
+def trace_forward(
     model: Transformer,
     tokens: Sequence[int],
     pieces: Sequence[str],
@@ -81,7 +81,7 @@ def trace(
     layers: Sequence[int],
     heads: Sequence[int] | None = None,
     cached: bool = False,
-) -> Trace:
+) -> ForwardTrace:
     """Run ``tokens`` once and keep what ``layers`` and ``heads`` (None: all) did."""
     recorder = _Recorder(layers)
     blocks = model.stack.layers
@@ -92,35 +92,35 @@ def trace(
         for hook in hooks:
             hook.remove()
     shown = {layer: _layer(recorder, layer, len(tokens), heads) for layer in layers}
-    return Trace(tuple(tokens), tuple(pieces), shown, logits)
+    return ForwardTrace(tuple(tokens), tuple(pieces), shown, logits)
 
 
 def _uncached(model: Transformer, tokens: Sequence[int], recorder: _Recorder) -> Tensor:
-    return _run(model, Fresh(model.config, probe=recorder.probe), tokens, 0, len(tokens), ())
+    return _run(model, NoCache(model.config, attention_hook=recorder.probe), tokens, 0, len(tokens), ())
 
 
 def _through_cache(model: Transformer, tokens: Sequence[int], recorder: _Recorder) -> Tensor:
     config = CacheConfig(
-        rows=1,
-        capacity=len(tokens),
-        chunk=len(tokens),
-        dtype=str(model.table.dtype).removeprefix("torch."),
-        prefix=False,
+        max_num_seqs=1,
+        max_seq_len=len(tokens),
+        prefill_chunk_size=len(tokens),
+        dtype=str(model.token_embedding.dtype).removeprefix("torch."),
+        enable_prefix_caching=False,
     )
-    placed = groups(mixers(model.config), config)
-    device = model.table.device
-    memory = Memory(placed, device=device, probe=recorder.probe)
-    ledger = Ledger(placed, prefix=False, seats=1)
-    ledger.admit(0, tokens, b"")
+    placed = build_groups(attention_specs(model.config), config)
+    device = model.token_embedding.device
+    memory = KVCache(placed, device=device, attention_hook=recorder.probe)
+    ledger = KVCacheManager(placed, prefix_caching=False, max_num_seqs=1)
+    ledger.add_sequence(0, tokens, b"")
     logits = []
     for start, count in ((0, len(tokens) - 1), (len(tokens) - 1, 1)):
         if count:
-            reserved = ledger.reserve([Span(0, start, count)])
+            reserved = ledger.allocate_slots([TokenSpan(0, start, count)])
             assert reserved is not None
-            memory.apply(reserved.moves)
+            memory.apply(reserved.block_ops)
             places = tuple(
-                Place(torch.tensor(slots, device=device), (torch.tensor([tables[0]], device=device),))
-                for slots, tables in zip(reserved.slots, reserved.tables, strict=True)
+                SlotMapping(torch.tensor(slots, device=device), (torch.tensor([tables[0]], device=device),))
+                for slots, tables in zip(reserved.slots, reserved.block_tables, strict=True)
             )
             logits.append(_run(model, memory, tokens, start, count, places))
             ledger.commit(0, tokens[start : start + count])
@@ -128,17 +128,22 @@ def _through_cache(model: Transformer, tokens: Sequence[int], recorder: _Recorde
 
 
 def _run(
-    model: Transformer, memory: MemoryProtocol, tokens: Sequence[int], start: int, count: int, places: tuple[Place, ...]
+    model: Transformer,
+    memory: MemoryProtocol,
+    tokens: Sequence[int],
+    start: int,
+    count: int,
+    places: tuple[SlotMapping, ...],
 ) -> Tensor:
-    device = model.table.device
+    device = model.token_embedding.device
     every = torch.arange(count, device=device)
-    step = Step(
-        tokens=torch.tensor(tokens[start : start + count], device=device),
+    step = ModelInput(
+        token_ids=torch.tensor(tokens[start : start + count], device=device),
         positions=every + start,
-        lanes=(Lane(1, count, start + count),),
-        wanted=every,
-        limits=torch.full_like(every, len(tokens)),
-        places=places,
+        sub_batches=(SubBatch(1, count, start + count),),
+        logit_indices=every,
+        max_seq_lens=torch.full_like(every, len(tokens)),
+        slot_mappings=places,
     )
     return model.logits(model(step, memory), every)
 
@@ -154,8 +159,8 @@ def _layer(recorder: _Recorder, layer: int, length: int, heads: Sequence[int] | 
         q=torch.cat([s.q[0] for s in seen])[:, chosen],
         k=_rows(last.k[0], order).transpose(0, 1)[:, groups_read],
         v=_rows(last.v[0], order).transpose(0, 1)[:, groups_read],
-        scores=torch.cat([_dense(s.scores[0], s.positions[0], length, float("-inf")) for s in seen], dim=1)[chosen],
-        weights=torch.cat([_dense(s.weights[0], s.positions[0], length, 0.0) for s in seen], dim=1)[chosen],
+        scores=torch.cat([_to_dense(s.scores[0], s.positions[0], length, float("-inf")) for s in seen], dim=1)[chosen],
+        weights=torch.cat([_to_dense(s.weights[0], s.positions[0], length, 0.0) for s in seen], dim=1)[chosen],
         head_outputs=torch.cat([s.out[0] for s in seen])[:, chosen],
         hidden=torch.cat(recorder.hidden[layer]),
     )
@@ -174,7 +179,7 @@ def _rows(x: Tensor, order: Tensor) -> Tensor:
     return torch.where((order >= 0).view(1, -1, 1), x[:, order.clamp(min=0)], torch.nan)
 
 
-def _dense(x: Tensor, positions: Tensor, length: int, empty: float) -> Tensor:
+def _to_dense(x: Tensor, positions: Tensor, length: int, empty: float) -> Tensor:
     """x [H, L, S] over slots -> [H, L, T] over positions."""
     out = x.new_full((*x.shape[:2], length), empty)
     held = (positions >= 0).nonzero().squeeze(-1)

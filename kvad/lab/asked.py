@@ -18,19 +18,27 @@ from itertools import product
 
 from kvad.cache.named import POLICIES, parse_policy
 from kvad.cache.planning import check_policy
-from kvad.cache.policy import Spilled
-from kvad.cache.sizing import CacheConfig, Group, groups
-from kvad.config import ModelConfig, Rope, mixers
+from kvad.cache.policy import OffloadPolicy
+from kvad.cache.sizing import CacheConfig, CacheGroup, build_groups
+from kvad.config import ModelConfig, RopeConfig, attention_specs
 from kvad.errors import KvadError, UsageError
-from kvad.lab.caches import POLICIES as PRICED
-from kvad.lab.caches import Size
-from kvad.lab.findings import memory_name
+from kvad.lab.caches import POLICY_BUILDERS as PRICED
+from kvad.lab.caches import PolicySize
+from kvad.lab.findings import case_name
 
-__all__ = ["SIZED", "Asked", "first_cut", "named_policies", "refusal", "rotates", "sized"]
+__all__ = [
+    "SIZED",
+    "MemoryCase",
+    "first_loss_length",
+    "parse_policies",
+    "unsupported_reason",
+    "uses_rope",
+    "sized_policy",
+]
 
 
 @dataclass(frozen=True)
-class Asked:
+class MemoryCase:
     """A memory by what it is made of; ``dtype``: its formats, "int8/int4" where keys and values differ."""
 
     layout: str
@@ -41,20 +49,20 @@ class Asked:
 
     @property
     def name(self) -> str:
-        return memory_name(self.layout, self.dtype, self.policy, self.rotate, self.endless)
+        return case_name(self.layout, self.dtype, self.policy, self.rotate, self.endless)
 
     @property
-    def keeps(self) -> bool:
+    def keeps_everything(self) -> bool:
         """Whether it keeps everything."""
         return self.policy == "full"
 
     @property
-    def twin(self) -> Asked:
+    def float64_case(self) -> MemoryCase:
         """The same memory in float64, which judges the structure."""
         return replace(self, dtype="float64")
 
     @property
-    def whole(self) -> Asked:
+    def full_case(self) -> MemoryCase:
         """The same memory, if it kept everything."""
         return replace(self, policy="full", endless=False)
 
@@ -65,70 +73,80 @@ class Asked:
         policies: Sequence[str] = ("full",),
         rotates: Sequence[str] = ("write",),
         endless: bool = False,
-    ) -> list[Asked]:
+    ) -> list[MemoryCase]:
         """All of them, a policy's together."""
         every = product(policies, rotates, layouts, dtypes)
-        return [Asked(layout, dtype, policy, rotate, endless) for policy, rotate, layout, dtype in every]
+        return [MemoryCase(layout, dtype, policy, rotate, endless) for policy, rotate, layout, dtype in every]
 
 
-def refusal(config: ModelConfig, asked: Asked, cache: Callable[[Asked], CacheConfig]) -> KvadError | None:
+def unsupported_reason(
+    config: ModelConfig, asked: MemoryCase, cache: Callable[[MemoryCase], CacheConfig]
+) -> KvadError | None:
     """Why this memory cannot be; None where it can.  ``cache``: how it is made."""
     try:
         made = cache(asked)
-        groups(mixers(config), made)
+        build_groups(attention_specs(config), made)
         check_policy(config, made)
     except KvadError as error:
         return error
-    if asked.rotate == "read" and not rotates(config):
+    if asked.rotate == "read" and not uses_rope(config):
         return UsageError("no layer of this model rotates its keys", "as with rotate=write")
     return None
 
 
-def rotates(config: ModelConfig) -> bool:
-    return any(isinstance(kind.mixer.position, Rope) for kind in config.stack.kinds.values())
+def uses_rope(config: ModelConfig) -> bool:
+    return any(isinstance(kind.attention.position, RopeConfig) for kind in config.stack.layer_types.values())
 
 
-def first_cut(placed: Sequence[Group]) -> int | None:
+def first_loss_length(placed: Sequence[CacheGroup]) -> int | None:
     """The length at which a row first loses something; None where no policy ranks, summarises or chooses."""
-    losing = [group.scored or group.levels for group in placed if not isinstance(group.levels, Spilled)]
-    cuts = [policy.cut_after(0) for policy in losing if policy is not None]
-    read = [(group.chooses.budget, group.block_size) for group in placed if group.chooses is not None]
+    losing = [
+        group.eviction_policy or group.demotion_policy
+        for group in placed
+        if not isinstance(group.demotion_policy, OffloadPolicy)
+    ]
+    cuts = [policy.next_trigger_length(0) for policy in losing if policy is not None]
+    read = [
+        (group.sparse_read_policy.budget, group.block_size) for group in placed if group.sparse_read_policy is not None
+    ]
     return min([*cuts, *(-(-budget // size) * size for budget, size in read)], default=None)
 
 
 # ---------------------------------------------------------------- one of each kind
 
 
-def _descending(size: Size) -> str:
+def _descending(size: PolicySize) -> str:
     """Not for a budget: every level holds something of these rows, and something is gone."""
-    kept = -(-size.kept // (2 * size.block)) * size.block  # in whole blocks
+    kept = -(-size.num_retained // (2 * size.block)) * size.block  # in whole blocks
     if size.block % 2:
         return f"hierarchy({kept}, every={2 * size.block})"
     return f"hierarchy({kept}, packed={kept}, every={2 * size.block}, summaries={kept}, ratio=2)"
 
 
 # Each policy by its name; all but the hierarchy as they are priced (lab/caches.py).
-SIZED: dict[str, Callable[[Size], str]] = {
+SIZED: dict[str, Callable[[PolicySize], str]] = {
     "full": lambda _size: "full",
     **PRICED,
     "hierarchy": _descending,
-    "spilled": lambda size: f"spilled({-(-size.kept // size.block) * size.block}, every={2 * size.block})",
+    "spilled": lambda size: f"spilled({-(-size.num_retained // size.block) * size.block}, every={2 * size.block})",
 }
 
 
-def sized(name: str, longest: int, block_size: int) -> str:
+def sized_policy(name: str, longest: int, block_size: int) -> str:
     """A policy by its bare name, for rows of ``longest`` tokens: a quarter of them stays; what ranks cuts twice in as
     many tokens."""
     kept = max(1, longest // 4)
-    size = Size(longest, kept, every=max(1, kept // 2), block=block_size, watched=max(1, kept // 4), kernel=3)
+    size = PolicySize(
+        longest, kept, interval=max(1, kept // 2), block=block_size, observed_queries=max(1, kept // 4), kernel=3
+    )
     return SIZED[name](size)
 
 
-def named_policies(said: Sequence[str], longest: int, block_size: int) -> tuple[str, ...]:
+def parse_policies(said: Sequence[str], longest: int, block_size: int) -> tuple[str, ...]:
     """What ``--policy`` says, each once: "all", bare names, or policies in full.  ConfigError for what is none."""
     found: dict[str, None] = {}
     for name in said:
         for each in POLICIES if name == "all" else (name,):
-            text = sized(each, longest, block_size) if each in SIZED else each
+            text = sized_policy(each, longest, block_size) if each in SIZED else each
             found[text if str(parse_policy(text)) != "full" else "full"] = None
     return tuple(found) or ("full",)

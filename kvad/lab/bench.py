@@ -21,28 +21,28 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvad.cache.sizing import DTYPE_BYTES, Group, group_bytes
-from kvad.config import mixers
+from kvad.cache.sizing import DTYPE_BYTES, CacheGroup, group_bytes
+from kvad.config import attention_specs
 from kvad.engine.engine import Engine, StepTimes
-from kvad.engine.request import Sampling
+from kvad.engine.request import SamplingParams
 from kvad.errors import EngineError, RequestError
-from kvad.flops import Cost, Gain, formula, generation
+from kvad.flops import Cost, Gain, closed_form_flops, generation_cost
 from kvad.llm import LLM
-from kvad.model.fresh import Fresh
+from kvad.model.fresh import NoCache
 from kvad.model.transformer import Transformer
-from kvad.ops.attend import Reading, attend
-from kvad.ops.rotary import Angles
-from kvad.step import Lane, Mark, Memory, Reach, Score, Step, View
+from kvad.ops.attend import AttentionMask, dot_product_attention
+from kvad.ops.rotary import RotaryCache
+from kvad.step import AttentionParams, AttentionPattern, CacheProtocol, CacheView, ModelInput, SubBatch, TokenPositions
 
-__all__ = ["CURVES", "BenchResult", "Curve", "GrownByCat", "bench_cache", "commit", "machine"]
+__all__ = ["CURVE_NAMES", "BenchResult", "TimingCurve", "ConcatCache", "bench_cache", "commit_id", "machine_info"]
 
-CURVES = ("cache", "recompute", "cat")
-AROUND = 15  # tokens to each side, whose median is the time of one token
+CURVE_NAMES = ("cache", "recompute", "cat")
+MEDIAN_WINDOW = 15  # tokens to each side, whose median is the time of one token
 Progress = Callable[[str, int, int], None]  # (curve, tokens done over all repeats, of so many)
 
 
 @dataclass(frozen=True)
-class Curve:
+class TimingCurve:
     """One way to generate.  ``seconds``: in all, up to each of the marks; ``fastest``, ``slowest``: over the repeats.
     ``exponent``: the slope of log seconds over log tokens.  ``early``, ``late``: milliseconds of one token at the
     32nd and at the last."""
@@ -56,7 +56,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Counted:
+class FlopCount:
     """FLOPs and bytes of generating ``tokens`` tokens, and how many times more recomputation takes: counted from the
     shapes, and by document 004's formula, which starts from one token."""
 
@@ -83,13 +83,13 @@ class BenchResult:
     prompt: int
     repeats: int
     tokens: tuple[int, ...]
-    curves: dict[str, Curve]
+    curves: dict[str, TimingCurve]
     speedup: tuple[float, ...]
     engine_ms: float
     model_ms: float
     flatness: float
-    agree: int
-    counted: tuple[Counted, ...]
+    outputs_agree: int
+    counted: tuple[FlopCount, ...]
 
     def lines(self) -> list[dict[str, object]]:
         """One flat object per curve and mark, each with machine and commit: what ``kvad plot`` reads."""
@@ -122,20 +122,20 @@ def bench_cache(
     start = _start(llm, prompt)
     _check(llm, marks, len(start), repeats)
     bench = _Bench(llm, start, marks)
-    bench.run(min(2 * AROUND, marks[-1]))  # warm
+    bench.run(min(2 * MEDIAN_WINDOW, marks[-1]))  # warm
     bench.engine.times = StepTimes()
     runs: list[dict[str, list[float]]] = []
     for number in range(repeats):
         runs.append(bench.run(marks[-1], number, repeats, progress))
-    curves = {name: _curve([run[name] for run in runs], marks) for name in CURVES}
+    curves = {name: _curve([run[name] for run in runs], marks) for name in CURVE_NAMES}
     times = bench.engine.times
     return BenchResult(
         what="bench cache",
-        machine=machine(),
-        commit=commit(),
+        machine=machine_info(),
+        commit=commit_id(),
         dtype=_dtype(llm),
-        cache_dtype=llm.cache.stored,
-        layout=llm.cache.layout,
+        cache_dtype=llm.cache_config.format_name,
+        layout=llm.cache_config.layout,
         parameters=sum(parameter.numel() for parameter in llm.model.parameters()),
         prompt=len(start),
         repeats=repeats,
@@ -145,14 +145,14 @@ def bench_cache(
         engine_ms=1e3 * (times.total - times.model) / times.steps,
         model_ms=1e3 * times.model / times.steps,
         flatness=curves["cache"].late / curves["cache"].early,
-        agree=bench.agree,
+        outputs_agree=bench.agree,
         counted=tuple(_count(llm, len(start), mark) for mark in marks),
     )
 
 
 def _start(llm: LLM, prompt: str | Sequence[int]) -> list[int]:
     """The prompt's ids; a model without an opening token starts from token 0."""
-    if len(prompt) or (llm.tokenizer is not None and llm.tokenizer.specials.separator is not None):
+    if len(prompt) or (llm.tokenizer is not None and llm.tokenizer.special_tokens.separator is not None):
         return llm.encode(prompt)
     return [0]
 
@@ -162,29 +162,29 @@ def _check(llm: LLM, marks: Sequence[int], prompt: int, repeats: int) -> None:
         raise RequestError("tokens: a curve needs two different numbers of tokens, each at least 2")
     if repeats < 1:
         raise RequestError(f"repeats: {repeats} is out of range, must be at least 1")
-    if prompt + marks[-1] > llm.model.config.limit:
+    if prompt + marks[-1] > llm.model.config.max_seq_len:
         raise RequestError(
-            f"{prompt} prompt tokens and {marks[-1]} new ones exceed the model's limit of {llm.model.config.limit}",
-            f"--tokens up to {llm.model.config.limit - prompt}",
+            f"{prompt} prompt tokens and {marks[-1]} new ones exceed the model's limit of {llm.model.config.max_seq_len}",
+            f"--tokens up to {llm.model.config.max_seq_len - prompt}",
         )
 
 
-def _count(llm: LLM, prompt: int, mark: int) -> Counted:
-    stored = _stored(llm.engine.memory.groups)
-    cached, fresh = generation(llm.model.config, prompt, mark, element=DTYPE_BYTES[_dtype(llm)], stored=stored)
+def _count(llm: LLM, prompt: int, mark: int) -> FlopCount:
+    stored = _stored(llm.engine.kv_cache.groups)
+    cached, fresh = generation_cost(llm.model.config, prompt, mark, element=DTYPE_BYTES[_dtype(llm)], stored=stored)
     gain = Gain(fresh.attention / cached.attention, fresh.projections / cached.projections)
-    return Counted(mark, cached, fresh, gain, formula(mark))
+    return FlopCount(mark, cached, fresh, gain, closed_form_flops(mark))
 
 
-def _stored(groups: Sequence[Group]) -> float:
+def _stored(groups: Sequence[CacheGroup]) -> float:
     """Bytes per number in the cache, with its share of the scales."""
     sizes = [group_bytes(group) for group in groups]
-    numbers = sum(len(g.layers) * g.mixer.kv_heads * (g.mixer.head_dim + g.mixer.value_dim) for g in groups)
+    numbers = sum(len(g.layers) * g.spec.num_kv_heads * (g.spec.head_dim + g.spec.value_dim) for g in groups)
     return sum(size.per_token_payload + size.per_token_scales for size in sizes) / numbers
 
 
 def _dtype(llm: LLM) -> str:
-    return str(llm.model.table.dtype).removeprefix("torch.")
+    return str(llm.model.token_embedding.dtype).removeprefix("torch.")
 
 
 # ---------------------------------------------------------------- running
@@ -195,7 +195,7 @@ class _Bench:
 
     def __init__(self, llm: LLM, start: list[int], marks: Sequence[int]) -> None:
         self.model, self.start, self.marks = llm.model, start, marks
-        cache = replace(llm.cache, rows=1, capacity=len(start) + marks[-1], blocks=None)
+        cache = replace(llm.cache_config, max_num_seqs=1, max_seq_len=len(start) + marks[-1], num_blocks=None)
         self.engine = Engine(llm.model, cache, tokenizer=llm.tokenizer)
         self.agree = marks[-1]
         self._runs = 0
@@ -204,7 +204,7 @@ class _Bench:
         self, total: int, number: int = 0, repeats: int = 1, progress: Progress | None = None
     ) -> dict[str, list[float]]:
         """Seconds of each token, by curve."""
-        order = CURVES[number % len(CURVES) :] + CURVES[: number % len(CURVES)]
+        order = CURVE_NAMES[number % len(CURVE_NAMES) :] + CURVE_NAMES[: number % len(CURVE_NAMES)]
         steps = {name: self._steps(name, total) for name in order}
         seconds: dict[str, list[float]] = {name: [] for name in order}
         ids: dict[str, list[int]] = {name: [] for name in order}
@@ -229,89 +229,93 @@ class _Bench:
 
     def _cached(self, total: int) -> Iterator[int]:
         self._runs += 1
-        sampling = Sampling(max_tokens=total, temperature=0, ignore_eos=True)
-        request = self.engine.submit(self.start, sampling, salt=f"bench {self._runs}")
+        sampling = SamplingParams(max_tokens=total, temperature=0, ignore_eos=True)
+        request = self.engine.add_request(self.start, sampling, salt=f"bench {self._runs}")
         try:
             while not self.engine.idle:
                 for piece in self.engine.step():
                     if piece.error is not None:
                         raise EngineError(f"bench: {piece.error}")
-                    if piece.token is not None:
-                        yield piece.token
+                    if piece.token_id is not None:
+                        yield piece.token_id
         finally:
-            self.engine.cancel(request)
+            self.engine.abort_request(request)
 
     @torch.inference_mode()
-    def _next(self, tokens: Sequence[int], first: int, memory: Memory, limit: int) -> int:
+    def _next(self, tokens: Sequence[int], first: int, memory: CacheProtocol, limit: int) -> int:
         """Run ``tokens``, at positions from ``first`` on, and choose what follows."""
         device = self.engine.device
         ids = torch.tensor(tokens, device=device)
         at = torch.arange(first, first + len(tokens), device=device)
-        lane = Lane(1, len(tokens), first + len(tokens))
-        step = Step(ids, at, (lane,), torch.tensor([len(tokens) - 1], device=device), limits=torch.full_like(at, limit))
-        return int(self.model.logits(self.model(step, memory), step.wanted).argmax())
+        lane = SubBatch(1, len(tokens), first + len(tokens))
+        step = ModelInput(
+            ids, at, (lane,), torch.tensor([len(tokens) - 1], device=device), max_seq_lens=torch.full_like(at, limit)
+        )
+        return int(self.model.logits(self.model(step, memory), step.logit_indices).argmax())
 
     def _recomputed(self, total: int) -> Iterator[int]:
-        tokens, memory = list(self.start), Fresh(self.model.config)
+        tokens, memory = list(self.start), NoCache(self.model.config)
         for _ in range(total):
             tokens.append(self._next(tokens, 0, memory, len(self.start) + total))
             yield tokens[-1]
 
     def _grown(self, total: int) -> Iterator[int]:
-        memory, new, length = GrownByCat(self.model), list(self.start), 0
+        memory, new, length = ConcatCache(self.model), list(self.start), 0
         for _ in range(total):
             token = self._next(new, length, memory, len(self.start) + total)
             length, new = length + len(new), [token]
             yield token
 
 
-class GrownByCat:
+class ConcatCache:
     """One row's keys and values, [1, K, S, D] per layer, made anew by ``torch.cat`` for every token."""
 
     def __init__(self, model: Transformer) -> None:
-        self.specs = mixers(model.config)
-        dtype, device = model.table.dtype, model.table.device
-        self.keys = [torch.empty(1, s.kv_heads, 0, s.head_dim, dtype=dtype, device=device) for s in self.specs]
-        self.values = [torch.empty(1, s.kv_heads, 0, s.value_dim, dtype=dtype, device=device) for s in self.specs]
+        self.specs = attention_specs(model.config)
+        dtype, device = model.token_embedding.dtype, model.token_embedding.device
+        self.keys = [torch.empty(1, s.num_kv_heads, 0, s.head_dim, dtype=dtype, device=device) for s in self.specs]
+        self.values = [torch.empty(1, s.num_kv_heads, 0, s.value_dim, dtype=dtype, device=device) for s in self.specs]
         self.positions = torch.empty(1, 0, dtype=torch.int64, device=device)
 
-    def open(self, step: Step) -> Sequence[View]:
-        angles, queries = Angles(step.positions), Mark(step.positions.unsqueeze(0))
+    def open(self, step: ModelInput) -> Sequence[CacheView]:
+        angles, queries = RotaryCache(step.positions), TokenPositions(step.positions.unsqueeze(0))
         self.positions = torch.cat((self.positions, queries.position), dim=1)
-        reaches = {Reach.of(spec) for spec in self.specs}
-        readings = {reach: Reading(queries, Mark(self.positions), reach) for reach in reaches}
-        return [_CatView(self, at, readings[Reach.of(s)], angles) for at, s in enumerate(self.specs)]
+        reaches = {AttentionPattern.from_spec(spec) for spec in self.specs}
+        readings = {reach: AttentionMask(queries, TokenPositions(self.positions), reach) for reach in reaches}
+        return [
+            _ConcatView(self, at, readings[AttentionPattern.from_spec(s)], angles) for at, s in enumerate(self.specs)
+        ]
 
 
-class _CatView:
-    def __init__(self, memory: GrownByCat, layer: int, reading: Reading, angles: Angles) -> None:
+class _ConcatView:
+    def __init__(self, memory: ConcatCache, layer: int, reading: AttentionMask, angles: RotaryCache) -> None:
         self._memory, self._layer, self._reading, self._angles = memory, layer, reading, angles
 
     def write(self, k: Tensor, v: Tensor) -> None:
         raise AssertionError("self-attention reads no source")
 
-    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: Score) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: AttentionParams) -> Tensor:
         assert k is not None and v is not None
         if score.rotary is not None:
             q, k = self._angles.rotate(q, score.rotary), self._angles.rotate(k, score.rotary)
         keys, values, layer = self._memory.keys, self._memory.values, self._layer
         keys[layer] = torch.cat((keys[layer], k.transpose(0, 1).unsqueeze(0)), dim=2)
         values[layer] = torch.cat((values[layer], v.transpose(0, 1).unsqueeze(0)), dim=2)
-        return attend(q.unsqueeze(0), keys[layer], values[layer], self._reading, score).out.squeeze(0)
+        return dot_product_attention(q.unsqueeze(0), keys[layer], values[layer], self._reading, score).out.squeeze(0)
 
 
 # ---------------------------------------------------------------- what it means
 
 
-def _curve(runs: Sequence[Sequence[float]], marks: Sequence[int]) -> Curve:
+def _curve(runs: Sequence[Sequence[float]], marks: Sequence[int]) -> TimingCurve:
     totals = [[math.fsum(run[:mark]) for run in runs] for mark in marks]
     seconds = tuple(statistics.median(each) for each in totals)
     early = min(32, marks[-1])
-    return Curve(
+    return TimingCurve(
         seconds=seconds,
         fastest=tuple(min(each) for each in totals),
         slowest=tuple(max(each) for each in totals),
-        exponent=slope(marks, seconds),
+        exponent=loglog_slope(marks, seconds),
         early=_milliseconds(runs, early),
         late=_milliseconds(runs, marks[-1]),
     )
@@ -319,15 +323,15 @@ def _curve(runs: Sequence[Sequence[float]], marks: Sequence[int]) -> Curve:
 
 def _milliseconds(runs: Sequence[Sequence[float]], at: int) -> float:
     """Of the token number ``at`` (from 1): the median of those around it, over all runs."""
-    return 1e3 * statistics.median(t for run in runs for t in run[max(1, at - 1 - AROUND) : at + AROUND])
+    return 1e3 * statistics.median(t for run in runs for t in run[max(1, at - 1 - MEDIAN_WINDOW) : at + MEDIAN_WINDOW])
 
 
-def slope(x: Sequence[float], y: Sequence[float]) -> float:
+def loglog_slope(x: Sequence[float], y: Sequence[float]) -> float:
     """Of the straight line nearest to (log x, log y), by least squares: 1 for a linear cost, 2 for a quadratic one."""
     return statistics.linear_regression([math.log(v) for v in x], [math.log(v) for v in y]).slope
 
 
-def machine() -> str:
+def machine_info() -> str:
     """The processor, how many cores this process may use, torch's threads and version."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return f"{_processor()}, {cores} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
@@ -341,7 +345,7 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def commit() -> str:
+def commit_id() -> str:
     """The commit of kvad's own checkout, ``-dirty`` with changes on top; "" where it is installed without one."""
     here = Path(__file__).resolve().parent
     try:

@@ -17,21 +17,21 @@ from typing import Any, Literal, cast
 
 from kvad.text.words import split_words
 
-__all__ = ["Form", "Overlap", "Tokenized", "overlap", "require"]
+__all__ = ["BleuOptions", "BleuScores", "BleuTokenization", "compute_bleu", "check_sacrebleu"]
 
-Tokenized = Literal["words", "spaces"]
+BleuTokenization = Literal["words", "spaces"]
 
 
 @dataclass(frozen=True)
-class Form:
+class BleuOptions:
     """How texts are compared: ``tokenized`` None is detokenised; ``lower``: in lower case."""
 
-    tokenized: Tokenized | None = None
-    lower: bool = False
+    tokenization: BleuTokenization | None = None
+    lowercase: bool = False
 
 
 @dataclass(frozen=True)
-class Overlap:
+class BleuScores:
     """``bleu`` and ``chrf`` from 0 to 100; ``ratio``: words said over words of the references; ``precisions``: of 1 to
     4 words in a row, in percent; signatures as sacrebleu prints them."""
 
@@ -43,26 +43,26 @@ class Overlap:
     chrf_signature: str
 
 
-def require() -> None:
+def check_sacrebleu() -> None:
     """ModuleNotFoundError, naming sacrebleu, before anything is translated."""
     import sacrebleu  # noqa: F401
 
 
-def overlap(said: Sequence[str], references: Sequence[str], form: Form | None = None) -> Overlap:
+def compute_bleu(said: Sequence[str], references: Sequence[str], form: BleuOptions | None = None) -> BleuScores:
     """Of as many texts as references, at least one."""
     from sacrebleu.metrics.bleu import BLEU
     from sacrebleu.metrics.chrf import CHRF
 
     assert len(said) == len(references) > 0, "a text for every reference"
-    form = form or Form()
-    if form.tokenized == "words":
+    form = form or BleuOptions()
+    if form.tokenization == "words":
         said, references = ([" ".join(split_words(text)) for text in texts] for texts in (said, references))
     # force: where texts end in " .", sacrebleu would ask whether they are tokenised; the form has said so.
-    bleu = BLEU(lowercase=form.lower, tokenize=None if form.tokenized is None else "none", force=True)
-    chrf = CHRF(lowercase=form.lower)
+    bleu = BLEU(lowercase=form.lowercase, tokenize=None if form.tokenization is None else "none", force=True)
+    chrf = CHRF(lowercase=form.lowercase)
     words, letters = bleu.corpus_score(said, [references]), chrf.corpus_score(said, [references])
     more: Any = words
-    return Overlap(
+    return BleuScores(
         bleu=float(words.score),
         chrf=float(letters.score),
         ratio=float(more.ratio),

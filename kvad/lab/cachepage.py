@@ -13,10 +13,10 @@ from base64 import b64encode
 from hashlib import sha256
 from pathlib import Path
 
-from kvad.lab.drawslide import text
-from kvad.lab.slide import Slide, as_json
+from kvad.lab.drawslide import trace_to_text
+from kvad.lab.slide import TraceReport, trace_to_json
 
-__all__ = ["page"]
+__all__ = ["trace_to_html"]
 
 BODY = """<main>
 <h1 id="title"></h1>
@@ -42,7 +42,7 @@ BODY = """<main>
 </main>"""
 
 
-def page(slide: Slide) -> str:
+def trace_to_html(slide: TraceReport) -> str:
     """The whole file."""
     style, script = (Path(__file__).with_suffix(ending).read_text(encoding="utf-8") for ending in (".css", ".js"))
     rules = f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'"
@@ -60,7 +60,7 @@ def page(slide: Slide) -> str:
             "</head>",
             "<body>",
             BODY,
-            f"<noscript><pre>{html.escape(text(slide))}</pre></noscript>",
+            f"<noscript><pre>{html.escape(trace_to_text(slide))}</pre></noscript>",
             f'<script type="application/json" id="data">{_data(slide)}</script>',
             f"<script>{script}</script>",
             "</body>",
@@ -74,7 +74,7 @@ def _digest(source: str) -> str:
     return f"sha256-{b64encode(sha256(source.encode()).digest()).decode()}"
 
 
-def _data(slide: Slide) -> str:
+def _data(slide: TraceReport) -> str:
     """JSON that no HTML parser can leave: the three signs that mean something to one are escaped."""
-    said = json.dumps(as_json(slide), allow_nan=False, separators=(",", ":"))
+    said = json.dumps(trace_to_json(slide), allow_nan=False, separators=(",", ":"))
     return said.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

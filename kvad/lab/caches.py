@@ -13,67 +13,79 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from kvad.cache.formats import find_format, parted
+from kvad.cache.formats import get_format, split_format_name
 from kvad.cache.named import parse_policy
-from kvad.cache.policy import Hierarchy
+from kvad.cache.policy import TieredPolicy
 
-__all__ = ["FORMATS", "HIERARCHIES", "POLICIES", "RATIOS", "Size", "block_for", "budget_of", "packing", "sized_for"]
+__all__ = [
+    "CACHE_FORMATS",
+    "TIERED_POLICIES",
+    "POLICY_BUILDERS",
+    "RATIOS",
+    "PolicySize",
+    "hierarchy_block_size",
+    "slots_to_keep",
+    "policy_for_format",
+    "policy_for_ratio",
+]
 
 RATIOS = (0.25, 0.5, 0.75, 0.875)
 SINKS = 4
-BLOCK = 16
-WATCHED = 16  # queries that SnapKV looks at: of a short row its own 32 would be most of the budget
+DEFAULT_BLOCK_SIZE = 16
+OBSERVED_QUERIES = 16  # queries that SnapKV looks at: of a short row its own 32 would be most of the budget
 KERNEL = 5  # SnapKV's own
-SUMMARY = 8  # tokens of a summary, where a block can be cut so
-FORMATS = ("bfloat16", "float16", "fp8-e4m3", "int8", "int4")  # of keys and values; those that the cache knows
+SUMMARY_RATIO = 8  # tokens of a summary, where a block can be cut so
+CACHE_FORMATS = ("bfloat16", "float16", "fp8-e4m3", "int8", "int4")  # of keys and values; those that the cache knows
 
 
-class Size(NamedTuple):
+class PolicySize(NamedTuple):
     """``kept`` slots stay of a row of ``length`` tokens, in blocks of ``block``; what ranks is cut ``every`` so many
     tokens.  ``watched``, ``kernel``: queries that SnapKV looks at, neighbours that it averages over."""
 
     length: int
-    kept: int
-    every: int
-    block: int = BLOCK
-    watched: int = WATCHED
+    num_retained: int
+    interval: int
+    block: int = DEFAULT_BLOCK_SIZE
+    observed_queries: int = OBSERVED_QUERIES
     kernel: int = KERNEL
 
 
-def _sinks(size: Size) -> str:
-    first = min(SINKS, max(1, size.kept // 4))
-    return f"sinks({first}, {max(1, size.kept - first)})"
+def _sinks(size: PolicySize) -> str:
+    first = min(SINKS, max(1, size.num_retained // 4))
+    return f"sinks({first}, {max(1, size.num_retained - first)})"
 
 
-def _truncate(size: Size) -> str:
-    block = "" if size.kept >= size.block else f", block={size.kept}"
-    return f"truncate({size.kept}{block})"
+def _truncate(size: PolicySize) -> str:
+    block = "" if size.num_retained >= size.block else f", block={size.num_retained}"
+    return f"truncate({size.num_retained}{block})"
 
 
-def _snapkv(size: Size) -> str:
+def _snapkv(size: PolicySize) -> str:
     kernel = "" if size.kernel == KERNEL else f", kernel={size.kernel}"
-    return f"snapkv({size.kept}, every={size.every}, window={min(size.watched, size.every, size.kept)}{kernel})"
+    return f"snapkv({size.num_retained}, every={size.interval}, window={min(size.observed_queries, size.interval, size.num_retained)}{kernel})"
 
 
-def _packed(size: Size) -> str:
+def _quantized_policy(size: PolicySize) -> str:
     """A quarter as it is, and one block on its way; the rest packed; then gone.
 
     256 slots in blocks of 8:  56 + 8 as they are, 192 packed
     """
-    recent, packed = _split(size.kept - size.block, size.block)
+    recent, packed = _split(size.num_retained - size.block, size.block)
     return f"hierarchy({recent}, packed={packed}, every={size.block})"
 
 
-def _hierarchy(size: Size) -> str:
+def _hierarchy(size: PolicySize) -> str:
     """As ``packed``, with room beside it for summaries of all that is older, where there is so much: one block of them
     at least, and what finds no room is gone.
 
     512 tokens, 256 slots in blocks of 8:  48 + 8 as they are, 160 packed, 40 summaries (of 304 tokens, and of 16 more)
     """
-    ratio = SUMMARY if size.block % SUMMARY == 0 else size.block
-    whole = (size.kept - size.block - size.length // ratio) * ratio // (ratio - 1)  # tokens that are not summarised
+    ratio = SUMMARY_RATIO if size.block % SUMMARY_RATIO == 0 else size.block
+    whole = (
+        (size.num_retained - size.block - size.length // ratio) * ratio // (ratio - 1)
+    )  # tokens that are not summarised
     recent, packed = _split(whole, size.block)
-    summaries = max(1, (size.kept - size.block - recent - packed) // size.block) * size.block
+    summaries = max(1, (size.num_retained - size.block - recent - packed) // size.block) * size.block
     return f"hierarchy({recent}, packed={packed}, every={size.block}, summaries={summaries}, ratio={ratio})"
 
 
@@ -85,48 +97,52 @@ def _split(slots: int, block: int) -> tuple[int, int]:
 
 
 # What stands in CacheConfig.policy; all that kvad has by name (cache/named.py), but "full".
-POLICIES: dict[str, Callable[[Size], str]] = {
-    "window": lambda size: f"window({size.kept})",
+POLICY_BUILDERS: dict[str, Callable[[PolicySize], str]] = {
+    "window": lambda size: f"window({size.num_retained})",
     "sinks": _sinks,
     "truncate": _truncate,
-    "heavy-hitters": lambda size: f"heavy-hitters({size.kept}, every={size.every})",
+    "heavy-hitters": lambda size: f"heavy-hitters({size.num_retained}, every={size.interval})",
     "snapkv": _snapkv,
-    "tova": lambda size: f"tova({size.kept}, every={size.every})",
-    "norm": lambda size: f"norm({size.kept}, every={size.every})",
-    "random": lambda size: f"random({size.kept}, every={size.every})",
+    "tova": lambda size: f"tova({size.num_retained}, every={size.interval})",
+    "norm": lambda size: f"norm({size.num_retained}, every={size.interval})",
+    "random": lambda size: f"random({size.num_retained}, every={size.interval})",
     "hierarchy": _hierarchy,
-    "quest": lambda size: f"quest({max(size.kept, size.block)})",
+    "quest": lambda size: f"quest({max(size.num_retained, size.block)})",
 }
 # Those whose slots lie in levels: they want blocks that are small beside the budget (:func:`block_for`).
-HIERARCHIES: dict[str, Callable[[Size], str]] = {"hierarchy": _hierarchy, "packed": _packed}
+TIERED_POLICIES: dict[str, Callable[[PolicySize], str]] = {"hierarchy": _hierarchy, "packed": _quantized_policy}
 
 
-def budget_of(ratio: float, length: int) -> int:
+def slots_to_keep(ratio: float, length: int) -> int:
     """Slots that stay of a row of so many tokens, where the share ``ratio`` is dropped."""
     return max(1, round((1 - ratio) * length))
 
 
-def sized_for(name: str, ratio: float, length: int, every: int, block: int = BLOCK) -> str:
+def policy_for_ratio(name: str, ratio: float, length: int, every: int, block: int = DEFAULT_BLOCK_SIZE) -> str:
     """The policy of this name that drops so much; what reads whole blocks rounds down to them (to one at least)."""
-    kept = budget_of(ratio, length)
+    kept = slots_to_keep(ratio, length)
     if name == "quest":
         kept = kept // block * block
-    return {**POLICIES, **HIERARCHIES}[name](Size(length, kept, every, block))
+    return {**POLICY_BUILDERS, **TIERED_POLICIES}[name](PolicySize(length, kept, every, block))
 
 
-def block_for(kept: int) -> int:
+def hierarchy_block_size(kept: int) -> int:
     """Slots of a block, for a hierarchy of so many: each of its four parts has one block at least."""
     return next((block for block in (8, 4) if 4 * block <= kept), 2)
 
 
-def packing(policy: str, stored: str) -> str:
+def policy_for_format(policy: str, stored: str) -> str:
     """The policy where all is stored as ``stored``: a hierarchy packs no wider than that."""
-    levels = parse_policy(policy).levels
-    if not isinstance(levels, Hierarchy):  # what is spilled stays as it is
+    levels = parse_policy(policy).tiered
+    if not isinstance(levels, TieredPolicy):  # what is spilled stays as it is
         return policy
-    keys, values = map(_narrower, (levels.keys, levels.values), parted(stored))
-    return policy if (keys, values) == (levels.keys, levels.values) else str(replace(levels, keys=keys, values=values))
+    keys, values = map(_narrower, (levels.key_format, levels.value_format), split_format_name(stored))
+    return (
+        policy
+        if (keys, values) == (levels.key_format, levels.value_format)
+        else str(replace(levels, key_format=keys, value_format=values))
+    )
 
 
 def _narrower(*names: str) -> str:
-    return min(names, key=lambda name: find_format(name).bits)
+    return min(names, key=lambda name: get_format(name).bits)

@@ -19,39 +19,39 @@ from torch import Tensor
 
 from kvad.cache.sizing import CacheConfig
 from kvad.engine.engine import Engine
-from kvad.engine.request import Sampling
-from kvad.engine.scheduler import Plan
-from kvad.engine.texts import Texts
+from kvad.engine.request import SamplingParams
+from kvad.engine.scheduler import SchedulerOutput
+from kvad.engine.texts import PromptEncoder
 from kvad.errors import EngineError, UsageError
 from kvad.lab import bleu
 from kvad.lab.compare import tolerance
-from kvad.lab.metrics import exact_match
-from kvad.lab.quality import listen
-from kvad.lab.reading import Row
+from kvad.lab.metrics import count_exact_matches
+from kvad.lab.quality import attach_logit_hook
+from kvad.lab.reading import ScoredRow
 from kvad.llm import LLM
-from kvad.model.fresh import Fresh
+from kvad.model.fresh import NoCache
 from kvad.model.transformer import Transformer
-from kvad.step import Lane, Step
-from kvad.train.config import WatchConfig
-from kvad.train.pair_data import PairData
-from kvad.train.reports import Callback, EvalReport, MeasuredReport, Sample, SamplesReport, Subject
+from kvad.step import ModelInput, SubBatch
+from kvad.train.config import CallbacksConfig
+from kvad.train.pair_data import PairDataset
+from kvad.train.reports import Callback, CallbackReport, EvalReport, SamplesReport, TextSample, TrainingContext
 
-__all__ = ["CheckCache", "Continue", "Translate", "watchers"]
+__all__ = ["CheckCache", "SamplePrompts", "TranslationBleu", "build_callbacks"]
 
 
-def watchers(watch: WatchConfig) -> list[Callback]:
+def build_callbacks(watch: CallbacksConfig) -> list[Callback]:
     """What a run file's [watch] asks for."""
     found: list[Callback] = [CheckCache()] if watch.check_cache else []
-    found += [Continue(watch.prompts, watch.prompt_tokens, watch.temperature)] if watch.prompts else []
-    return [*found, *([Translate(watch.bleu)] if watch.bleu is not None else [])]
+    found += [SamplePrompts(watch.prompts, watch.max_tokens, watch.temperature)] if watch.prompts else []
+    return [*found, *([TranslationBleu(watch.bleu_samples)] if watch.bleu_samples is not None else [])]
 
 
 class _Watcher(Callback):
     """Keeps what is trained, and copies it when it is to be run."""
 
-    subject: Subject
+    subject: TrainingContext
 
-    def on_model(self, subject: Subject) -> None:
+    def on_model(self, subject: TrainingContext) -> None:
         self.subject = subject
 
     def _copy(self) -> Transformer:
@@ -61,12 +61,14 @@ class _Watcher(Callback):
         """The copy behind the three-line face, with a cache of so many rows; to be closed."""
         model, config = self._copy(), self.subject.model.config
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        source = 0 if config.source is None else config.source.limit
-        cache = CacheConfig(rows=rows, capacity=min(config.limit, capacity), dtype=dtype, source_capacity=source)
+        source = 0 if config.encoder_input is None else config.encoder_input.max_seq_len
+        cache = CacheConfig(
+            max_num_seqs=rows, max_seq_len=min(config.max_seq_len, capacity), dtype=dtype, max_source_len=source
+        )
         return LLM(model, self.subject.tokenizer, cache, generation=self.subject.generation)
 
     def _measured(self, step: int, what: str, values: dict[str, float | str], words: str) -> None:
-        self.subject.tell("on_measured", MeasuredReport(step, what, values, words))
+        self.subject.log("on_measured", CallbackReport(step, what, values, words))
 
 
 # ---------------------------------------------------------------- the cache
@@ -79,14 +81,14 @@ class CheckCache(_Watcher):
     (``lab.compare.tolerance``); beyond it the line says so.  UsageError, before training, for an encoder.
     """
 
-    watches = "check_cache"
+    handles = "check_cache"
 
     def __init__(self, rows: int = 2, tokens: int = 64) -> None:
         self._rows, self._tokens = rows, tokens
 
-    def on_model(self, subject: Subject) -> None:
+    def on_model(self, subject: TrainingContext) -> None:
         if subject.model.config.kind == "encoder":
-            raise UsageError("watch.check_cache (--check-cache): an encoder keeps no cache", "leave it out")
+            raise UsageError("callbacks.check_cache (--check-cache): an encoder keeps no cache", "leave it out")
         super().on_model(subject)
 
     def on_eval(self, report: EvalReport) -> None:
@@ -101,25 +103,25 @@ class CheckCache(_Watcher):
             said += f": BEYOND ROUNDING ({most:.1e}); kvad verify says where"
         self._measured(report.step, "cache", values, said)
 
-    def _held_out(self) -> list[Row]:
-        data, most = self.subject.data, min(self._tokens, self.subject.model.config.limit - 1)
-        if isinstance(data, PairData):
+    def _held_out(self) -> list[ScoredRow]:
+        data, most = self.subject.data, min(self._tokens, self.subject.model.config.max_seq_len - 1)
+        if isinstance(data, PairDataset):
             pairs = data.examples(self._rows)
-            return [Row(torch.tensor(target[:most]), torch.tensor(source)) for source, target in pairs]
-        pieces = _pieces(next(iter(data.evaluation())).step)
+            return [ScoredRow(torch.tensor(target[:most]), torch.tensor(source)) for source, target in pairs]
+        pieces = _pieces(next(iter(data.evaluation())).model_input)
         longest = sorted(pieces, key=len, reverse=True)[: self._rows]  # of equal ones, the first
-        return [Row(piece[:most].cpu()) for piece in longest]
+        return [ScoredRow(piece[:most].cpu()) for piece in longest]
 
 
-def _pieces(step: Step) -> Iterator[Tensor]:
+def _pieces(step: ModelInput) -> Iterator[Tensor]:
     """The documents of a packed step: a position of 0 begins one."""
     begins = (step.positions == 0).nonzero().view(-1).tolist()
-    for low, high in zip(begins, [*begins[1:], len(step.tokens)], strict=True):
-        yield step.tokens[low:high]
+    for low, high in zip(begins, [*begins[1:], len(step.token_ids)], strict=True):
+        yield step.token_ids[low:high]
 
 
 @torch.no_grad()
-def _incremental(model: Transformer, rows: Sequence[Row]) -> tuple[float, float, int, int]:
+def _incremental(model: Transformer, rows: Sequence[ScoredRow]) -> tuple[float, float, int, int]:
     """(largest |difference| of a logit, largest |logit|, likeliest tokens in common, tokens): a cache that is given one
     token at a time, beside the model without a cache.  NaN on either side is an infinite difference."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -127,26 +129,33 @@ def _incremental(model: Transformer, rows: Sequence[Row]) -> tuple[float, float,
     longest = max(len(row.tokens) for row in rows)
     source = max((len(row.source) for row in rows if row.source is not None), default=0)
     cache = CacheConfig(
-        rows=len(rows), capacity=longest + 1, dtype=dtype, chunk=1, prefix=False, source_capacity=source
+        max_num_seqs=len(rows),
+        max_seq_len=longest + 1,
+        dtype=dtype,
+        prefill_chunk_size=1,
+        enable_prefix_caching=False,
+        max_source_len=source,
     )
     found: dict[int, list[Tensor]] = {}
 
-    def hear(plan: Plan, logits: Tensor) -> None:
+    def hear(plan: SchedulerOutput, logits: Tensor) -> None:
         start = 0
-        for work in plan.work:
-            found.setdefault(work.row.request, []).append(logits[start : start + len(work.wanted)].clone())
-            start += len(work.wanted)
+        for work in plan.scheduled:
+            found.setdefault(work.sequence.request_id, []).append(
+                logits[start : start + len(work.logit_offsets)].clone()
+            )
+            start += len(work.logit_offsets)
 
     engine = Engine(model, cache)
     try:
-        listen(engine, hear)
-        asked = Sampling(max_tokens=1, temperature=0, prompt_logprobs=0)
+        attach_logit_hook(engine, hear)
+        asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
         for row in rows:
-            engine.submit(row.tokens.tolist(), asked, source=None if row.source is None else row.source.tolist())
+            engine.add_request(row.tokens.tolist(), asked, source=None if row.source is None else row.source.tolist())
         while not engine.idle:
             for piece in engine.step():
                 if piece.error is not None:
-                    raise EngineError(f"watch.check_cache: {piece.error}")
+                    raise EngineError(f"callbacks.check_cache: {piece.error}")
     finally:
         engine.close()
     have = [torch.cat(found[number])[: len(row.tokens)].double() for number, row in enumerate(rows)]
@@ -157,44 +166,44 @@ def _incremental(model: Transformer, rows: Sequence[Row]) -> tuple[float, float,
     return worst, max(float(b.abs().max()) for b in true), agree, sum(map(len, true))
 
 
-def _at_once(model: Transformer, row: Row) -> Tensor:
+def _at_once(model: Transformer, row: ScoredRow) -> Tensor:
     """[T, V] in float64, without a cache; T below the model's limit."""
     step = _step(row.tokens, model, len(row.tokens) + 1)  # a row in the cache may reach one token more
     if row.source is not None:
-        step = step._replace(source=_step(row.source, model, len(row.source)))
-    logits: Tensor = model.logits(model(step, Fresh(model.config)), step.wanted)
+        step = step._replace(encoder_input=_step(row.source, model, len(row.source)))
+    logits: Tensor = model.logits(model(step, NoCache(model.config)), step.logit_indices)
     return logits.double()
 
 
-def _step(tokens: Tensor, model: Transformer, limit: int) -> Step:
-    tokens = tokens.to(model.table.device)
+def _step(tokens: Tensor, model: Transformer, limit: int) -> ModelInput:
+    tokens = tokens.to(model.token_embedding.device)
     every = torch.arange(len(tokens), device=tokens.device)
-    lane = Lane(1, len(tokens), len(tokens))
-    return Step(tokens, every, (lane,), every, limits=torch.full_like(every, limit))
+    lane = SubBatch(1, len(tokens), len(tokens))
+    return ModelInput(tokens, every, (lane,), every, max_seq_lens=torch.full_like(every, limit))
 
 
 # ---------------------------------------------------------------- what it says
 
 
-class Continue(_Watcher):
+class SamplePrompts(_Watcher):
     """At every evaluation: how each prompt goes on (an encoder-decoder: what it answers), ``tokens`` tokens at most.
 
     ``temperature`` 0 is greedy; sampled texts are the same in every run, for their numbers are a function of the seed.
     UsageError, before training, for an encoder; RequestError for a prompt that the model cannot read whole.
     """
 
-    watches = "prompts"
+    handles = "prompts"
 
     def __init__(self, prompts: Sequence[str], tokens: int = 64, temperature: float = 0.0) -> None:
         self._prompts, self._most, self._temperature = tuple(prompts), tokens, temperature
 
-    def on_model(self, subject: Subject) -> None:
+    def on_model(self, subject: TrainingContext) -> None:
         config = subject.model.config
         if config.kind == "encoder":
-            raise UsageError("watch.prompts (--prompt): an encoder continues no text", "leave it out")
+            raise UsageError("callbacks.prompts (--prompt): an encoder continues no text", "leave it out")
         super().on_model(subject)
-        texts = Texts(config, subject.tokenizer, subject.generation)
-        ask = texts.prompt if config.kind == "decoder" else texts.source
+        texts = PromptEncoder(config, subject.tokenizer, subject.generation)
+        ask = texts.encode_prompt if config.kind == "decoder" else texts.encode_source
         self._asked = [ask(prompt) for prompt in self._prompts]
 
     def on_eval(self, report: EvalReport) -> None:
@@ -202,37 +211,39 @@ class Continue(_Watcher):
         with self._llm(len(self._asked), longest + self._most + 2) as llm:
             done = llm.generate(self._asked, max_tokens=self._most, temperature=self._temperature)
         pairs = zip(self._prompts, done, strict=True)
-        samples = tuple(Sample(prompt, "", each.text) for prompt, each in pairs)
-        self.subject.tell("on_samples", SamplesReport(report.step, samples))
+        samples = tuple(TextSample(prompt, "", each.text) for prompt, each in pairs)
+        self.subject.log("on_samples", SamplesReport(report.step, samples))
 
 
-class Translate(_Watcher):
+class TranslationBleu(_Watcher):
     """At every evaluation: BLEU, chrF and exact match of greedy answers to the first ``pairs`` held-out sources.
 
     Beside the targets as the tokenizer writes them: of one that loses something (case, unknown words), ``kvad eval`` on
     the texts says less.  UsageError, before training, for what is not trained on pairs.
     """
 
-    watches = "bleu"
+    handles = "bleu"
 
     def __init__(self, pairs: int = 200, rows: int = 16) -> None:
-        bleu.require()
+        bleu.check_sacrebleu()
         self._pairs, self._rows = pairs, rows
 
-    def on_model(self, subject: Subject) -> None:
-        if not isinstance(subject.data, PairData):
-            raise UsageError("watch.bleu (--bleu): only what is trained on pairs translates", "leave it out")
+    def on_model(self, subject: TrainingContext) -> None:
+        if not isinstance(subject.data, PairDataset):
+            raise UsageError(
+                "callbacks.bleu_samples (--bleu): only what is trained on pairs translates", "leave it out"
+            )
         super().on_model(subject)
         self._examples = subject.data.examples(self._pairs)
 
     def on_eval(self, report: EvalReport) -> None:
         sources = [source for source, _ in self._examples]
-        most = min(self.subject.model.config.limit - 1, 8 + 2 * max(map(len, sources)))
+        most = min(self.subject.model.config.max_seq_len - 1, 8 + 2 * max(map(len, sources)))
         with self._llm(min(self._rows, len(sources)), most + 2) as llm:
             said = [done.text for done in llm.generate(sources, max_tokens=most, beams=1, temperature=0.0)]
         wanted = [self.subject.tokenizer.decode(target) for _, target in self._examples]
-        words, match = bleu.overlap(said, wanted), exact_match(said, wanted)
-        values: dict[str, float | str] = {"bleu": words.bleu, "chrf": words.chrf, "exact_match": match.share}
+        words, match = bleu.compute_bleu(said, wanted), count_exact_matches(said, wanted)
+        values: dict[str, float | str] = {"bleu": words.bleu, "chrf": words.chrf, "exact_match": match.accuracy}
         values |= {"pairs": match.count, "signature": words.bleu_signature}
         text = f"BLEU {words.bleu:.2f}, chrF {words.chrf:.2f}, {match.hits} of {match.count} exact"
         self._measured(report.step, "bleu", values, f"{text}; {words.bleu_signature}")

@@ -10,21 +10,21 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-__all__ = ["MARKS", "chart"]
+__all__ = ["POINT_CHARS", "ascii_chart"]
 
-MARKS = "o*x+#@"
+POINT_CHARS = "o*x+#@"
 
-Points = Sequence[tuple[float, float]]
+ChartPoints = Sequence[tuple[float, float]]
 
 
-def chart(series: Mapping[str, Points], *, x: str, y: str, width: int = 60, height: int = 14) -> str:
+def ascii_chart(series: Mapping[str, ChartPoints], *, x: str, y: str, width: int = 60, height: int = 14) -> str:
     """``{"cache": [(64, 0.2), (128, 0.4)], ...}`` as lines of text; x and y name the axes, all values are above 0."""
     points = [point for line in series.values() for point in line]
     assert points and all(a > 0 and b > 0 for a, b in points), "a logarithmic axis has no zero"
     across = _Axis([a for a, _ in points], width)
     up = _Axis([b for _, b in points], height)
     grid = [[" "] * width for _ in range(height)]
-    for mark, line in zip(MARKS, series.values(), strict=False):
+    for mark, line in zip(POINT_CHARS, series.values(), strict=False):
         cells = [(across.cell(a), up.cell(b)) for a, b in line]
         for one, two in pairwise(cells):
             _dots(grid, one, two)
@@ -74,5 +74,5 @@ def _below(across: _Axis, values: Sequence[float], name: str) -> list[str]:
     return [" " * 9 + "+" + "-" * across.cells, (" " * 10 + "".join(ticks)).rstrip() + f"  {name}"]
 
 
-def _legend(series: Mapping[str, Points]) -> str:
-    return " " * 10 + "   ".join(f"{mark} {name}" for mark, name in zip(MARKS, series, strict=False))
+def _legend(series: Mapping[str, ChartPoints]) -> str:
+    return " " * 10 + "   ".join(f"{mark} {name}" for mark, name in zip(POINT_CHARS, series, strict=False))

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvad.cache.formats import find_format, parted
-from kvad.lab.findings import EXACT, Divergence
-from kvad.lab.replay import Key, Replayed
+from kvad.cache.formats import get_format, split_format_name
+from kvad.lab.findings import EXACT, TokenDivergence
+from kvad.lab.replay import ReplayResult, SequenceKey
 
-__all__ = ["Comparison", "compare", "divergence", "loss_of", "tolerance"]
+__all__ = ["Comparison", "compare_logits", "kl_divergence", "format_loss", "tolerance"]
 
 COMPUTE_EPS = 256
 STORED_EPS = 8
-AMPLIFIED = 16
+AMPLIFICATION = 16
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,12 @@ class Comparison:
     kl_mean: float
     kl_max: float
     compared: int
-    divergences: tuple[Divergence, ...]
+    divergences: tuple[TokenDivergence, ...]
 
 
-def compare(replayed: Replayed, judge: Mapping[Key, Tensor], tie_below: float, before: int | None = None) -> Comparison:
+def compare_logits(
+    replayed: ReplayResult, judge: Mapping[SequenceKey, Tensor], tie_below: float, before: int | None = None
+) -> Comparison:
     """``judge`` [T, V] per row, of its positions ``before`` that one if it is given; NaN on either side counts as an
     infinite difference."""
     worst, kl, divergences = 0.0, [], []
@@ -40,26 +42,26 @@ def compare(replayed: Replayed, judge: Mapping[Key, Tensor], tie_below: float, b
             true = judge[key][start : start + len(have)].double()
             have = have.double()
             worst = max(worst, float((have - true).abs().nan_to_num(nan=torch.inf).max()) if len(have) else 0.0)
-            kl.append(divergence(true, have))
+            kl.append(kl_divergence(true, have))
             divergences += _divergences(key, start, true, have, tie_below)
     every = torch.cat(kl)
     ordered = tuple(sorted(divergences, key=lambda d: (d.tie, d.position, d.row, d.sample)))
     return Comparison(worst, float(every.mean()), float(every.max()), len(every), ordered)
 
 
-def divergence(true: Tensor, have: Tensor) -> Tensor:
+def kl_divergence(true: Tensor, have: Tensor) -> Tensor:
     """KL(judge || memory) in nats, [n, V] [n, V] -> [n]."""
     p, q = true.log_softmax(-1), have.log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1).clamp(min=0)
 
 
-def _divergences(key: Key, start: int, true: Tensor, have: Tensor, tie_below: float) -> list[Divergence]:
+def _divergences(key: SequenceKey, start: int, true: Tensor, have: Tensor, tie_below: float) -> list[TokenDivergence]:
     best, chosen = true.argmax(-1), have.argmax(-1)
     found = []
     for at in (best != chosen).nonzero().squeeze(-1).tolist():
         top = true[at].topk(min(2, true.shape[-1])).values
         gap = float(top[0] - top[-1])
-        found.append(Divergence(*key, start + at, int(best[at]), int(chosen[at]), gap, gap < tie_below))
+        found.append(TokenDivergence(*key, start + at, int(best[at]), int(chosen[at]), gap, gap < tie_below))
     return found
 
 
@@ -73,14 +75,14 @@ def tolerance(dtype: str, scale: float, structure: float) -> float:
     if dtype == "float64":
         return EXACT
     single, double = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
-    coarser = STORED_EPS * _eps(dtype) * scale if loss_of(dtype) == "rounding" else 0.0
-    return max(COMPUTE_EPS * single * scale, AMPLIFIED * structure * single / double) + coarser
+    coarser = STORED_EPS * _eps(dtype) * scale if format_loss(dtype) == "rounding" else 0.0
+    return max(COMPUTE_EPS * single * scale, AMPLIFICATION * structure * single / double) + coarser
 
 
-def loss_of(dtype: str) -> str:
+def format_loss(dtype: str) -> str:
     """The worse of keys and values: "none", "rounding", "lossy"."""
-    return max((find_format(name).loss for name in parted(dtype)), key=("none", "rounding", "lossy").index)
+    return max((get_format(name).loss for name in split_format_name(dtype)), key=("none", "rounding", "lossy").index)
 
 
 def _eps(dtype: str) -> float:
-    return max(find_format(name).eps for name in parted(dtype))
+    return max(get_format(name).eps for name in split_format_name(dtype))

@@ -9,36 +9,55 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from kvad.config import (
-    Alibi,
-    Attention,
-    Classes,
-    DynamicScaling,
-    Embedding,
-    Experts,
-    Gated,
-    LearnedPositions,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
+    AlibiConfig,
+    AttentionConfig,
+    ClassificationHeadConfig,
+    CustomPositionsConfig,
+    DynamicScalingConfig,
+    EmbeddingConfig,
+    GatedMLPConfig,
+    HeadTransformConfig,
+    LearnedPositionsConfig,
+    LinearScalingConfig,
+    Llama3ScalingConfig,
+    LongRopeScalingConfig,
     ModelConfig,
-    Norm,
-    OwnPositions,
-    Plain,
-    Pooled,
-    Rope,
-    Scaling,
-    SinusoidalPositions,
-    T5Bias,
-    Transform,
-    YarnScaling,
+    MoEConfig,
+    NormConfig,
+    PlainMLPConfig,
+    PoolingHeadConfig,
+    RopeConfig,
+    RopeScalingConfig,
+    SinusoidalPositionsConfig,
+    T5BiasConfig,
+    YarnScalingConfig,
 )
 
-__all__ = ["ALLOWS", "PLACES", "Allows", "allows", "attention", "embedding", "head", "kind_of", "mlp", "norm"]
+__all__ = [
+    "ENCODING_SUPPORT",
+    "NORM_POSITIONS",
+    "EncodingSupport",
+    "describe_allowed",
+    "describe_attention",
+    "describe_embedding",
+    "describe_head",
+    "encoding_kind",
+    "describe_mlp",
+    "describe_norm",
+]
 
-Position = LearnedPositions | SinusoidalPositions | Rope | Alibi | T5Bias | OwnPositions | None
+Position = (
+    LearnedPositionsConfig
+    | SinusoidalPositionsConfig
+    | RopeConfig
+    | AlibiConfig
+    | T5BiasConfig
+    | CustomPositionsConfig
+    | None
+)
 
 
-class Allows(NamedTuple):
+class EncodingSupport(NamedTuple):
     """What a position encoding allows: keys evicted while the others keep their positions, a text that goes on for ever
     with its positions renumbered, and prefixes that are used again."""
 
@@ -47,40 +66,40 @@ class Allows(NamedTuple):
     reuse: str
 
 
-ALLOWS: Mapping[str, Allows] = {
-    "learned": Allows(
+ENCODING_SUPPORT: Mapping[str, EncodingSupport] = {
+    "learned": EncodingSupport(
         "exact until the table ends",
         "impossible, positions are baked into k and v: recompute",
         "exact at the same positions only",
     ),
-    "sinusoidal": Allows(
+    "sinusoidal": EncodingSupport(
         "exact up to the limit",
         "impossible, positions are baked into k and v: recompute",
         "exact at the same positions only",
     ),
-    "rope": Allows(
+    "rope": EncodingSupport(
         "exact while positions are below the limit; keys are stored rotated",
         "rotate on read, or turn the stored keys by R(delta)",
         "exact; keys of what is no prefix must be turned",
     ),
-    "alibi": Allows(
+    "alibi": EncodingSupport(
         "exact; the bias is made of stored positions when they are read",
         "renumber the stored positions, keys stay; kept ones would bias sinks away",
         "exact",
     ),
-    "t5": Allows(
+    "t5": EncodingSupport(
         "exact; the bias is made of stored positions when they are read",
         "renumber the stored positions, keys stay; kept ones would bias sinks away",
         "exact",
     ),
-    "none": Allows("exact; no position enters k or v", "nothing to renumber", "exact"),
-    "own": Allows("as its class has it", "as its class has it", "exact for equal prefixes"),
-    "source": Allows(
+    "none": EncodingSupport("exact; no position enters k or v", "nothing to renumber", "exact"),
+    "own": EncodingSupport("as its class has it", "as its class has it", "exact for equal prefixes"),
+    "source": EncodingSupport(
         "none of a source is evicted", "a source does not grow", "of a whole equal source, never of its part"
     ),
 }
 
-PLACES: Mapping[str, str] = {
+NORM_POSITIONS: Mapping[str, str] = {
     "pre": "norms before each half: x + f(norm(x))",
     "post": "norms after each half: norm(x + f(x))",
     "sandwich": "norms before and after each half: x + norm(f(norm(x)))",
@@ -91,14 +110,14 @@ PLACES: Mapping[str, str] = {
 }
 
 
-def kind_of(position: Position) -> str:
+def encoding_kind(position: Position) -> str:
     """The key of :data:`ALLOWS`."""
     return "none" if position is None else position.kind
 
 
-def allows(kind: str) -> Iterator[str]:
+def describe_allowed(kind: str) -> Iterator[str]:
     """Three lines."""
-    said = ALLOWS[kind]
+    said = ENCODING_SUPPORT[kind]
     yield f"eviction: {said.eviction}"
     yield f"endless generation: {said.endless}"
     yield f"prefix reuse: {said.reuse}"
@@ -107,130 +126,139 @@ def allows(kind: str) -> Iterator[str]:
 # ---------------------------------------------------------------- positions
 
 
-def position(spec: Position) -> str:
+def describe_position(spec: Position) -> str:
     if spec is None:
         return "no positions of its own"
-    if isinstance(spec, Rope):
+    if isinstance(spec, RopeConfig):
         return _rope(spec)
-    if isinstance(spec, Alibi):
+    if isinstance(spec, AlibiConfig):
         factor = "" if spec.factor == 1.0 else f", slopes times {spec.factor:.4g}"
-        return f"ALiBi, a slope per head{factor}{', rounded to bfloat16' * spec.rounded}"
-    if isinstance(spec, T5Bias):
+        return f"ALiBi, a slope per head{factor}{', rounded to bfloat16' * spec.round_to_bfloat16}"
+    if isinstance(spec, T5BiasConfig):
         ways = "both ways" if spec.bidirectional else "one way"
         whose = "one table for the stack's layers of this kind" if spec.shared else "a table per layer"
-        return f"T5 bias, {spec.buckets} buckets up to distance {spec.max_distance:,}, {ways}, {whose}"
-    if isinstance(spec, OwnPositions):
+        return f"T5 bias, {spec.num_buckets} buckets up to distance {spec.max_distance:,}, {ways}, {whose}"
+    if isinstance(spec, CustomPositionsConfig):
         options = ", ".join(f"{name} {value}" for name, value in spec.options.items())
         return f"positions by {spec.name}{f' ({options})' if options else ''}"
     offset = f", offset {spec.offset}" if spec.offset else ""
-    if isinstance(spec, LearnedPositions):
-        return f"learned positions, a table of {spec.size:,}{offset}"
+    if isinstance(spec, LearnedPositionsConfig):
+        return f"learned positions, a table of {spec.num_positions:,}{offset}"
     return f"sinusoidal positions, {spec.form}, base {spec.base:,.10g}{offset}"
 
 
-def _rope(spec: Rope) -> str:
-    part = "" if spec.fraction == 1.0 else f", of the first {spec.fraction:.4g} of each head"
+def _rope(spec: RopeConfig) -> str:
+    part = "" if spec.partial_rotary_factor == 1.0 else f", of the first {spec.partial_rotary_factor:.4g} of each head"
     pairs = ", interleaved pairs" if spec.interleaved else ""
     scaled = "" if spec.scaling is None else f"; {_scaling(spec.scaling)}"
     return f"rotary, theta {spec.theta:,.10g}{part}{pairs}{scaled}"
 
 
-def _scaling(spec: Scaling) -> str:
+def _scaling(spec: RopeScalingConfig) -> str:
     factor = "" if spec.factor is None else f", factor {spec.factor:g}"
-    if isinstance(spec, LinearScaling):
+    if isinstance(spec, LinearScalingConfig):
         return f"linear scaling{factor}"
-    name = {DynamicScaling: "dynamic", Llama3Scaling: "llama3", YarnScaling: "yarn", LongRopeScaling: "longrope"}
-    said = f"{name[type(spec)]} scaling{factor}, made for {spec.original:,}"
-    regime = isinstance(spec, (DynamicScaling, LongRopeScaling))
+    name = {
+        DynamicScalingConfig: "dynamic",
+        Llama3ScalingConfig: "llama3",
+        YarnScalingConfig: "yarn",
+        LongRopeScalingConfig: "longrope",
+    }
+    said = f"{name[type(spec)]} scaling{factor}, made for {spec.original_max_seq_len:,}"
+    regime = isinstance(spec, (DynamicScalingConfig, LongRopeScalingConfig))
     return said + (", by a row's limit, fixed when it is admitted" if regime else "")
 
 
 # ---------------------------------------------------------------- parts
 
 
-def norm(spec: Norm, width: str = "") -> str:
+def describe_norm(spec: NormConfig, width: str = "") -> str:
     name = "LayerNorm" if spec.kind == "layer" else "RMSNorm"
     form = "" if spec.weight else ", no weight"
     unit = ", weight + 1" if spec.unit_offset else ""
     return f"{name}, eps {spec.eps:g}{form}{unit}{', bias' * spec.bias}{width}"
 
 
-def embedding(spec: Embedding) -> Iterator[str]:
-    if spec.width is not None:
-        yield f"a table {spec.width:,} wide, projected at the {spec.project}"
+def describe_embedding(spec: EmbeddingConfig) -> Iterator[str]:
+    if spec.embedding_size is not None:
+        yield f"a table {spec.embedding_size:,} wide, projected at the {spec.projection}"
     if spec.scale != 1.0:
         yield f"multiplied by {spec.scale:.6g}"
     if spec.position is not None:
-        yield position(spec.position)
-    if spec.segments:
-        yield f"{spec.segments} segments"
+        yield describe_position(spec.position)
+    if spec.num_token_types:
+        yield f"{spec.num_token_types} segments"
     if spec.norm is not None:
-        yield f"{norm(spec.norm)}{', before positions are added' * spec.norm_first}"
+        yield f"{describe_norm(spec.norm)}{', before positions are added' * spec.norm_first}"
 
 
-def attention(spec: Attention, dim: int) -> Iterator[str]:
-    kv_heads, value_dim = spec.kv_heads or spec.heads, spec.value_dim or dim
-    sharing = {spec.heads: "each has its own key-value head", 1: "one key-value head for all"}
-    shared = sharing.get(kv_heads, f"{kv_heads} key-value heads, {spec.heads // kv_heads} queries each")
-    if spec.heads == 1:
+def describe_attention(spec: AttentionConfig, dim: int) -> Iterator[str]:
+    kv_heads, value_dim = spec.num_kv_heads or spec.num_heads, spec.value_dim or dim
+    sharing = {spec.num_heads: "each has its own key-value head", 1: "one key-value head for all"}
+    shared = sharing.get(kv_heads, f"{kv_heads} key-value heads, {spec.num_heads // kv_heads} queries each")
+    if spec.num_heads == 1:
         shared = "one key-value head"
     dims = f"{dim}" if dim == value_dim else f"{dim}, values of {value_dim}"
-    yield f"{spec.heads} heads of {dims}; {shared}"
+    yield f"{spec.num_heads} heads of {dims}; {shared}"
     more = []
-    if spec.scale != "default":
-        more.append("no scale" if spec.scale == "none" else f"scale {spec.scale:.6g}")
-    if spec.softcap is not None:
-        more.append(f"softcap {spec.softcap:g}")
-    if spec.sinks:
+    if spec.softmax_scale != "default":
+        more.append("no scale" if spec.softmax_scale == "none" else f"scale {spec.softmax_scale:.6g}")
+    if spec.logit_softcap is not None:
+        more.append(f"softcap {spec.logit_softcap:g}")
+    if spec.sink_logits:
         more.append("a sink logit per head")
     if spec.qk_norm != "none":
         each = {"head": "per head, one weight", "each": "per head, a weight each", "full": "over all heads"}
-        own = "" if spec.norm is None else f" ({norm(spec.norm)})"
+        own = "" if spec.qk_norm_config is None else f" ({describe_norm(spec.qk_norm_config)})"
         more.append(f"q and k normed {each[spec.qk_norm]}{own}")
-    if spec.clip is not None:
-        more.append(f"q, k, v cut to {spec.clip:g}")
-    if spec.bias or spec.out_bias:
-        more.append("biases" if spec.bias and spec.out_bias else f"bias of {'q, k, v' if spec.bias else 'the output'}")
-    if spec.own is not None:
-        more.append(f"a mixer of one's own, {spec.own}")
+    if spec.clip_qkv is not None:
+        more.append(f"q, k, v cut to {spec.clip_qkv:g}")
+    if spec.qkv_bias or spec.out_bias:
+        more.append(
+            "biases" if spec.qkv_bias and spec.out_bias else f"bias of {'q, k, v' if spec.qkv_bias else 'the output'}"
+        )
+    if spec.custom_class is not None:
+        more.append(f"a mixer of one's own, {spec.custom_class}")
     if more:
         yield "; ".join(more)
-    yield position(spec.position)
+    yield describe_position(spec.position)
 
 
-def mlp(spec: Plain | Gated | Experts) -> tuple[str, list[str]]:
+def describe_mlp(spec: PlainMLPConfig | GatedMLPConfig | MoEConfig) -> tuple[str, list[str]]:
     """(title, lines)."""
     biases = ", biases" * spec.bias
-    if isinstance(spec, Plain):
-        return f"MLP of {spec.hidden:,}", [f"{spec.activation}{biases}"]
-    if isinstance(spec, Gated):
-        return f"gated MLP of {spec.hidden:,}", [f"{spec.activation}{biases}"]
-    form = spec.activation if spec.alpha is None else f"(up + 1) gate sigmoid({spec.alpha:g} gate)"
-    clip = "" if spec.clip is None else f", cut to {spec.clip:g}"
-    router = f"a token goes to {spec.active} of them, router {spec.router}{' with bias' * spec.router_bias}"
-    return f"{spec.count} experts of {spec.hidden:,}", [router, f"{form}{clip}{biases}"]
+    if isinstance(spec, PlainMLPConfig):
+        return f"MLP of {spec.intermediate_size:,}", [f"{spec.activation}{biases}"]
+    if isinstance(spec, GatedMLPConfig):
+        return f"gated MLP of {spec.intermediate_size:,}", [f"{spec.activation}{biases}"]
+    form = spec.activation if spec.swiglu_alpha is None else f"(up + 1) gate sigmoid({spec.swiglu_alpha:g} gate)"
+    clip = "" if spec.swiglu_limit is None else f", cut to {spec.swiglu_limit:g}"
+    router = (
+        f"a token goes to {spec.num_experts_per_token} of them, router {spec.router}{' with bias' * spec.router_bias}"
+    )
+    return f"{spec.num_experts} experts of {spec.intermediate_size:,}", [router, f"{form}{clip}{biases}"]
 
 
-def head(config: ModelConfig) -> tuple[str, list[str]]:
+def describe_head(config: ModelConfig) -> tuple[str, list[str]]:
     """(title, lines)."""
     spec = config.head
     lines = [] if spec.transform is None else [_transform(spec.transform)]
-    if isinstance(spec, Pooled):
-        unit = ", scaled to length one" if spec.unit else ""
+    if isinstance(spec, PoolingHeadConfig):
+        unit = ", scaled to length one" if spec.normalize else ""
         return "head: a vector per row", [f"the {'first state' if spec.pool == 'first' else 'mean'}{unit}", *lines]
-    if isinstance(spec, Classes):
+    if isinstance(spec, ClassificationHeadConfig):
         names = ", ".join(spec.labels[:6]) + (" ..." if len(spec.labels) > 6 else "")
-        per = "token" if spec.per == "token" else f"row, of its {'first state' if spec.pool == 'first' else 'mean'}"
+        per = "token" if spec.level == "token" else f"row, of its {'first state' if spec.pool == 'first' else 'mean'}"
         return f"head: {len(spec.labels)} labels per {per}", [*lines, names]
-    lines.append("the matrix is the embedding's table" if config.tie else "a matrix of its own")
-    changes = [f"times {spec.scale:.6g}"] if spec.scale != 1.0 else []
-    changes += [f"softcap {spec.softcap:g}"] if spec.softcap is not None else []
+    lines.append("the matrix is the embedding's table" if config.tie_embeddings else "a matrix of its own")
+    changes = [f"times {spec.logit_scale:.6g}"] if spec.logit_scale != 1.0 else []
+    changes += [f"softcap {spec.logit_softcap:g}"] if spec.logit_softcap is not None else []
     changes += ["bias"] if spec.bias else []
     return "head: logits over the vocabulary", [*lines, *([", ".join(changes)] if changes else [])]
 
 
-def _transform(spec: Transform) -> str:
+def _transform(spec: HeadTransformConfig) -> str:
     parts = ["a matrix", "bias"] if spec.bias else ["a matrix"]
     parts += [spec.activation] if spec.activation is not None else []
-    parts += [norm(spec.norm)] if spec.norm is not None else []
+    parts += [describe_norm(spec.norm)] if spec.norm is not None else []
     return f"first {', '.join(parts)}"

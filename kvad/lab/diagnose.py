@@ -13,34 +13,41 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from kvad.cache.memory import Memory
-from kvad.cache.sizing import CacheConfig, Group, groups
-from kvad.config import mixers
-from kvad.engine.runner import Cache
-from kvad.engine.scheduler import Plan
-from kvad.lab.case import Case, World
-from kvad.lab.findings import Finding
-from kvad.lab.hypotheses import explain
-from kvad.lab.replay import Key, Stream, replay
-from kvad.lab.watch import Books, Call, Layer, WatchedCache, judge_layers, told
+from kvad.cache.memory import KVCache
+from kvad.cache.sizing import CacheConfig, CacheGroup, build_groups
+from kvad.config import attention_specs
+from kvad.engine.runner import ManagedCache
+from kvad.engine.scheduler import SchedulerOutput
+from kvad.lab.case import ComparisonContext, Mismatch
+from kvad.lab.findings import MismatchFinding
+from kvad.lab.hypotheses import explain_mismatch
+from kvad.lab.replay import ReplayStream, SequenceKey, replay_streams
+from kvad.lab.watch import (
+    AttentionCall,
+    ExpectedLayout,
+    RecordedLayer,
+    RecordingKVCache,
+    expected_rows,
+    reference_layers,
+)
 from kvad.model.transformer import Transformer
-from kvad.ops.lanes import Probe
+from kvad.ops.lanes import AttentionHook
 
 __all__ = ["BuildMemory", "diagnose"]
 
-BuildMemory = Callable[[Sequence[Group], Probe], Memory]
+BuildMemory = Callable[[Sequence[CacheGroup], AttentionHook], KVCache]
 CLOSE = {torch.float64: 1e-9, torch.float32: 2e-4}  # relative to the largest element, when nothing is rounded
 
 
 def diagnose(
     model: Transformer,
     config: CacheConfig,
-    streams: Sequence[Stream],
+    streams: Sequence[ReplayStream],
     build: BuildMemory,
     *,
     squeezes: int = 0,
     lossy: bool = False,
-) -> Finding | None:
+) -> MismatchFinding | None:
     """The first difference of ``build``'s memory from ``model`` without one (under the masks of ``config.policy``),
     named; None where there is none.
 
@@ -49,14 +56,16 @@ def diagnose(
     """
     inspector = _Inspector(model, config, streams, build, lossy)
     try:
-        replay(model, config, streams, squeezes=squeezes, make=inspector.make, watch=inspector.enter, keep=False)
+        replay_streams(
+            model, config, streams, squeezes=squeezes, make=inspector.make, watch=inspector.enter, keep=False
+        )
     except _Found as found:
         return found.finding
     return None
 
 
 class _Found(Exception):
-    def __init__(self, finding: Finding) -> None:
+    def __init__(self, finding: MismatchFinding) -> None:
         super().__init__(finding.evidence)
         self.finding = finding
 
@@ -64,47 +73,49 @@ class _Found(Exception):
 class _Inspector:
     """Compares every call with the judge's and stops the replay at the first difference."""
 
-    plan: Plan
-    world: World
+    plan: SchedulerOutput
+    world: ComparisonContext
 
     def __init__(
         self,
         model: Transformer,
         config: CacheConfig,
-        streams: Sequence[Stream],
+        streams: Sequence[ReplayStream],
         build: BuildMemory,
         lossy: bool,
     ) -> None:
         self.model, self.config, self.streams, self.build = model, config, streams, build
         self.lossy = lossy
-        specs = config.narrowed(mixers(model.config))
-        self.judge: Mapping[Key, list[Layer]] = {
-            (number, sample): judge_layers(model, stream, sample, specs, config.endless)
+        specs = config.restrict(attention_specs(model.config))
+        self.judge: Mapping[SequenceKey, list[RecordedLayer]] = {
+            (number, sample): reference_layers(model, stream, sample, specs, config.endless)
             for number, stream in enumerate(streams)
-            for sample in range(len(stream.forced))
+            for sample in range(len(stream.forced_tokens))
         }
 
-    def make(self, placed: Sequence[Group]) -> Cache:
+    def make(self, placed: Sequence[CacheGroup]) -> ManagedCache:
         """The memory that the replay runs on, watched."""
-        watched = WatchedCache(self.look)
-        memory = self.build(placed, watched.probe)
+        watched = RecordingKVCache(self.look)
+        memory = self.build(placed, watched.attention_hook)
         close = CLOSE[next(iter(self.judge.values()))[0].q.dtype]
-        books = Books(groups(mixers(self.model.config), self.config))
-        self.world = World(self.model, self.streams, self.judge, memory, books, close, self.config.formats, self.lossy)
-        return watched.hold(memory)
+        books = ExpectedLayout(build_groups(attention_specs(self.model.config), self.config))
+        self.world = ComparisonContext(
+            self.model, self.streams, self.judge, memory, books, close, self.config.token_formats, self.lossy
+        )
+        return watched.attach(memory)
 
-    def enter(self, plan: Plan) -> None:
+    def enter(self, plan: SchedulerOutput) -> None:
         self.plan = plan
-        self.world.books.enter(plan)
+        self.world.expected_layout.apply(plan)
 
-    def look(self, call: Call) -> None:
-        books = self.world.books
+    def look(self, call: AttentionCall) -> None:
+        books = self.world.expected_layout
         group = next(number for number, g in enumerate(books.groups) if call.layer in g.layers)
-        for row in told(self.plan, books, group, call.seen):
-            case = Case(self.world, call, row)
+        for row in expected_rows(self.plan, books, group, call.seen):
+            case = Mismatch(self.world, call, row)
             where = case.first_difference()
             if where is not None:
                 what, position, size = where
-                fault, evidence = explain(case)
-                stored = self.config.stored
-                raise _Found(Finding(fault, call.layer, *row.key, position, what, size, evidence, stored))
+                fault, evidence = explain_mismatch(case)
+                stored = self.config.format_name
+                raise _Found(MismatchFinding(fault, call.layer, *row.key, position, what, size, evidence, stored))

@@ -10,113 +10,122 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from kvad.cache.weights import misfits, num_parameters
-from kvad.checkpoint.folder import CONFIG, check_file, is_foreign, listed, locate
-from kvad.checkpoint.generation import Generation
-from kvad.checkpoint.hub import resolve
-from kvad.checkpoint.imported import Imported
-from kvad.checkpoint.native import Own
-from kvad.checkpoint.opened import Opened
+from kvad.cache.weights import mismatches, num_parameters
+from kvad.checkpoint.folder import CONFIG, check_file, is_hf, list_files, locate
+from kvad.checkpoint.generation import GenerationConfig
+from kvad.checkpoint.hub import resolve_model_path
+from kvad.checkpoint.imported import HFCheckpoint
+from kvad.checkpoint.native import NativeCheckpoint
+from kvad.checkpoint.opened import CheckpointHandle
 from kvad.checkpoint.shards import ShardedTensors, find_nonfinite, open_tensors
 from kvad.config import ModelConfig
-from kvad.errors import CheckpointError, KvadError, a, counted
+from kvad.errors import CheckpointError, KvadError, format_count, with_article
 from kvad.text.tokenizer import Tokenizer
 
-__all__ = ["Finding", "examine"]
+__all__ = ["CheckResult", "check_checkpoint"]
 
 T = TypeVar("T")
-MOST = 8  # findings of one kind that are told one by one
-AGAIN = "copy or download it again"
+MAX_LISTED = 8  # findings of one kind that are told one by one
+REDOWNLOAD_HINT = "copy or download it again"
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """``check``: what was looked at; ``todo``: what to do, "" where all is well."""
 
     check: str
     ok: bool
-    says: str
-    todo: str = ""
+    message: str
+    advice: str = ""
 
 
-def examine(where: str | Path) -> Iterator[Finding]:
+def check_checkpoint(where: str | Path) -> Iterator[CheckResult]:
     """Findings, as they are made.  Raises CheckpointError for what is no checkpoint at all."""
-    folder = locate(resolve(where))
+    folder = locate(resolve_model_path(where))
     yield from _manifest(folder)
     unread = set[str]()
-    tensors = yield from _tried("headers", AGAIN, lambda: open_tensors(folder), _headers, unread)
-    opened: Opened
-    if is_foreign(folder):
-        opened = Imported(folder)
+    tensors = yield from _try_check("headers", REDOWNLOAD_HINT, lambda: open_tensors(folder), _headers, unread)
+    opened: CheckpointHandle
+    if is_hf(folder):
+        opened = HFCheckpoint(folder)
         config = yield from _examine_foreign(opened, tensors)
     else:
-        opened = Own(folder)
+        opened = NativeCheckpoint(folder)
         config = yield from _examine_own(opened, tensors)
     yield from _finite(tensors)
     if config is not None:
-        yield from (finding for finding in _words(config, opened) if finding.says not in unread)
+        yield from (finding for finding in _words(config, opened) if finding.message not in unread)
 
 
-def _manifest(folder: Path) -> Iterator[Finding]:
+def _manifest(folder: Path) -> Iterator[CheckResult]:
     """Nothing of a folder that kvad did not write."""
     try:
-        files = listed(folder)
+        files = list_files(folder)
     except CheckpointError as error:
-        yield Finding("manifest", False, error.message, error.hint or AGAIN)
+        yield CheckResult("manifest", False, error.message, error.hint or REDOWNLOAD_HINT)
         return
     if files is not None:
-        yield Finding("manifest", True, f"it lists {counted(len(files), 'file')}")
+        yield CheckResult("manifest", True, f"it lists {format_count(len(files), 'file')}")
         yield from _checksums(folder, files)
 
 
-def _examine_own(opened: Own, tensors: ShardedTensors | None) -> Generator[Finding, None, ModelConfig | None]:
-    config = yield from _tried("config", f"correct {CONFIG}", lambda: opened.config, _config)
+def _examine_own(
+    opened: NativeCheckpoint, tensors: ShardedTensors | None
+) -> Generator[CheckResult, None, ModelConfig | None]:
+    config = yield from _try_check("config", f"correct {CONFIG}", lambda: opened.config, _config)
     if config is not None and tensors is not None:
-        problems = misfits(config, {name: tensors.shape(name) for name in tensors})
-        yield from _told("tensors", problems, "the tensors are those of the config", AGAIN)
+        problems = mismatches(config, {name: tensors.shape(name) for name in tensors})
+        yield from _problem_results("tensors", problems, "the tensors are those of the config", REDOWNLOAD_HINT)
     return config
 
 
-def _examine_foreign(opened: Imported, tensors: ShardedTensors | None) -> Generator[Finding, None, ModelConfig | None]:
+def _examine_foreign(
+    opened: HFCheckpoint, tensors: ShardedTensors | None
+) -> Generator[CheckResult, None, ModelConfig | None]:
     def read() -> ModelConfig:
         return opened.config if tensors is not None else opened.family.read(opened.fields)
 
-    config = yield from _tried("config", f"correct {CONFIG}", read, lambda made: f"{opened.origin}, {_config(made)}")
+    config = yield from _try_check(
+        "config", f"correct {CONFIG}", read, lambda made: f"{opened.origin}, {_config(made)}"
+    )
     if config is not None and tensors is not None:
-        yield from _tried(
-            "tensors", AGAIN, lambda: sum(1 for _ in opened.weights()), lambda _: "the tensors are those of the config"
+        yield from _try_check(
+            "tensors",
+            REDOWNLOAD_HINT,
+            lambda: sum(1 for _ in opened.weights()),
+            lambda _: "the tensors are those of the config",
         )
     return config
 
 
-def _tried(
+def _try_check(
     check: str, todo: str, make: Callable[[], T], says: Callable[[T], str], failed: set[str] | None = None
-) -> Generator[Finding, None, T | None]:
+) -> Generator[CheckResult, None, T | None]:
     """What ``make`` makes, after a finding that says it; None after one that says why not, which ``failed`` keeps."""
     try:
         made = make()
     except KvadError as error:
         if failed is not None:
             failed.add(error.message)
-        yield Finding(check, False, error.message, error.hint or todo)
+        yield CheckResult(check, False, error.message, error.hint or todo)
         return None
-    yield Finding(check, True, says(made))
+    yield CheckResult(check, True, says(made))
     return made
 
 
-def _told(check: str, problems: list[str], well: str, todo: str) -> Iterator[Finding]:
+def _problem_results(check: str, problems: list[str], well: str, todo: str) -> Iterator[CheckResult]:
     """A finding for each problem, the first of them one by one."""
     if not problems:
-        yield Finding(check, True, well)
-    for problem in problems[:MOST]:
-        yield Finding(check, False, problem, todo)
-    if len(problems) > MOST:
-        yield Finding(check, False, f"and {len(problems) - MOST:,} more like these", todo)
+        yield CheckResult(check, True, well)
+    for problem in problems[:MAX_LISTED]:
+        yield CheckResult(check, False, problem, todo)
+    if len(problems) > MAX_LISTED:
+        yield CheckResult(check, False, f"and {len(problems) - MAX_LISTED:,} more like these", todo)
 
 
 # ---------------------------------------------------------------- files and tensors
 
 
-def _checksums(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+def _checksums(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Iterator[CheckResult]:
     failed = False
     for name, entry in files.items():
         try:
@@ -124,46 +133,48 @@ def _checksums(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Iterator
         except CheckpointError as error:
             failed = True
             text = (folder / name).exists() and not name.endswith(".safetensors")
-            yield Finding("sha256", False, error.message, f"{error.hint or AGAIN}{', unless you edited it' * text}")
+            yield CheckResult(
+                "sha256", False, error.message, f"{error.hint or REDOWNLOAD_HINT}{', unless you edited it' * text}"
+            )
     if not failed:
-        yield Finding("sha256", True, "every file is the one that was saved")
+        yield CheckResult("sha256", True, "every file is the one that was saved")
 
 
 def _headers(tensors: ShardedTensors) -> str:
-    files = {tensors.file_of(name) for name in tensors}
+    files = {tensors.file_name(name) for name in tensors}
     dtypes = sorted({str(tensors.dtype(name)).removeprefix("torch.") for name in tensors})
-    where = counted(len(files), "file")
-    return f"{counted(len(tensors), 'tensor')} in {where}, {', '.join(dtypes)}, {counted(tensors.total_bytes, 'byte')}"
+    where = format_count(len(files), "file")
+    return f"{format_count(len(tensors), 'tensor')} in {where}, {', '.join(dtypes)}, {format_count(tensors.total_bytes, 'byte')}"
 
 
-def _finite(tensors: ShardedTensors | None) -> Iterator[Finding]:
+def _finite(tensors: ShardedTensors | None) -> Iterator[CheckResult]:
     if tensors is None:
         return
-    broken = [f"{name}: {counted(count, 'element')} NaN or infinite" for name, count in find_nonfinite(tensors)]
-    todo = f"{AGAIN}; if it was trained so, go back to an older checkpoint"
-    yield from _told("finite", broken, "every weight is a finite number", todo)
+    broken = [f"{name}: {format_count(count, 'element')} NaN or infinite" for name, count in find_nonfinite(tensors)]
+    todo = f"{REDOWNLOAD_HINT}; if it was trained so, go back to an older checkpoint"
+    yield from _problem_results("finite", broken, "every weight is a finite number", todo)
 
 
 # ---------------------------------------------------------------- config, tokenizer, generation
 
 
 def _config(config: ModelConfig) -> str:
-    return f"{a(config.kind)} of {num_parameters(config):,} parameters, at most {counted(config.limit, 'token')} a row"
+    return f"{with_article(config.kind)} of {num_parameters(config):,} parameters, at most {format_count(config.max_seq_len, 'token')} a row"
 
 
-def _words(config: ModelConfig, opened: Opened) -> Iterator[Finding]:
+def _words(config: ModelConfig, opened: CheckpointHandle) -> Iterator[CheckResult]:
     """What the folder says of text: its tokenizer and how it generates."""
     todo = "put the model's own tokenizer files there"
-    yield from _tried("tokenizer", todo, lambda: _fitting(config, opened.tokenizer), lambda says: says)
-    generation = yield from _tried("generation", f"correct {CONFIG}", lambda: opened.generation, _generation)
+    yield from _try_check("tokenizer", todo, lambda: _fitting(config, opened.tokenizer), lambda says: says)
+    generation = yield from _try_check("generation", f"correct {CONFIG}", lambda: opened.generation, _generation)
     if generation is not None:
         outside = [
-            f"{name} {token} is outside the vocabulary of {config.vocab:,}"
+            f"{name} {token} is outside the vocabulary of {config.vocab_size:,}"
             for name, token in _ids(generation)
-            if not 0 <= token < config.vocab
+            if not 0 <= token < config.vocab_size
         ]
         if outside:
-            yield from _told("generation", outside, "", "correct it in the file that says so")
+            yield from _problem_results("generation", outside, "", "correct it in the file that says so")
 
 
 def _fitting(config: ModelConfig, tokenizer: Tokenizer | None) -> str:
@@ -171,29 +182,41 @@ def _fitting(config: ModelConfig, tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         return "none: prompts can only be token ids"
     said = []
-    vocab = config.vocab if config.source is None or config.source.vocab is None else config.source.vocab
-    sides = [("", tokenizer, config.vocab)]
-    if tokenizer.source is not None:
-        sides.append((" of the source", tokenizer.source, vocab))
+    vocab = (
+        config.vocab_size
+        if config.encoder_input is None or config.encoder_input.vocab_size is None
+        else config.encoder_input.vocab_size
+    )
+    sides = [("", tokenizer, config.vocab_size)]
+    if tokenizer.source_tokenizer is not None:
+        sides.append((" of the source", tokenizer.source_tokenizer, vocab))
     for side, each, places in sides:
         if each.vocab_size > places:
             raise CheckpointError(
                 f"the tokenizer{side} has {each.vocab_size:,} ids, the model places for {places:,}",
                 "they do not belong together: put the model's own tokenizer files there",
             )
-        said.append(f"{each.kind}{side}, {counted(each.vocab_size, 'id')} in {counted(places, 'place')}")
+        said.append(f"{each.kind}{side}, {format_count(each.vocab_size, 'id')} in {format_count(places, 'place')}")
     return "; ".join(said)
 
 
-def _generation(generation: Generation) -> str:
-    stops = f"it ends with {', '.join(map(str, generation.stops))}" if generation.stops else "no token ends it"
-    begins = f"a target begins with {generation.start}, " if generation.start is not None else ""
+def _generation(generation: GenerationConfig) -> str:
+    stops = (
+        f"it ends with {', '.join(map(str, generation.eos_token_ids))}"
+        if generation.eos_token_ids
+        else "no token ends it"
+    )
+    begins = (
+        f"a target begins with {generation.decoder_start_token_id}, "
+        if generation.decoder_start_token_id is not None
+        else ""
+    )
     return begins + stops
 
 
-def _ids(generation: Generation) -> Iterator[tuple[str, int]]:
-    singles = {"start": generation.start, "bos": generation.bos}
-    singles |= {"forced_first": generation.forced_first, "forced_last": generation.forced_last}
+def _ids(generation: GenerationConfig) -> Iterator[tuple[str, int]]:
+    singles = {"start": generation.decoder_start_token_id, "bos": generation.bos_token_id}
+    singles |= {"forced_first": generation.forced_bos_token_id, "forced_last": generation.forced_eos_token_id}
     yield from ((name, token) for name, token in singles.items() if token is not None)
-    yield from (("end", token) for token in generation.stops)
-    yield from (("banned", token) for token in generation.banned)
+    yield from (("end", token) for token in generation.eos_token_ids)
+    yield from (("banned", token) for token in generation.suppress_tokens)

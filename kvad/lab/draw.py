@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-__all__ = ["AttentionMap", "as_json", "shade", "svg", "terminal"]
+__all__ = ["AttentionMap", "attention_to_json", "shade", "attention_to_svg", "attention_to_text"]
 
 SHADES = " ░▒▓█"
 LABEL_WIDTH = 14  # of a token beside its row in a terminal
@@ -58,7 +58,7 @@ def shade(weight: float) -> str:
 # ---------------------------------------------------------------- terminal
 
 
-def terminal(pieces: Sequence[str], one: AttentionMap, width: int = 80) -> str:
+def attention_to_text(pieces: Sequence[str], one: AttentionMap, width: int = 80) -> str:
     """One map for a terminal of ``width`` columns: queries go down, keys go right, without a newline at the end.
 
     Each cell is two columns wide where there is room.  The line above counts keys by tens.
@@ -71,7 +71,7 @@ def terminal(pieces: Sequence[str], one: AttentionMap, width: int = 80) -> str:
     cells = -(-len(keys) // per_cell)
     head = [f"{one.name}: rows are queries, columns keys"]
     if one.side == "cross":
-        head.append(_fold("keys:", keys, width))
+        head.append(_wrap_tokens("keys:", keys, width))
     if per_cell > 1:
         head.append(f"a cell is {per_cell} keys and shows the largest weight among them")
     margin = " " * (LABEL_WIDTH + numbers + 2)
@@ -84,7 +84,7 @@ def terminal(pieces: Sequence[str], one: AttentionMap, width: int = 80) -> str:
     return "\n".join([*head, *lines, f"{margin}shades: {_legend()}"])
 
 
-def _fold(what: str, pieces: Sequence[str], width: int) -> str:
+def _wrap_tokens(what: str, pieces: Sequence[str], width: int) -> str:
     """Tokens with their numbers, in lines of ``width``."""
     lines = [what]
     for number, piece in enumerate(pieces):
@@ -137,7 +137,7 @@ def _columns(char: str) -> int:
 # ---------------------------------------------------------------- SVG
 
 
-def svg(pieces: Sequence[str], maps: Sequence[AttentionMap]) -> str:
+def attention_to_svg(pieces: Sequence[str], maps: Sequence[AttentionMap]) -> str:
     """All maps in one picture, up to four side by side; each cell says its tokens and weight when pointed at."""
     tokens = [one.tokens(pieces) for one in maps]
     words = [*pieces, *(piece for both in tokens for each in both for piece in each)]
@@ -197,7 +197,7 @@ def _xml(text: str) -> str:
 # ---------------------------------------------------------------- JSON
 
 
-def as_json(tokens: Sequence[int], pieces: Sequence[str], maps: Sequence[AttentionMap]) -> dict[str, object]:
+def attention_to_json(tokens: Sequence[int], pieces: Sequence[str], maps: Sequence[AttentionMap]) -> dict[str, object]:
     """``{"tokens": [T], "pieces": [T], "attention": [{"layer", "head", "weights": [T][T]}]}``;
     null where a weight is not finite.  Of a model with an encoder also "side", "queries" and "keys".
     """

@@ -10,17 +10,17 @@ import math
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from kvad.errors import counted
-from kvad.lab.slide import STATES, Change, Level, Line, Row, Slide, counts
+from kvad.errors import format_count
+from kvad.lab.slide import STATES, GroupReport, GroupTrace, SequenceReport, StateChange, TraceReport, count_states
 
-__all__ = ["text"]
+__all__ = ["trace_to_text"]
 
-BARS = "▁▂▃▄▅▆▇█"
-MOST_LINES = 64  # of one row in a text: beyond, heads are drawn together
+BAR_CHARS = "▁▂▃▄▅▆▇█"
+MAX_LINES = 64  # of one row in a text: beyond, heads are drawn together
 
 
-def text(
-    slide: Slide,
+def trace_to_text(
+    slide: TraceReport,
     *,
     width: int = 100,
     layers: Sequence[int] | None = None,
@@ -33,35 +33,35 @@ def text(
     ``layers``, ``heads``: those to draw (None: all).  ``tokens``: positions whose story is told; without any, that of
     the ``most`` evicted ones that had got most attention.
     """
-    parts = [f"{slide.model}: {slide.policy}, {slide.layout}, {counted(len(slide.steps), 'step')}"]
+    parts = [f"{slide.model}: {slide.policy}, {slide.layout}, {format_count(len(slide.steps), 'step')}"]
     parts += [f"  {line}" for line in _groups(slide)]
-    parts += ["  at the end", *(f"    {place.text}" for place in slide.places)] if slide.places else []
+    parts += ["  at the end", *(f"    {place.text}" for place in slide.storage)] if slide.storage else []
     for number, row in enumerate(slide.rows):
-        chosen = [line for line in row.lines if _wanted(line, layers, heads)]
+        chosen = [line for line in row.lines if _is_selected(line, layers, heads)]
         parts += ["", *_heading(number, row), *_map(row, chosen, width), *_tally(row, chosen)]
         parts += _blocks(row, slide.groups, [layer for line in chosen for layer in line.layers])
-        parts += [f"  step {each.step}: {each.text}" for each in row.life]
-        parts += _stories(row, chosen, tokens) if tokens else _left(row, chosen, most)
+        parts += [f"  step {each.step}: {each.text}" for each in row.events]
+        parts += _token_histories(row, chosen, tokens) if tokens else _top_evicted(row, chosen, most)
     return "\n".join(line.rstrip() for line in parts)
 
 
-def _wanted(line: Line, layers: Sequence[int] | None, heads: Sequence[int] | None) -> bool:
+def _is_selected(line: GroupTrace, layers: Sequence[int] | None, heads: Sequence[int] | None) -> bool:
     return (layers is None or bool({*layers} & {*line.layers})) and (
         heads is None or line.head is None or line.head in heads
     )
 
 
-def _groups(slide: Slide) -> Iterator[str]:
+def _groups(slide: TraceReport) -> Iterator[str]:
     for group in slide.groups:
         last = max((step.used[slide.groups.index(group)] for step in slide.steps), default=0)
-        what = {"hot": group.policy, "summarised": "summaries"}.get(group.form, group.form)
+        what = {"hot": group.policy, "summarised": "summaries"}.get(group.state, group.state)
         yield (
-            f"{numbers('layer', group.layers)}: {what}, {group.stored}, blocks of {group.block_size}, "
+            f"{format_indices('layer', group.layers)}: {what}, {group.stored}, blocks of {group.block_size}, "
             f"{last} of {group.blocks} used at the peak"
         )
 
 
-def numbers(name: str, values: Iterable[int]) -> str:
+def format_indices(name: str, values: Iterable[int]) -> str:
     """``layer 3``, ``layers 0-3, 5``."""
     ordered, spans = sorted(values), list[list[int]]()
     for value in ordered:
@@ -73,20 +73,20 @@ def numbers(name: str, values: Iterable[int]) -> str:
     return f"{name}{'s' if len(ordered) > 1 else ''} {said}"
 
 
-def _heading(number: int, row: Row) -> Iterator[str]:
+def _heading(number: int, row: SequenceReport) -> Iterator[str]:
     sample = f", sample {row.sample}" if row.sample else ""
-    claimed = f", {row.claimed} of them found in the prefix cache" if row.claimed else ""
+    claimed = f", {row.num_prefix_hits} of them found in the prefix cache" if row.num_prefix_hits else ""
     claimed += f", {row.restored} of them restored" if row.restored else ""
     ended = f", ended by {row.finish}" if row.finish else ""
     yield (
-        f"row {number}{sample}: {counted(row.prompt, 'token')} of prompt{claimed}, "
+        f"row {number}{sample}: {format_count(row.prompt, 'token')} of prompt{claimed}, "
         f"{len(row.tokens) - row.prompt} generated{ended}"
     )
     if row.error:
         yield f"  {row.error}"
 
 
-def _map(row: Row, lines: Sequence[Line], width: int) -> Iterator[str]:
+def _map(row: SequenceReport, lines: Sequence[GroupTrace], width: int) -> Iterator[str]:
     """One line per different row of states; a cell is as many tokens as the width asks."""
     drawn = list(_together(lines, row))
     margin = max([len(label) for label, _ in drawn] + [len("attention")]) + 4
@@ -101,24 +101,24 @@ def _map(row: Row, lines: Sequence[Line], width: int) -> Iterator[str]:
             ruler = ruler.ljust(number) + str(cell)
     yield " " * margin + ruler
     for label, states in drawn:
-        yield f"  {label}".ljust(margin) + "".join(_most(states[at : at + per_cell]) for at in cells)
+        yield f"  {label}".ljust(margin) + "".join(_most_common_state(states[at : at + per_cell]) for at in cells)
     total = _mass(row, lines)
     shares = [sum(total[at : at + per_cell]) for at in cells]
-    yield "  attention".ljust(margin) + bars(shares)
+    yield "  attention".ljust(margin) + bar_signs(shares)
 
 
-def bars(shares: Sequence[float]) -> str:
+def bar_signs(shares: Sequence[float]) -> str:
     """One sign each, by the square root of what it is of the largest; a blank for nothing."""
-    top, steps = max(shares, default=0.0) or 1.0, len(BARS)
-    return "".join(BARS[min(steps - 1, int(math.sqrt(x / top) * steps))] if x > 0 else " " for x in shares)
+    top, steps = max(shares, default=0.0) or 1.0, len(BAR_CHARS)
+    return "".join(BAR_CHARS[min(steps - 1, int(math.sqrt(x / top) * steps))] if x > 0 else " " for x in shares)
 
 
-def _together(lines: Sequence[Line], row: Row) -> Iterator[tuple[str, str]]:
+def _together(lines: Sequence[GroupTrace], row: SequenceReport) -> Iterator[tuple[str, str]]:
     """(label, states): what is equal is drawn once; too many different lines are drawn by layer."""
-    same: dict[str, list[Line]] = {}
+    same: dict[str, list[GroupTrace]] = {}
     for line in lines:
         same.setdefault(line.states, []).append(line)
-    if len(same) <= MOST_LINES:
+    if len(same) <= MAX_LINES:
         for states, which in same.items():
             yield "; ".join(_labels(which, row)), states
         return
@@ -126,11 +126,11 @@ def _together(lines: Sequence[Line], row: Row) -> Iterator[tuple[str, str]]:
     for line in lines:
         by_layer.setdefault(line.layers, []).append(line.states)
     for layers, every in by_layer.items():
-        merged = "".join(_most("".join(column)) for column in zip(*every, strict=True))
-        yield f"{numbers('layer', layers)}, most of {len(every)} heads", merged
+        merged = "".join(_most_common_state("".join(column)) for column in zip(*every, strict=True))
+        yield f"{format_indices('layer', layers)}, most of {len(every)} heads", merged
 
 
-def _labels(lines: Sequence[Line], row: Row) -> Iterator[str]:
+def _labels(lines: Sequence[GroupTrace], row: SequenceReport) -> Iterator[str]:
     """``layers 0-2``, ``layer 3 heads 0, 2``."""
     whole: set[int] = set()
     heads: dict[int, list[int]] = {}
@@ -140,35 +140,35 @@ def _labels(lines: Sequence[Line], row: Row) -> Iterator[str]:
         else:
             heads.setdefault(line.layers[0], []).append(line.head)
     for layer, which in list(heads.items()):
-        if len(which) == len(row.mass[layer]):
+        if len(which) == len(row.attention_mass[layer]):
             whole.add(layer)
             del heads[layer]
     if whole:
-        yield numbers("layer", whole)
+        yield format_indices("layer", whole)
     for layer, which in heads.items():
-        yield f"layer {layer} {numbers('head', which)}"
+        yield f"layer {layer} {format_indices('head', which)}"
 
 
-def _most(states: str) -> str:
+def _most_common_state(states: str) -> str:
     """The commonest; of equally common ones that which is held best."""
     return max(STATES.values(), key=states.count)
 
 
-def _mass(row: Row, lines: Sequence[Line]) -> list[float]:
+def _mass(row: SequenceReport, lines: Sequence[GroupTrace]) -> list[float]:
     """Over the layers and heads of these lines, by position."""
     total = [0.0] * len(row.tokens)
     for line in lines:
         for layer in line.layers:
-            for head, got in enumerate(row.mass[layer]):
+            for head, got in enumerate(row.attention_mass[layer]):
                 if line.head in (None, head):
                     for at, x in enumerate(got):
                         total[at] += x
     return total
 
 
-def _tally(row: Row, lines: Sequence[Line]) -> Iterator[str]:
+def _tally(row: SequenceReport, lines: Sequence[GroupTrace]) -> Iterator[str]:
     """The legend, with how many there are of each, and what those that have left had got of the attention."""
-    found, every = counts(row, lines), sum(map(len, (line.states for line in lines)))
+    found, every = count_states(row, lines), sum(map(len, (line.states for line in lines)))
     total = sum(found.values())
     if not total:
         return
@@ -184,17 +184,17 @@ def _tally(row: Row, lines: Sequence[Line]) -> Iterator[str]:
         yield f"  what was evicted had got {gone / whole:.1%} of the attention"
 
 
-def _where(line: Line, row: Row) -> str:
+def _where(line: GroupTrace, row: SequenceReport) -> str:
     return ", ".join(_labels([line], row))
 
 
-def _piece(row: Row, at: int) -> str:
+def _piece(row: SequenceReport, at: int) -> str:
     return repr(row.pieces[at])
 
 
-def _left(row: Row, lines: Sequence[Line], most: int) -> Iterator[str]:
+def _top_evicted(row: SequenceReport, lines: Sequence[GroupTrace], most: int) -> Iterator[str]:
     """Of what was evicted, what had got most attention."""
-    left: list[tuple[float, Change, Line]] = []
+    left: list[tuple[float, StateChange, GroupTrace]] = []
     for line in lines:
         got = _mass(row, [line])
         for change in line.changes:
@@ -211,7 +211,7 @@ def _left(row: Row, lines: Sequence[Line], most: int) -> Iterator[str]:
         yield from textwrap.wrap(whole, 100, initial_indent="  ", subsequent_indent="      ")
 
 
-def _blocks(row: Row, groups: Sequence[Level], chosen: Sequence[int]) -> Iterator[str]:
+def _blocks(row: SequenceReport, groups: Sequence[GroupReport], chosen: Sequence[int]) -> Iterator[str]:
     """One bar per block of each group, in the order of its table."""
     for number, group in enumerate(groups):
         blocks = [block for block in row.blocks if block.group == number]
@@ -222,22 +222,22 @@ def _blocks(row: Row, groups: Sequence[Level], chosen: Sequence[int]) -> Iterato
         top = max(range(len(blocks)), key=shares.__getitem__)
         best = blocks[top]
         known = ", published" if best.published else ""
-        where = numbers("layer", {*group.layers} & {*chosen})
-        held = f"{counted(len(blocks), 'block')} of {where}, {group.form}"
-        yield f"  {held}: {bars(shares)} {sum(shares):.1%} of the attention"
+        where = format_indices("layer", {*group.layers} & {*chosen})
+        held = f"{format_count(len(blocks), 'block')} of {where}, {group.state}"
+        yield f"  {held}: {bar_signs(shares)} {sum(shares):.1%} of the attention"
         yield (
-            f"    most: block {best.block}, {shares[top]:.1%}, {counted(best.tokens, 'token')} of {best.first} to "
-            f"{best.last}, {counted(best.rows, 'row')}{known}"
+            f"    most: block {best.block}, {shares[top]:.1%}, {format_count(best.tokens, 'token')} of {best.first} to "
+            f"{best.last}, {format_count(best.rows, 'row')}{known}"
         )
 
 
-def _stories(row: Row, lines: Sequence[Line], tokens: Sequence[int]) -> Iterator[str]:
+def _token_histories(row: SequenceReport, lines: Sequence[GroupTrace], tokens: Sequence[int]) -> Iterator[str]:
     for at in tokens:
         if at >= len(row.tokens):
             yield f"  token {at}: this row has {len(row.tokens)} tokens"
             continue
         yield f"  token {at} {_piece(row, at)}, id {row.tokens[at]}, attention {_mass(row, lines)[at]:.4g}"
-        told: dict[tuple[str, ...], list[Line]] = {}
+        told: dict[tuple[str, ...], list[GroupTrace]] = {}
         for line in lines:
             story = tuple(change.why.text for change in line.changes if change.first <= at <= change.last)
             told.setdefault(story, []).append(line)

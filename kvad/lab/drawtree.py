@@ -10,9 +10,9 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from xml.sax.saxutils import escape
 
-from kvad.lab.tree import Node
+from kvad.lab.tree import TreeNode
 
-__all__ = ["as_json", "mermaid", "svg", "text"]
+__all__ = ["tree_to_json", "tree_to_mermaid", "tree_to_svg", "tree_to_text"]
 
 WIDTH = 100  # columns of text
 
@@ -20,12 +20,12 @@ WIDTH = 100  # columns of text
 # ---------------------------------------------------------------- text
 
 
-def text(root: Node) -> str:
+def tree_to_text(root: TreeNode) -> str:
     """Without a newline at its end."""
     return "\n".join(line.rstrip() for line in _text(root, "", "", root.parameters or 0))
 
 
-def _text(node: Node, first: str, below: str, whole: int) -> Iterator[str]:
+def _text(node: TreeNode, first: str, below: str, whole: int) -> Iterator[str]:
     stem = below + ("│  " if node.children else "   ")
     count = _share(node, whole)
     title = textwrap.wrap(node.title, WIDTH - len(below) - len(count) - 2)
@@ -38,14 +38,14 @@ def _text(node: Node, first: str, below: str, whole: int) -> Iterator[str]:
         yield from _text(child, below + ("└─ " if last else "├─ "), below + ("   " if last else "│  "), whole)
 
 
-def _share(node: Node, whole: int) -> str:
+def _share(node: TreeNode, whole: int) -> str:
     """``124,439,808`` and what part of the model that is."""
     if not node.parameters:
         return ""
     return f"{node.parameters:,} {100 * node.parameters / max(whole, 1):>5.1f}%"
 
 
-def _shapes(node: Node) -> list[str]:
+def _shapes(node: TreeNode) -> list[str]:
     """``q [512, 512]  k [512, 512]``: a matrix under its module's name, its bias beside it."""
     said = []
     for name, shape in node.tensors.items():
@@ -97,7 +97,7 @@ def _style() -> str:
     return f"{fonts}\n{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}"
 
 
-def svg(root: Node) -> str:
+def tree_to_svg(root: TreeNode) -> str:
     """Boxes below one another, indented as they hang together; the bar to the left says what a part is."""
     boxes: list[str] = []
     high = _box(root, GAP, GAP, root.parameters or 0, boxes)
@@ -109,7 +109,7 @@ def svg(root: Node) -> str:
     return "\n".join([head, *boxes, "</svg>"]) + "\n"
 
 
-def _box(node: Node, x: int, y: int, whole: int, out: list[str]) -> int:
+def _box(node: TreeNode, x: int, y: int, whole: int, out: list[str]) -> int:
     """Draw a node and what is below it; where the next may begin."""
     wide = WIDE - GAP - x
     columns = int((wide - 3 * PAD) / CHARACTER)
@@ -139,7 +139,7 @@ def _xml(said: str) -> str:
 # ---------------------------------------------------------------- Mermaid
 
 
-def mermaid(root: Node) -> str:
+def tree_to_mermaid(root: TreeNode) -> str:
     """A flowchart, from left to right; GitHub and its kind draw it from a block of three backticks and ``mermaid``."""
     return "\n".join(["flowchart LR", *_mermaid(root, "n0", root.parameters or 0), *CLASSES]) + "\n"
 
@@ -147,7 +147,7 @@ def mermaid(root: Node) -> str:
 CLASSES = [f"  classDef {part} stroke:{light},stroke-width:2px" for part, (light, _) in PARTS.items()]
 
 
-def _mermaid(node: Node, name: str, whole: int) -> Iterator[str]:
+def _mermaid(node: TreeNode, name: str, whole: int) -> Iterator[str]:
     count = _share(node, whole)
     said = [f"<b>{_quoted(node.title)}</b>", *([" ".join(count.split())] if count else [])]
     said += [_quoted(line) for line in (*node.lines, *_shapes(node))]
@@ -167,7 +167,7 @@ def _quoted(said: str) -> str:
 # ---------------------------------------------------------------- JSON
 
 
-def as_json(node: Node) -> Mapping[str, object]:
+def tree_to_json(node: TreeNode) -> Mapping[str, object]:
     """``{"part", "title", "lines", "tensors": {name: shape}, "parameters", "facts", "children"}``, nested."""
     return {
         "part": node.part,
@@ -176,5 +176,5 @@ def as_json(node: Node) -> Mapping[str, object]:
         "tensors": {name: list(shape) for name, shape in node.tensors.items()},
         "parameters": node.parameters,
         "facts": dict(node.facts),
-        "children": [as_json(child) for child in node.children],
+        "children": [tree_to_json(child) for child in node.children],
     }

@@ -13,35 +13,35 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["DRILLS", "Drill", "Part"]
+__all__ = ["SYNTHETIC_TASKS", "SyntheticTask", "SplitSpec"]
 
 
 @dataclass(frozen=True)
-class Part:
+class SplitSpec:
     """One file: so many pairs, of ``shortest`` to ``longest`` numbers."""
 
     name: str
-    pairs: int
+    num_pairs: int
     shortest: int
     longest: int
 
 
 @dataclass(frozen=True)
-class Drill:
+class SyntheticTask:
     """``numbers``: from ``low`` on, so many different ones; ``backwards``: the target is the source reversed."""
 
     low: int
     numbers: int
-    backwards: bool
-    parts: tuple[Part, ...]
+    reverse: bool
+    parts: tuple[SplitSpec, ...]
 
-    def pairs(self, part: Part, seed: int) -> Iterator[tuple[str, str]]:
+    def pairs(self, part: SplitSpec, seed: int) -> Iterator[tuple[str, str]]:
         """Of one part, each (source, target)."""
         rng = random.Random(f"{seed} {part.name}")
-        for _ in range(part.pairs):
+        for _ in range(part.num_pairs):
             length = part.shortest + _below(rng, part.longest - part.shortest + 1)
             row = [str(self.low + _below(rng, self.numbers)) for _ in range(length)]
-            yield " ".join(row), " ".join(reversed(row) if self.backwards else row)
+            yield " ".join(row), " ".join(reversed(row) if self.reverse else row)
 
 
 def _below(rng: random.Random, bound: int) -> int:
@@ -49,11 +49,17 @@ def _below(rng: random.Random, bound: int) -> int:
     return int(rng.random() * bound)
 
 
-DRILLS = {
-    "copy": Drill(
-        1, 10, False, (Part("train", 32_000, 10, 10), Part("dev", 1_000, 10, 10), Part("test", 1_000, 10, 10))
+SYNTHETIC_TASKS = {
+    "copy": SyntheticTask(
+        1,
+        10,
+        False,
+        (SplitSpec("train", 32_000, 10, 10), SplitSpec("dev", 1_000, 10, 10), SplitSpec("test", 1_000, 10, 10)),
     ),
-    "reverse": Drill(
-        0, 50, True, (Part("train", 40_000, 1, 25), Part("dev", 1_000, 1, 30), Part("test", 1_000, 1, 30))
+    "reverse": SyntheticTask(
+        0,
+        50,
+        True,
+        (SplitSpec("train", 40_000, 1, 25), SplitSpec("dev", 1_000, 1, 30), SplitSpec("test", 1_000, 1, 30)),
     ),
 }

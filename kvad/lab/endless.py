@@ -21,23 +21,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvad.engine.request import Sampling
-from kvad.engine.scheduler import Plan
+from kvad.engine.request import SamplingParams
+from kvad.engine.scheduler import SchedulerOutput
 from kvad.errors import EngineError, UsageError
-from kvad.lab.quality import listen
-from kvad.lab.variants import Variant, engine_of
+from kvad.lab.quality import attach_logit_hook
+from kvad.lab.variants import Variant, build_engine
 from kvad.llm import LLM
-from kvad.model.fresh import Fresh
-from kvad.step import Lane, Step
+from kvad.model.fresh import NoCache
+from kvad.step import ModelInput, SubBatch
 
-__all__ = ["Endless", "Span", "bench_endless", "reference"]
+__all__ = ["StreamingResult", "SpanPerplexity", "bench_streaming", "reference_logprobs_windowed"]
 
 BATCH = 4096  # tokens of the windows that the reference computes at a time
 Progress = Callable[[str, int, int], None]  # (what, tokens done, of so many)
 
 
 @dataclass(frozen=True)
-class Span:
+class SpanPerplexity:
     """Tokens ``start`` to ``stop`` of the stream: perplexities through the cache and by the reference."""
 
     start: int
@@ -51,21 +51,21 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Endless:
+class StreamingResult:
     """``worst``: the largest ratio; ``mean``: of all tokens."""
 
     cache: str
     tokens: int
     limit: int
     chunk: int
-    spans: tuple[Span, ...]
+    spans: tuple[SpanPerplexity, ...]
     flatness: float
     raw: float
     worst: float
     mean: float
 
 
-def bench_endless(
+def bench_streaming(
     llm: LLM,
     variant: Variant,
     tokens: Sequence[int],
@@ -73,28 +73,28 @@ def bench_endless(
     span: int = 10_000,
     chunk: int = 16,
     progress: Progress = lambda _what, _done, _total: None,
-) -> Endless:
+) -> StreamingResult:
     """Stream ``tokens`` through the variant's cache.
 
     UsageError for fewer than two spans, or chunks that do not fit the limit; RequestError, from the engine, for a cache
     that cannot hold a row beyond the model's limit.
     """
-    limit = llm.model.config.limit
+    limit = llm.model.config.max_seq_len
     if len(tokens) < 2 * span:
         raise UsageError(
             f"{len(tokens):,} tokens of text are less than two spans of {span:,}",
             "give more --text, or a smaller --span",
         )
-    own = _streamed(llm, variant, tokens, chunk, progress)
-    true = reference(llm, tokens, progress)
+    own = _cached_logprobs(llm, variant, tokens, chunk, progress)
+    true = reference_logprobs_windowed(llm, tokens, progress)
     edges = range(0, len(tokens) - span + 1, span)
     spans = tuple(
-        Span(start, start + span, *(_perplexity(one[max(1, start) : start + span]) for one in (own, true)))
+        SpanPerplexity(start, start + span, *(_perplexity(one[max(1, start) : start + span]) for one in (own, true)))
         for start in edges
     )
     ratios = [one.ratio for one in spans]
     raw = [one.perplexity for one in spans]
-    return Endless(
+    return StreamingResult(
         cache=variant.label,
         tokens=len(tokens),
         limit=limit,
@@ -107,24 +107,24 @@ def bench_endless(
     )
 
 
-def _streamed(llm: LLM, variant: Variant, tokens: Sequence[int], chunk: int, progress: Progress) -> Tensor:
+def _cached_logprobs(llm: LLM, variant: Variant, tokens: Sequence[int], chunk: int, progress: Progress) -> Tensor:
     """[T] log-probability of every token, 0 for the first, through the cache."""
     ids, found = torch.tensor(tokens), torch.zeros(len(tokens), dtype=torch.float64)
 
-    def hear(plan: Plan, logits: Tensor) -> None:
-        (work,) = plan.work
-        first = work.start + work.wanted.start
-        last = min(first + len(work.wanted), len(tokens) - 1)
+    def hear(plan: SchedulerOutput, logits: Tensor) -> None:
+        (work,) = plan.scheduled
+        first = work.start + work.logit_offsets.start
+        last = min(first + len(work.logit_offsets), len(tokens) - 1)
         if last > first:
             said = F.log_softmax(logits[: last - first].float(), dim=-1).cpu()
             found[first + 1 : last + 1] = said.gather(-1, ids[first + 1 : last + 1, None]).squeeze(-1).double()
         progress("stream", last, len(tokens))
 
-    limit = llm.model.config.limit
-    engine = engine_of(llm, variant, limit, rows=1, capacity=limit, chunk=chunk)
+    limit = llm.model.config.max_seq_len
+    engine = build_engine(llm, variant, limit, rows=1, capacity=limit, chunk=chunk)
     try:
-        listen(engine, hear)
-        engine.submit(tokens, Sampling(max_tokens=0, prompt_logprobs=0))
+        attach_logit_hook(engine, hear)
+        engine.add_request(tokens, SamplingParams(max_tokens=0, prompt_logprobs=0))
         while not engine.idle:
             for piece in engine.step():
                 if piece.error is not None:
@@ -135,10 +135,12 @@ def _streamed(llm: LLM, variant: Variant, tokens: Sequence[int], chunk: int, pro
 
 
 @torch.inference_mode()
-def reference(llm: LLM, tokens: Sequence[int], progress: Progress = lambda _what, _done, _total: None) -> Tensor:
+def reference_logprobs_windowed(
+    llm: LLM, tokens: Sequence[int], progress: Progress = lambda _what, _done, _total: None
+) -> Tensor:
     """[T] log-probability of every token, 0 for the first: each from at least three quarters of the limit before it,
     where there is so much, computed anew."""
-    limit = min(llm.model.config.limit, len(tokens))
+    limit = min(llm.model.config.max_seq_len, len(tokens))
     stride = max(1, limit // 4)
     ids, found = torch.tensor(tokens), torch.zeros(len(tokens), dtype=torch.float64)
     starts = list(dict.fromkeys((*range(0, len(tokens) - limit, stride), len(tokens) - limit)))
@@ -146,7 +148,7 @@ def reference(llm: LLM, tokens: Sequence[int], progress: Progress = lambda _what
     for low in range(0, len(starts), max(1, BATCH // limit)):
         batch = starts[low : low + max(1, BATCH // limit)]
         rows = torch.stack([ids[start : start + limit] for start in batch])
-        logits = _fresh(llm, rows)[:, :-1]
+        logits = _uncached_logprobs(llm, rows)[:, :-1]
         said = F.log_softmax(logits.float(), dim=-1).gather(-1, rows[:, 1:, None].to(logits.device)).squeeze(-1).cpu()
         for start, row in zip(batch, said, strict=True):
             found[known : start + limit] = row[known - start - 1 :].double()
@@ -155,14 +157,16 @@ def reference(llm: LLM, tokens: Sequence[int], progress: Progress = lambda _what
     return found
 
 
-def _fresh(llm: LLM, rows: Tensor) -> Tensor:
+def _uncached_logprobs(llm: LLM, rows: Tensor) -> Tensor:
     """[R, L] -> [R, L, V], without a cache."""
     model, (count, length) = llm.model, rows.shape
-    flat = rows.reshape(-1).to(model.table.device)
+    flat = rows.reshape(-1).to(model.token_embedding.device)
     every = torch.arange(len(flat), device=flat.device)
     positions = every % length
-    step = Step(flat, positions, (Lane(count, length, length),), every, limits=torch.full_like(every, length))
-    logits: Tensor = model.logits(model(step, Fresh(model.config)), every)
+    step = ModelInput(
+        flat, positions, (SubBatch(count, length, length),), every, max_seq_lens=torch.full_like(every, length)
+    )
+    logits: Tensor = model.logits(model(step, NoCache(model.config)), every)
     return logits.view(count, length, -1)
 
 

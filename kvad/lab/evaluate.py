@@ -28,20 +28,37 @@ import torch
 from torch import Tensor
 
 from kvad.errors import DataError, RequestError, UsageError
-from kvad.lab.bleu import Form, Overlap, overlap
-from kvad.lab.metrics import Labels, Likelihood, Match, exact_match, label_scores
-from kvad.lab.reading import Read, Reader, Row
+from kvad.lab.bleu import BleuOptions, BleuScores, compute_bleu
+from kvad.lab.metrics import ExactMatch, LabelScores, Likelihood, count_exact_matches, score_labels
+from kvad.lab.reading import RowScores, ScoredRow, TokenScorer
 from kvad.llm import LLM
 from kvad.text.tokenizer import Tokenizer
 
-__all__ = ["Document", "Opening", "Window", "Windows", "answers", "documents_of", "evaluate_pairs", "evaluate_tags"]
-__all__ += ["ask_all", "evaluate_text", "evaluate_texts_said", "opening_of", "pair_row", "predict_tags", "windows"]
+__all__ = [
+    "EvalDocument",
+    "OpeningMode",
+    "EvalWindow",
+    "WindowOptions",
+    "generate_answers",
+    "encode_documents",
+    "evaluate_pairs",
+    "evaluate_tags",
+]
+__all__ += [
+    "answer_all",
+    "evaluate_text",
+    "evaluate_answers",
+    "opening_token",
+    "build_pair_row",
+    "predict_tags",
+    "sliding_windows",
+]
 
-Opening = Literal["none", "start", "window"]
-Tick = Callable[[int, int], None]  # (done, of so many)
-Answer = TypeVar("Answer")
-TOGETHER = 64  # lines that an engine is given at once
-ROOM = 1 << 16  # tokens of windows that a reader is given at once
+OpeningMode = Literal["none", "start", "window"]
+ProgressFn = Callable[[int, int], None]  # (done, of so many)
+AnswerT = TypeVar("AnswerT")
+BATCH_LINES = 64  # lines that an engine is given at once
+MAX_BATCH_TOKENS = 1 << 16  # tokens of windows that a reader is given at once
 
 
 def _quiet(_done: int, _total: int) -> None: ...
@@ -50,7 +67,7 @@ def _quiet(_done: int, _total: int) -> None: ...
 # ---------------------------------------------------------------- texts
 
 
-class Document(NamedTuple):
+class EvalDocument(NamedTuple):
     """``tokens`` [n] int64; of its text the UTF-8 bytes, the words between white space and the lines."""
 
     tokens: Tensor
@@ -59,7 +76,7 @@ class Document(NamedTuple):
     lines: int
 
 
-class Window(NamedTuple):
+class EvalWindow(NamedTuple):
     """Tokens ``start`` to ``stop`` of a document are read, those from ``scored`` on are scored."""
 
     start: int
@@ -68,12 +85,12 @@ class Window(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Windows:
+class WindowOptions:
     """How documents are cut; see the module.  UsageError for what cannot be."""
 
     window: int
     stride: int
-    opening: Opening = "none"
+    opening: OpeningMode = "none"
 
     def __post_init__(self) -> None:
         if self.window < 2:
@@ -84,30 +101,36 @@ class Windows:
             raise UsageError(f"--stride {self.stride}: must be from 1 to the window of {self.window}")
 
 
-def windows(tokens: int, window: int, stride: int) -> Iterator[Window]:
+def sliding_windows(tokens: int, window: int, stride: int) -> Iterator[EvalWindow]:
     """Of a document of so many tokens, until its last one is scored."""
     known = 0
     for start in range(0, tokens, stride):
         stop = min(start + window, tokens)
-        yield Window(start, stop, max(known, start + 1))
+        yield EvalWindow(start, stop, max(known, start + 1))
         known = stop
         if stop == tokens:
             return
 
 
-def opening_of(llm: LLM) -> int | None:
+def opening_token(llm: LLM) -> int | None:
     """The token that opens a text for this model: the separator of documents, else BOS; None where it has neither."""
-    specials = None if llm.tokenizer is None else llm.tokenizer.specials
+    specials = None if llm.tokenizer is None else llm.tokenizer.special_tokens
     if specials is not None and specials.separator is not None:
         return specials.separator
-    return llm.generation.bos if llm.generation.bos is not None else None if specials is None else specials.bos
+    return (
+        llm.generation.bos_token_id
+        if llm.generation.bos_token_id is not None
+        else None
+        if specials is None
+        else specials.bos
+    )
 
 
-def documents_of(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Document]:
+def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[EvalDocument]:
     """Empty texts are left out.  Raises TokenizerError for a text that cannot be encoded."""
     kept = [text for text in texts if text]
     return [
-        Document(torch.tensor(ids, dtype=torch.int64), len(text.encode()), len(text.split()), _lines(text))
+        EvalDocument(torch.tensor(ids, dtype=torch.int64), len(text.encode()), len(text.split()), _lines(text))
         for text, ids in zip(kept, tokenizer.encode_batch(kept), strict=True)
         if ids
     ]
@@ -120,19 +143,19 @@ def _lines(text: str) -> int:
 class _Span(NamedTuple):
     """One window of one document, to be read behind the opening token or not; ``scored``: within the row."""
 
-    row: Row
+    row: ScoredRow
     scored: int
 
 
 def evaluate_text(
-    reader: Reader,
-    documents: Sequence[Document],
-    how: Windows,
+    reader: TokenScorer,
+    documents: Sequence[EvalDocument],
+    how: WindowOptions,
     opening: int | None = None,
     *,
     most: int | None = None,
     unknown: int | None = None,
-    tick: Tick = _quiet,
+    tick: ProgressFn = _quiet,
 ) -> Likelihood:
     """Documents, each apart.
 
@@ -149,10 +172,10 @@ def evaluate_text(
     spans = _spread(spans, most)
     nats, hits, scored = 0.0, 0, 0
     for some in _portions(spans, tick):
-        for span, read in zip(some, reader.read([span.row for span in some]), strict=True):
+        for span, read in zip(some, reader.score([span.row for span in some]), strict=True):
             own = span.scored - 1
             nats += float(read.nats[own:].sum())
-            hits += int(read.hits[own:].sum())
+            hits += int(read.correct[own:].sum())
             scored += len(read.nats) - own
     tokens = sum(len(document.tokens) for document in documents)
     unk = 0 if unknown is None else sum(int((document.tokens == unknown).sum()) for document in documents)
@@ -168,17 +191,17 @@ def evaluate_text(
     )
 
 
-def _spans(tokens: Tensor, how: Windows, opening: int | None) -> Iterator[_Span]:
+def _spans(tokens: Tensor, how: WindowOptions, opening: int | None) -> Iterator[_Span]:
     if how.opening == "window":
         first = torch.tensor([opening])
-        for window in windows(len(tokens), how.window - 1, how.stride):
+        for window in sliding_windows(len(tokens), how.window - 1, how.stride):
             known = window.scored - window.start if window.start else 0
-            yield _Span(Row(torch.cat([first, tokens[window.start : window.stop]])), known + 1)
+            yield _Span(ScoredRow(torch.cat([first, tokens[window.start : window.stop]])), known + 1)
         return
     if how.opening == "start":
         tokens = torch.cat([torch.tensor([opening]), tokens])
-    for window in windows(len(tokens), how.window, how.stride):
-        yield _Span(Row(tokens[window.start : window.stop]), window.scored - window.start)
+    for window in sliding_windows(len(tokens), how.window, how.stride):
+        yield _Span(ScoredRow(tokens[window.start : window.stop]), window.scored - window.start)
 
 
 def _spread(spans: list[_Span], most: int | None) -> list[_Span]:
@@ -190,14 +213,14 @@ def _spread(spans: list[_Span], most: int | None) -> list[_Span]:
     return [spans[number * len(spans) // count] for number in range(count)]
 
 
-def _portions(spans: Sequence[_Span], tick: Tick) -> Iterator[list[_Span]]:
+def _portions(spans: Sequence[_Span], tick: ProgressFn) -> Iterator[list[_Span]]:
     """Windows for one call of the reader, :data:`ROOM` tokens; ``tick`` is told tokens read."""
     total = sum(len(span.row.tokens) for span in spans)
     some, size, done = list[_Span](), 0, 0
     for span in spans:
         some.append(span)
         size += len(span.row.tokens)
-        if size >= ROOM:
+        if size >= MAX_BATCH_TOKENS:
             yield some
             done += size
             tick(done, total)
@@ -210,34 +233,37 @@ def _portions(spans: Sequence[_Span], tick: Tick) -> Iterator[list[_Span]]:
 # ---------------------------------------------------------------- pairs
 
 
-def pair_row(llm: LLM, source: str, target: str) -> tuple[Row, int]:
+def build_pair_row(llm: LLM, source: str, target: str) -> tuple[ScoredRow, int]:
     """(an encoder-decoder's row, how many of its tokens are given): what opens a target, its text, and its end where
     the checkpoint has a token for it.  RequestError for a side that is longer than the model's limit."""
     said = llm.generation
-    first = [*llm.texts.target(None), *([] if said.forced_first is None else [said.forced_first])]
+    first = [*llm.texts.encode_target(None), *([] if said.forced_bos_token_id is None else [said.forced_bos_token_id])]
     assert llm.tokenizer is not None
-    tokens = [*first, *llm.tokenizer.encode(target), *said.stops[:1]]
-    read = llm.texts.source(source)
-    if len(tokens) - 1 > llm.model.config.limit:
+    tokens = [*first, *llm.tokenizer.encode(target), *said.eos_token_ids[:1]]
+    read = llm.texts.encode_source(source)
+    if len(tokens) - 1 > llm.model.config.max_seq_len:
         raise RequestError(
-            f"a target has {len(tokens) - 1} tokens and the model's limit is {llm.model.config.limit}", "shorten it"
+            f"a target has {len(tokens) - 1} tokens and the model's limit is {llm.model.config.max_seq_len}",
+            "shorten it",
         )
-    return Row(torch.tensor(tokens), torch.tensor(read)), len(first)
+    return ScoredRow(torch.tensor(tokens), torch.tensor(read)), len(first)
 
 
-def evaluate_pairs(llm: LLM, reader: Reader, pairs: Sequence[tuple[str, str]], *, tick: Tick = _quiet) -> Likelihood:
+def evaluate_pairs(
+    llm: LLM, reader: TokenScorer, pairs: Sequence[tuple[str, str]], *, tick: ProgressFn = _quiet
+) -> Likelihood:
     """Targets behind their sources, teacher-forced.  ``tokens`` is ``scored``: all of a target's and its end; ``lines``
     is the pairs, so that the perplexity per word counts a target's end as one or not.  Raises as :func:`pair_row`."""
-    rows = [pair_row(llm, source, target) for source, target in pairs]
+    rows = [build_pair_row(llm, source, target) for source, target in pairs]
     nats, hits, scored, done = 0.0, 0, 0, 0
-    for some in (rows[low : low + TOGETHER * 4] for low in range(0, len(rows), TOGETHER * 4)):
-        for (_, given), read in zip(some, reader.read([row for row, _ in some]), strict=True):
-            own = Read(read.nats[given - 1 :], read.hits[given - 1 :])
-            nats, hits, scored = nats + float(own.nats.sum()), hits + int(own.hits.sum()), scored + len(own.nats)
+    for some in (rows[low : low + BATCH_LINES * 4] for low in range(0, len(rows), BATCH_LINES * 4)):
+        for (_, given), read in zip(some, reader.score([row for row, _ in some]), strict=True):
+            own = RowScores(read.nats[given - 1 :], read.correct[given - 1 :])
+            nats, hits, scored = nats + float(own.nats.sum()), hits + int(own.correct.sum()), scored + len(own.nats)
         done += len(some)
         tick(done, len(rows))
     targets = [target for _, target in pairs]
-    unknown = None if llm.tokenizer is None else llm.tokenizer.specials.unk
+    unknown = None if llm.tokenizer is None else llm.tokenizer.special_tokens.unk
     return Likelihood(
         nats,
         hits,
@@ -250,23 +276,29 @@ def evaluate_pairs(llm: LLM, reader: Reader, pairs: Sequence[tuple[str, str]], *
     )
 
 
-def answers(llm: LLM, prompts: Sequence[str], sampling: dict[str, Any], *, tick: Tick = _quiet) -> list[str]:
+def generate_answers(
+    llm: LLM, prompts: Sequence[str], sampling: dict[str, Any], *, tick: ProgressFn = _quiet
+) -> list[str]:
     """What the model answers to each prompt or source through its engine, lines of like length side by side.
 
     ``sampling``: options of :meth:`LLM.generate`.  An empty prompt is answered by an empty text.
     """
     found = [""] * len(prompts)
     order = sorted((n for n, text in enumerate(prompts) if text.strip()), key=lambda n: (len(prompts[n]), n))
-    for low in range(0, len(order), TOGETHER):
-        some = order[low : low + TOGETHER]
-        done = ask_all(lambda texts: llm.generate(texts, **sampling), [prompts[n] for n in some], [n + 1 for n in some])
+    for low in range(0, len(order), BATCH_LINES):
+        some = order[low : low + BATCH_LINES]
+        done = answer_all(
+            lambda texts: llm.generate(texts, **sampling), [prompts[n] for n in some], [n + 1 for n in some]
+        )
         for number, answer in zip(some, done, strict=True):
             found[number] = answer.text
         tick(low + len(some), len(order))
     return found
 
 
-def ask_all(ask: Callable[[list[str]], Sequence[Answer]], texts: list[str], numbers: Sequence[int]) -> Sequence[Answer]:
+def answer_all(
+    ask: Callable[[list[str]], Sequence[AnswerT]], texts: list[str], numbers: Sequence[int]
+) -> Sequence[AnswerT]:
     """What is answered to all of them; DataError with the number of the one that cannot be read."""
     try:
         return ask(texts)
@@ -280,28 +312,28 @@ def ask_all(ask: Callable[[list[str]], Sequence[Answer]], texts: list[str], numb
         raise
 
 
-def evaluate_texts_said(
-    said: Sequence[str], references: Sequence[str], form: Form, *, compare: bool = True
-) -> tuple[Match, Overlap | None]:
+def evaluate_answers(
+    said: Sequence[str], references: Sequence[str], form: BleuOptions, *, compare: bool = True
+) -> tuple[ExactMatch, BleuScores | None]:
     """Exact match, and where ``compare`` BLEU and chrF."""
-    match = exact_match(said, references, lower=form.lower)
-    return match, overlap(said, references, form) if compare else None
+    match = count_exact_matches(said, references, lower=form.lowercase)
+    return match, compute_bleu(said, references, form) if compare else None
 
 
 # ---------------------------------------------------------------- labels
 
 
-def predict_tags(llm: LLM, sentences: Sequence[Sequence[str]], *, tick: Tick = _quiet) -> list[list[str]]:
+def predict_tags(llm: LLM, sentences: Sequence[Sequence[str]], *, tick: ProgressFn = _quiet) -> list[list[str]]:
     """A label for every word of every sentence, that of the word's first token; words are joined by spaces.
 
     Raises DataError for a sentence that the tokenizer cuts at other places than between its words, and for one that is
     longer than the model's limit.
     """
     found = list[list[str]]()
-    for low in range(0, len(sentences), TOGETHER):
-        some = sentences[low : low + TOGETHER]
+    for low in range(0, len(sentences), BATCH_LINES):
+        some = sentences[low : low + BATCH_LINES]
         numbers = range(low + 1, low + 1 + len(some))
-        said = ask_all(llm.tag, [" ".join(s) for s in some], numbers)
+        said = answer_all(llm.tag, [" ".join(s) for s in some], numbers)
         for number, words, tagged in zip(numbers, some, said, strict=True):
             if len(tagged) != len(words):
                 raise DataError(
@@ -313,7 +345,7 @@ def predict_tags(llm: LLM, sentences: Sequence[Sequence[str]], *, tick: Tick = _
     return found
 
 
-def evaluate_tags(gold: Sequence[Sequence[str]], said: Sequence[Sequence[str]]) -> Labels:
+def evaluate_tags(gold: Sequence[Sequence[str]], said: Sequence[Sequence[str]]) -> LabelScores:
     """Gold labels and predicted ones of sentences, word by word."""
     assert [len(one) for one in gold] == [len(one) for one in said], "a prediction for every word"
-    return label_scores([label for one in gold for label in one], [label for one in said for label in one])
+    return score_labels([label for one in gold for label in one], [label for one in said for label in one])

@@ -23,17 +23,17 @@ from torch import Tensor
 
 from kvad.config import ModelConfig
 from kvad.errors import DataError, UsageError
-from kvad.lab.reading import Reader, Row, Uncached, longest_row
+from kvad.lab.reading import ScoredRow, TokenScorer, UncachedScorer, max_row_length
 from kvad.model.transformer import Transformer
 
-__all__ = ["MULTIPLES", "Curve", "Point", "extrapolate", "joined", "positions_of"]
+__all__ = ["MULTIPLES", "LengthCurve", "LengthPoint", "extrapolate", "join_texts", "position_kinds"]
 
 MULTIPLES = (1.0, 2.0, 4.0, 8.0, 16.0)
 Tick = Callable[[str, int, int], None]  # (what, tokens done, of so many)
 
 
 @dataclass(frozen=True)
-class Point:
+class LengthPoint:
     """Rows of ``length`` tokens, ``multiple`` times the trained length: mean nats and share of hits of ``scored``
     tokens, the same at every length; ``whole``: mean nats of all tokens of the rows."""
 
@@ -54,21 +54,21 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Curve:
+class LengthCurve:
     """``positions``: the model's encoding; ``rows``: of every length; ``note``: what was left out and why, or ""."""
 
     positions: str
     trained: int
     limit: int
     rows: int
-    points: tuple[Point, ...]
+    points: tuple[LengthPoint, ...]
     note: str = ""
 
 
-def positions_of(config: ModelConfig) -> str:
+def position_kinds(config: ModelConfig) -> str:
     """The encodings of positions that a model has: ``rope``, ``alibi``, ``t5``, ``learned``, ``sinusoidal``, ``none``;
     of several kinds of layers, joined by a plus."""
-    kinds = [config.embed.position, *(layer.mixer.position for layer in config.stack.kinds.values())]
+    kinds = [config.embedding.position, *(layer.attention.position for layer in config.stack.layer_types.values())]
     return "+".join(dict.fromkeys(kind.kind for kind in kinds if kind is not None)) or "none"
 
 
@@ -80,7 +80,7 @@ def extrapolate(
     multiples: Sequence[float] = MULTIPLES,
     most: int = 8_192,
     tick: Tick = lambda _what, _done, _total: None,
-) -> Curve:
+) -> LengthCurve:
     """The curve of a decoder over texts [n] (int64 ids; those shorter than the longest row have no part in it).
 
     ``trained``: tokens of the rows that the model was trained on.  ``most``: score about so many tokens at each length.
@@ -90,19 +90,19 @@ def extrapolate(
     if not multiples or any(multiple <= 0 for multiple in multiples):
         raise UsageError("--context-multiples: numbers above 0, as in 1,2,4,8,16")
     lengths, left = {multiple: round(trained * multiple) for multiple in sorted(set(multiples))}, list[int]()
-    end = longest_row(model.config)
+    end = max_row_length(model.config)
     if end is not None:
-        end = max(end, model.config.limit)
+        end = max(end, model.config.max_seq_len)
         left = [length for length in lengths.values() if length > end]
         lengths = {multiple: length for multiple, length in lengths.items() if length <= end}
     if not lengths or min(lengths.values()) < 2:
         raise UsageError(f"--context-multiples: of a trained length of {trained} no row can be read", "larger ones")
     longest, scored = max(lengths.values()), min(trained, *lengths.values()) // 2
     ends = _ends(texts, longest, scored, most)
-    reader = Uncached(model, longest)
+    reader = UncachedScorer(model, longest)
     points = [_point(reader, texts, ends, multiple, length, scored, tick) for multiple, length in lengths.items()]
     note = "" if not left else f"learned positions end at their table of {end:,}: no rows of {_listed(left)} tokens"
-    return Curve(positions_of(model.config), trained, model.config.limit, len(ends), tuple(points), note)
+    return LengthCurve(position_kinds(model.config), trained, model.config.max_seq_len, len(ends), tuple(points), note)
 
 
 def _listed(lengths: Sequence[int]) -> str:
@@ -123,26 +123,26 @@ def _ends(texts: Sequence[Tensor], longest: int, scored: int, most: int) -> list
 
 
 def _point(
-    reader: Reader,
+    reader: TokenScorer,
     texts: Sequence[Tensor],
     ends: Sequence[tuple[int, int]],
     multiple: float,
     length: int,
     scored: int,
     tick: Tick,
-) -> Point:
+) -> LengthPoint:
     own, whole, hits, count, every = 0.0, 0.0, 0, 0, 0
     at_once = max(1, (1 << 16) // length)
     for low in range(0, len(ends), at_once):
-        rows = [Row(texts[number][end - length : end]) for number, end in ends[low : low + at_once]]
-        for read in reader.read(rows):
+        rows = [ScoredRow(texts[number][end - length : end]) for number, end in ends[low : low + at_once]]
+        for read in reader.score(rows):
             own, whole = own + float(read.nats[-scored:].sum()), whole + float(read.nats.sum())
-            hits, count, every = hits + int(read.hits[-scored:].sum()), count + scored, every + len(read.nats)
+            hits, count, every = hits + int(read.correct[-scored:].sum()), count + scored, every + len(read.nats)
         tick(f"{multiple:g} times the trained length", min(len(ends), low + at_once) * length, len(ends) * length)
-    return Point(multiple, length, count, own / count, hits / count, whole / every)
+    return LengthPoint(multiple, length, count, own / count, hits / count, whole / every)
 
 
-def joined(texts: Sequence[Tensor], opening: int | None) -> Tensor:
+def join_texts(texts: Sequence[Tensor], opening: int | None) -> Tensor:
     """One stream of all texts, the opening token before each where there is one."""
     first = torch.empty(0, dtype=torch.int64) if opening is None else torch.tensor([opening])
     return torch.cat([part for text in texts for part in (first, text)])

@@ -25,12 +25,22 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["EXACT", "FAULTS", "POLICY_RULES", "RULES", "UNKNOWN", "Divergence", "Fault", "Finding", "Loss"]
-__all__ += ["MemoryReport", "Recall", "Report", "Skipped", "Verdict", "memory_name"]
+__all__ = [
+    "EXACT",
+    "FAULTS",
+    "POLICY_RULES",
+    "RULES",
+    "UNKNOWN_FAULT",
+    "TokenDivergence",
+    "FaultDescription",
+    "MismatchFinding",
+    "LossReport",
+]
+__all__ += ["CaseReport", "NeedleScore", "VerifyReport", "SkippedCase", "Verdict", "case_name"]
 
 EXACT = 1e-10
-LISTED = 16  # more memories of one verdict are counted
-UNKNOWN = "unknown"
+MAX_LISTED = 16  # more memories of one verdict are counted
+UNKNOWN_FAULT = "unknown"
 Verdict = Literal["exact", "within tolerance", "lossy by design", "BROKEN"]
 
 RULES = (
@@ -54,57 +64,59 @@ THROUGH_RULES = (
 )
 
 
-class Fault(NamedTuple):
+class FaultDescription(NamedTuple):
     """``what`` is wrong with the memory; ``causes``: what usually leads to that."""
 
     what: str
     causes: str
 
 
-FAULTS: dict[str, Fault] = {
-    "mask": Fault(
+FAULTS: dict[str, FaultDescription] = {
+    "mask": FaultDescription(
         "queries attend to keys that they may not see",
         "a mask of one chunk that forgets the offset of its first query, or none at all while prefilling; "
         "a window that is not applied",
     ),
-    "position": Fault(
+    "position": FaultDescription(
         "positions are off: what is turned, biased or embedded by position is so by another one",
         "a length counted before the token was added instead of after, or restarted with every chunk or resumed row",
     ),
-    "rotation": Fault(
+    "rotation": FaultDescription(
         "keys are turned wrongly",
         "keys stored before they are rotated but read as if after, rotated twice or backwards, "
         "or pairs interleaved where the model splits halves",
     ),
-    "scale": Fault(
+    "scale": FaultDescription(
         "scores are a constant multiple of the right ones",
         "1/sqrt(head dim) applied twice, not at all, or with another head dim",
     ),
-    "cursor": Fault(
+    "cursor": FaultDescription(
         "new tokens are not written where the ledger put them",
         "a write cursor that lags by one, or does not move: the last key is overwritten and the newest is missing",
     ),
-    "table": Fault(
+    "table": FaultDescription(
         "a row reads a block that is not in that place of its table",
         "block tables padded, sorted or cut wrongly, a stale table, a logical block number used as a physical one",
     ),
-    "layer": Fault(
+    "layer": FaultDescription(
         "a layer reads another layer's keys",
         "two layers share one store, or stores are indexed by the layer's place in its group",
     ),
-    "neighbour": Fault(
+    "neighbour": FaultDescription(
         "a row reads another row's keys",
         "seats or tables in another order than the rows of the step, a block handed on without being cleared",
     ),
-    "dtype": Fault(
+    "dtype": FaultDescription(
         "keys or values are rounded more coarsely than promised",
         "a store or a cast in a lower precision, autocast around the write",
     ),
-    UNKNOWN: Fault("something differs, and no known fault explains it", "read the first difference, and bisect there"),
+    UNKNOWN_FAULT: FaultDescription(
+        "something differs, and no known fault explains it", "read the first difference, and bisect there"
+    ),
 }
 
 
-class Finding(NamedTuple):
+class MismatchFinding(NamedTuple):
     """The first difference from the judge, and its diagnosis.
 
     ``row`` and ``sample`` number the request and its sample, ``position`` is the query's; ``what``: q, k, v, scores
@@ -136,19 +148,19 @@ class Finding(NamedTuple):
         )
 
 
-class Divergence(NamedTuple):
+class TokenDivergence(NamedTuple):
     """A greedy token that differs from the judge's; ``gap`` between the judge's best two logits there."""
 
     row: int
     sample: int
     position: int
-    judge: int
-    memory: int
+    reference_token: int
+    cached_token: int
     gap: float
     tie: bool
 
 
-class Recall(NamedTuple):
+class NeedleScore(NamedTuple):
     """The share of hidden needles that come out; ``full``: of a cache that keeps everything."""
 
     recall: float
@@ -158,7 +170,7 @@ class Recall(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Loss:
+class LossReport:
     """What a memory that forgets or rounds says, beside the model without a cache, in nats; ``agree`` of ``compared``
     greedy tokens; perplexity over the prompts' own tokens.  ``recall`` None: not measured, the report's notes say why.
     """
@@ -168,17 +180,17 @@ class Loss:
     agree: int
     compared: int
     perplexity: float
-    judge: float
+    reference_perplexity: float
     tokens: int
-    recall: Recall | None = None
+    recall: NeedleScore | None = None
 
     @property
     def ratio(self) -> float:
         """The perplexity over the judge's."""
-        return self.perplexity / self.judge if self.judge else float("nan")
+        return self.perplexity / self.reference_perplexity if self.reference_perplexity else float("nan")
 
 
-class Skipped(NamedTuple):
+class SkippedCase(NamedTuple):
     """A memory that cannot be, in the words of its refusal."""
 
     memory: str
@@ -186,7 +198,7 @@ class Skipped(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MemoryReport:
+class CaseReport:
     """One layout, format, policy and way of rotating.  ``structure``: max |dlogit| of the float64 twin (of a lossy
     format, its own if that is more; of a lossy policy, from the rows' solo runs, and from the judge before their first
     cut); ``happened``: counts of what ran; ``why``: what is broken, where no fault is found."""
@@ -201,65 +213,65 @@ class MemoryReport:
     agree: int
     compared: int
     ties: int
-    first_divergence: Divergence | None
+    first_divergence: TokenDivergence | None
     verdict: Verdict
     seconds: float
-    happened: dict[str, int] = field(default_factory=dict)
-    finding: Finding | None = None
+    scenario_counts: dict[str, int] = field(default_factory=dict)
+    finding: MismatchFinding | None = None
     policy: str = "full"
     rotate: str = "write"
     endless: bool = False
-    loss: Loss | None = None
-    why: str = ""
+    loss: LossReport | None = None
+    reason: str = ""
 
     @property
     def name(self) -> str:
-        return memory_name(self.layout, self.dtype, self.policy, self.rotate, self.endless)
+        return case_name(self.layout, self.dtype, self.policy, self.rotate, self.endless)
 
 
-class Journey(NamedTuple):
+class RoundTripResult(NamedTuple):
     """Rows of a memory that left it and came back.  ``way``: a name of ``through.WAYS``; ``moved`` ``unit``: how much
     really went that way; ``max_dlogit``: in float64, from what the memory promises; ``why``: the reason where nothing
     went, or where it is skipped (then there is no ``max_dlogit``)."""
 
     memory: str
-    way: str
+    round_trip: str
     max_dlogit: float | None
     moved: int
     unit: str
     verdict: Literal["exact", "BROKEN", "computed again", "skipped"]
-    why: str = ""
+    reason: str = ""
 
 
-def memory_name(layout: str, dtype: str, policy: str = "full", rotate: str = "write", endless: bool = False) -> str:
+def case_name(layout: str, dtype: str, policy: str = "full", rotate: str = "write", endless: bool = False) -> str:
     """``paged float32``, ``paged int8 sinks(4, 28) rotate=read endless``: only what differs from the plain cache."""
     words = (policy * (policy != "full"), f"rotate={rotate}" * (rotate != "write"), "endless" * endless)
     return " ".join((layout, dtype, *filter(None, words)))
 
 
 @dataclass(frozen=True)
-class Report:
+class VerifyReport:
     """Everything that ``kvad verify`` prints.  ``broken``: exit code 1."""
 
     rows: tuple[int, ...]  # tokens of every row, generated ones included
     positions: int
     logit_scale: float
     injected: str | None
-    memories: tuple[MemoryReport, ...]
+    cases: tuple[CaseReport, ...]
     notes: tuple[str, ...]
     seconds: float
     rules: tuple[str, ...] = RULES
-    skipped: tuple[Skipped, ...] = ()
-    journeys: tuple[Journey, ...] = ()
+    skipped: tuple[SkippedCase, ...] = ()
+    round_trips: tuple[RoundTripResult, ...] = ()
 
     @property
     def broken(self) -> bool:
-        return "BROKEN" in {*(memory.verdict for memory in self.memories), *(each.verdict for each in self.journeys)}
+        return "BROKEN" in {*(memory.verdict for memory in self.cases), *(each.verdict for each in self.round_trips)}
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values, with what follows from them: ``verdict``, ``broken``, a finding's words."""
         plain = asdict(self)
-        for memory, shown in zip(self.memories, plain["memories"], strict=True):
+        for memory, shown in zip(self.cases, plain["memories"], strict=True):
             if memory.first_divergence is not None:
                 shown["first_divergence"] = memory.first_divergence._asdict()
             if memory.finding is not None:
@@ -270,15 +282,15 @@ class Report:
                 if memory.loss.recall is not None:
                     shown["loss"]["recall"] = memory.loss.recall._asdict()
         plain["skipped"] = [each._asdict() for each in self.skipped]
-        plain["journeys"] = [each._asdict() for each in self.journeys]
+        plain["journeys"] = [each._asdict() for each in self.round_trips]
         return {"verdict": self.verdict(), "broken": self.broken, **plain}
 
     def verdict(self) -> str:
         """``exact (paged float32, contiguous float32), within tolerance (...)``, the worst last."""
         parts = []
         for word in ("exact", "within tolerance", "lossy by design", "BROKEN"):
-            names = [m.name for m in self.memories if m.verdict == word]
+            names = [m.name for m in self.cases if m.verdict == word]
             if names:
-                parts.append(f"{word} ({', '.join(names) if len(names) <= LISTED else f'{len(names)} memories'})")
-        lost = [f"{each.memory} through {each.way}" for each in self.journeys if each.verdict == "BROKEN"]
+                parts.append(f"{word} ({', '.join(names) if len(names) <= MAX_LISTED else f'{len(names)} memories'})")
+        lost = [f"{each.memory} through {each.round_trip}" for each in self.round_trips if each.verdict == "BROKEN"]
         return ", ".join([*parts, *([f"BROKEN ({', '.join(lost)})"] if lost else [])])

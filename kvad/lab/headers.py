@@ -17,9 +17,9 @@ from kvad.errors import CheckpointError
 __all__ = ["TensorInfo", "read_headers", "stored_dtype"]
 
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-OTHERS = {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}
+OTHER_DTYPES = {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}
 SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-LONGEST_HEADER = 100 << 20  # the format's own limit
+MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 
 
 class TensorInfo(NamedTuple):
@@ -57,7 +57,7 @@ def read_headers(path: Path) -> list[TensorInfo]:
             raise CheckpointError(f"{path}: {name!r} starts at byte {low:,} and ends at {high:,}")
         if code in SIZES and high - low != size:
             raise CheckpointError(f"{path}: {name!r} of {code} {list(shape)} has {high - low:,} bytes, not {size:,}")
-        found.append((low, TensorInfo(name, {**DTYPES, **OTHERS}.get(code, code.lower()), shape, high - low)))
+        found.append((low, TensorInfo(name, {**DTYPES, **OTHER_DTYPES}.get(code, code.lower()), shape, high - low)))
     return [tensor for _, tensor in sorted(found)]
 
 
@@ -68,7 +68,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(LONGEST_HEADER, size - 8):
+        if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
             raise CheckpointError(f"{path} is not a whole safetensors file: {size:,} bytes, header of {length:,}")
         try:
             header = json.loads(file.read(length))

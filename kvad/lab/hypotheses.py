@@ -24,31 +24,31 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvad.cache.formats import find_format
-from kvad.lab.case import Case, differs
-from kvad.lab.findings import UNKNOWN
-from kvad.lab.replay import Key
-from kvad.lab.watch import Call, Watched
+from kvad.cache.formats import get_format
+from kvad.lab.case import Mismatch, first_difference
+from kvad.lab.findings import UNKNOWN_FAULT
+from kvad.lab.replay import SequenceKey
+from kvad.lab.watch import AttentionCall, RecordingCache
 from kvad.model.transformer import Transformer
-from kvad.ops.biases import distance_bias
-from kvad.ops.rotary import Angles
-from kvad.step import Lane, Rotary, Step, View
+from kvad.ops.biases import position_bias
+from kvad.ops.rotary import RotaryCache
+from kvad.step import CacheView, ModelInput, Rotary, SubBatch
 
-__all__ = ["explain"]
+__all__ = ["explain_mismatch"]
 
 SHIFTS = tuple(d for d in range(-16, 17) if d)
 COARSE = 0.2  # a key turned, or of another token, is off by its own size
-ROUNDED = (torch.float32, torch.float16, torch.bfloat16)
+LOW_PRECISION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def explain(case: Case) -> tuple[str, str]:
+def explain_mismatch(case: Mismatch) -> tuple[str, str]:
     """(the name of the fault that explains the case's first difference, the evidence in words)."""
     tests = (
         _host,
         _marked_elsewhere,
         _other_query,
-        _not_what_is_stored,
-        _not_what_was_given,
+        _differs_from_stored,
+        _differs_from_input,
         _others_visible,
         _other_scores,
     )
@@ -56,23 +56,23 @@ def explain(case: Case) -> tuple[str, str]:
         found = test(case)
         if found is not None:
             return found
-    return UNKNOWN, "no test explains it"
+    return UNKNOWN_FAULT, "no test explains it"
 
 
 # ------------------------------------------------------------ 1, 2, 3: the host, the marks, the query
 
 
-def _host(case: Case) -> tuple[str, str] | None:
+def _host(case: Mismatch) -> tuple[str, str] | None:
     missing = case.missing()
     if missing is None:
         return None
     return "table", f"the plan's own table holds no slot of position {missing}"
 
 
-def _marked_elsewhere(case: Case) -> tuple[str, str] | None:
+def _marked_elsewhere(case: Mismatch) -> tuple[str, str] | None:
     """The columns of this step's own slots are off by one constant."""
     column = case.memory.positions[case.row.group].view(-1)
-    slots = {int(p): int(s) for p, s in zip(case.row.meant, case.row.slots, strict=True) if p >= 0}
+    slots = {int(p): int(s) for p, s in zip(case.row.expected, case.row.slots, strict=True) if p >= 0}
     marks = torch.stack([column[slots[int(p)]] for p in case.new])
     shift = int(marks[0] - case.new[0])
     if shift == 0 or bool((marks < 0).any()) or not bool((marks - case.new == shift).all()):
@@ -81,26 +81,26 @@ def _marked_elsewhere(case: Case) -> tuple[str, str] | None:
     return "position", f"the new tokens {first}..{last} are marked {int(marks[0])}..{int(marks[-1])}: {shift:+d}"
 
 
-def _other_query(case: Case) -> tuple[str, str] | None:
-    true = case.judge.q[case.new]
-    wrong = [i for i in range(len(true)) if differs(case.q[i], true[i], case.close, 0) is not None]
+def _other_query(case: Mismatch) -> tuple[str, str] | None:
+    true = case.reference.q[case.new]
+    wrong = [i for i in range(len(true)) if first_difference(case.q[i], true[i], case.close, 0) is not None]
     if not wrong:
         return None
-    given = case.call.q[case.row.place : case.row.place + case.row.num_new][wrong]
-    have, raw, positions = case.q[wrong], case.judge.raw_q[case.new[wrong]], case.new[wrong]
-    if differs(given, raw, case.close, 0) is not None:
+    given = case.call.q[case.row.slot_index : case.row.slot_index + case.row.num_new][wrong]
+    have, raw, positions = case.q[wrong], case.reference.raw_q[case.new[wrong]], case.new[wrong]
+    if first_difference(given, raw, case.close, 0) is not None:
         return _embedded_elsewhere(case, given, wrong)
     rotary = _rotary(case, positions)
     if rotary is None:
-        return UNKNOWN, "the model gave the right queries, the memory attends with others"
-    shift = _turned_by_shift(case, raw, have, positions, rotary)
+        return UNKNOWN_FAULT, "the model gave the right queries, the memory attends with others"
+    shift = _rotation_shift(case, raw, have, positions, rotary)
     if shift is not None:
         return "position", f"queries are turned as at position p{shift:+d}"
-    turned = _turned_otherwise(case, raw, have, positions, rotary)
-    return ("rotation", f"queries are {turned}") if turned else (UNKNOWN, "queries are turned in no known way")
+    turned = _match_other_rotation(case, raw, have, positions, rotary)
+    return ("rotation", f"queries are {turned}") if turned else (UNKNOWN_FAULT, "queries are turned in no known way")
 
 
-def _embedded_elsewhere(case: Case, given: Tensor, wrong: list[int]) -> tuple[str, str]:
+def _embedded_elsewhere(case: Mismatch, given: Tensor, wrong: list[int]) -> tuple[str, str]:
     """The model itself gave other queries: does it give these when its tokens stand at other positions?"""
     stream, sample = case.row.key
     start = case.row.start
@@ -110,81 +110,81 @@ def _embedded_elsewhere(case: Case, given: Tensor, wrong: list[int]) -> tuple[st
             if start + shift < 0 or not shift:
                 continue
             queries = _first_queries(case.world.model, tokens, start + shift)
-            if queries is not None and differs(given, queries[wrong], case.close, 0) is None:
+            if queries is not None and first_difference(given, queries[wrong], case.close, 0) is None:
                 return "position", f"queries are those of tokens embedded at position p{shift:+d}"
-    return UNKNOWN, "the layer was given other inputs than the judge's, though the layers before it agree"
+    return UNKNOWN_FAULT, "the layer was given other inputs than the judge's, though the layers before it agree"
 
 
 # ------------------------------------------------------------ 4: read against stored
 
 
-def _not_what_is_stored(case: Case) -> tuple[str, str] | None:
+def _differs_from_stored(case: Mismatch) -> tuple[str, str] | None:
     keys, columns = _stored(case)
-    same = _as_read(case, keys, columns, case.k) & (columns == case.columns)
-    bad = [int(p) for p in case.places if not bool(same[p])]
+    same = _as_read(case, keys, columns, case.k) & (columns == case.positions)
+    bad = [int(p) for p in case.block_table if not bool(same[p])]
     if not bad:
         return None
-    size = case.world.books.groups[case.row.group].block_size
+    size = case.world.expected_layout.groups[case.row.group].block_size
     place = bad[0] // size
-    low, high = place * size, min((place + 1) * size, len(case.columns))
-    found = _blocks_like(case, case.columns[low:high], case.k[:, low:high])
-    own = case.world.books.blocks[case.row.group][case.row.key]
-    position = int(case.row.meant[bad[0]])
+    low, high = place * size, min((place + 1) * size, len(case.positions))
+    found = _blocks_like(case, case.positions[low:high], case.k[:, low:high])
+    own = case.world.expected_layout.blocks[case.row.group][case.row.key]
+    position = int(case.row.expected[bad[0]])
     what = f"position {position} lies in block {own[place]}, but in its place the row reads"
     mine = [block for block in found if block in own]
     if mine:
         return "table", f"{what} block {mine[0]}, another one of its own"
-    for key, blocks in case.world.books.blocks[case.row.group].items():
+    for key, blocks in case.world.expected_layout.blocks[case.row.group].items():
         theirs = [block for block in found if block in blocks]
-        if theirs and key != case.row.key and bool((case.columns[low:high] >= 0).any()):
+        if theirs and key != case.row.key and bool((case.positions[low:high] >= 0).any()):
             return "neighbour", f"{what} block {theirs[0]}, which belongs to row {key[0]}"
-    other = _layer_like(case, case.places)
+    other = _layer_like(case, case.block_table)
     if other is not None:
         return "layer", f"the keys read are those stored for layer {other}"
-    if found or not bool((case.columns[low:high] >= 0).any()):
+    if found or not bool((case.positions[low:high] >= 0).any()):
         return "table", f"{what} one that holds nothing of any row"
-    return UNKNOWN, f"{what} keys that are stored nowhere"
+    return UNKNOWN_FAULT, f"{what} keys that are stored nowhere"
 
 
-def _stored(case: Case) -> tuple[Tensor, Tensor]:
+def _stored(case: Mismatch) -> tuple[Tensor, Tensor]:
     """What lies in the row's own blocks: keys [K, S, D] and columns [S]."""
-    size = case.world.books.groups[case.row.group].block_size
+    size = case.world.expected_layout.groups[case.row.group].block_size
     blocks, offsets = case.row.slots // size, case.row.slots % size
-    keys = case.memory.keys[case.call.layer].at(blocks, offsets, case.k.dtype).transpose(0, 1)
+    keys = case.memory.keys[case.call.layer].read_slots(blocks, offsets, case.k.dtype).transpose(0, 1)
     return keys, case.memory.positions[case.row.group][blocks, offsets]
 
 
-def _as_read(case: Case, stored: Tensor, columns: Tensor, keys: Tensor) -> Tensor:
+def _as_read(case: Mismatch, stored: Tensor, columns: Tensor, keys: Tensor) -> Tensor:
     """[n]: is what is stored [K, n, D], under ``columns`` [n], what was read as ``keys`` [K, n, D]?
 
     A memory that rotates on read gives it turned by its column, or as it lies where nothing was to be rotated.
     """
     alike = ((stored == keys) | (stored.isnan() & keys.isnan())).all(dim=-1).all(dim=0)
-    rotary = _rotary(case, columns.clamp(min=0)) if case.memory.rotates_on_read else None
+    rotary = _rotary(case, columns.clamp(min=0)) if case.memory.rope_on_read else None
     if rotary is None:
         return alike
-    turned = Angles(columns, exact=case.memory.exact).rotate(stored.transpose(0, 1), rotary).transpose(0, 1)
+    turned = RotaryCache(columns, exact=case.memory.exact_rope).rotate(stored.transpose(0, 1), rotary).transpose(0, 1)
     near = (turned - keys).abs().amax(dim=(0, 2)) <= case.close * max(float(turned.abs().max()), 1e-30)
     return alike | near
 
 
-def _blocks_like(case: Case, columns: Tensor, keys: Tensor) -> list[int]:
+def _blocks_like(case: Mismatch, columns: Tensor, keys: Tensor) -> list[int]:
     """The blocks whose first slots hold exactly these columns and keys."""
     count = len(columns)
     marks, store = case.memory.positions[case.row.group], case.memory.keys[case.call.layer]
     alike = (marks[:, :count] == columns).all(dim=-1).nonzero().squeeze(-1).tolist()
     every = torch.arange(count)
-    held = {int(b): store.at(every * 0 + b, every, keys.dtype).transpose(0, 1) for b in alike}
+    held = {int(b): store.read_slots(every * 0 + b, every, keys.dtype).transpose(0, 1) for b in alike}
     return [block for block, each in held.items() if bool(_as_read(case, each, columns, keys).all())]
 
 
-def _layer_like(case: Case, places: Tensor) -> int | None:
+def _layer_like(case: Mismatch, places: Tensor) -> int | None:
     """Another layer whose true keys are what is read at ``places``."""
-    have, meant = case.k[:, places], case.row.meant[places]
-    for number, layer in enumerate(case.world.judge[case.row.key]):
-        if number == case.call.layer or layer.k.shape != case.judge.k.shape:
+    have, meant = case.k[:, places], case.row.expected[places]
+    for number, layer in enumerate(case.world.reference[case.row.key]):
+        if number == case.call.layer or layer.k.shape != case.reference.k.shape:
             continue
-        if differs(have, layer.k[:, meant], case.close, 1) is None:
+        if first_difference(have, layer.k[:, meant], case.close, 1) is None:
             return number
     return None
 
@@ -192,40 +192,40 @@ def _layer_like(case: Case, places: Tensor) -> int | None:
 # ------------------------------------------------------------ 5: stored against true
 
 
-def _not_what_was_given(case: Case) -> tuple[str, str] | None:
-    wrong = _wrong_places(case, case.k, case.judge.k)
+def _differs_from_input(case: Mismatch) -> tuple[str, str] | None:
+    wrong = _wrong_slots(case, case.k, case.reference.k)
     if not len(wrong):
-        wrong_values = _wrong_places(case, case.v, case.judge.v)
+        wrong_values = _wrong_slots(case, case.v, case.reference.v)
         if not len(wrong_values):
             return None
-        meant = case.row.meant[wrong_values]
-        return _rounded(case, case.v[:, wrong_values], case.judge.v[:, meant], "values") or (
-            UNKNOWN,
+        meant = case.row.expected[wrong_values]
+        return _match_precision(case, case.v[:, wrong_values], case.reference.v[:, meant], "values") or (
+            UNKNOWN_FAULT,
             f"keys are right, the value of position {int(meant[0])} is not",
         )
-    meant = case.row.meant[wrong]
-    have, true = case.k[:, wrong], case.judge.k[:, meant]
-    rounded = _rounded(case, have, true, "keys")
+    meant = case.row.expected[wrong]
+    have, true = case.k[:, wrong], case.reference.k[:, meant]
+    rounded = _match_precision(case, have, true, "keys")
     if rounded is not None:
         return rounded
-    return _turned(case, have, meant) or _somebody_elses(case, wrong, have, meant)
+    return _match_rotation(case, have, meant) or _match_other_sequence(case, wrong, have, meant)
 
 
-def _wrong_places(case: Case, have: Tensor, true: Tensor) -> Tensor:
+def _wrong_slots(case: Mismatch, have: Tensor, true: Tensor) -> Tensor:
     """The visible places [n] whose contents differ from the judge's."""
     scale = float(true.abs().max())
-    gap = (have[:, case.places] - true[:, case.meant]).abs().nan_to_num(nan=math.inf).amax(dim=(0, 2))
-    return case.places[gap > case.close * scale]
+    gap = (have[:, case.block_table] - true[:, case.meant]).abs().nan_to_num(nan=math.inf).amax(dim=(0, 2))
+    return case.block_table[gap > case.close * scale]
 
 
-def _rounded(case: Case, have: Tensor, true: Tensor, what: str) -> tuple[str, str] | None:
-    stored = find_format(case.world.stored[what == "values"])
+def _match_precision(case: Mismatch, have: Tensor, true: Tensor, what: str) -> tuple[str, str] | None:
+    stored = get_format(case.world.stored[what == "values"])
     if not bool(have.isfinite().all()):
-        top = stored.most
+        top = stored.max_value
         if float(true.abs().max()) > top:
             return "dtype", f"true {what} reach {float(true.abs().max()):.3g}, {stored.name} ends at {top:.3g}"
         return None
-    for dtype in ROUNDED:
+    for dtype in LOW_PRECISION_DTYPES:
         if torch.finfo(dtype).eps <= stored.eps:
             continue
         alike = (have - true.to(dtype).to(have.dtype)).abs() <= 1e-3 * torch.finfo(dtype).eps * true.abs()
@@ -246,50 +246,50 @@ def _coarser(have: Tensor, true: Tensor, what: str, promised: str) -> tuple[str,
     return "dtype", f"{what} are within {off:.2g} of their largest number of the true ones, further than {promised} is"
 
 
-def _turned(case: Case, have: Tensor, meant: Tensor) -> tuple[str, str] | None:
+def _match_rotation(case: Mismatch, have: Tensor, meant: Tensor) -> tuple[str, str] | None:
     rotary = _rotary(case, meant)
     if rotary is None:
         return None
-    have, raw = have.transpose(0, 1), case.judge.raw_k[:, meant].transpose(0, 1)
-    turned = _turned_otherwise(case, raw, have, meant, rotary)
+    have, raw = have.transpose(0, 1), case.reference.raw_k[:, meant].transpose(0, 1)
+    turned = _match_other_rotation(case, raw, have, meant, rotary)
     if turned is not None:
         return "rotation", f"stored keys are {turned}"
-    shift = _turned_by_shift(case, raw, have, meant, rotary)
+    shift = _rotation_shift(case, raw, have, meant, rotary)
     return None if shift is None else ("position", f"stored keys are turned as at position p{shift:+d}")
 
 
-def _somebody_elses(case: Case, wrong: Tensor, have: Tensor, meant: Tensor) -> tuple[str, str]:
+def _match_other_sequence(case: Mismatch, wrong: Tensor, have: Tensor, meant: Tensor) -> tuple[str, str]:
     """Whose keys are they?  All wrong places must agree, so that one chance likeness names nobody."""
     other = _layer_like(case, wrong)
     if other is not None:
         return "layer", f"the keys of positions {int(meant[0])}..{int(meant[-1])} are those of layer {other}"
-    columns = case.columns[wrong]
+    columns = case.positions[wrong]
     written = columns >= 0
     first = int(meant[0])
-    if _are_keys_of(case, case.row.key, have[:, written], columns[written]):
+    if _matches_keys(case, case.row.key, have[:, written], columns[written]):
         if not bool(written.all()):
             return "cursor", f"nothing is stored in the slot of position {int(meant[~written][0])}"
         return "cursor", f"the slot of position {first} holds the key of position {int(columns[0])}"
-    for key in case.world.judge:
-        if key != case.row.key and _are_keys_of(case, key, have[:, written], columns[written]):
+    for key in case.world.reference:
+        if key != case.row.key and _matches_keys(case, key, have[:, written], columns[written]):
             return "neighbour", f"the slot of position {first} holds a key of row {key[0]}"
     if not bool(have.any()):
         return "cursor", f"the slot of position {first} is empty"
-    return UNKNOWN, f"the slot of position {first} holds a key that nobody computed"
+    return UNKNOWN_FAULT, f"the slot of position {first} holds a key that nobody computed"
 
 
-def _are_keys_of(case: Case, key: Key, have: Tensor, positions: Tensor) -> bool:
+def _matches_keys(case: Mismatch, key: SequenceKey, have: Tensor, positions: Tensor) -> bool:
     """Are have [K, n, D] the true keys of a row's ``positions`` [n]?"""
-    layer = case.world.judge[key][case.call.layer]
+    layer = case.world.reference[key][case.call.layer]
     if bool((positions >= layer.k.shape[1]).any()):
         return False
-    return differs(have, layer.k[:, positions], case.close, 1) is None
+    return first_difference(have, layer.k[:, positions], case.close, 1) is None
 
 
 # ------------------------------------------------------------ 6, 7: arithmetic
 
 
-def _others_visible(case: Case) -> tuple[str, str] | None:
+def _others_visible(case: Mismatch) -> tuple[str, str] | None:
     seen, true = case.visible(), case.allowed
     extra, hidden = seen & ~true, true & ~seen
     if bool(extra.any()):
@@ -301,70 +301,70 @@ def _others_visible(case: Case) -> tuple[str, str] | None:
     return None
 
 
-def _named(case: Case, place: int) -> str:
-    position = int(case.row.meant[place])
+def _named(case: Mismatch, place: int) -> str:
+    position = int(case.row.expected[place])
     return f"the key of position {position}" if position >= 0 else "a slot that nobody wrote"
 
 
-def _other_scores(case: Case) -> tuple[str, str] | None:
+def _other_scores(case: Mismatch) -> tuple[str, str] | None:
     """Scores are taken apart again: bias off, softcap undone; what is left is a multiple of q.k."""
-    score, seen = case.judge.score, case.allowed.unsqueeze(0).expand_as(case.scores)
+    score, seen = case.reference.score, case.allowed.unsqueeze(0).expand_as(case.scores)
     heads, kv_heads = case.scores.shape[0], case.k.shape[0]
     keys = case.k.repeat_interleave(heads // kv_heads, dim=0)
     dots = case.q.transpose(0, 1) @ keys.transpose(-1, -2).to(case.q.dtype) * score.scale
     bias = _bias(case, 0)
     left = case.scores - bias
-    if score.softcap is not None:
-        left = left / score.softcap
+    if score.logit_softcap is not None:
+        left = left / score.logit_softcap
         seen = seen & (left.abs() < 0.999)
-        left = torch.atanh(left.clamp(-0.999, 0.999)) * score.softcap
+        left = torch.atanh(left.clamp(-0.999, 0.999)) * score.logit_softcap
     x, y = left[seen], dots[seen]
     ratio = float((x @ y) / (y @ y).clamp(min=1e-300))
     fits = float((x - ratio * y).norm()) <= 1e-6 * float(x.norm())
     if fits and abs(ratio - 1) > 1e-6:
         return "scale", f"scores are {ratio:.6g} times scale * q.k"
-    for shift in SHIFTS if score.bias is not None and score.softcap is None else ():
-        if differs((case.scores - _bias(case, shift))[seen], y, case.close, 0) is None:
+    for shift in SHIFTS if score.bias is not None and score.logit_softcap is None else ():
+        if first_difference((case.scores - _bias(case, shift))[seen], y, case.close, 0) is None:
             return "position", f"biases are those of queries at position p{shift:+d}"
     return None
 
 
-def _bias(case: Case, shift: int) -> Tensor:
+def _bias(case: Mismatch, shift: int) -> Tensor:
     """[H, L, S] of the true positions, queries shifted."""
-    if case.judge.score.bias is None:
+    if case.reference.score.bias is None:
         return torch.zeros((), dtype=case.scores.dtype)
     queries = (case.new + shift).unsqueeze(0)
-    return distance_bias(case.judge.score.bias, queries, case.row.meant.unsqueeze(0))[0].to(case.scores.dtype)
+    return position_bias(case.reference.score.bias, queries, case.row.expected.unsqueeze(0))[0].to(case.scores.dtype)
 
 
 # ------------------------------------------------------------ turning
 
 
-def _rotary(case: Case, positions: Tensor) -> Rotary | None:
-    rotary = case.judge.score.rotary
+def _rotary(case: Mismatch, positions: Tensor) -> Rotary | None:
+    rotary = case.reference.score.rotary
     if rotary is None or rotary.inv_freq.dim() == 1:
         return rotary
     return rotary._replace(inv_freq=rotary.inv_freq[positions])
 
 
-def _turned_by_shift(case: Case, raw: Tensor, have: Tensor, positions: Tensor, rotary: Rotary) -> int | None:
+def _rotation_shift(case: Mismatch, raw: Tensor, have: Tensor, positions: Tensor, rotary: Rotary) -> int | None:
     """The constant d with have == R(p + d) raw; raw, have [n, heads, D]."""
     for shift in (*SHIFTS, -case.row.start):
-        if shift and differs(have, Angles(positions + shift).rotate(raw, rotary), case.close, 0) is None:
+        if shift and first_difference(have, RotaryCache(positions + shift).rotate(raw, rotary), case.close, 0) is None:
             return shift
     return None
 
 
-def _turned_otherwise(case: Case, raw: Tensor, have: Tensor, positions: Tensor, rotary: Rotary) -> str | None:
+def _match_other_rotation(case: Mismatch, raw: Tensor, have: Tensor, positions: Tensor, rotary: Rotary) -> str | None:
     swapped = rotary._replace(interleaved=not rotary.interleaved)
     ways = {
         "not turned at all": raw,
-        "turned backwards": Angles(-positions).rotate(raw, rotary),
-        "turned twice": Angles(positions).rotate(Angles(positions).rotate(raw, rotary), rotary),
-        "turned in other pairs of dimensions": Angles(positions).rotate(raw, swapped),
+        "turned backwards": RotaryCache(-positions).rotate(raw, rotary),
+        "turned twice": RotaryCache(positions).rotate(RotaryCache(positions).rotate(raw, rotary), rotary),
+        "turned in other pairs of dimensions": RotaryCache(positions).rotate(raw, swapped),
     }
     for words, turned in ways.items():
-        if differs(have, turned, case.close, 0) is None:
+        if first_difference(have, turned, case.close, 0) is None:
             return words
     return None
 
@@ -376,38 +376,38 @@ def _first_queries(model: Transformer, tokens: Sequence[int], start: int) -> Ten
     """raw q [L, H, D] of layer 0 for ``tokens`` at ``start ..``; None where the model has no such positions."""
     caught: list[Tensor] = []
 
-    def keep(call: Call) -> None:
+    def keep(call: AttentionCall) -> None:
         caught.append(call.q)
-        raise _Enough
+        raise _StopForward
 
-    watched = Watched(keep)
-    watched.inner = _Nowhere(model.config.stack.layers)
+    watched = RecordingCache(keep)
+    watched.inner = _ZeroCache(model.config.stack.num_layers)
     positions = torch.arange(start, start + len(tokens))
-    step = Step(torch.tensor(tokens), positions, (Lane(1, len(tokens), len(tokens)),), positions)
+    step = ModelInput(torch.tensor(tokens), positions, (SubBatch(1, len(tokens), len(tokens)),), positions)
     try:
         model(step, watched)
-    except _Enough:
+    except _StopForward:
         return caught[0]
     except IndexError:  # past the end of a table of learned positions
         return None
     return None
 
 
-class _Enough(Exception):
+class _StopForward(Exception):
     pass
 
 
-class _Nowhere:
+class _ZeroCache:
     """A memory whose views give zeros."""
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
 
-    def open(self, step: Step) -> Sequence[View]:
-        return [_Nothing()] * self._layers
+    def open(self, step: ModelInput) -> Sequence[CacheView]:
+        return [_ZeroView()] * self._layers
 
 
-class _Nothing:
+class _ZeroView:
     def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: object) -> Tensor:
         return q.new_zeros(*q.shape[:2], q.shape[-1] if v is None else v.shape[-1])
 

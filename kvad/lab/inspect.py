@@ -15,28 +15,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvad.cache.planning import BUDGET, MemoryPlan
-from kvad.cache.weights import misfits, part_of, parts, weight_shapes
+from kvad.cache.planning import DEFAULT_BATCHED_TOKENS, MemoryPlan
+from kvad.cache.weights import component_sizes, mismatches, tensor_component, weight_shapes
 from kvad.checkpoint.folder import (
     MANIFEST,
     MODEL,
     TRAINING,
     check_file,
-    is_foreign,
-    is_ours,
-    listed,
+    is_hf,
+    is_native,
+    list_files,
     locate,
     read_json,
 )
-from kvad.checkpoint.hub import resolve
+from kvad.checkpoint.hub import resolve_model_path
 from kvad.config import ModelConfig
 from kvad.errors import CheckpointError, RequestError, TokenizerError, UsageError
 from kvad.lab.draw import AttentionMap
 from kvad.lab.headers import TensorInfo, read_headers
-from kvad.lab.plan import memory_json, plan_target, read_target
+from kvad.lab.plan import memory_to_json, plan_target, read_target
 from kvad.text.base import FILE_NAME
 
-__all__ = ["Attention", "Summary", "TokenizerSummary", "attention_maps", "outline", "summarise", "to_json"]
+__all__ = [
+    "AttentionSummary",
+    "CheckpointSummary",
+    "TokenizerSummary",
+    "attention_maps",
+    "outline_values",
+    "summarize_checkpoint",
+    "summary_to_json",
+]
 
 NO_MANIFEST = f"{MANIFEST} is missing: whether these files are those that were saved cannot be known"
 
@@ -48,7 +56,7 @@ class TokenizerSummary(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Summary:
+class CheckpointSummary:
     """``parameters`` by part, of what is stored; ``training``: what the checkpoint says of its training, or None.
 
     ``files``: how many the manifest lists, None without one; ``checked``: all of them have the manifest's sha256.
@@ -72,37 +80,37 @@ class Summary:
         return sum(self.parameters.values())
 
 
-class Attention(NamedTuple):
+class AttentionSummary(NamedTuple):
     tokens: tuple[int, ...]
     pieces: tuple[str, ...]
     maps: tuple[AttentionMap, ...]
 
 
-def summarise(folder: Path, *, check: bool = False) -> Summary:
+def summarize_checkpoint(folder: Path, *, check: bool = False) -> CheckpointSummary:
     """Of a folder, a run, or a name on the hub.  ``check``: also compare every file with its sha256 (this reads them
     all, and imports torch).
 
     Raises CheckpointError for what is not a whole checkpoint, and for a file that ``check`` finds to be another than
     the manifest's; ConfigError for a config that cannot be; UsageError for a check of a folder without any manifest.
     """
-    path = locate(resolve(folder))
-    if check and not is_ours(path):
+    path = locate(resolve_model_path(folder))
+    if check and not is_native(path):
         raise UsageError(f"{path}: a Hugging Face folder has no manifest to check against", f"kvad doctor {path}")
     if check:
-        from kvad.checkpoint.native import load
+        from kvad.checkpoint.native import open_folder
 
-        load(path, verify=True)
-    files = listed(path) if (path / MANIFEST).is_file() else None
+        open_folder(path, verify=True)
+    files = list_files(path) if (path / MANIFEST).is_file() else None
     target = read_target(str(path))
-    contents = _contents_of_theirs(path, target.config) if is_foreign(path) else _contents(path, target.config)
-    unknown = (NO_MANIFEST,) if files is None and is_ours(path) else ()
-    return Summary(
+    contents = _hf_contents(path, target.config) if is_hf(path) else _contents(path, target.config)
+    unknown = (NO_MANIFEST,) if files is None and is_native(path) else ()
+    return CheckpointSummary(
         path=path,
         config=target.config,
         tensors=contents.tensors,
         parameters=contents.parameters,
         problems=(*unknown, *_file_problems(path, files or {}), *contents.problems),
-        plan=plan_target(target, budget=BUDGET),
+        plan=plan_target(target, budget=DEFAULT_BATCHED_TOKENS),
         tokenizer=contents.tokenizer,
         training=_training(path),
         files=None if files is None else len(files),
@@ -123,31 +131,33 @@ class _Contents(NamedTuple):
 def _contents(path: Path, config: ModelConfig) -> _Contents:
     tensors = tuple(read_headers(path / MODEL))
     shapes = {tensor.name: tensor.shape for tensor in tensors}
-    return _Contents(tensors, parts(shapes), misfits(config, shapes), _tokenizer(path))
+    return _Contents(tensors, component_sizes(shapes), mismatches(config, shapes), _tokenizer(path))
 
 
-def _contents_of_theirs(path: Path, config: ModelConfig) -> _Contents:
+def _hf_contents(path: Path, config: ModelConfig) -> _Contents:
     """Tensors without their data, on torch's meta device, tell which names and shapes do not fit."""
     import torch
 
     from kvad.checkpoint import hf
-    from kvad.checkpoint.imported import Imported
+    from kvad.checkpoint.imported import HFCheckpoint
 
-    opened = Imported(path)
+    opened = HFCheckpoint(path)
     theirs = opened.tensors
     meta = {name: torch.empty(theirs.shape(name), dtype=theirs.dtype(name), device="meta") for name in theirs}
     tensors = tuple(
         TensorInfo(name, str(theirs.dtype(name)).removeprefix("torch."), theirs.shape(name), theirs.bytes(name))
         for name in theirs
     )
-    problems = hf.misfits(opened.family, config, meta, str(path))
+    problems = hf.find_mismatches(opened.family, config, meta, str(path))
     tokenizer = None
     try:
         found = opened.tokenizer
-        tokenizer = None if found is None else TokenizerSummary(found.kind, found.vocab_size, found.specials.names())
+        tokenizer = (
+            None if found is None else TokenizerSummary(found.kind, found.vocab_size, found.special_tokens.names())
+        )
     except TokenizerError as error:
         problems.append(error.message)
-    return _Contents(tensors, parts(weight_shapes(config)), problems, tokenizer)
+    return _Contents(tensors, component_sizes(weight_shapes(config)), problems, tokenizer)
 
 
 def _file_problems(path: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -166,7 +176,7 @@ def _tokenizer(folder: Path) -> TokenizerSummary | None:
     from kvad.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(folder)
-    return TokenizerSummary(tokenizer.kind, tokenizer.vocab_size, tokenizer.specials.names())
+    return TokenizerSummary(tokenizer.kind, tokenizer.vocab_size, tokenizer.special_tokens.names())
 
 
 def _training(folder: Path) -> Mapping[str, Any] | None:
@@ -186,20 +196,20 @@ def attention_maps(
     heads: Sequence[int] | None,
     cached: bool = False,
     target: str | None = None,
-) -> Attention:
+) -> AttentionSummary:
     """Run ``text`` once and keep the weights of the layers and heads asked for (None: all).
 
     An encoder-decoder reads ``target`` beside it (None: its own answer).  Raises CheckpointError for a folder that
     cannot be loaded, RequestError for a layer or head that is not there.
     """
-    from kvad.lab.sides import side_maps
+    from kvad.lab.sides import encoder_decoder_maps
     from kvad.llm import LLM
 
     with LLM.load(folder, rows=1, capacity=16) as llm:  # the engine's own pool is not used
         if llm.model.config.encoder is not None:
             if cached:
                 raise RequestError("--cached: an encoder keeps no cache", "leave it out")
-            return Attention(*side_maps(llm, text, target, layers=layers, heads=heads))
+            return AttentionSummary(*encoder_decoder_maps(llm, text, target, layers=layers, heads=heads))
         if target is not None:
             raise RequestError("a decoder has no target beside its text", "leave --target out")
         traced = llm.trace(text, layers=layers, heads=heads, cached=cached)
@@ -208,15 +218,15 @@ def attention_maps(
         chosen = range(seen.weights.shape[0]) if heads is None else heads
         for head, weights in zip(chosen, seen.weights.tolist(), strict=True):
             maps.append(AttentionMap(layer, head, weights))
-    return Attention(tuple(traced.tokens), tuple(traced.pieces), tuple(maps))
+    return AttentionSummary(tuple(traced.tokens), tuple(traced.token_texts), tuple(maps))
 
 
-def outline(values: Mapping[str, Any], prefix: str = "") -> list[str]:
+def outline_values(values: Mapping[str, Any], prefix: str = "") -> list[str]:
     """One line ``key.inner  value`` per value; objects inside open up, what is null or empty stays away."""
     lines = []
     for key, value in values.items():
         if isinstance(value, Mapping):
-            lines += outline(value, f"{prefix}{key}.")
+            lines += outline_values(value, f"{prefix}{key}.")
         elif value is not None and value != []:
             shown = json.dumps(value, ensure_ascii=False)
             lines.append(f"{prefix + key:<44} {shown if len(shown) <= 60 else shown[:57] + '...'}")
@@ -225,10 +235,10 @@ def outline(values: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 def _tensor_json(tensor: TensorInfo, ours: bool) -> Mapping[str, object]:
     """Its part is known by our names only."""
-    return {**tensor._asdict(), "part": part_of(tensor.name) if ours else None}
+    return {**tensor._asdict(), "part": tensor_component(tensor.name) if ours else None}
 
 
-def to_json(summary: Summary) -> Mapping[str, object]:
+def summary_to_json(summary: CheckpointSummary) -> Mapping[str, object]:
     """What ``kvad inspect --json`` prints; ``tensors`` always, they are small."""
     return {
         "path": summary.path,
@@ -237,7 +247,7 @@ def to_json(summary: Summary) -> Mapping[str, object]:
         "parameters": {"total": summary.num_parameters, **summary.parameters},
         "tensors": [_tensor_json(tensor, summary.origin is None) for tensor in summary.tensors],
         "problems": summary.problems,
-        "memory": memory_json(summary.plan),
+        "memory": memory_to_json(summary.plan),
         "manifest": None if summary.files is None else {"files": summary.files, "checked": summary.checked},
         "tokenizer": summary.tokenizer,
         "training": summary.training,

@@ -8,53 +8,53 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from kvad.cache.formats import joined
-from kvad.cache.sizing import Group
-from kvad.config import MixerSpec
-from kvad.errors import counted
+from kvad.cache.formats import join_format_names
+from kvad.cache.sizing import CacheGroup
+from kvad.config import AttentionSpec
+from kvad.errors import format_count
 
-__all__ = ["kept", "layer_names", "stored"]
+__all__ = ["describe_retention", "layer_names", "describe_format"]
 
 
-def kept(group: Group, own: Sequence[MixerSpec] = ()) -> str:
+def describe_retention(group: CacheGroup, own: Sequence[AttentionSpec] = ()) -> str:
     """``own``: the model's layers as they are without a policy, which tells its own windows from a policy's."""
-    mixer, level = group.mixer, group.level
-    if mixer.cross:
+    mixer, level = group.spec, group.lower_level
+    if mixer.is_cross_attention:
         return "cross-attention, the source whole"
     if level is not None:
         return _level(group)
-    if group.levels is not None:
-        first = f"the first {group.levels.sinks:,} and " if group.levels.sinks else ""
-        return f"{first}the latest {counted(group.levels.recent, 'token')} as they are"
-    if group.scored is not None:
-        policy = group.scored
-        return f"{counted(policy.budget, 'token')} per head by {policy.name}, cut every {policy.every:,}"
-    if group.chooses is not None:
-        return f"everything, of which a query reads {counted(group.chooses.budget, 'token')}"
+    if group.demotion_policy is not None:
+        first = f"the first {group.demotion_policy.num_sinks:,} and " if group.demotion_policy.num_sinks else ""
+        return f"{first}the latest {format_count(group.demotion_policy.recent, 'token')} as they are"
+    if group.eviction_policy is not None:
+        policy = group.eviction_policy
+        return f"{format_count(policy.budget, 'token')} per head by {policy.name}, cut every {policy.interval:,}"
+    if group.sparse_read_policy is not None:
+        return f"everything, of which a query reads {format_count(group.sparse_read_policy.budget, 'token')}"
     if mixer.window is None:
         return "everything"
     models = bool(own) and own[group.layers[0]].window == mixer.window
-    said = f"the last {counted(mixer.window, 'token')}" + (" (the model's window)" if models else "")
-    if mixer.grain > 1:
-        said = f"the last {max(1, mixer.window - mixer.grain + 1):,} to {counted(mixer.window, 'token')}"
-        said += f", {mixer.grain:,} leaving at once"
-    first = f"the first {mixer.sinks:,} and " if mixer.sinks else ""
+    said = f"the last {format_count(mixer.window, 'token')}" + (" (the model's window)" if models else "")
+    if mixer.window_step > 1:
+        said = f"the last {max(1, mixer.window - mixer.window_step + 1):,} to {format_count(mixer.window, 'token')}"
+        said += f", {mixer.window_step:,} leaving at once"
+    first = f"the first {mixer.num_sinks:,} and " if mixer.num_sinks else ""
     return first + said
 
 
-def _level(group: Group) -> str:
-    level, size = group.level, group.block_size
+def _level(group: CacheGroup) -> str:
+    level, size = group.lower_level, group.block_size
     assert level is not None
-    if level.spilled:
-        return f"up to {counted(level.most * size, 'older token')}, spilled"
+    if level.is_offloaded:
+        return f"up to {format_count(level.max_blocks * size, 'older token')}, spilled"
     if level.ratio > 1:
-        return f"{level.most * size:,} summaries of {counted(level.ratio, 'older token')} each at most"
-    return f"up to {counted(level.most * size, 'older token')}, packed"
+        return f"{level.max_blocks * size:,} summaries of {format_count(level.ratio, 'older token')} each at most"
+    return f"up to {format_count(level.max_blocks * size, 'older token')}, packed"
 
 
-def stored(group: Group) -> str:
+def describe_format(group: CacheGroup) -> str:
     """The format of its keys and values: "float32", or "int8/int4"."""
-    return joined(group.keys, group.values)
+    return join_format_names(group.key_format, group.value_format)
 
 
 def layer_names(layers: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-__all__ = ["HELD_OUT", "KEYS", "LINKS", "NOISE", "VALUES", "episode", "episodes", "vocabulary"]
+__all__ = ["HELD_OUT_SEED", "KEYS", "LINKS", "NOISE", "VALUES", "episode", "episodes", "vocabulary"]
 
 KEYS = tuple(f"k{number}" for number in range(128))
 VALUES = tuple(f"v{number}" for number in range(64))
@@ -29,11 +29,11 @@ NOISE = (
     "there and back again .",
 )
 LINKS = 3  # bindings of the longest chain
-SHORTEST = 12  # words of a text
-MOST_BINDINGS = 48
-NOISES = (0.0, 0.0, 0.3, 0.6, 0.95)  # shares of a text's sentences
-LINKED = 0.25  # share of the bindings that bind to a key
-HELD_OUT = 1 << 40  # seeds from here on belong to nobody's training
+MIN_WORDS = 12  # words of a text
+MAX_BINDINGS = 48
+NOISE_RATIOS = (0.0, 0.0, 0.3, 0.6, 0.95)  # shares of a text's sentences
+LINK_RATIO = 0.25  # share of the bindings that bind to a key
+HELD_OUT_SEED = 1 << 40  # seeds from here on belong to nobody's training
 
 
 def vocabulary() -> list[str]:
@@ -45,7 +45,7 @@ def episodes(num_words: int, longest: int, seed: int) -> Iterator[str]:
     """Texts of ``num_words`` words in all, their lengths log-uniform up to ``longest``: as many short ones as long."""
     rng, total = random.Random(seed), 0
     while total < num_words:
-        text = episode(round(SHORTEST * (longest / SHORTEST) ** rng.random()), rng.getrandbits(32))
+        text = episode(round(MIN_WORDS * (longest / MIN_WORDS) ** rng.random()), rng.getrandbits(32))
         total += text.count(" ") + 1
         yield text
 
@@ -53,8 +53,8 @@ def episodes(num_words: int, longest: int, seed: int) -> Iterator[str]:
 def episode(num_words: int, seed: int) -> str:
     """A text of ``num_words`` words, its last sentence cut where it must be."""
     rng = random.Random(seed)
-    noise, turn = rng.choice(NOISES), rng.randrange(len(NOISE))
-    most = min(MOST_BINDINGS, max(2, num_words // 6))
+    noise, turn = rng.choice(NOISE_RATIOS), rng.randrange(len(NOISE))
+    most = min(MAX_BINDINGS, max(2, num_words // 6))
     left = rng.sample(KEYS, round(most ** rng.random()))
     chains: dict[str, tuple[str, ...]] = {}
     words: list[str] = []
@@ -74,7 +74,7 @@ def episode(num_words: int, seed: int) -> str:
 
 def _bound(rng: random.Random, chains: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
     """A value, or an earlier key and all that it leads to."""
-    if chains and rng.random() < LINKED:
+    if chains and rng.random() < LINK_RATIO:
         earlier = rng.choice(list(chains))
         if len(chains[earlier]) < LINKS:
             return (earlier, *chains[earlier])

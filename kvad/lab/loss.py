@@ -16,34 +16,38 @@ from torch import Tensor
 from kvad.cache.sizing import CacheConfig
 from kvad.engine.engine import Engine
 from kvad.errors import KvadError
-from kvad.lab.compare import compare
-from kvad.lab.findings import Loss, Recall
-from kvad.lab.quality import ENOUGH, answers
-from kvad.lab.replay import Key, Replayed, Stream
-from kvad.lab.tasks import Language, Task, make_task
+from kvad.lab.compare import compare_logits
+from kvad.lab.findings import LossReport, NeedleScore
+from kvad.lab.quality import MIN_FULL_RECALL, greedy_answers
+from kvad.lab.replay import ReplayResult, ReplayStream, SequenceKey
+from kvad.lab.tasks import HaystackLanguage, NeedleTask, make_task
 from kvad.model.transformer import Transformer
 
-__all__ = ["Needles", "loss_beside"]
+__all__ = ["NeedleRecall", "compare_loss"]
 
-MOST_NATS = 700.0  # exp of more is not finite
+MAX_NATS = 700.0  # exp of more is not finite
 DEPTHS = (0.125, 0.375, 0.625, 0.875)
 
 
-def loss_beside(
-    replayed: Replayed, judge: Mapping[Key, Tensor], streams: Sequence[Stream], tie_below: float, before: int | None
-) -> Loss:
+def compare_loss(
+    replayed: ReplayResult,
+    judge: Mapping[SequenceKey, Tensor],
+    streams: Sequence[ReplayStream],
+    tie_below: float,
+    before: int | None,
+) -> LossReport:
     """``judge`` [T, V] per row: the model without a cache or a policy.  ``before``: positions that it can speak of."""
-    found = compare(replayed, judge, tie_below, before)
+    found = compare_logits(replayed, judge, tie_below, before)
     own, true, count = _surprise(replayed, judge, streams, before)
     agree = found.compared - len(found.divergences)
     if not count:
-        return Loss(found.kl_mean, found.kl_max, agree, found.compared, math.nan, math.nan, 0)
-    own, true = math.exp(min(MOST_NATS, own / count)), math.exp(min(MOST_NATS, true / count))
-    return Loss(found.kl_mean, found.kl_max, agree, found.compared, own, true, count)
+        return LossReport(found.kl_mean, found.kl_max, agree, found.compared, math.nan, math.nan, 0)
+    own, true = math.exp(min(MAX_NATS, own / count)), math.exp(min(MAX_NATS, true / count))
+    return LossReport(found.kl_mean, found.kl_max, agree, found.compared, own, true, count)
 
 
 def _surprise(
-    replayed: Replayed, judge: Mapping[Key, Tensor], streams: Sequence[Stream], before: int | None
+    replayed: ReplayResult, judge: Mapping[SequenceKey, Tensor], streams: Sequence[ReplayStream], before: int | None
 ) -> tuple[float, float, int]:
     """Nats of the prompts' tokens under the memory and under the judge, and how many: each position once."""
     own = true = 0.0
@@ -60,15 +64,15 @@ def _surprise(
     return own, true, count
 
 
-class Needles:
+class NeedleRecall:
     """A needle at several depths of a haystack of ``length`` tokens, and how often the full cache finds it.
 
     ``why``: why nothing is measured; empty where something is.
     """
 
-    def __init__(self, model: Transformer, language: Language | None, length: int) -> None:
+    def __init__(self, model: Transformer, language: HaystackLanguage | None, length: int) -> None:
         self.model, self.length, self.why = model, length, ""
-        self.tasks: list[Task] = []
+        self.tasks: list[NeedleTask] = []
         self.full = 0.0
         if language is None:
             self.why = "no tokenizer to ask in"
@@ -79,24 +83,30 @@ class Needles:
         except KvadError as error:
             self.why = error.message
             return
-        self.full = self._share(CacheConfig(rows=len(self.tasks), capacity=length, dtype="float32", prefix=False))
-        if self.full <= ENOUGH:
+        self.full = self._share(
+            CacheConfig(max_num_seqs=len(self.tasks), max_seq_len=length, dtype="float32", enable_prefix_caching=False)
+        )
+        if self.full <= MIN_FULL_RECALL:
             self.why = (
                 f"the full cache finds {self.full:.2f} of needles in {length} tokens: another's would say nothing"
             )
 
-    def recall(self, cache: CacheConfig) -> Recall | None:
+    def recall(self, cache: CacheConfig) -> NeedleScore | None:
         """Of a memory made like ``cache``."""
         if self.why:
             return None
-        made = dataclasses.replace(cache, rows=len(self.tasks), capacity=self.length, blocks=None, prefix=False)
-        return Recall(self._share(made), self.full, len(self.tasks), self.length)
+        made = dataclasses.replace(
+            cache, max_num_seqs=len(self.tasks), max_seq_len=self.length, num_blocks=None, enable_prefix_caching=False
+        )
+        return NeedleScore(self._share(made), self.full, len(self.tasks), self.length)
 
     def _share(self, cache: CacheConfig) -> float:
-        engine = Engine(self.model, dataclasses.replace(cache, chunk=min(cache.chunk, self.length)))
+        engine = Engine(
+            self.model, dataclasses.replace(cache, prefill_chunk_size=min(cache.prefill_chunk_size, self.length))
+        )
         try:
-            found = answers(engine, self.tasks)
+            found = greedy_answers(engine, self.tasks)
         finally:
             engine.close()
-        shares = [self.language.share(task.parts, said) for task, said in zip(self.tasks, found, strict=True)]
+        shares = [self.language.answer_score(task.expected, said) for task, said in zip(self.tasks, found, strict=True)]
         return math.fsum(shares) / len(shares)

@@ -9,21 +9,21 @@ import time
 
 from kvad.cache.available import available_bytes
 
-__all__ = ["read_bandwidth"]
+__all__ = ["measure_bandwidth"]
 
-MOST_BYTES = 256 << 20  # past any cache
-COLUMNS = 4096
+MAX_BYTES = 256 << 20  # past any cache
+NUM_COLUMNS = 4096
 
 
-def read_bandwidth(seconds: float = 0.3) -> float:
+def measure_bandwidth(seconds: float = 0.3) -> float:
     """Bytes per second of the best of several matrix-vector products that read ``MOST_BYTES`` (a tenth of what is
     available, where that is less) once each, with as many threads as numpy's BLAS takes."""
     import numpy as np
 
     available = available_bytes()
-    size = MOST_BYTES if available is None else min(MOST_BYTES, available // 10)
-    matrix = np.ones((max(1, size // (4 * COLUMNS)), COLUMNS), dtype=np.float32)
-    vector = np.ones(COLUMNS, dtype=np.float32)
+    size = MAX_BYTES if available is None else min(MAX_BYTES, available // 10)
+    matrix = np.ones((max(1, size // (4 * NUM_COLUMNS)), NUM_COLUMNS), dtype=np.float32)
+    vector = np.ones(NUM_COLUMNS, dtype=np.float32)
     best, began = float("inf"), time.perf_counter()
     while time.perf_counter() - began < seconds:
         start = time.perf_counter()

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Labels", "Likelihood", "Match", "OneLabel", "exact_match", "label_scores"]
+__all__ = ["LabelScores", "Likelihood", "ExactMatch", "LabelScore", "count_exact_matches", "score_labels"]
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,17 @@ def _exp(x: float) -> float:
 
 
 @dataclass(frozen=True)
-class OneLabel:
+class LabelScore:
     """``support``: how often it is right; ``predicted``: how often it was said; ``hits``: both at once."""
 
     label: str
     support: int
-    predicted: int
+    num_predicted: int
     hits: int
 
     @property
     def precision(self) -> float:
-        return self.hits / self.predicted if self.predicted else 0.0
+        return self.hits / self.num_predicted if self.num_predicted else 0.0
 
     @property
     def recall(self) -> float:
@@ -97,16 +97,16 @@ class OneLabel:
     @property
     def f1(self) -> float:
         """2 hits / (support + predicted): the harmonic mean of precision and recall."""
-        return 2 * self.hits / (self.support + self.predicted)
+        return 2 * self.hits / (self.support + self.num_predicted)
 
 
 @dataclass(frozen=True)
-class Labels:
+class LabelScores:
     """Of ``count`` labels, ``hits`` were right; ``each``: by label, the most frequent first."""
 
     count: int
     hits: int
-    each: tuple[OneLabel, ...]
+    by_label: tuple[LabelScore, ...]
 
     @property
     def accuracy(self) -> float:
@@ -114,10 +114,10 @@ class Labels:
 
     @property
     def macro_f1(self) -> float:
-        return math.fsum(one.f1 for one in self.each) / len(self.each)
+        return math.fsum(one.f1 for one in self.by_label) / len(self.by_label)
 
 
-def label_scores(gold: Sequence[str], said: Sequence[str]) -> Labels:
+def score_labels(gold: Sequence[str], said: Sequence[str]) -> LabelScores:
     """Gold labels and predicted ones, place by place (of all sentences, one behind the other); at least one.
 
     A label that is in neither has no line and no part in the mean.
@@ -125,31 +125,31 @@ def label_scores(gold: Sequence[str], said: Sequence[str]) -> Labels:
     assert len(gold) == len(said) > 0, "a prediction for every gold label"
     support, predicted = Counter(gold), Counter(said)
     hits = Counter(true for true, have in zip(gold, said, strict=True) if true == have)
-    each = [OneLabel(label, support[label], predicted[label], hits[label]) for label in {*support, *predicted}]
+    each = [LabelScore(label, support[label], predicted[label], hits[label]) for label in {*support, *predicted}]
     each.sort(key=lambda one: (-one.support, one.label))
-    return Labels(len(gold), sum(hits.values()), tuple(each))
+    return LabelScores(len(gold), sum(hits.values()), tuple(each))
 
 
 # ---------------------------------------------------------------- whole texts
 
 
 @dataclass(frozen=True)
-class Match:
+class ExactMatch:
     """``hits`` of ``count`` texts are what they should be."""
 
     hits: int
     count: int
 
     @property
-    def share(self) -> float:
+    def accuracy(self) -> float:
         return self.hits / self.count
 
 
-def exact_match(said: Sequence[str], wanted: Sequence[str], *, lower: bool = False) -> Match:
+def count_exact_matches(said: Sequence[str], wanted: Sequence[str], *, lower: bool = False) -> ExactMatch:
     """Equal after white space at both ends is cut off; ``lower``: and in lower case.  At least one text."""
 
     def plain(text: str) -> str:
         return text.strip().lower() if lower else text.strip()
 
     assert len(said) == len(wanted) > 0, "an answer for every text"
-    return Match(sum(plain(a) == plain(b) for a, b in zip(said, wanted, strict=True)), len(said))
+    return ExactMatch(sum(plain(a) == plain(b) for a, b in zip(said, wanted, strict=True)), len(said))

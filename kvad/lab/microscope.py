@@ -18,57 +18,76 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from kvad.cache.cuts import Cut
-from kvad.cache.formats import joined
-from kvad.cache.sizing import Group, group_bytes
-from kvad.cache.state import State
-from kvad.config import mixers
+from kvad.cache.cuts import EvictionEvent
+from kvad.cache.formats import join_format_names
+from kvad.cache.sizing import CacheGroup, group_bytes
+from kvad.cache.state import SequenceState
+from kvad.config import attention_specs
 from kvad.engine import row as rows
-from kvad.engine.engine import Engine, Piece
-from kvad.engine.request import Sampling
-from kvad.engine.runner import Runner
-from kvad.engine.scheduler import Plan, Work
-from kvad.engine.swaps import Swapped
+from kvad.engine.engine import Engine, StreamChunk
+from kvad.engine.request import SamplingParams
+from kvad.engine.runner import ModelRunner
+from kvad.engine.scheduler import ScheduledSequence, SchedulerOutput
+from kvad.engine.swaps import PreemptionRecord
 from kvad.errors import EngineError, RequestError
 from kvad.lab.noted import (
-    AWAY,
     EVICTED,
     HOT,
     NAMES,
-    PACKED,
+    OFFLOADED,
+    QUANTIZED,
     SHARED,
-    SPILLED,
-    SUMMARISED,
+    SUMMARIZED,
+    SWAPPED,
     UNWRITTEN,
-    Noted,
-    Table,
-    blocks_of,
-    dropped,
-    laid,
-    scattered,
-    spread,
+    ReadableBlocks,
+    SequenceTrace,
+    evicted_positions,
+    readable_blocks,
+    scatter_by_position,
+    spread_summaries,
+    states_by_position,
 )
-from kvad.lab.places import places
-from kvad.lab.slide import STATES, Change, Level, Life, Line, Row, Slide, Span, Step, Why
-from kvad.lab.whence import Origin, away, begun, fell, kept_of, left_why, seated
-from kvad.ops.lanes import Seen
-from kvad.step import Mark, Reach
+from kvad.lab.places import storage_usage
+from kvad.lab.slide import (
+    STATES,
+    GroupReport,
+    GroupTrace,
+    Reason,
+    SequenceEventRecord,
+    SequenceReport,
+    StateChange,
+    StepSpan,
+    TraceReport,
+    TraceStep,
+)
+from kvad.lab.whence import (
+    TokenOrigin,
+    admission_origin,
+    loss_reason,
+    missing_reason,
+    preemption_reason,
+    restored_locations,
+    start_kind,
+)
+from kvad.ops.lanes import AttentionTrace
+from kvad.step import AttentionPattern, TokenPositions
 
-__all__ = ["Recorder", "examine"]
+__all__ = ["CacheTracer", "trace_requests"]
 
-SIGNS = "".join(STATES.values())
+STATE_SIGNS = "".join(STATES.values())
 
 
-def examine(
+def trace_requests(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
+    sampling: SamplingParams,
     *,
     model: str = "",
     piece: Callable[[int], str] = str,
-    resume: State | None = None,
+    resume: SequenceState | None = None,
     session: str = "",
-) -> Slide:
+) -> TraceReport:
     """Run ``prompts`` to their end, each from when the one before has its first token, so that it can find its blocks.
 
     ``resume``: what an earlier request left, of the session of this name; every prompt goes on from it, as far as it
@@ -79,120 +98,126 @@ def examine(
         raise RequestError(f"an {engine.model.config.kind} cannot be examined yet", "examine a decoder")
     if not engine.idle:
         raise EngineError("the engine is at work: what others ask of it would be on the slide")
-    with Recorder(engine, resume, session) as recorder:
+    with CacheTracer(engine, resume, session) as recorder:
         waiting, latest = list(prompts), -1
         spoken = {latest}  # requests that gave anything
         while waiting or not engine.idle:
             if waiting and latest in spoken:
-                latest = engine.submit(waiting.pop(0), sampling, resume=resume)
+                latest = engine.add_request(waiting.pop(0), sampling, resume=resume)
             pieces = engine.step()
-            recorder.settled(pieces)
+            recorder.on_outputs(pieces)
             spoken |= {each.request for each in pieces}
-        return recorder.slide(model, piece)
+        return recorder.report(model, piece)
 
 
-class _Runner(Runner):
+class _Runner(ModelRunner):
     """Shows a recorder each plan."""
 
-    def __init__(self, runner: Runner, recorder: Recorder) -> None:
+    def __init__(self, runner: ModelRunner, recorder: CacheTracer) -> None:
         super().__init__(runner.model, runner.cache)
         self.buffers, self.recorder = runner.buffers, recorder
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> Tensor:
-        self.recorder.begin(plan)
-        logits = super().run(plan)
-        self.recorder.end(plan)
+    def execute(self, plan: SchedulerOutput) -> Tensor:
+        self.recorder.on_scheduled(plan)
+        logits = super().execute(plan)
+        self.recorder.on_executed(plan)
         return logits
 
 
-class Recorder:
+class CacheTracer:
     """``with Recorder(engine) as recorder``: every step until the end of the block is noted.  ``left``: what requests
     are submitted with to go on from, of the session of this name.  RequestError for a mesh of several ranks."""
 
-    def __init__(self, engine: Engine, left: State | None = None, session: str = "") -> None:
-        if engine.memory.ranks > 1:
+    def __init__(self, engine: Engine, left: SequenceState | None = None, session: str = "") -> None:
+        if engine.kv_cache.ranks > 1:
             raise RequestError(
-                f"a mesh of {engine.memory.ranks} ranks cannot be examined: each sees its own heads and layers alone",
+                f"a mesh of {engine.kv_cache.ranks} ranks cannot be examined: each sees its own heads and layers alone",
                 "examine one process: what becomes of a token is the same there",
             )
-        self.engine, self.memory, self.ledger = engine, engine.memory, engine.ledger
-        self.own = self.ledger.own
+        self.engine, self.memory, self.kv_cache_manager = engine, engine.kv_cache, engine.kv_cache_manager
+        self.own = self.kv_cache_manager.token_groups
         self.below = [
-            [n for n, group in enumerate(self.memory.groups) if group.level is not None and group.level.of == index]
+            [
+                n
+                for n, group in enumerate(self.memory.groups)
+                if group.lower_level is not None and group.lower_level.token_group == index
+            ]
             for index in range(len(self.own))
         ]
         self.group_of = {layer: index for index, group in enumerate(self.own) for layer in group.layers}
         self.policies = [self._policy(group) for group in self.own]
-        self.rows: dict[tuple[int, int], Noted] = {}
-        self.steps: list[Step] = []
+        self.rows: dict[tuple[int, int], SequenceTrace] = {}
+        self.steps: list[TraceStep] = []
         self.step = 0
-        self.plan: Plan | None = None
-        self.cuts: dict[tuple[int, int], Cut] = {}  # of this step, by seat and layer
+        self.plan: SchedulerOutput | None = None
+        self.evictions: dict[tuple[int, int], EvictionEvent] = {}  # of this step, by seat and layer
         self.left, self.session = left, f"session {session}" if session else "what an earlier request left"
-        self.moved: list[tuple[rows.Row, Swapped]] = []  # since the last step
-        self._latest: list[Noted] = []
-        self._before = engine.runner, engine.memory.probe, engine.memory.witness
+        self.moved: list[tuple[rows.TokenSequence, PreemptionRecord]] = []  # since the last step
+        self._latest: list[SequenceTrace] = []
+        self._before = engine.runner, engine.kv_cache.attention_hook, engine.kv_cache.eviction_hook
 
-    def __enter__(self) -> Recorder:
-        self.memory.probe, self.memory.witness = self.probe, self.cut
+    def __enter__(self) -> CacheTracer:
+        self.memory.attention_hook, self.memory.eviction_hook = self.on_attention, self.on_eviction
         self.engine.runner = _Runner(self.engine.runner, self)
-        self.engine.swaps.witness = lambda row, swapped: self.moved.append((row, swapped))
-        if self.ledger.deposits is not None:
-            self.ledger.deposits.found = {}
+        self.engine.preemption.witness = lambda row, swapped: self.moved.append((row, swapped))
+        if self.kv_cache_manager.prefix_offload is not None:
+            self.kv_cache_manager.prefix_offload.found = {}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self.engine.runner, self.memory.probe, self.memory.witness = self._before
-        self.engine.swaps.witness = None
-        if self.ledger.deposits is not None:
-            self.ledger.deposits.found = None
+        self.engine.runner, self.memory.attention_hook, self.memory.eviction_hook = self._before
+        self.engine.preemption.witness = None
+        if self.kv_cache_manager.prefix_offload is not None:
+            self.kv_cache_manager.prefix_offload.found = None
 
-    def _policy(self, group: Group) -> str:
+    def _policy(self, group: CacheGroup) -> str:
         """What decides in these layers, in words."""
         cache, layer = self.engine.cache, group.layers[0]
-        theirs = mixers(self.engine.model.config)[layer]
-        if theirs.window is not None and group.mixer.window == theirs.window:
+        theirs = attention_specs(self.engine.model.config)[layer]
+        if theirs.window is not None and group.spec.window == theirs.window:
             return f"the layer's own window of {theirs.window}"
-        return str(cache.kept.at(layer))
+        return str(cache.resolved_policy.for_layer(layer))
 
     # ------------------------------------------------------------ what is shown
 
-    def cut(self, cut: Cut) -> None:
-        self.cuts[cut.compact.row, cut.layer] = cut
+    def on_eviction(self, cut: EvictionEvent) -> None:
+        self.evictions[cut.op.seq_index, cut.layer] = cut
 
-    def probe(self, seen: Seen) -> None:
+    def on_attention(self, seen: AttentionTrace) -> None:
         """Who got how much of the attention of this step's queries, by position."""
         plan, index = self.plan, self.group_of[seen.layer]
         assert plan is not None
-        group, first = self.own[index], sum(lane.rows for lane in plan.lanes[: seen.lane])
-        heads = group.mixer.kv_heads
+        group, first = self.own[index], sum(lane.num_seqs for lane in plan.sub_batches[: seen.sub_batch])
+        heads = group.spec.num_kv_heads
         mass = seen.weights.double().nan_to_num().unflatten(1, (heads, -1)).sum((2, 3)).cpu()  # [R, K, S]
-        for number in range(plan.lanes[seen.lane].rows):
-            work = plan.work[first + number]
-            end, row = work.start + work.count, self.rows[work.row.request, work.row.sample]
-            if group.scored is not None:
-                held = self._heads(seen.layer, plan.placed.tables[index][first + number])
+        for number in range(plan.sub_batches[seen.sub_batch].num_seqs):
+            work = plan.scheduled[first + number]
+            end, row = work.start + work.num_tokens, self.rows[work.sequence.request_id, work.sequence.sample_index]
+            if group.eviction_policy is not None:
+                held = self._heads(seen.layer, plan.allocation.block_tables[index][first + number])
             else:
                 held = seen.positions[number].cpu().expand(heads, -1)
             most = min(held.shape[1], mass.shape[2])
-            got = scattered(held[:, :most], mass[number, :, :most], end)
+            got = scatter_by_position(held[:, :most], mass[number, :, :most], end)
             for level in self.below[index]:
-                spread(got, self._positions(level, plan.placed.tables[level][first + number]), self._ratio(level))
+                spread_summaries(
+                    got, self._positions(level, plan.allocation.block_tables[level][first + number]), self._ratio(level)
+                )
             before = row.mass.get(seen.layer, got.new_zeros(heads, 0))
             got[:, : before.shape[1]] += before[:, :end]
             row.mass[seen.layer] = torch.cat((got, before[:, end:]), dim=1)
 
     def _ratio(self, number: int) -> int:
-        level = self.memory.groups[number].level
+        level = self.memory.groups[number].lower_level
         assert level is not None
         return level.ratio
 
     def _spilled(self, number: int) -> bool:
-        level = self.memory.groups[number].level
-        return level is not None and level.spilled
+        level = self.memory.groups[number].lower_level
+        return level is not None and level.is_offloaded
 
     def _positions(self, number: int, blocks: Sequence[int]) -> Tensor:
         """[S]: of a group's slots in these blocks."""
@@ -200,251 +225,273 @@ class Recorder:
 
     def _heads(self, layer: int, blocks: Sequence[int]) -> Tensor:
         """[K, S] of a layer whose heads keep others."""
-        return self.memory.columns[layer].positions[list(blocks)].transpose(0, 1).flatten(1).long().cpu()
+        return self.memory.head_metadata[layer].positions[list(blocks)].transpose(0, 1).flatten(1).long().cpu()
 
     # ------------------------------------------------------------ a step
 
-    def begin(self, plan: Plan) -> None:
+    def on_scheduled(self, plan: SchedulerOutput) -> None:
         self.step, self.plan = self.step + 1, plan
-        self.cuts.clear()
+        self.evictions.clear()
         back = self._hear()
-        for work in plan.work:
-            key = work.row.request, work.row.sample
+        for work in plan.scheduled:
+            key = work.sequence.request_id, work.sequence.sample_index
             row = self.rows.get(key)
-            if row is None or row.away:
+            if row is None or row.swapped:
                 self._seat(row, work, back.get(key))
 
-    def _hear(self) -> dict[tuple[int, int], Swapped]:
+    def _hear(self) -> dict[tuple[int, int], PreemptionRecord]:
         """Note who has given way since the last step, and what was lost of them; returns whose copies are back."""
         back = {}
         for own, swapped in self.moved:
-            key = own.request, own.sample
+            key = own.request_id, own.sample_index
             row = self.rows.get(key)
-            if swapped.what == "back":
+            if swapped.action == "back":
                 back[key] = swapped
-            elif row is not None and swapped.what in ("out", "again"):
+            elif row is not None and swapped.action in ("out", "again"):
                 self._gone_away(row, swapped)
             elif row is not None:  # its copy is lost, or wanted no more
-                row.life.append(Life(self.step, fell(swapped)))
+                row.life.append(SequenceEventRecord(self.step, loss_reason(swapped)))
         self.moved.clear()
         return back
 
-    def _seat(self, row: Noted | None, work: Work, swapped: Swapped | None) -> None:
+    def _seat(self, row: SequenceTrace | None, work: ScheduledSequence, swapped: PreemptionRecord | None) -> None:
         """A row takes its place, for the first time (None) or again."""
-        deposits, forked = self.ledger.deposits, row is None and work.start > 0 and work.row.sample > 0
-        found = None if deposits is None or deposits.found is None else deposits.found.get(work.row.seat)
-        way, place = begun(swapped, forked), "" if swapped is None else swapped.place or ""
+        deposits, forked = (
+            self.kv_cache_manager.prefix_offload,
+            row is None and work.start > 0 and work.sequence.sample_index > 0,
+        )
+        found = None if deposits is None or deposits.found is None else deposits.found.get(work.sequence.seq_index)
+        way, place = start_kind(swapped, forked), "" if swapped is None else swapped.location or ""
         size = self.own[0].block_size
-        origin = Origin(self.step, way, work.start, size, place, self.session, kept_of(found))
+        origin = TokenOrigin(self.step, way, work.start, size, place, self.session, restored_locations(found))
         again, missed, nbytes = "", "", 0 if swapped is None else swapped.nbytes
         if row is None:
-            count = [1 if g.scored is None else len(g.layers) * g.mixer.kv_heads for g in self.own]
-            row = self.rows[work.row.request, work.row.sample] = Noted(len(self.rows), work.row, origin, count)
-            missed = self.engine.usage(work.row.request).missed
+            count = [1 if g.eviction_policy is None else len(g.layers) * g.spec.num_kv_heads for g in self.own]
+            row = self.rows[work.sequence.request_id, work.sequence.sample_index] = SequenceTrace(
+                len(self.rows), work.sequence, origin, count
+            )
+            missed = self.engine.metrics(work.sequence.request_id).resume_miss_reason
             if way == "restored" and self.left is not None and self.left.length == work.start:
                 nbytes = self.left.nbytes
         else:
-            row.origin, row.away, again = origin, False, " again"
-        row.life.append(Life(self.step, f"seated{again}{seated(origin, found, nbytes, missed)}"))
+            row.origin, row.swapped, again = origin, False, " again"
+        row.life.append(
+            SequenceEventRecord(self.step, f"seated{again}{admission_origin(origin, found, nbytes, missed)}")
+        )
 
-    def _gone_away(self, row: Noted, swapped: Swapped) -> None:
-        cause, told = away(swapped, row.known)
-        row.away, row.before = True, [codes.clone() for codes in row.codes]
-        row.life.append(Life(self.step, told))
-        why = Why(cause, f"{told}, at step {self.step}", row.known, source=swapped.place)
+    def _gone_away(self, row: SequenceTrace, swapped: PreemptionRecord) -> None:
+        cause, told = preemption_reason(swapped, row.known)
+        row.swapped, row.before = True, [codes.clone() for codes in row.codes]
+        row.life.append(SequenceEventRecord(self.step, told))
+        why = Reason(cause, f"{told}, at step {self.step}", row.known, source=swapped.location)
         for index, codes in enumerate(row.codes):
             lost = (codes != EVICTED) & (codes != UNWRITTEN)
             for line, at in lost.nonzero().tolist():
-                row.note(index, line, Change(self.step, at, at, "away", why))
-            codes[lost] = AWAY
+                row.record(index, line, StateChange(self.step, at, at, "away", why))
+            codes[lost] = SWAPPED
 
-    def end(self, plan: Plan) -> None:
+    def on_executed(self, plan: SchedulerOutput) -> None:
         self.plan, self._latest = None, []
-        for number, work in enumerate(plan.work):
-            row = self.rows[work.row.request, work.row.sample]
+        for number, work in enumerate(plan.scheduled):
+            row = self.rows[work.sequence.request_id, work.sequence.sample_index]
             row.tables = [self._table(number, plan, index) for index in range(len(self.own))]
             below = [self._table(number, plan, level) for level in range(len(self.own), len(self.memory.groups))]
             row.tables += below
             for index in range(len(self.own)):
                 self._compare(row, index, work, self._codes(row, index, work))
-            row.known = work.start + work.count
+            row.known = work.start + work.num_tokens
             self._latest.append(row)
-        spans = [Span(self.rows[w.row.request, w.row.sample].number, w.start, w.count) for w in plan.work]
-        self.steps.append(Step(self.step, tuple(spans), tuple(pool.live for pool in self.ledger.pools)))
+        spans = [
+            StepSpan(self.rows[w.sequence.request_id, w.sequence.sample_index].number, w.start, w.num_tokens)
+            for w in plan.scheduled
+        ]
+        self.steps.append(
+            TraceStep(self.step, tuple(spans), tuple(pool.num_live for pool in self.kv_cache_manager.pools))
+        )
 
-    def settled(self, pieces: Sequence[Piece]) -> None:
+    def on_outputs(self, pieces: Sequence[StreamChunk]) -> None:
         """After an engine's step: what it published, and who came to an end."""
         for row in self._latest:
             for index, table in enumerate(row.tables):
-                known = self.ledger.pools[index].prefixes
+                known = self.kv_cache_manager.pools[index].prefixes
                 row.published |= {(index, block) for block in table.blocks if known[block] is not None}
         for piece in pieces:
-            row_or_none = self.rows.get((piece.request, piece.sample))
-            if piece.finish is not None and row_or_none is not None:
-                row_or_none.finish, row_or_none.error = piece.finish, piece.error
+            row_or_none = self.rows.get((piece.request, piece.sample_index))
+            if piece.finish_reason is not None and row_or_none is not None:
+                row_or_none.finish, row_or_none.error = piece.finish_reason, piece.error
 
-    def _table(self, number: int, plan: Plan, index: int) -> Table:
-        group, blocks = self.memory.groups[index], tuple(plan.placed.tables[index][number])
-        refs = tuple(self.ledger.pools[index].refs[block] for block in blocks)
-        if group.scored is not None:
-            return Table(blocks, refs, {layer: self._heads(layer, blocks) for layer in group.layers})
-        return Table(blocks, refs, self._positions(index, blocks))
+    def _table(self, number: int, plan: SchedulerOutput, index: int) -> ReadableBlocks:
+        group, blocks = self.memory.groups[index], tuple(plan.allocation.block_tables[index][number])
+        refs = tuple(self.kv_cache_manager.pools[index].refs[block] for block in blocks)
+        if group.eviction_policy is not None:
+            return ReadableBlocks(blocks, refs, {layer: self._heads(layer, blocks) for layer in group.layers})
+        return ReadableBlocks(blocks, refs, self._positions(index, blocks))
 
     # ------------------------------------------------------------ states
 
-    def _codes(self, row: Noted, index: int, work: Work) -> Tensor:
+    def _codes(self, row: SequenceTrace, index: int, work: ScheduledSequence) -> Tensor:
         """[lines, end]: what is in the memory now, and may be seen by the row's next query but one's equals."""
-        group, end, table = self.own[index], work.start + work.count, row.tables[index]
+        group, end, table = self.own[index], work.start + work.num_tokens, row.tables[index]
         state = torch.tensor([SHARED if count > 1 else HOT for count in table.refs], dtype=torch.uint8)
         state = state.repeat_interleave(group.block_size)
         if isinstance(table.held, dict):
             held = torch.cat([table.held[layer] for layer in group.layers])
-            return laid(held, state.expand_as(held), end)
-        codes = laid(table.held.unsqueeze(0), state.unsqueeze(0), end)
-        found = row.origin.tokens if row.origin.way == "found" else 0
+            return states_by_position(held, state.expand_as(held), end)
+        codes = states_by_position(table.held.unsqueeze(0), state.unsqueeze(0), end)
+        found = row.origin.tokens if row.origin.source == "found" else 0
         codes[0, :found][codes[0, :found] == HOT] = SHARED
         for level in self.below[index]:
             ratio, lower = self._ratio(level), row.tables[level].held
             assert isinstance(lower, Tensor)
             lower = lower[lower >= 0]
             if ratio == 1:
-                codes[0, lower] = SPILLED if self._spilled(level) else PACKED
+                codes[0, lower] = OFFLOADED if self._spilled(level) else QUANTIZED
             else:
-                codes[0, (lower.unsqueeze(1) // ratio * ratio + torch.arange(ratio)).flatten()] = SUMMARISED
-        seen = Reach.of(group.mixer).allows(Mark(torch.tensor([end - 1])), Mark(torch.arange(end)))
+                codes[0, (lower.unsqueeze(1) // ratio * ratio + torch.arange(ratio)).flatten()] = SUMMARIZED
+        seen = AttentionPattern.from_spec(group.spec).visible(
+            TokenPositions(torch.tensor([end - 1])), TokenPositions(torch.arange(end))
+        )
         return codes.masked_fill(~seen, EVICTED)
 
-    def _compare(self, row: Noted, index: int, work: Work, codes: Tensor) -> None:
-        end = work.start + work.count
+    def _compare(self, row: SequenceTrace, index: int, work: ScheduledSequence, codes: Tensor) -> None:
+        end = work.start + work.num_tokens
         before = row.grow(index, end)
         old = before[:, :end]
         changed = (old != codes).nonzero().tolist()
-        passed = self._passed(row, index, end) if self.own[index].mixer.window is not None else []
-        cuts = self._ranked(index, work) if self.own[index].scored is not None else {}
+        passed = self._passed(row, index, end) if self.own[index].spec.window is not None else []
+        cuts = self._ranked(index, work) if self.own[index].eviction_policy is not None else {}
         for line, at in changed:
             was, now = int(old[line, at]), int(codes[line, at])
             if now == EVICTED:
                 why = self._why_left(row, index, line, at, was, work, passed, cuts)
             else:
                 why = self._why_here(row, index, line, at, was, now, work)
-            row.note(index, line, Change(self.step, at, at, NAMES[now], why))
+            row.record(index, line, StateChange(self.step, at, at, NAMES[now], why))
         before[:, :end] = codes
 
-    def _passed(self, row: Noted, index: int, end: int) -> list[int]:
+    def _passed(self, row: SequenceTrace, index: int, end: int) -> list[int]:
         """For each position, the row's length when its query was the first that could not see it; 0: all could."""
         first = min(row.known, end - 1)
         queries, keys = torch.arange(first, end), torch.arange(end)
-        hidden = ~Reach.of(self.own[index].mixer).allows(Mark(queries), Mark(keys)) & (queries.unsqueeze(1) >= keys)
+        hidden = ~AttentionPattern.from_spec(self.own[index].spec).visible(
+            TokenPositions(queries), TokenPositions(keys)
+        ) & (queries.unsqueeze(1) >= keys)
         lengths: list[int] = torch.where(hidden.any(0), first + hidden.byte().argmax(0) + 1, 0).tolist()
         return lengths
 
-    def _ranked(self, index: int, work: Work) -> dict[int, dict[int, Why]]:
+    def _ranked(self, index: int, work: ScheduledSequence) -> dict[int, dict[int, Reason]]:
         """By line and position, why it was dropped in this step."""
-        group, told = self.own[index], dict[int, dict[int, Why]]()
-        policy, heads = self.policies[index], self.own[index].mixer.kv_heads
+        group, told = self.own[index], dict[int, dict[int, Reason]]()
+        policy, heads = self.policies[index], self.own[index].spec.num_kv_heads
         for place, layer in enumerate(group.layers):
-            cut = self.cuts.get((work.row.seat, layer))
+            cut = self.evictions.get((work.sequence.seq_index, layer))
             for head in range(heads if cut is not None else 0):
                 assert cut is not None
-                told[place * heads + head] = dropped(cut, head, policy, self.step)
+                told[place * heads + head] = evicted_positions(cut, head, policy, self.step)
         return told
 
     def _why_left(
         self,
-        row: Noted,
+        row: SequenceTrace,
         index: int,
         line: int,
         at: int,
         was: int,
-        work: Work,
+        work: ScheduledSequence,
         passed: list[int],
-        cuts: dict[int, dict[int, Why]],
-    ) -> Why:
+        cuts: dict[int, dict[int, Reason]],
+    ) -> Reason:
         policy, when = self.policies[index], f"at step {self.step}"
         if at in cuts.get(line, {}):
             return cuts[line][at]
-        before = row.origin.way == "restored" and was == UNWRITTEN and at < work.start
+        before = row.origin.source == "restored" and was == UNWRITTEN and at < work.start
         if passed and passed[at] and not (before and passed[at] <= work.start):
-            return Why("window", f"passed {when} by {policy} at length {passed[at]}", passed[at])
+            return Reason("window", f"passed {when} by {policy} at length {passed[at]}", passed[at])
         if was == UNWRITTEN and at < work.start:
-            return left_why(row.origin, work.start)
-        if self.own[index].levels is not None:
-            return Why("gone", f"gone {when} at length {work.start}: {policy} keeps no more", work.start)
-        return Why("lost", f"lost {when}: no policy says why, this is a bug", work.start)
+            return missing_reason(row.origin, work.start)
+        if self.own[index].demotion_policy is not None:
+            return Reason("gone", f"gone {when} at length {work.start}: {policy} keeps no more", work.start)
+        return Reason("lost", f"lost {when}: no policy says why, this is a bug", work.start)
 
-    def _why_here(self, row: Noted, index: int, line: int, at: int, was: int, now: int, work: Work) -> Why:
+    def _why_here(
+        self, row: SequenceTrace, index: int, line: int, at: int, was: int, now: int, work: ScheduledSequence
+    ) -> Reason:
         when, length = f"at step {self.step}", work.start
-        lower = NAMES[now] if now in (PACKED, SUMMARISED, SPILLED) else ""
-        if was == AWAY and at >= work.start:
-            return Why("again", f"computed again {when}{f', {lower}' if lower else ''}", length)
-        came = at < work.start and row.origin.step == self.step and row.origin.way != "shared"
-        if came and (was == UNWRITTEN or (was == AWAY and (not lower or int(row.before[index][line, at]) == now))):
-            return row.origin.why(index, at, length, lower)
-        if now == SPILLED:
-            return Why("spilled", f"spilled {when} at length {length}: read back by every later query", length)
-        if now == PACKED:
+        lower = NAMES[now] if now in (QUANTIZED, SUMMARIZED, OFFLOADED) else ""
+        if was == SWAPPED and at >= work.start:
+            return Reason("again", f"computed again {when}{f', {lower}' if lower else ''}", length)
+        came = at < work.start and row.origin.step == self.step and row.origin.source != "shared"
+        if came and (was == UNWRITTEN or (was == SWAPPED and (not lower or int(row.before[index][line, at]) == now))):
+            return row.origin.describe(index, at, length, lower)
+        if now == OFFLOADED:
+            return Reason("spilled", f"spilled {when} at length {length}: read back by every later query", length)
+        if now == QUANTIZED:
             below = self.memory.groups[self.below[index][0]]
-            stored = joined(below.keys, below.values)
-            return Why("packed", f"packed {when} into {stored} at length {length}", length)
-        if now == SUMMARISED:
+            stored = join_format_names(below.key_format, below.value_format)
+            return Reason("packed", f"packed {when} into {stored} at length {length}", length)
+        if now == SUMMARIZED:
             ratio = self._ratio(self.below[index][-1])
             first = at // ratio * ratio
             others = f"one slot for tokens {first} to {first + ratio - 1}"
-            return Why("summary", f"summarised {when} at length {length}: {others}", length)
+            return Reason("summary", f"summarised {when} at length {length}: {others}", length)
         if now == SHARED:
-            return Why("shared", f"shared {when}: other rows count on its block", length)
+            return Reason("shared", f"shared {when}: other rows count on its block", length)
         if was == SHARED:
-            return Why("own", f"this row's own {when}", length)
-        return Why("written", f"computed {when}", length)
+            return Reason("own", f"this row's own {when}", length)
+        return Reason("written", f"computed {when}", length)
 
     # ------------------------------------------------------------ the slide
 
-    def slide(self, model: str, piece: Callable[[int], str]) -> Slide:
+    def report(self, model: str, piece: Callable[[int], str]) -> TraceReport:
         """All that was noted so far."""
         self._hear()
         groups = []
         for group in self.memory.groups:
-            form = "hot" if group.level is None else "packed" if group.level.ratio == 1 else "summarised"
-            form = "spilled" if group.level is not None and group.level.spilled else form
+            form = "hot" if group.lower_level is None else "packed" if group.lower_level.ratio == 1 else "summarised"
+            form = "spilled" if group.lower_level is not None and group.lower_level.is_offloaded else form
             index = self.group_of[group.layers[0]]
-            stored, size = joined(group.keys, group.values), group_bytes(group).total
-            heads, policy = group.mixer.kv_heads, self.policies[index]
-            groups.append(Level(form, group.layers, heads, policy, stored, group.block_size, group.usable, size))
+            stored, size = join_format_names(group.key_format, group.value_format), group_bytes(group).total
+            heads, policy = group.spec.num_kv_heads, self.policies[index]
+            groups.append(
+                GroupReport(form, group.layers, heads, policy, stored, group.block_size, group.num_usable_blocks, size)
+            )
         cache = self.engine.cache
         every = tuple(self._row(row, piece) for row in self.rows.values())
-        steps, lives = tuple(self.steps), places(self.engine, self.steps)
-        return Slide(model, str(cache.kept), cache.layout, len(self.group_of), tuple(groups), steps, every, lives)
+        steps, lives = tuple(self.steps), storage_usage(self.engine, self.steps)
+        return TraceReport(
+            model, str(cache.resolved_policy), cache.layout, len(self.group_of), tuple(groups), steps, every, lives
+        )
 
-    def _row(self, row: Noted, piece: Callable[[int], str]) -> Row:
-        tokens, lines = row.row.tokens, []
+    def _row(self, row: SequenceTrace, piece: Callable[[int], str]) -> SequenceReport:
+        tokens, lines = row.row.token_ids, []
         for index, group in enumerate(self.own):
             codes = row.grow(index, len(tokens))
-            heads = group.mixer.kv_heads
+            heads = group.spec.num_kv_heads
             for number, (states, changes) in enumerate(zip(codes.tolist(), row.changes[index], strict=True)):
-                apart = group.scored is not None
+                apart = group.eviction_policy is not None
                 layers = (group.layers[number // heads],) if apart else group.layers
                 head = number % heads if apart else None
-                signs = "".join(SIGNS[code] for code in states)
-                lines.append(Line(index, layers, head, signs, tuple(changes)))
+                signs = "".join(STATE_SIGNS[code] for code in states)
+                lines.append(GroupTrace(index, layers, head, signs, tuple(changes)))
         lines.sort(key=lambda line: (line.layers[0], line.head or 0))
         none = torch.zeros(0)
         mass = []
         for layer in sorted(self.group_of):
-            got = row.mass.get(layer, none.expand(self.own[self.group_of[layer]].mixer.kv_heads, 0))
+            got = row.mass.get(layer, none.expand(self.own[self.group_of[layer]].spec.num_kv_heads, 0))
             padded = torch.nn.functional.pad(got, (0, len(tokens) - got.shape[1]))
             mass.append(tuple(tuple(head) for head in padded.tolist()))
-        return Row(
-            request=row.row.request,
-            sample=row.row.sample,
-            prompt=row.row.prompt_len,
-            claimed=row.claimed,
+        return SequenceReport(
+            request=row.row.request_id,
+            sample=row.row.sample_index,
+            prompt=row.row.num_prompt_tokens,
+            num_prefix_hits=row.claimed,
             tokens=tuple(tokens),
             pieces=tuple(piece(token) for token in tokens),
             finish=row.finish,
             error=row.error,
             lines=tuple(lines),
-            blocks=tuple(blocks_of(row, self.memory.groups)),
-            mass=tuple(mass),
-            life=tuple(row.life),
+            blocks=tuple(readable_blocks(row, self.memory.groups)),
+            attention_mass=tuple(mass),
+            events=tuple(row.life),
             restored=row.restored,
         )

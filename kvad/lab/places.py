@@ -5,63 +5,63 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvad.engine.engine import Engine
-from kvad.errors import counted
-from kvad.lab.slide import Place, Step
+from kvad.errors import format_count
+from kvad.lab.slide import StorageReport, TraceStep
 
-__all__ = ["places"]
+__all__ = ["storage_usage"]
 
 
-def places(engine: Engine, steps: Sequence[Step]) -> tuple[Place, ...]:
+def storage_usage(engine: Engine, steps: Sequence[TraceStep]) -> tuple[StorageReport, ...]:
     """Those that the engine has.  What waits to be written to a tier is waited for, so that it counts."""
-    return (_pool(engine, steps), *_tiers(engine), *_spill(engine, steps), *_parking(engine))
+    return (_pool(engine, steps), *_prefix_cache_usage(engine), *_offload_usage(engine, steps), *_swap_usage(engine))
 
 
-def _place(
+def _storage_report(
     name: str, nbytes: int, limit: int | None, blocks: int | None, of: int | None, peak: int | None, *more: str
-) -> Place:
+) -> StorageReport:
     held = f"{nbytes:,} bytes" if limit is None else f"{nbytes:,} of {limit:,} bytes"
     if blocks is not None:
         held += f" in {blocks}" + (f" of {of}" if of is not None else "") + " blocks"
     parts = [held, *([] if peak is None else [f"at most {peak:,}"]), *(each for each in more if each)]
-    return Place(name, nbytes, limit, blocks, of, peak, f"{name}: {', '.join(parts)}")
+    return StorageReport(name, nbytes, limit, blocks, of, peak, f"{name}: {', '.join(parts)}")
 
 
-def _pool(engine: Engine, steps: Sequence[Step]) -> Place:
-    stats, sizes = engine.ledger.stats(), engine.memory.block_bytes()
+def _pool(engine: Engine, steps: Sequence[TraceStep]) -> StorageReport:
+    stats, sizes = engine.kv_cache_manager.stats(), engine.kv_cache.block_bytes()
     kept = [used + idle for used, idle in zip(stats.used, stats.evictable, strict=True)]
     held = sum(count * size for count, size in zip(kept, sizes, strict=True))
     whole = sum(count * size for count, size in zip(stats.total, sizes, strict=True))
     peak = max((sum(n * size for n, size in zip(step.used, sizes, strict=True)) for step in steps), default=0)
-    more = f"{counted(sum(stats.evictable), 'block')} kept for reuse" if any(stats.evictable) else ""
-    evicted = f"{counted(sum(stats.evictions), 'block')} evicted" if any(stats.evictions) else ""
-    return _place("pool", held, whole, sum(kept), sum(stats.total), peak, more, evicted)
+    more = f"{format_count(sum(stats.evictable), 'block')} kept for reuse" if any(stats.evictable) else ""
+    evicted = f"{format_count(sum(stats.evictions), 'block')} evicted" if any(stats.evictions) else ""
+    return _storage_report("pool", held, whole, sum(kept), sum(stats.total), peak, more, evicted)
 
 
-def _tiers(engine: Engine) -> Iterator[Place]:
-    if engine.tiers is None:
+def _prefix_cache_usage(engine: Engine) -> Iterator[StorageReport]:
+    if engine.block_store is None:
         return
-    engine.tiers.flush()
-    stats = engine.tiers.stats()
+    engine.block_store.flush()
+    stats = engine.block_store.stats()
     ram, disk = stats.ram, stats.disk
     if ram.limit:
-        packed = f"{ram.packed} packed" if ram.packed else ""
-        gone = f"{counted(ram.evictions, 'block')} evicted" if ram.evictions else ""
-        yield _place("tier RAM", ram.bytes, ram.limit, ram.entries, None, None, packed, gone)
+        packed = f"{ram.compressed} packed" if ram.compressed else ""
+        gone = f"{format_count(ram.evictions, 'block')} evicted" if ram.evictions else ""
+        yield _storage_report("tier RAM", ram.bytes, ram.limit, ram.num_blocks, None, None, packed, gone)
     if disk.limit:
         pinned = f"{disk.pinned} pinned" if disk.pinned else ""
         moved = f"{disk.written_bytes:,} bytes written, {disk.read_bytes:,} read"
-        off = f"off: {disk.off}" if disk.off else ""
-        yield _place("tier disk", disk.bytes, disk.limit, disk.entries, None, None, pinned, moved, off)
+        off = f"off: {disk.disabled_reason}" if disk.disabled_reason else ""
+        yield _storage_report("tier disk", disk.bytes, disk.limit, disk.num_blocks, None, None, pinned, moved, off)
 
 
-def _spill(engine: Engine, steps: Sequence[Step]) -> Iterator[Place]:
+def _offload_usage(engine: Engine, steps: Sequence[TraceStep]) -> Iterator[StorageReport]:
     """Of a group that is spilled, the lowest numbers lie in host memory."""
-    spill = engine.memory.spill
+    spill = engine.kv_cache.offload_reader
     if spill is None:
         return
-    stats, pools, shares = spill.stats(), engine.ledger.pools, spill.plan.shares
+    stats, pools, shares = spill.stats(), engine.kv_cache_manager.pools, spill.plan.shares
     for name, on_disk, read in (("spilled RAM", False, stats.from_ram), ("spilled disk", True, stats.from_disk)):
-        bytes_of = {n: share.layers * share.line for n, share in shares.items()}
+        bytes_of = {n: share.layers * share.block_bytes for n, share in shares.items()}
         room = {n: share.disk if on_disk else share.ram for n, share in shares.items()}
         if not any(room.values()):
             continue
@@ -69,25 +69,25 @@ def _spill(engine: Engine, steps: Sequence[Step]) -> Iterator[Place]:
         def lying(used: dict[int, int], on_disk: bool = on_disk) -> dict[int, int]:
             return {n: max(0, used[n] - s.ram) if on_disk else min(used[n], s.ram) for n, s in shares.items()}
 
-        now = lying({n: pools[n].live for n in shares})
+        now = lying({n: pools[n].num_live for n in shares})
         peaks = (lying({n: step.used[n] for n in shares}) for step in steps)
         peak = max((sum(count * bytes_of[n] for n, count in at.items()) for at in peaks), default=0)
         held, limit = (sum(count * bytes_of[n] for n, count in at.items()) for at in (now, room))
-        failed = f"{counted(stats.failed, 'operation')} failed" if on_disk and stats.failed else ""
+        failed = f"{format_count(stats.failed, 'operation')} failed" if on_disk and stats.failed else ""
         blocks = sum(now.values()), sum(room.values())
-        yield _place(name, held, limit, *blocks, peak, f"{read:,} bytes read", failed)
+        yield _storage_report(name, held, limit, *blocks, peak, f"{read:,} bytes read", failed)
 
 
-def _parking(engine: Engine) -> Iterator[Place]:
-    parking, stats = engine.swaps.parking, engine.swaps.stats()
+def _swap_usage(engine: Engine) -> Iterator[StorageReport]:
+    parking, stats = engine.preemption.swap_space, engine.preemption.stats()
     if parking is None:
         return
-    parked = stats.parking
+    parked = stats.swap_space
     if parking.ram or stats.to_ram:
-        swapped = f"{counted(stats.to_ram, 'row')} swapped there"
-        yield _place("parked RAM", parked.ram, parking.ram, None, None, parked.ram_peak, swapped)
+        swapped = f"{format_count(stats.to_ram, 'row')} swapped there"
+        yield _storage_report("parked RAM", parked.ram_bytes, parking.ram, None, None, parked.ram_peak, swapped)
     if parking.files is not None:
-        written = f"{counted(parked.written, 'row')} written ({parked.written_bytes:,} bytes)"
+        written = f"{format_count(parked.written, 'row')} written ({parked.written_bytes:,} bytes)"
         read = f"{parked.read} read ({parked.read_bytes:,} bytes)"
-        failed = f"{counted(parked.failed, 'operation')} failed: {parked.fault}" if parked.failed else ""
-        yield _place("parked disk", parked.disk, None, None, None, None, written, read, failed)
+        failed = f"{format_count(parked.failed, 'operation')} failed: {parked.fault}" if parked.failed else ""
+        yield _storage_report("parked disk", parked.disk_bytes, None, None, None, None, written, read, failed)

@@ -17,52 +17,52 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvad.cache.formats import parted
+from kvad.cache.formats import split_format_name
 from kvad.cache.mesh import Mesh
-from kvad.cache.planning import GroupPlan, MemoryPlan, fits, plan_memory, step_bytes
+from kvad.cache.planning import GroupPlan, MemoryPlan, decode_step_bytes, find_fits, plan_memory
 from kvad.cache.portions import RankPlan, plan_ranks
-from kvad.cache.settle import settle
-from kvad.cache.sizing import DTYPE_BYTES, CacheConfig, Fit
-from kvad.cache.weights import Summaries, num_parameters
-from kvad.checkpoint.folder import CONFIG, MODEL, is_foreign, locate
-from kvad.checkpoint.hub import INDEX, SINGLE, resolve
-from kvad.config import ModelConfig, mixers
-from kvad.errors import ConfigError, UsageError, a
-from kvad.lab.fit import Table, shortfall
+from kvad.cache.settle import resolve_for_model
+from kvad.cache.sizing import DTYPE_BYTES, CacheConfig, MemoryFit
+from kvad.cache.weights import SummarizerShape, num_parameters
+from kvad.checkpoint.folder import CONFIG, MODEL, is_hf, locate
+from kvad.checkpoint.hub import INDEX, SINGLE, resolve_model_path
+from kvad.config import ModelConfig, attention_specs
+from kvad.errors import ConfigError, UsageError, with_article
+from kvad.lab.fit import FitTable, weights_shortfall
 from kvad.lab.headers import stored_dtype
-from kvad.lab.kept import kept
-from kvad.lab.shapes import shape
+from kvad.lab.kept import describe_retention
+from kvad.lab.shapes import known_model
 from kvad.train.config import RunConfig, read_toml
 
 __all__ = [
-    "Report",
-    "Speed",
-    "Target",
-    "layers_of",
-    "make_report",
-    "memory_json",
+    "PlanReport",
+    "DecodeSpeed",
+    "PlanTarget",
+    "group_layers",
+    "build_report",
+    "memory_to_json",
     "plan_target",
     "read_target",
-    "to_json",
+    "report_to_json",
 ]
 
-BYTES = (
+BYTE_FIELDS = (
     "weights", "compressor", "payload", "scales", "columns", "reserved", "pool", "scratch", "activations", "tiers",
     "total",
 )  # fmt: skip
 
 
-class Target(NamedTuple):
+class PlanTarget(NamedTuple):
     """What is planned: ``stored`` is the dtype of a checkpoint's weights, None where there are none; ``origin`` the
     ``model_type`` of what is Hugging Face's."""
 
     name: str
     config: ModelConfig
-    stored: str | None = None
+    stored_dtype: str | None = None
     origin: str | None = None
 
 
-class Speed(NamedTuple):
+class DecodeSpeed(NamedTuple):
     """Decoding ``rows`` rows at ``context`` tokens: bytes read per step, and tokens/s of all rows at most."""
 
     rows: int
@@ -72,7 +72,7 @@ class Speed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Report:
+class PlanReport:
     """One answer of ``kvad plan``.  ``bandwidth`` in bytes per second; ``available`` None where nobody knows;
     ``fits`` for ``fit`` bytes, where it was asked."""
 
@@ -81,29 +81,29 @@ class Report:
     available: int | None
     bandwidth: float
     measured: bool
-    speeds: tuple[Speed, ...]
+    speeds: tuple[DecodeSpeed, ...]
     fit: int | None
-    fits: tuple[Fit, ...]
-    table: Table | None = None  # of what would fit, where a decoder was asked
+    fits: tuple[MemoryFit, ...]
+    table: FitTable | None = None  # of what would fit, where a decoder was asked
     ranks: tuple[RankPlan, ...] = ()  # of a mesh, where one was asked for; the speeds are then nobody's
 
 
-def read_target(text: str) -> Target:
+def read_target(text: str) -> PlanTarget:
     """Raises CheckpointError for a folder that is not a checkpoint, ConfigError for a config that cannot be, UsageError
     with the nearest name for what is neither there nor known."""
     path = Path(text)
     if "/" in text and not path.exists() and path.suffix not in (".json", ".toml"):
-        path = resolve(text, weights=False)
+        path = resolve_model_path(text, weights=False)
     if path.is_dir():
         found = locate(path)
-        if is_foreign(found):
+        if is_hf(found):
             return _read_foreign(text, found / CONFIG)
-        return Target(text, _read_config(found / CONFIG), stored_dtype(found / MODEL))
+        return PlanTarget(text, _read_config(found / CONFIG), stored_dtype(found / MODEL))
     if path.is_file() and path.suffix == ".json" and "model_type" in _content(path):
         return _read_foreign(text, path)
     if path.is_file() or path.suffix in (".json", ".toml"):
-        return Target(text, _read_config(path))
-    return Target(text.lower(), shape(text))
+        return PlanTarget(text, _read_config(path))
+    return PlanTarget(text.lower(), known_model(text))
 
 
 def _content(path: Path) -> Mapping[str, Any]:
@@ -115,16 +115,16 @@ def _content(path: Path) -> Mapping[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _read_foreign(name: str, path: Path) -> Target:
+def _read_foreign(name: str, path: Path) -> PlanTarget:
     """Weights that lie beside the config settle what it leaves open: whether the head is tied, which head it is."""
-    from kvad.checkpoint.imported import Imported, read_config  # with torch: see above
+    from kvad.checkpoint.imported import HFCheckpoint, read_hf_config  # with torch: see above
 
     origin = str(_content(path).get("model_type", ""))
     if path.name == CONFIG and any((path.parent / weights).is_file() for weights in (SINGLE, INDEX)):
-        opened = Imported(path.parent)
-        return Target(name, opened.config, str(opened.stored).removeprefix("torch."), origin)
-    config, stored = read_config(path)
-    return Target(name, config, stored if stored in DTYPE_BYTES else None, origin)
+        opened = HFCheckpoint(path.parent)
+        return PlanTarget(name, opened.config, str(opened.stored_dtype).removeprefix("torch."), origin)
+    config, stored = read_hf_config(path)
+    return PlanTarget(name, config, stored if stored in DTYPE_BYTES else None, origin)
 
 
 def _read_config(path: Path) -> ModelConfig:
@@ -146,20 +146,20 @@ def _read_toml(path: Path) -> ModelConfig:
     if "vocab" not in recipe.model and recipe.tokenizer.kind != "bpe":
         raise ConfigError(
             f"the vocabulary of a {recipe.tokenizer.kind} tokenizer is known when it is trained",
-            "set model.vocab, or plan the trained model",
+            "set model.vocab_size, or plan the trained model",
         )
     return recipe.resolve(recipe.model.get("vocab", recipe.tokenizer.vocab_size))
 
 
 def plan_target(
-    target: Target,
+    target: PlanTarget,
     *,
     context: int | None = None,
     source_context: int | None = None,
     weights_dtype: str | None = None,
     dtype: str | None = None,
     budget: int,
-    learned: Summaries | None = None,
+    learned: SummarizerShape | None = None,
     deterministic: bool = False,
     **cache: Any,
 ) -> MemoryPlan:
@@ -170,10 +170,12 @@ def plan_target(
     Raises UsageError for a context beyond the model's limit or a source that it does not have, ConfigError for anything
     else that cannot be.
     """
-    limit, source = target.config.limit, target.config.source
+    limit, source = target.config.max_seq_len, target.config.encoder_input
     if source is None and source_context is not None:
-        raise UsageError(f"{target.name} has no source: it is {a(target.config.kind)}", "--context is what it reads")
-    most = 0 if source is None else source.limit
+        raise UsageError(
+            f"{target.name} has no source: it is {with_article(target.config.kind)}", "--context is what it reads"
+        )
+    most = 0 if source is None else source.max_seq_len
     for what, asked, there in (("context", context, limit), ("source", source_context, most)):
         if asked is not None and asked > there:
             raise UsageError(
@@ -182,11 +184,11 @@ def plan_target(
             )
     if source_context is not None and source_context < 1:
         raise UsageError(f"a source of {source_context:,} tokens", "it has at least 1")
-    stored = "float32" if target.stored == "float16" else target.stored  # widened when it is loaded
+    stored = "float32" if target.stored_dtype == "float16" else target.stored_dtype  # widened when it is loaded
     weights = weights_dtype or stored or "float32"
     config = CacheConfig(
-        capacity=limit if context is None else context,
-        source_capacity=most if source_context is None else source_context,
+        max_seq_len=limit if context is None else context,
+        max_source_len=most if source_context is None else source_context,
         dtype=dtype or weights,
         **cache,
     )
@@ -195,7 +197,7 @@ def plan_target(
     )
 
 
-def make_report(
+def build_report(
     name: str,
     plan: MemoryPlan,
     *,
@@ -203,29 +205,29 @@ def make_report(
     bandwidth: float,
     measured: bool,
     fit: int | None = None,
-    table: Table | None = None,
+    table: FitTable | None = None,
     mesh: Mesh | None = None,
-) -> Report:
+) -> PlanReport:
     """Speeds are for one row and for all rows, at the whole context; an encoder decodes nothing.
 
     ``mesh``: what each of its ranks takes, instead of speeds; ConfigError where it does not fit the model.
     """
     speeds = []
-    for rows in sorted({1, plan.cache.rows}) if plan.config.decoder is not None and mesh is None else ():
-        read = step_bytes(plan, rows, plan.cache.capacity)
-        speeds.append(Speed(rows, plan.cache.capacity, read, rows * bandwidth / read))
-    largest = () if fit is None else fits(plan, fit)
+    for rows in sorted({1, plan.cache.max_num_seqs}) if plan.config.decoder is not None and mesh is None else ():
+        read = decode_step_bytes(plan, rows, plan.cache.max_seq_len)
+        speeds.append(DecodeSpeed(rows, plan.cache.max_seq_len, read, rows * bandwidth / read))
+    largest = () if fit is None else find_fits(plan, fit)
     ranks = () if mesh is None else plan_ranks(plan, mesh)
-    return Report(name, plan, available, bandwidth, measured, tuple(speeds), fit, largest, table, ranks)
+    return PlanReport(name, plan, available, bandwidth, measured, tuple(speeds), fit, largest, table, ranks)
 
 
-def to_json(report: Report) -> Mapping[str, object]:
+def report_to_json(report: PlanReport) -> Mapping[str, object]:
     """What ``--json`` prints; bytes everywhere."""
     return {
         "name": report.name,
         "kind": report.plan.config.kind,
         "parameters": num_parameters(report.plan.config),
-        **memory_json(report.plan),
+        **memory_to_json(report.plan),
         "available": report.available,
         "bandwidth": report.bandwidth,
         "bandwidth_measured": report.measured,
@@ -238,74 +240,74 @@ def to_json(report: Report) -> Mapping[str, object]:
 def _rank_json(rank: RankPlan) -> Mapping[str, object]:
     """Exact; a step's work comes on top, on each rank at most what the whole model's takes."""
     where = {"rank": rank.mesh.rank, "tensor_rank": rank.mesh.tensor_rank, "stage": rank.mesh.stage}
-    sizes = {name: getattr(rank, name) for name in ("weights", "payload", "scales", "columns", "pool", "total")}
+    sizes = {name: getattr(rank, name) for name in ("weights", "payload", "scales", "metadata", "pool", "total")}
     return {**where, "layers": list(rank.layers), "bytes": sizes}
 
 
-def _fit_json(report: Report, fit: int) -> Mapping[str, object]:
+def _fit_json(report: PlanReport, fit: int) -> Mapping[str, object]:
     """``largest``: as the cache was asked for; ``table``: what else would fit, and what it costs."""
-    short = shortfall(report.plan, fit)
+    short = weights_shortfall(report.plan, fit)
     missing = None if short is None else dict(zip(("missing", "dtype", "weights"), short, strict=True))
     return {"bytes": fit, "largest": report.fits, "table": report.table, "weights_too_large": missing}
 
 
-def memory_json(plan: MemoryPlan) -> Mapping[str, object]:
+def memory_to_json(plan: MemoryPlan) -> Mapping[str, object]:
     """What was planned, its bytes, and each group's; the policy is the one that ``on_full`` takes, where it takes one.
 
     ``parked_row``: what a row takes in host memory while it has given way to others, 0 where it is computed anew;
     ``parking``: the bound of what all of them take there, part of the total where one was asked for.
     ``spilled``: what tokens below the pool take in host memory, all of which is in the total, and at most on disk.
     """
-    settled = settle(plan.config, plan.cache)
+    settled = resolve_for_model(plan.config, plan.cache)
     return {
         "weights_dtype": plan.weights_dtype,
         "cache": {
-            **{name: getattr(plan.cache, name) for name in ("layout", "dtype", "block_size", "rows", "chunk")},
-            **dict(zip(("keys", "values"), parted(plan.cache.stored), strict=True)),
-            **{name: getattr(settled, name) for name in ("policy", "endless", "rotate", "on_full", "watermark")},
+            **{name: getattr(plan.cache, name) for name in ("layout", "dtype", "block_size", "max_num_seqs", "prefill_chunk_size")},
+            **dict(zip(("key_dtype", "value_dtype"), split_format_name(plan.cache.format_name), strict=True)),
+            **{name: getattr(settled, name) for name in ("policy", "endless", "rope_at", "overflow", "watermark")},
         },
-        "context": plan.cache.capacity,
-        "source_context": None if plan.config.source is None else plan.cache.source_capacity,
-        "budget": plan.budget,
+        "max_seq_len": plan.cache.max_seq_len,
+        "max_source_len": None if plan.config.encoder_input is None else plan.cache.max_source_len,
+        "max_num_batched_tokens": plan.max_num_batched_tokens,
         "deterministic": plan.deterministic,
-        "bytes": {name: getattr(plan, name) for name in BYTES},
-        "parked_row": plan.parked_row,
-        "spilled": {name: getattr(plan.spilling, name) for name in ("ram", "staging", "sums", "disk")},
-        "parking": plan.cache.park_ram,
+        "bytes": {name: getattr(plan, name) for name in BYTE_FIELDS},
+        "swapped_seq_bytes": plan.swapped_seq_bytes,
+        "offload": {name: getattr(plan.offload, name) for name in ("ram_bytes", "staging_bytes", "checksum_bytes", "disk_bytes")},
+        "swap_space": plan.cache.swap_space,
         "groups": [_group_json(plan, group) for group in plan.groups],
     }
 
 
-def layers_of(plan: MemoryPlan, each: GroupPlan) -> tuple[int, ...]:
+def group_layers(plan: MemoryPlan, each: GroupPlan) -> tuple[int, ...]:
     """The decoder's layers of a group; cross-attention is counted after all layers in the memory's own numbers."""
     assert plan.config.decoder is not None, "an encoder has no groups"
-    return tuple(index % plan.config.decoder.layers for index in each.group.layers)
+    return tuple(index % plan.config.decoder.num_layers for index in each.group.layers)
 
 
 def _group_json(whole: MemoryPlan, plan: GroupPlan) -> Mapping[str, object]:
     group, size = plan.group, plan.bytes
     return {
-        "cross": group.mixer.cross,
-        "layers": layers_of(whole, plan),
-        "kept": kept(group, mixers(whole.config)),
-        "keys": group.keys,
-        "values": group.values,
-        "level": None if group.level is None else group.level._asdict(),
-        "window": group.mixer.window,
-        "kv_heads": group.mixer.kv_heads,
-        "head_dim": group.mixer.head_dim,
-        "value_dim": group.mixer.value_dim,
+        "is_cross_attention": group.spec.is_cross_attention,
+        "layers": group_layers(whole, plan),
+        "retention": describe_retention(group, attention_specs(whole.config)),
+        "keys": group.key_format,
+        "values": group.value_format,
+        "lower_level": None if group.lower_level is None else group.lower_level._asdict(),
+        "window": group.spec.window,
+        "num_kv_heads": group.spec.num_kv_heads,
+        "head_dim": group.spec.head_dim,
+        "value_dim": group.spec.value_dim,
         "block_size": group.block_size,
-        "blocks": group.blocks,
-        "blocks_per_row": group.blocks_per_row,
+        "blocks": group.num_blocks,
+        "blocks_per_row": group.max_blocks_per_seq,
         "per_token": {
             "payload": size.per_token_payload,
             "scales": size.per_token_scales,
-            "columns": size.per_token_columns,
+            "metadata": size.per_token_metadata,
         },
-        "per_row": {"payload": plan.row_payload, "scales": plan.row_scales, "columns": plan.row_columns},
+        "per_row": {"payload": plan.seq_payload, "scales": plan.seq_scales, "metadata": plan.seq_metadata},
         "payload": plan.payload,
         "scales": plan.scales,
-        "columns": plan.columns,
+        "metadata": plan.metadata,
         "reserved": plan.reserved,
     }

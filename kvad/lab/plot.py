@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvad.errors import DataError, SaveError, UsageError, nearest
+from kvad.errors import DataError, SaveError, UsageError, suggest
 from kvad.lab.draw import MAPS_PER_LINE, AttentionMap
 
 if TYPE_CHECKING:
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
-    "Grid",
-    "Panel",
-    "Series",
-    "draw",
+    "HeatMapGrid",
+    "PlotPanel",
+    "PlotSeries",
+    "draw_series",
     "draw_attention",
     "draw_grids",
     "draw_loss",
     "draw_panels",
-    "read_lines",
-    "series_of",
+    "read_jsonl",
+    "build_series",
 ]
 
 ENDINGS = (".png", ".svg", ".pdf")
-RC = {"svg.fonttype": "none", "svg.hashsalt": "kvad", "font.size": 9.0, "axes.spines.top": False}
+RC_PARAMS = {"svg.fonttype": "none", "svg.hashsalt": "kvad", "font.size": 9.0, "axes.spines.top": False}
 
 
 @dataclass(frozen=True)
-class Series:
+class PlotSeries:
     """A named curve; ``dots`` marks its points (few ones, as of a bench), ``faint`` draws it thin (raw loss), and
     ``dashed`` interrupts it; ``colour``: a number, the same for curves that belong together."""
 
@@ -49,21 +49,21 @@ class Series:
     dots: bool = False
     faint: bool = False
     dashed: bool = False
-    colour: int | None = None
+    color: int | None = None
 
 
 @dataclass(frozen=True)
-class Panel:
+class PlotPanel:
     """Curves over one axis of their own."""
 
     label: str
-    series: Sequence[Series]
+    series: Sequence[PlotSeries]
     title: str = ""
     log_y: bool = False
 
 
 @dataclass(frozen=True)
-class Grid:
+class HeatMapGrid:
     """A heat map: ``values[row][column]`` from 0 to 1 (None: not measured) over the names of its columns and rows."""
 
     name: str
@@ -72,7 +72,7 @@ class Grid:
     values: Sequence[Sequence[float | None]]
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file; a last line that was cut short is left out.  Raises DataError for another file."""
     try:
         lines = path.read_text("utf-8").splitlines()
@@ -102,9 +102,9 @@ def _not_metrics(path: Path, why: str) -> DataError:
     )
 
 
-def series_of(
+def build_series(
     lines: Sequence[Mapping[str, Any]], x: str, y: Sequence[str], *, by: str | None = None, name: str = ""
-) -> list[Series]:
+) -> list[PlotSeries]:
     """One series per key of ``y``, and per value of ``by`` where it is given; lines without both keys are passed over.
 
     Raises UsageError for a key that no line has, with the nearest one.
@@ -112,12 +112,12 @@ def series_of(
     known = {key for line in lines for key, value in line.items() if _is_number(value)}
     for key in (x, *y):
         if key not in known:
-            raise UsageError(f"no line has a number under {key!r}", nearest(key, known))
+            raise UsageError(f"no line has a number under {key!r}", suggest(key, known))
     groups: list[str | None] = [None]
     if by is not None:
         groups = list(dict.fromkeys(str(line[by]) for line in lines if by in line))
         if not groups:
-            raise UsageError(f"no line has {by!r}", nearest(by, {key for line in lines for key in line}))
+            raise UsageError(f"no line has {by!r}", suggest(by, {key for line in lines for key in line}))
     found = []
     for group in groups:
         mine = [line for line in lines if by is None or str(line.get(by)) == group]
@@ -129,12 +129,12 @@ def series_of(
             )
             label = " ".join(part for part in (name, group, key if group is None or len(y) > 1 else "") if part)
             if points:
-                found.append(Series(label, [p[0] for p in points], [p[1] for p in points], dots=len(points) <= 32))
+                found.append(PlotSeries(label, [p[0] for p in points], [p[1] for p in points], dots=len(points) <= 32))
     return found
 
 
-def draw(
-    series: Sequence[Series],
+def draw_series(
+    series: Sequence[PlotSeries],
     out: Sequence[Path],
     *,
     title: str = "",
@@ -153,7 +153,7 @@ def draw(
         raise DataError("there is nothing to draw")
     import matplotlib as mpl
 
-    with mpl.rc_context(RC):  # type: ignore[arg-type]
+    with mpl.rc_context(RC_PARAMS):  # type: ignore[arg-type]
         figure = _figure(series, title, x_label, y_label, log_x, log_y)
         for path in out:
             _write(figure, path)
@@ -161,7 +161,7 @@ def draw(
 
 
 def draw_grids(
-    grids: Sequence[Grid | None],
+    grids: Sequence[HeatMapGrid | None],
     out: Sequence[Path],
     *,
     across: int,
@@ -178,7 +178,7 @@ def draw_grids(
         raise DataError("there is nothing to draw")
     import matplotlib as mpl
 
-    with mpl.rc_context(RC):  # type: ignore[arg-type]
+    with mpl.rc_context(RC_PARAMS):  # type: ignore[arg-type]
         figure = _heat_maps(grids, across, title, x_label, y_label)
         for path in out:
             _write(figure, path)
@@ -201,7 +201,7 @@ def draw_attention(pieces: Sequence[str], maps: Sequence[AttentionMap], out: Seq
     tokens = [one.tokens(pieces) for one in maps]
     wide = 1.3 + 0.16 * max(len(keys) for _, keys in tokens)
     high = 1.3 + 0.16 * max(len(queries) for queries, _ in tokens)
-    with mpl.rc_context(RC):  # type: ignore[arg-type]
+    with mpl.rc_context(RC_PARAMS):  # type: ignore[arg-type]
         figure = Figure(figsize=(wide * across, high * down), layout="constrained")
         places = figure.subplots(down, across, squeeze=False)
         for place in places.flat[len(maps) :]:
@@ -224,7 +224,7 @@ def _plain(piece: str) -> str:
     return (piece if len(piece) <= 20 else piece[:19] + "…").replace("$", r"\$")
 
 
-def _heat_maps(grids: Sequence[Grid | None], across: int, title: str, x_label: str, y_label: str) -> Figure:
+def _heat_maps(grids: Sequence[HeatMapGrid | None], across: int, title: str, x_label: str, y_label: str) -> Figure:
     from matplotlib.figure import Figure
 
     down, some = -(-len(grids) // across), next(grid for grid in grids if grid is not None)
@@ -255,15 +255,15 @@ def _heat_maps(grids: Sequence[Grid | None], across: int, title: str, x_label: s
 
 def draw_loss(metrics: Path, out: Sequence[Path], *, title: str = "") -> list[Path]:
     """The loss curves of a training run's ``metrics.jsonl``; ``[]`` where no step was logged yet."""
-    lines = read_lines(metrics) if metrics.exists() else []
+    lines = read_jsonl(metrics) if metrics.exists() else []
     steps = [line for line in lines if line.get("kind") == "step"]
     evals = [line for line in lines if line.get("kind") == "eval"]
     if not steps:
         return []
-    raw = Series("training", [s["step"] for s in steps], [s["loss"] for s in steps], faint=True)
-    held = Series("validation", [e["step"] for e in evals], [e["val_loss"] for e in evals], dots=True)
+    raw = PlotSeries("training", [s["step"] for s in steps], [s["loss"] for s in steps], faint=True)
+    held = PlotSeries("validation", [e["step"] for e in evals], [e["val_loss"] for e in evals], dots=True)
     last = f"validation {evals[-1]['val_loss']:.3f} after {evals[-1]['step']:,} steps" if evals else ""
-    return draw([raw, held], out, title=title or last, x_label="step", y_label="loss (nats per token)")
+    return draw_series([raw, held], out, title=title or last, x_label="step", y_label="loss (nats per token)")
 
 
 def _check_endings(out: Sequence[Path]) -> None:
@@ -272,7 +272,7 @@ def _check_endings(out: Sequence[Path]) -> None:
             raise UsageError(f"{path}: figures end in {', '.join(ENDINGS)}")
 
 
-def _figure(series: Sequence[Series], title: str, x_label: str, y_label: str, log_x: bool, log_y: bool) -> Figure:
+def _figure(series: Sequence[PlotSeries], title: str, x_label: str, y_label: str, log_x: bool, log_y: bool) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
@@ -288,15 +288,15 @@ def _figure(series: Sequence[Series], title: str, x_label: str, y_label: str, lo
     return figure
 
 
-def _curves(axes: Axes, series: Sequence[Series]) -> None:
+def _curves(axes: Axes, series: Sequence[PlotSeries]) -> None:
     for one in series:
         if len(one.x):
-            width, alpha = (0.8, 0.4 if one.colour is not None else 0.6) if one.faint else (1.6, 1.0)
+            width, alpha = (0.8, 0.4 if one.color is not None else 0.6) if one.faint else (1.6, 1.0)
             axes.plot(
                 one.x,
                 one.y,
                 label=one.name,
-                color=None if one.colour is None else f"C{one.colour % 10}",
+                color=None if one.color is None else f"C{one.color % 10}",
                 marker="o" if one.dots else "",
                 markersize=3,
                 linestyle="--" if one.dashed else "-",
@@ -308,14 +308,14 @@ def _curves(axes: Axes, series: Sequence[Series]) -> None:
         axes.legend(frameon=False)
 
 
-def draw_panels(panels: Sequence[Panel], out: Sequence[Path], *, x_label: str, title: str = "") -> list[Path]:
+def draw_panels(panels: Sequence[PlotPanel], out: Sequence[Path], *, x_label: str, title: str = "") -> list[Path]:
     """Draw panels, one below the other over one axis, into every file of ``out``.  Raises as :func:`draw`."""
     _check_endings(out)
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogFormatter
 
-    with mpl.rc_context(RC):  # type: ignore[arg-type]
+    with mpl.rc_context(RC_PARAMS):  # type: ignore[arg-type]
         figure = Figure(figsize=(6.4, 1.0 + 2.0 * len(panels)), layout="constrained")
         heights = [2.0, *(1.0 for _ in panels[1:])]
         places = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]

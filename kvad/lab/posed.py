@@ -15,75 +15,77 @@ from pathlib import Path
 import numpy as np
 
 from kvad.errors import DataError
-from kvad.model.fresh import Fresh
+from kvad.model.fresh import NoCache
 from kvad.model.transformer import Transformer
 from kvad.text.chat import ChatTemplate
 from kvad.text.tokenizer import Tokenizer
 from kvad.train.chats import ChatCorpus, chatml
 from kvad.train.config import ObjectiveConfig
-from kvad.train.examples import Found
-from kvad.train.masking import EVALUATION, draws, mask_token, masked_row
-from kvad.train.objective import Autocast, Measured, measure
-from kvad.train.pairs import look
-from kvad.train.rows import Batch, Segment, Shape, collate
-from kvad.train.spans import corrupted, pair_batch, raw_length, sizes, speech_of
+from kvad.train.examples import ExampleSplit
+from kvad.train.masking import EVAL_STREAM, mask_row, require_mask_token, row_rng
+from kvad.train.objective import Autocast, EvalResult, evaluate
+from kvad.train.pairs import source_info
+from kvad.train.rows import Batch, CollateConfig, Segment, collate_rows
+from kvad.train.spans import build_pair_batch, corrupt_spans, max_raw_length, span_counts, span_tokens
 from kvad.train.store import Ints
 
-__all__ = ["SEED", "conversations", "hidden", "posed", "spans"]
+__all__ = ["SEED", "chat_batches", "masked_batches", "evaluate_objective", "span_batches"]
 
 SEED = 0
-TOGETHER = 16  # rows that are read side by side
+BATCH_ROWS = 16  # rows that are read side by side
 
 
-def posed(model: Transformer, rows: Iterable[Batch], tick: Callable[[int], None] = lambda rows: None) -> Measured:
+def evaluate_objective(
+    model: Transformer, rows: Iterable[Batch], tick: Callable[[int], None] = lambda rows: None
+) -> EvalResult:
     """Loss and accuracy over all that is asked.  DataError where nothing is."""
 
     def told() -> Iterator[Batch]:
         done = 0
         for batch in rows:
             yield batch
-            done += batch.step.lanes[0].rows
+            done += batch.model_input.sub_batches[0].num_seqs
             tick(done)
 
-    found = measure(model, told(), Fresh(model.config), Autocast("fp32", "cpu"))
+    found = evaluate(model, told(), NoCache(model.config), Autocast("fp32", "cpu"))
     if not found.targets:
         raise DataError("nothing is asked of these texts: they are too short")
     return found
 
 
-def hidden(tokenizer: Tokenizer, texts: Iterable[str], window: int, density: float) -> Iterator[Batch]:
+def masked_batches(tokenizer: Tokenizer, texts: Iterable[str], window: int, density: float) -> Iterator[Batch]:
     """Masked language modelling: texts in the tokenizer's frame, cut into rows.  DataError without a mask token."""
-    mask, pad = mask_token(tokenizer), tokenizer.specials.pad or 0
-    special = np.array(sorted(set(tokenizer.specials.names().values())), np.int64)
+    mask, pad = require_mask_token(tokenizer), tokenizer.special_tokens.pad or 0
+    special = np.array(sorted(set(tokenizer.special_tokens.names().values())), np.int64)
     choices: Ints = np.setdiff1d(np.arange(tokenizer.vocab_size), special)
 
     def row(number: int, ids: Ints) -> Segment:
         free: Ints = np.flatnonzero(~np.isin(ids, special))
-        read, drawn = masked_row(ids, free, choices, mask, density, draws(SEED, EVALUATION, number))
+        read, drawn = mask_row(ids, free, choices, mask, density, row_rng(SEED, EVAL_STREAM, number))
         targets = np.full(len(ids), -1)
         targets[drawn] = ids[drawn]
         return Segment(read, targets)
 
     rows = (row(number, ids) for number, ids in enumerate(_rows(tokenizer, texts, window, framed=True)))
     asked = (each for each in rows if (each.targets >= 0).any())
-    return _collated(asked, Shape(window, pad))
+    return _collated(asked, CollateConfig(window, pad))
 
 
-def spans(tokenizer: Tokenizer, texts: Iterable[str], window: int, options: ObjectiveConfig) -> Iterator[Batch]:
+def span_batches(tokenizer: Tokenizer, texts: Iterable[str], window: int, options: ObjectiveConfig) -> Iterator[Batch]:
     """Span corruption: pieces of texts whose sources and targets have at most ``window`` tokens.  DataError for a
     tokenizer that lacks what a corrupted text needs."""
-    raw = raw_length(window, options)
-    speech = speech_of(tokenizer, sizes(raw, options.density, options.mean_span)[1] + 1)
+    raw = max_raw_length(window, options)
+    speech = span_tokens(tokenizer, span_counts(raw, options.noise_density, options.mean_span_length)[1] + 1)
     rows = (
-        corrupted(ids.tolist(), options, speech, draws(SEED, EVALUATION, number))
+        corrupt_spans(ids.tolist(), options, speech, row_rng(SEED, EVAL_STREAM, number))
         for number, ids in enumerate(_rows(tokenizer, texts, raw, framed=False))
         if len(ids) > 1
     )
-    while some := list(islice(rows, TOGETHER)):
-        yield pair_batch([[pair] for pair in some], speech, window, "cpu")
+    while some := list(islice(rows, BATCH_ROWS)):
+        yield build_pair_batch([[pair] for pair in some], speech, window, "cpu")
 
 
-def conversations(
+def chat_batches(
     tokenizer: Tokenizer, folder: Path, paths: Sequence[Path], window: int, errors: str
 ) -> tuple[Iterator[Batch], list[int]]:
     """(the assistant's tokens, asked behind all that stands before them; [conversations, those longer than ``window``],
@@ -92,7 +94,7 @@ def conversations(
     ``folder``: of the model's chat template; without one it is ChatML, as in training.  DataError naming file and line.
     """
     template = ChatTemplate.load(folder) or ChatTemplate(chatml(tokenizer))
-    corpus = ChatCorpus(Found(tuple(look(path) for path in paths), 0, 0, 0), errors, template)
+    corpus = ChatCorpus(ExampleSplit(tuple(source_info(path) for path in paths), 0, 0, 0), errors, template)
     counts = [0, 0]
 
     def rows() -> Iterator[Segment]:
@@ -103,17 +105,17 @@ def conversations(
                 tokens, said = np.array(ids, np.int64), np.array(columns["mask"], np.int64)
                 yield Segment(tokens, np.append(np.where(said[1:] > 0, tokens[1:], -1), -1))
 
-    return _collated(rows(), Shape(window, tokenizer.specials.pad or 0)), counts
+    return _collated(rows(), CollateConfig(window, tokenizer.special_tokens.pad or 0)), counts
 
 
 def _rows(tokenizer: Tokenizer, texts: Iterable[str], length: int, *, framed: bool) -> Iterator[Ints]:
     for text in texts:
         ids = tokenizer.encode(text)
-        ids = tokenizer.frame(ids) if framed else ids
+        ids = tokenizer.add_special_tokens(ids) if framed else ids
         for low in range(0, len(ids), length):
             yield np.array(ids[low : low + length], np.int64)
 
 
-def _collated(rows: Iterator[Segment], shape: Shape) -> Iterator[Batch]:
-    while some := list(islice(rows, TOGETHER)):
-        yield collate([[row] for row in some], shape)
+def _collated(rows: Iterator[Segment], shape: CollateConfig) -> Iterator[Batch]:
+    while some := list(islice(rows, BATCH_ROWS)):
+        yield collate_rows([[row] for row in some], shape)

@@ -21,38 +21,40 @@ from typing import Any
 from kvad.errors import DataError
 
 __all__ = [
-    "ENOUGH",
-    "LINES",
-    "PACKAGED",
-    "Measured",
-    "Price",
-    "collect",
-    "find_prices",
-    "merged",
-    "read_lines",
-    "read_prices",
+    "MIN_FULL_RECALL",
+    "LINES_FILE",
+    "PACKAGED_COSTS",
+    "MeasuredCosts",
+    "CacheCost",
+    "collect_costs",
+    "find_costs",
+    "merge_depths",
+    "read_cost_lines",
+    "read_costs",
 ]
 
-PACKAGED = Path(__file__).with_name("prices.json")
-LINES = "cache-quality.jsonl"
-ENOUGH = 0.95  # lab/quality.py's, which imports torch: recall of the full cache below which another's says nothing
-CLOSE = 0.005  # a ratio is another one beyond that
+PACKAGED_COSTS = Path(__file__).with_name("prices.json")
+LINES_FILE = "cache-quality.jsonl"
+MIN_FULL_RECALL = (
+    0.95  # lab/quality.py's, which imports torch: recall of the full cache below which another's says nothing
+)
+MAX_RATIO_GAP = 0.005  # a ratio is another one beyond that
 
 
 @dataclass(frozen=True)
-class Price:
+class CacheCost:
     """One cache on one model.  ``times``: perplexity over that without a cache; ``kl`` in nats; ``recall`` by kind of
     task.  None, or no such kind: not measured."""
 
     cache: str
     ratio: float
-    times: float | None
+    perplexity_ratio: float | None
     kl: float | None
     recall: Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCosts:
     """The caches of one bench: ``model`` by name, ``digest`` of its weights, ``options`` of the bench."""
 
     model: str
@@ -60,7 +62,7 @@ class Measured:
     commit: str
     machine: str
     options: Mapping[str, Any]
-    prices: tuple[Price, ...]
+    costs: tuple[CacheCost, ...]
 
     @property
     def source(self) -> str:
@@ -71,28 +73,28 @@ class Measured:
         )
 
 
-def read_prices(path: Path = PACKAGED) -> tuple[Measured, ...]:
+def read_costs(path: Path = PACKAGED_COSTS) -> tuple[MeasuredCosts, ...]:
     """Of ``prices.json``, or of a bench's own lines (a file, or the folder that holds them).  DataError for neither."""
     where, text = _text(path)
     try:
         if where.suffix == ".jsonl":
-            return (collect(_lines(text)),)
+            return (collect_costs(_lines(text)),)
         return tuple(_measured(each) for each in json.loads(text)["measured"])
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise _no_prices(where, error) from error
+        raise _no_costs_error(where, error) from error
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_cost_lines(path: Path) -> list[dict[str, Any]]:
     """A bench's lines, from a file or the folder that holds them, :func:`merged`.  DataError where there are none."""
     where, text = _text(path)
     try:
-        return merged(_lines(text))
+        return merge_depths(_lines(text))
     except (ValueError, KeyError, TypeError) as error:
-        raise _no_prices(where, error) from error
+        raise _no_costs_error(where, error) from error
 
 
 def _text(path: Path) -> tuple[Path, str]:
-    where = path / LINES if path.is_dir() else path
+    where = path / LINES_FILE if path.is_dir() else path
     try:
         return where, where.read_text(encoding="utf-8")
     except OSError as error:
@@ -103,18 +105,18 @@ def _lines(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if line.strip()]
 
 
-def _no_prices(where: Path, error: Exception) -> DataError:
+def _no_costs_error(where: Path, error: Exception) -> DataError:
     return DataError(f"{where} holds no prices: {error!r}", "give the --out of kvad bench cache-quality")
 
 
-def _measured(each: Mapping[str, Any]) -> Measured:
-    return Measured(**{**each, "prices": tuple(Price(**price) for price in each["prices"])})
+def _measured(each: Mapping[str, Any]) -> MeasuredCosts:
+    return MeasuredCosts(**{**each, "prices": tuple(CacheCost(**price) for price in each["prices"])})
 
 
-def collect(lines: Sequence[Mapping[str, Any]]) -> Measured:
+def collect_costs(lines: Sequence[Mapping[str, Any]]) -> MeasuredCosts:
     """A bench's lines as prices: the mean of each kind's cells, where the full cache finds what was hidden."""
     first = lines[0]
-    says = {cell for cell in _cells(lines, "full", 0.0) if _mean(_cells(lines, "full", 0.0)[cell]) > ENOUGH}
+    says = {cell for cell in _cells(lines, "full", 0.0) if _mean(_cells(lines, "full", 0.0)[cell]) > MIN_FULL_RECALL}
     prices = []
     for cache, ratio in dict.fromkeys((line["cache"], line["ratio"]) for line in lines):
         own = [line for line in lines if (line["cache"], line["ratio"]) == (cache, ratio)]
@@ -124,12 +126,14 @@ def collect(lines: Sequence[Mapping[str, Any]]) -> Measured:
             if (kind, length) in says:
                 kinds.setdefault(kind, []).extend(found)
         recall = {kind: round(_mean(found), 4) for kind, found in kinds.items()}
-        prices.append(Price(cache, ratio, _short(text, "price"), _short(text, "kl"), recall))
+        prices.append(CacheCost(cache, ratio, _short(text, "price"), _short(text, "kl"), recall))
     name = Path(str(first["model"]).rstrip("/")).name
-    return Measured(name, first["digest"], first["commit"], first["machine"], dict(first["options"]), tuple(prices))
+    return MeasuredCosts(
+        name, first["digest"], first["commit"], first["machine"], dict(first["options"]), tuple(prices)
+    )
 
 
-def merged(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def merge_depths(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The depths of a cache, kind and length in one line, their mean; what it says of prices is the same."""
     found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for line in lines:
@@ -159,13 +163,13 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def find_prices(measured: Sequence[Measured], cache: str, ratio: float) -> list[tuple[Measured, Price]]:
+def find_costs(measured: Sequence[MeasuredCosts], cache: str, ratio: float) -> list[tuple[MeasuredCosts, CacheCost]]:
     """Of this cache at this ratio, from every model that it was measured on."""
     return [
         (each, price)
         for each in measured
-        for price in each.prices
-        if price.cache == cache and abs(price.ratio - ratio) <= CLOSE
+        for price in each.costs
+        if price.cache == cache and abs(price.ratio - ratio) <= MAX_RATIO_GAP
     ]
 
 
@@ -173,17 +177,17 @@ def main(arguments: Sequence[str]) -> None:
     """Write ``prices.json`` from the lines in files or folders; or, after ``--merge``, print them merged."""
     if arguments[:1] == ["--merge"]:
         for folder in arguments[1:]:
-            print("\n".join(json.dumps(line) for line in read_lines(Path(folder))))
+            print("\n".join(json.dumps(line) for line in read_cost_lines(Path(folder))))
         return
-    found = [each for folder in arguments for each in read_prices(Path(folder))]
-    plain = [{**vars(each), "prices": [vars(price) for price in each.prices]} for each in found]
+    found = [each for folder in arguments for each in read_costs(Path(folder))]
+    plain = [{**vars(each), "prices": [vars(price) for price in each.costs]} for each in found]
     rows = [
         json.dumps({**each, "prices": "@"}).replace(
             '"@"', "[\n   " + ",\n   ".join(json.dumps(price) for price in each["prices"]) + "\n  ]"
         )
         for each in plain
     ]
-    PACKAGED.write_text('{"measured": [\n  ' + ",\n  ".join(rows) + "\n]}\n", encoding="utf-8")
+    PACKAGED_COSTS.write_text('{"measured": [\n  ' + ",\n  ".join(rows) + "\n]}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

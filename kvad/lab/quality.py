@@ -24,24 +24,36 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvad.engine.engine import Engine
-from kvad.engine.request import Sampling
-from kvad.engine.runner import Runner
-from kvad.engine.scheduler import Plan
+from kvad.engine.request import SamplingParams
+from kvad.engine.runner import ModelRunner
+from kvad.engine.scheduler import SchedulerOutput
 from kvad.errors import EngineError, UsageError
-from kvad.lab.tasks import KINDS, Kind, Language, Task, make_task
-from kvad.lab.variants import Variant, engine_of
+from kvad.lab.tasks import TASK_KINDS, HaystackLanguage, Kind, NeedleTask, make_task
+from kvad.lab.variants import Variant, build_engine
 from kvad.llm import LLM
 
-__all__ = ["ENOUGH", "Asked", "Options", "Price", "Text", "answers", "cells", "judged", "listen", "measure", "price"]
+__all__ = [
+    "MIN_FULL_RECALL",
+    "QuestionPosition",
+    "QualityOptions",
+    "NeedleCell",
+    "TextQuality",
+    "greedy_answers",
+    "grid_cells",
+    "reference_logprobs",
+    "attach_logit_hook",
+    "measure_cell",
+    "measure_perplexity",
+]
 
 JITTER = 0.05  # of a task's depth, to each side
-ENOUGH = 0.95  # recall of the full cache below which a bench of recall says nothing
-Asked = Literal["after", "before"]
-Cut = Literal["often", "once"]
+MIN_FULL_RECALL = 0.95  # recall of the full cache below which a bench of recall says nothing
+QuestionPosition = Literal["after", "before"]
+EvictionTiming = Literal["often", "once"]
 
 
 @dataclass(frozen=True)
-class Options:
+class QualityOptions:
     """``lengths`` and ``depths``: of the heat map's grid, ``tasks``: of each of its cells.  ``texts``: rows of text,
     ``text_length`` tokens each.  ``rows``: at a time.
 
@@ -52,78 +64,78 @@ class Options:
     right behind the prompt, as kvpress' do.
     """
 
-    kinds: tuple[Kind, ...] = KINDS
+    tasks: tuple[Kind, ...] = TASK_KINDS
     lengths: tuple[int, ...] = (128, 256, 512)
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    tasks: int = 8
-    texts: int = 8
+    samples_per_cell: int = 8
+    num_texts: int = 8
     text_length: int = 512
-    asked: Asked = "after"
-    cut: Cut = "often"
-    rows: int = 8
-    chunk: int = 16
+    question_position: QuestionPosition = "after"
+    evict_after: EvictionTiming = "often"
+    max_num_seqs: int = 8
+    prefill_chunk_size: int = 16
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("tasks", "rows", "chunk"):
+        for name in ("samples_per_cell", "max_num_seqs", "prefill_chunk_size"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}: must be at least 1, found {getattr(self, name)}")
-        if self.texts < 0 or self.text_length < 2:
-            raise UsageError(f"texts {self.texts} of {self.text_length} tokens: none at least, of two at least")
-        for kind in self.kinds:
-            if kind not in KINDS:
-                raise UsageError(f"unknown task {kind!r}", ", ".join(KINDS))
+        if self.num_texts < 0 or self.text_length < 2:
+            raise UsageError(f"texts {self.num_texts} of {self.text_length} tokens: none at least, of two at least")
+        for kind in self.tasks:
+            if kind not in TASK_KINDS:
+                raise UsageError(f"unknown task {kind!r}", ", ".join(TASK_KINDS))
         if any(not 0 <= depth <= 1 for depth in self.depths) or not self.depths:
             raise UsageError(f"depths {self.depths}: shares of the haystack, from 0 to 1")
 
 
 @dataclass(frozen=True)
-class Text:
+class TextQuality:
     """What a variant makes of the texts.  ``ratio``: perplexity over that without a cache; ``agree``: the share of
     tokens whose likeliest successor is the same."""
 
     perplexity: float
-    judge: float
+    reference: float
     kl: float
     agree: float
     tokens: int
 
     @property
     def ratio(self) -> float:
-        return self.perplexity / self.judge
+        return self.perplexity / self.reference
 
 
 # ---------------------------------------------------------------- texts
 
 
-Hear = Callable[[Plan, Tensor], None]
+LogitHook = Callable[[SchedulerOutput, Tensor], None]
 
 
-class _Ear(Runner):
+class _LogitHookRunner(ModelRunner):
     """The engine's runner, which shows the plan and its logits [N, V] to ``hear``."""
 
-    hear: Hear
+    hear: LogitHook
 
-    def run(self, plan: Plan) -> Tensor:
-        logits = super().run(plan)
+    def execute(self, plan: SchedulerOutput) -> Tensor:
+        logits = super().execute(plan)
         self.hear(plan, logits)
         return logits
 
 
-def listen(engine: Engine, hear: Hear) -> None:
+def attach_logit_hook(engine: Engine, hear: LogitHook) -> None:
     """From now on ``hear`` is shown every step's plan and logits [N, V]."""
-    ear = _Ear(engine.model, engine.memory)
+    ear = _LogitHookRunner(engine.model, engine.kv_cache)
     ear.hear = hear
     engine.runner = ear
 
 
-def judged(llm: LLM, tokens: Sequence[int]) -> Tensor:
+def reference_logprobs(llm: LLM, tokens: Sequence[int]) -> Tensor:
     """[T, V] log-probabilities in float32: what the model says without a cache."""
     return llm.logits(tokens).float().log_softmax(-1)
 
 
 @dataclass
-class _Tally:
+class _ScoreSums:
     """Sums over the tokens that were scored."""
 
     own: float = 0.0
@@ -141,10 +153,10 @@ class _Tally:
         self.agree += int((true.argmax(-1) == have.argmax(-1)).sum())
         self.tokens += len(targets)
 
-    def told(self) -> Text:
+    def told(self) -> TextQuality:
         count = self.tokens
         own, judge = _exp(self.own / count), _exp(self.judge / count)
-        return Text(own, judge, self.kl / count, self.agree / count, count)
+        return TextQuality(own, judge, self.kl / count, self.agree / count, count)
 
 
 def _exp(x: float) -> float:
@@ -154,32 +166,32 @@ def _exp(x: float) -> float:
         return math.inf
 
 
-def price(
+def measure_perplexity(
     llm: LLM, variant: Variant, texts: Sequence[Sequence[int]], chunk: int, tick: Callable[[], None] = lambda: None
-) -> Text:
+) -> TextQuality:
     """Perplexity and KL of a variant over rows of token ids, one row at a time."""
-    tally = _Tally()
+    tally = _ScoreSums()
     longest = max(map(len, texts))
-    engine = engine_of(llm, variant, longest, rows=1, capacity=longest, chunk=chunk)
+    engine = build_engine(llm, variant, longest, rows=1, capacity=longest, chunk=chunk)
     try:
         for tokens in texts:
-            true = judged(llm, tokens)
-            listen(engine, _against(true, tokens, tally))
-            _run(engine, [engine.submit(tokens, Sampling(max_tokens=0, prompt_logprobs=0))])
+            true = reference_logprobs(llm, tokens)
+            attach_logit_hook(engine, _against(true, tokens, tally))
+            _run(engine, [engine.add_request(tokens, SamplingParams(max_tokens=0, prompt_logprobs=0))])
             tick()
     finally:
         engine.close()
     return tally.told()
 
 
-def _against(true: Tensor, tokens: Sequence[int], tally: _Tally) -> Hear:
+def _against(true: Tensor, tokens: Sequence[int], tally: _ScoreSums) -> LogitHook:
     """Tallies a row's logits as its chunks come, beside ``true`` [T, V]."""
     ids = torch.tensor(tokens, device=true.device)
 
-    def hear(plan: Plan, logits: Tensor) -> None:
-        (work,) = plan.work
-        first = work.start + work.wanted.start
-        last = min(first + len(work.wanted), len(tokens) - 1)
+    def hear(plan: SchedulerOutput, logits: Tensor) -> None:
+        (work,) = plan.scheduled
+        first = work.start + work.logit_offsets.start
+        last = min(first + len(work.logit_offsets), len(tokens) - 1)
         if last > first:
             have = F.log_softmax(logits[: last - first].float(), dim=-1)
             tally.add(true[first:last], have, ids[first + 1 : last + 1])
@@ -194,34 +206,36 @@ def _run(engine: Engine, requests: Sequence[int]) -> dict[int, list[int]]:
         for piece in engine.step():
             if piece.error is not None:
                 raise EngineError(f"request {piece.request}: {piece.error}")
-            if piece.token is not None:
-                found[piece.request].append(piece.token)
+            if piece.token_id is not None:
+                found[piece.request].append(piece.token_id)
     return found
 
 
 # ---------------------------------------------------------------- tasks
 
 
-def answers(engine: Engine, tasks: Sequence[Task]) -> list[list[int]]:
+def greedy_answers(engine: Engine, tasks: Sequence[NeedleTask]) -> list[list[int]]:
     """What the engine answers to each task, greedily, ``task.room`` tokens each; all tasks are submitted at once."""
     requests = [_ask(engine, task) for task in tasks]
     found = _run(engine, requests)
     return [found[request][len(task.question) :] for request, task in zip(requests, tasks, strict=True)]
 
 
-def _ask(engine: Engine, task: Task) -> int:
+def _ask(engine: Engine, task: NeedleTask) -> int:
     """The question's tokens are generated, each the only one that is allowed in its place."""
-    every, asked = range(engine.model.config.vocab), len(task.prompt)
+    every, asked = range(engine.model.config.vocab_size), len(task.prompt)
 
     def allowed(tokens: Sequence[int]) -> Sequence[int]:
         place = len(tokens) - asked
         return (task.question[place],) if place < len(task.question) else every
 
-    most = len(task.question) + task.room
-    return engine.submit(task.prompt, Sampling(max_tokens=most, temperature=0, ignore_eos=True, allowed=allowed))
+    most = len(task.question) + task.answer_tokens
+    return engine.add_request(
+        task.prompt, SamplingParams(max_tokens=most, temperature=0, ignore_eos=True, allowed_tokens_fn=allowed)
+    )
 
 
-def cells(options: Options, kind: Kind) -> Iterator[tuple[int, float]]:
+def grid_cells(options: QualityOptions, kind: Kind) -> Iterator[tuple[int, float]]:
     """(length, depth) of a kind's grid; a chain has one column: its links are spread over the haystack."""
     depths = options.depths if kind != "chain" else (0.0,)
     for length in options.lengths:
@@ -230,7 +244,7 @@ def cells(options: Options, kind: Kind) -> Iterator[tuple[int, float]]:
 
 
 @dataclass(frozen=True)
-class Price:
+class NeedleCell:
     """One cell: how much was found of what was hidden at ``depth`` of ``length`` tokens; ``budget``: what stayed of
     the tokens that were read before the cache was cut for the last time."""
 
@@ -242,26 +256,36 @@ class Price:
     budget: int
 
 
-def measure(
-    llm: LLM, variant: Variant, language: Language, kind: Kind, length: int, depth: float, options: Options
-) -> Price:
+def measure_cell(
+    llm: LLM,
+    variant: Variant,
+    language: HaystackLanguage,
+    kind: Kind,
+    length: int,
+    depth: float,
+    options: QualityOptions,
+) -> NeedleCell:
     """One cell of one variant: ``options.tasks`` tasks, of a chain as many per depth; the same for every variant."""
-    count = options.tasks * (len(options.depths) if kind == "chain" else 1)  # a chain's one column weighs as much
+    count = options.samples_per_cell * (
+        len(options.depths) if kind == "chain" else 1
+    )  # a chain's one column weighs as much
     seeds = range(options.seed * 1_000_003, options.seed * 1_000_003 + count)
-    how: dict[str, Any] = {"align": options.chunk, "told": options.asked == "before"}
+    how: dict[str, Any] = {"align": options.prefill_chunk_size, "told": options.question_position == "before"}
     tasks = [make_task(kind, language, length, _near(depth, seed), seed, **how) for seed in seeds]
     shares = []
     for read in sorted({len(task.prompt) for task in tasks}):
         some = [task for task in tasks if len(task.prompt) == read]
-        every = read if options.cut == "once" else None
-        rows = min(options.rows, len(some))
-        engine = engine_of(llm, variant, read, rows=rows, capacity=length, chunk=options.chunk, every=every)
+        every = read if options.evict_after == "once" else None
+        rows = min(options.max_num_seqs, len(some))
+        engine = build_engine(
+            llm, variant, read, rows=rows, capacity=length, chunk=options.prefill_chunk_size, every=every
+        )
         try:
-            found = answers(engine, some)
+            found = greedy_answers(engine, some)
         finally:
             engine.close()
-        shares += [language.share(task.parts, answer) for task, answer in zip(some, found, strict=True)]
-    return Price(kind, length, depth, math.fsum(shares) / count, count, variant.budget(read))
+        shares += [language.answer_score(task.expected, answer) for task, answer in zip(some, found, strict=True)]
+    return NeedleCell(kind, length, depth, math.fsum(shares) / count, count, variant.budget(read))
 
 
 def _near(depth: float, seed: int) -> float:

@@ -16,26 +16,34 @@ from pathlib import Path
 from typing import Any
 
 from kvad.errors import ConfigError, DataError, SaveError, UsageError
-from kvad.lab.bench import commit, machine
-from kvad.lab.plot import read_lines
-from kvad.lab.quality import ENOUGH, Options, cells, measure, price
-from kvad.lab.tasks import Kind, Language
-from kvad.lab.variants import Variant, row_bytes
+from kvad.lab.bench import commit_id, machine_info
+from kvad.lab.plot import read_jsonl
+from kvad.lab.quality import MIN_FULL_RECALL, QualityOptions, grid_cells, measure_cell, measure_perplexity
+from kvad.lab.tasks import HaystackLanguage, Kind
+from kvad.lab.variants import Variant, seq_bytes
 from kvad.llm import LLM
 
-__all__ = ["FILE", "Lines", "Result", "Row", "bench_quality", "digest", "text_rows"]
+__all__ = [
+    "LINES_FILE",
+    "ResultLines",
+    "QualityResult",
+    "SummaryRow",
+    "bench_quality",
+    "bench_fingerprint",
+    "text_rows",
+]
 
-FILE = "cache-quality.jsonl"
-Line = dict[str, Any]
+LINES_FILE = "cache-quality.jsonl"
+ResultLine = dict[str, Any]
 Progress = Callable[[str, int, int], None]  # (what, cells done, of so many)
 
 
-class Lines:
+class ResultLines:
     """Lines of one bench, kept in ``path`` as they come (None: in memory only)."""
 
     def __init__(self, path: Path | None, settings: Mapping[str, Any], *, overwrite: bool = False) -> None:
         """Raises UsageError for a file of another model or other options, DataError for one that is no such file."""
-        self.path, self.settings, self.lines = path, dict(settings), list[Line]()
+        self.path, self.settings, self.lines = path, dict(settings), list[ResultLine]()
         if path is None:
             return
         if path.exists() and path.stat().st_size and not overwrite:
@@ -46,10 +54,10 @@ class Lines:
         except OSError as error:
             raise SaveError(f"cannot write {path}: {error.strerror or error}") from error
 
-    def find(self, **key: Any) -> Line | None:
+    def find(self, **key: Any) -> ResultLine | None:
         return next((line for line in self.lines if all(line.get(name) == value for name, value in key.items())), None)
 
-    def add(self, line: Line) -> Line:
+    def add(self, line: ResultLine) -> ResultLine:
         """At the end of the file, whole, before the next measurement begins."""
         whole = {**line, **self.settings}
         if self.path is not None:
@@ -62,7 +70,7 @@ class Lines:
         return whole
 
 
-def _json(line: Line) -> str:
+def _json(line: ResultLine) -> str:
     """A number that is none (a perplexity beyond all floats) is null: JSON has no NaN."""
     plain = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()
@@ -70,8 +78,8 @@ def _json(line: Line) -> str:
     return json.dumps(plain, allow_nan=False)
 
 
-def _earlier(path: Path, settings: Mapping[str, Any]) -> list[Line]:
-    lines = read_lines(path)
+def _earlier(path: Path, settings: Mapping[str, Any]) -> list[ResultLine]:
+    lines = read_jsonl(path)
     for line in lines:
         for name in ("digest", "options"):
             if line.get(name) != settings[name]:
@@ -80,7 +88,7 @@ def _earlier(path: Path, settings: Mapping[str, Any]) -> list[Line]:
     return lines
 
 
-def digest(llm: LLM, language: Language) -> str:
+def bench_fingerprint(llm: LLM, language: HaystackLanguage) -> str:
     """Names the weights (some of each tensor), their shape, and the language."""
     found = hashlib.blake2b(json.dumps(llm.model.config.to_dict(), sort_keys=True).encode(), digest_size=8)
     found.update(language.name.encode())
@@ -92,7 +100,7 @@ def digest(llm: LLM, language: Language) -> str:
 
 
 def text_rows(
-    language: Language, texts: Sequence[str], opening: Sequence[int], count: int, length: int
+    language: HaystackLanguage, texts: Sequence[str], opening: Sequence[int], count: int, length: int
 ) -> list[list[int]]:
     """``count`` rows of ``length`` tokens, evenly spread over the texts as one stream; each begins with ``opening``."""
     if not count:
@@ -107,7 +115,7 @@ def text_rows(
 
 
 @dataclass(frozen=True)
-class Row:
+class SummaryRow:
     """One cache in the summary; None: not measured.  ``recall``: by kind, over all lengths that say something (of the
     full cache: over all).  ``memory``: what a text's row takes of the pool, over what it takes of the full cache's."""
 
@@ -115,13 +123,13 @@ class Row:
     ratio: float
     memory: float | None
     perplexity: float | None
-    price: float | None  # times the perplexity without a cache
+    perplexity_ratio: float | None  # times the perplexity without a cache
     kl: float | None
     recall: Mapping[str, float | None]
 
 
 @dataclass(frozen=True)
-class Result:
+class QualityResult:
     """``notes``: what was not measured, and why.  ``said``: the (kind, length)s whose recall says something."""
 
     what: str
@@ -130,50 +138,55 @@ class Result:
     commit: str
     language: str
     parameters: int
-    options: Options
-    summary: tuple[Row, ...]
+    options: QualityOptions
+    summary: tuple[SummaryRow, ...]
     notes: tuple[str, ...]
-    said: tuple[tuple[str, int], ...]
-    lines: tuple[Line, ...]
+    informative_cells: tuple[tuple[str, int], ...]
+    lines: tuple[ResultLine, ...]
 
 
 def bench_quality(
     llm: LLM,
     variants: Sequence[Variant],
-    language: Language,
+    language: HaystackLanguage,
     texts: Sequence[Sequence[int]],
-    options: Options,
+    options: QualityOptions,
     *,
     model: str = "",
     out: Path | None = None,
     overwrite: bool = False,
     progress: Progress = lambda _what, _done, _total: None,
-) -> Result:
+) -> QualityResult:
     """Measure ``variants``, the full cache first; ``out``: a folder for the lines, where those of before are found.
 
     Raises UsageError for lengths beyond the model's limit, and as :class:`Lines` does.
     """
     assert variants and variants[0].name == "full", "the full cache is what the others are held against"
-    limit = llm.model.config.limit
+    limit = llm.model.config.max_seq_len
     for length in (*options.lengths, *map(len, texts)):
         if length > limit:
             raise UsageError(f"a length of {length:,} tokens is beyond the model's limit of {limit:,}", "ask for less")
     settings = {
         "what": "cache-quality",
         "model": model,
-        "digest": digest(llm, language),
+        "digest": bench_fingerprint(llm, language),
         "options": json.loads(json.dumps(asdict(options))),
-        "machine": machine(),
-        "commit": commit(),
+        "machine": machine_info(),
+        "commit": commit_id(),
     }
     run = _Run(
-        llm, language, texts, options, Lines(out / FILE if out else None, settings, overwrite=overwrite), progress
+        llm,
+        language,
+        texts,
+        options,
+        ResultLines(out / LINES_FILE if out else None, settings, overwrite=overwrite),
+        progress,
     )
     run.count = len(variants)
-    run.total = run.count * (bool(texts) + sum(1 for kind in options.kinds for _ in cells(options, kind)))
+    run.total = run.count * (bool(texts) + sum(1 for kind in options.tasks for _ in grid_cells(options, kind)))
     for variant in variants:
         run.variant(variant)
-    return Result(
+    return QualityResult(
         what="cache-quality",
         model=model,
         machine=settings["machine"],
@@ -183,7 +196,7 @@ def bench_quality(
         options=options,
         summary=tuple(run.row(variant) for variant in variants),
         notes=tuple(run.notes),
-        said=tuple(run.said),
+        informative_cells=tuple(run.said),
         lines=tuple(run.lines.lines),
     )
 
@@ -194,15 +207,15 @@ class _Run:
     def __init__(
         self,
         llm: LLM,
-        language: Language,
+        language: HaystackLanguage,
         texts: Sequence[Sequence[int]],
-        options: Options,
-        lines: Lines,
+        options: QualityOptions,
+        lines: ResultLines,
         progress: Progress,
     ) -> None:
         self.llm, self.language, self.texts, self.options = llm, language, texts, options
         self.lines, self.progress = lines, progress
-        self.said: list[tuple[Kind, int]] = [(kind, length) for kind in options.kinds for length in options.lengths]
+        self.said: list[tuple[Kind, int]] = [(kind, length) for kind in options.tasks for length in options.lengths]
         self.notes: list[str] = []
         self.done = self.total = 0
         self.count = 1
@@ -222,21 +235,21 @@ class _Run:
         if self.texts:
             self._text(variant)
             self._tick(f"{variant.label}: text")
-        for kind in self.options.kinds:
-            for length, depth in cells(self.options, kind):
+        for kind in self.options.tasks:
+            for length, depth in grid_cells(self.options, kind):
                 if (kind, length) in self.said:
                     self._cell(variant, kind, length, depth)
                 self._tick(f"{variant.label}: {kind} {length}")
         if variant.name == "full":
             self._judge()
 
-    def row(self, variant: Variant) -> Row:
+    def row(self, variant: Variant) -> SummaryRow:
         text = self.lines.find(**_key(variant), measure="text") or {}
         full = self.lines.find(cache="full", measure="text") or {}
         memory = text["bytes"] / full["bytes"] if "bytes" in text and "bytes" in full else None
-        recall: dict[str, float | None] = {kind: self._recall(variant, kind) for kind in self.options.kinds}
+        recall: dict[str, float | None] = {kind: self._recall(variant, kind) for kind in self.options.tasks}
         perplexity, times, kl = (text.get(name) for name in ("perplexity", "price", "kl"))
-        return Row(variant.name, variant.ratio, memory, perplexity, times, kl, recall)
+        return SummaryRow(variant.name, variant.ratio, memory, perplexity, times, kl, recall)
 
     def _tick(self, what: str) -> None:
         self.done += 1
@@ -245,9 +258,9 @@ class _Run:
     def _text(self, variant: Variant) -> None:
         key = {**_key(variant), "measure": "text"}
         if self.lines.find(**key) is None:
-            found = price(self.llm, variant, self.texts, self.options.chunk)
+            found = measure_perplexity(self.llm, variant, self.texts, self.options.prefill_chunk_size)
             longest = max(map(len, self.texts))
-            taken = row_bytes(self.llm, variant, longest, chunk=self.options.chunk)
+            taken = seq_bytes(self.llm, variant, longest, chunk=self.options.prefill_chunk_size)
             size = {"length": longest, "budget": variant.budget(longest), "bytes": taken}
             line = {**key, **size, **asdict(found), "price": found.ratio}
             self.lines.add(line)
@@ -255,21 +268,21 @@ class _Run:
     def _cell(self, variant: Variant, kind: Kind, length: int, depth: float) -> None:
         key = {**_key(variant), "measure": kind, "length": length, "depth": depth}
         if self.lines.find(**key) is None:
-            found = measure(self.llm, variant, self.language, kind, length, depth, self.options)
+            found = measure_cell(self.llm, variant, self.language, kind, length, depth, self.options)
             self.lines.add({**key, "budget": found.budget, "recall": found.recall, "tasks": found.tasks})
 
     def _judge(self) -> None:
         """Which lengths say something: those at which the full cache finds what is hidden."""
-        for kind in self.options.kinds:
+        for kind in self.options.tasks:
             poor = []
             for length in self.options.lengths:
                 recall = _mean(line["recall"] for line in self._lines("full", 0.0, kind) if line["length"] == length)
-                if recall is None or recall <= ENOUGH:
+                if recall is None or recall <= MIN_FULL_RECALL:
                     self.said.remove((kind, length))
                     poor.append(f"{recall or 0:.2f} at {length}")
             if poor:
                 self.notes.append(
-                    f"{kind}: the full cache finds {', '.join(poor)} tokens, not more than {ENOUGH}: another cache's "
+                    f"{kind}: the full cache finds {', '.join(poor)} tokens, not more than {MIN_FULL_RECALL}: another cache's "
                     "recall would say nothing there and is not measured"
                 )
 
@@ -277,13 +290,13 @@ class _Run:
         every = self._lines(variant.name, variant.ratio, kind)
         return _mean(line["recall"] for line in every if variant.name == "full" or (kind, line["length"]) in self.said)
 
-    def _lines(self, cache: str, ratio: float, kind: Kind) -> list[Line]:
+    def _lines(self, cache: str, ratio: float, kind: Kind) -> list[ResultLine]:
         return [
             line for line in self.lines.lines if (line["cache"], line["ratio"], line["measure"]) == (cache, ratio, kind)
         ]
 
 
-def _key(variant: Variant) -> Line:
+def _key(variant: Variant) -> ResultLine:
     key = {"cache": variant.name, "ratio": variant.ratio}
     return key if variant.compressor is None else {**key, "compressor": variant.compressor.fingerprint()}
 

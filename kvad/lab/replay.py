@@ -17,48 +17,58 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvad.cache.ledger import Ledger, Placed, Span
-from kvad.cache.memory import Memory
-from kvad.cache.sizing import CacheConfig, Group, groups
-from kvad.config import mixers
-from kvad.engine.request import Result, Sampling
-from kvad.engine.runner import Cache, Runner
-from kvad.engine.scheduler import Plan, Scheduler, Usage, Work
-from kvad.model.fresh import Fresh
+from kvad.cache.ledger import BlockAllocation, KVCacheManager, TokenSpan
+from kvad.cache.memory import KVCache
+from kvad.cache.sizing import CacheConfig, CacheGroup, build_groups
+from kvad.config import attention_specs
+from kvad.engine.request import SamplingParams, SequenceOutput
+from kvad.engine.runner import ManagedCache, ModelRunner
+from kvad.engine.scheduler import RequestMetrics, ScheduledSequence, Scheduler, SchedulerOutput
+from kvad.model.fresh import NoCache
 from kvad.model.transformer import Transformer
-from kvad.step import Lane, Step
-from kvad.step import Memory as MemoryProtocol
+from kvad.step import CacheProtocol as MemoryProtocol
+from kvad.step import ModelInput, SubBatch
 
-__all__ = ["Happened", "Key", "MakeCache", "Replayed", "Stream", "key_of", "replay", "uncached", "whole_row"]
+__all__ = [
+    "ScenarioCounts",
+    "SequenceKey",
+    "MakeCache",
+    "ReplayResult",
+    "ReplayStream",
+    "sequence_key",
+    "replay_streams",
+    "run_uncached",
+    "run_whole_sequence",
+]
 
-Key = tuple[int, int]  # (stream, sample)
-MakeCache = Callable[[Sequence[Group]], Cache]
+SequenceKey = tuple[int, int]  # (stream, sample)
+MakeCache = Callable[[Sequence[CacheGroup]], ManagedCache]
 ENDLESS = 1 << 40  # tokens of a row without a limit
-SQUEEZE_EVERY = 4  # steps of at least two rows between two refusals of the ledger
+PREEMPTION_INTERVAL = 4  # steps of at least two rows between two refusals of the ledger
 
 
-class Stream(NamedTuple):
+class ReplayStream(NamedTuple):
     """One request.  ``forced``: per sample, the tokens that are generated, equally many each; ``follows``: submit it
     only when that stream has its first token, so that it can hit the prompt's blocks and prefill beside decoding.
     ``source``: what the encoder of an encoder-decoder reads."""
 
     prompt: tuple[int, ...]
-    forced: tuple[tuple[int, ...], ...]
-    follows: int | None = None
+    forced_tokens: tuple[tuple[int, ...], ...]
+    after: int | None = None
     source: tuple[int, ...] | None = None
 
     @property
     def limit(self) -> int:
         """What the scheduler lets the row reach: it decides the rotary regime."""
-        return len(self.prompt) + len(self.forced[0])
+        return len(self.prompt) + len(self.forced_tokens[0])
 
     def tokens(self, sample: int) -> tuple[int, ...]:
         """All that is computed: the last forced token is sampled, never fed."""
-        return (*self.prompt, *self.forced[sample][:-1])
+        return (*self.prompt, *self.forced_tokens[sample][:-1])
 
 
 @dataclass
-class Happened:
+class ScenarioCounts:
     """What a replay really did.  ``chunks``: spans that ended inside a prompt; ``mixed``: steps with decoding and
     prefilling rows together; ``recomputed``: tokens computed again after a preemption; ``hit_tokens``: prompt tokens
     that a row found in the cache when it was first seated; ``longest``: the longest row, in tokens; ``encoded``:
@@ -78,11 +88,11 @@ class Happened:
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayResult:
     """``pieces``: per row (first position, logits [n, V]) of each span in the order of time, recomputed ones too."""
 
-    pieces: dict[Key, list[tuple[int, Tensor]]]
-    happened: Happened = field(default_factory=Happened)
+    pieces: dict[SequenceKey, list[tuple[int, Tensor]]]
+    happened: ScenarioCounts = field(default_factory=ScenarioCounts)
 
     def logits(self, stream: int, sample: int = 0) -> Tensor:
         """[T, V] as last computed; NaN at positions that a prefix hit or a fork made needless."""
@@ -94,17 +104,17 @@ class Replayed:
         return out
 
 
-def replay(
+def replay_streams(
     model: Transformer,
     config: CacheConfig,
-    streams: Sequence[Stream],
+    streams: Sequence[ReplayStream],
     *,
     squeezes: int = 0,
     budget: int | None = None,
     make: MakeCache | None = None,
-    watch: Callable[[Plan], None] | None = None,
+    watch: Callable[[SchedulerOutput], None] | None = None,
     keep: bool = True,
-) -> Replayed:
+) -> ReplayResult:
     """Run ``streams`` to their end and give the logits of every position that was computed.
 
     ``config.rows`` seats; ``squeezes``: preemptions to force, beside those of a small pool (``config.blocks``);
@@ -112,26 +122,32 @@ def replay(
     one, which rotates as ``config`` says); ``watch`` sees every plan before it is run; ``keep=False`` drops the logits.
     The scheduler's and the ledger's invariants are checked after every step.
     """
-    placed = groups(mixers(model.config), config)
-    cache = (make or partial(Memory, rotate=config.rotate, exact=config.endless))(placed)
-    runner = Runner(model, cache)
-    ledger = _Squeezing(placed, prefix=config.prefix, seats=config.rows, squeezes=squeezes)
-    limit = ENDLESS if config.endless else min(model.config.limit, config.capacity)
-    scheduler = Scheduler(
-        ledger, rows=config.rows, budget=budget or config.chunk + config.rows, chunk=config.chunk, limit=limit
+    placed = build_groups(attention_specs(model.config), config)
+    cache = (make or partial(KVCache, rope_at=config.rope_at, exact_rope=config.endless))(placed)
+    runner = ModelRunner(model, cache)
+    ledger = _ForcedPreemption(
+        placed, prefix=config.enable_prefix_caching, seats=config.max_num_seqs, squeezes=squeezes
     )
-    happened = Happened(rows=sum(len(stream.forced) for stream in streams))
-    driver = _Driver(runner, scheduler, streams, Replayed({}, happened))
+    limit = ENDLESS if config.endless else min(model.config.max_seq_len, config.max_seq_len)
+    scheduler = Scheduler(
+        ledger,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=budget or config.prefill_chunk_size + config.max_num_seqs,
+        prefill_chunk_size=config.prefill_chunk_size,
+        limit=limit,
+    )
+    happened = ScenarioCounts(rows=sum(len(stream.forced_tokens) for stream in streams))
+    driver = _ReplayDriver(runner, scheduler, streams, ReplayResult({}, happened))
     while not driver.step(watch, keep):
         scheduler.check()
     happened.preemptions = scheduler.stats().preemptions
     happened.forks = ledger.forks
-    happened.hit_tokens = sum(usage.cached for usage in driver.usages)
+    happened.hit_tokens = sum(usage.num_cached_tokens for usage in driver.usages)
     return driver.replayed
 
 
 @torch.inference_mode()
-def uncached(
+def run_uncached(
     model: Transformer,
     tokens: Sequence[int],
     limit: int | None = None,
@@ -139,40 +155,40 @@ def uncached(
     source: Sequence[int] | None = None,
 ) -> Tensor:
     """[T, V]: what the model says of the whole sequence with no cache.  ``limit``: what the row may reach."""
-    step = whole_row(model, tokens, limit)
+    step = run_whole_sequence(model, tokens, limit)
     if source is not None:
-        step = step._replace(source=whole_row(model, source))
-    return model.logits(model(step, memory or Fresh(model.config)), step.wanted)
+        step = step._replace(encoder_input=run_whole_sequence(model, source))
+    return model.logits(model(step, memory or NoCache(model.config)), step.logit_indices)
 
 
-def whole_row(model: Transformer, tokens: Sequence[int], limit: int | None = None) -> Step:
+def run_whole_sequence(model: Transformer, tokens: Sequence[int], limit: int | None = None) -> ModelInput:
     """One row from its first token on, all of its logits wanted."""
-    flat = torch.tensor(tokens, dtype=torch.int64, device=model.table.device)
+    flat = torch.tensor(tokens, dtype=torch.int64, device=model.token_embedding.device)
     every = torch.arange(len(tokens), device=flat.device)
     limits = torch.full_like(every, len(tokens) if limit is None else limit)
-    return Step(flat, every, (Lane(1, len(tokens), len(tokens)),), every, limits=limits)
+    return ModelInput(flat, every, (SubBatch(1, len(tokens), len(tokens)),), every, max_seq_lens=limits)
 
 
-def key_of(work: Work) -> Key:
-    return work.row.request, work.row.sample
+def sequence_key(work: ScheduledSequence) -> SequenceKey:
+    return work.sequence.request_id, work.sequence.sample_index
 
 
-class _Squeezing(Ledger):
+class _ForcedPreemption(KVCacheManager):
     """The ledger, that refuses a step of two rows or more every few steps; it counts forks too."""
 
-    def __init__(self, placed: Sequence[Group], *, prefix: bool, seats: int, squeezes: int) -> None:
-        super().__init__(placed, prefix=prefix, seats=seats)
+    def __init__(self, placed: Sequence[CacheGroup], *, prefix: bool, seats: int, squeezes: int) -> None:
+        super().__init__(placed, prefix_caching=prefix, max_num_seqs=seats)
         self.forks = 0
         self._squeezes, self._calm = squeezes, 0
 
-    def reserve(self, spans: Sequence[Span] | Sequence[tuple[int, int, int]]) -> Placed | None:
-        if self._squeezes and len(spans) > 1 and all(self.length(span[0]) for span in spans):
+    def allocate_slots(self, spans: Sequence[TokenSpan] | Sequence[tuple[int, int, int]]) -> BlockAllocation | None:
+        if self._squeezes and len(spans) > 1 and all(self.seq_len(span[0]) for span in spans):
             self._calm += 1
-            if self._calm > SQUEEZE_EVERY:
+            if self._calm > PREEMPTION_INTERVAL:
                 self._calm = 0
                 self._squeezes -= 1
                 return None
-        return super().reserve(spans)
+        return super().allocate_slots(spans)
 
     def fork(self, row: int, child: int, length: int) -> bool:
         done = super().fork(row, child, length)
@@ -180,67 +196,77 @@ class _Squeezing(Ledger):
         return done
 
 
-class _Driver:
+class _ReplayDriver:
     """Submits, steps, forces tokens and collects logits."""
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, streams: Sequence[Stream], replayed: Replayed) -> None:
+    def __init__(
+        self, runner: ModelRunner, scheduler: Scheduler, streams: Sequence[ReplayStream], replayed: ReplayResult
+    ) -> None:
         self.runner, self.scheduler, self.streams, self.replayed = runner, scheduler, streams, replayed
         self._waiting = set(range(len(streams)))
         self._begun: set[int] = set()
-        self._reached: dict[Key, int] = {}
-        self.usages: list[Usage] = []
+        self._reached: dict[SequenceKey, int] = {}
+        self.usages: list[RequestMetrics] = []
         self._submit()
 
     def _submit(self) -> None:
         for number in sorted(self._waiting):
             stream = self.streams[number]
-            if stream.follows is None or stream.follows in self._begun:
+            if stream.after is None or stream.after in self._begun:
                 self._waiting.remove(number)
-                count = len(stream.forced[0])
-                assert count and all(len(forced) == count for forced in stream.forced), "samples of unequal lengths"
-                sampling = Sampling(max_tokens=count, temperature=0, n=len(stream.forced))
-                root = f"{self.runner.regime(stream.limit)} {stream.source}".encode()
-                self.usages.append(self.scheduler.add(number, stream.prompt, sampling, root, source=stream.source))
+                count = len(stream.forced_tokens[0])
+                assert count and all(len(forced) == count for forced in stream.forced_tokens), (
+                    "samples of unequal lengths"
+                )
+                sampling = SamplingParams(max_tokens=count, temperature=0, n=len(stream.forced_tokens))
+                root = f"{self.runner.rope_regime(stream.limit)} {stream.source}".encode()
+                self.usages.append(
+                    self.scheduler.add_request(number, stream.prompt, sampling, root, source=stream.source)
+                )
 
-    def step(self, watch: Callable[[Plan], None] | None, keep: bool) -> bool:
+    def step(self, watch: Callable[[SchedulerOutput], None] | None, keep: bool) -> bool:
         """One plan; True when nothing is left."""
-        plan = self.scheduler.plan()
+        plan = self.scheduler.schedule()
         if plan is None:
             assert self.scheduler.idle and not self._waiting, "the scheduler stands still"
             return True
-        if plan.encoding is not None:
-            self.runner.encode(plan.encoding)
-            self.replayed.happened.encoded += len(plan.encoding.rows)
-            self.scheduler.settle(plan, [Result()] * len(plan.encoding.rows))
+        if plan.encoder_batch is not None:
+            self.runner.encode(plan.encoder_batch)
+            self.replayed.happened.encoded += len(plan.encoder_batch.sequences)
+            self.scheduler.update_from_output(plan, [SequenceOutput()] * len(plan.encoder_batch.sequences))
             return False
         if watch is not None:
             watch(plan)
-        every = tuple(work._replace(wanted=range(work.count)) for work in plan.work)
-        logits = self.runner.run(plan._replace(work=every))
+        every = tuple(work._replace(logit_offsets=range(work.num_tokens)) for work in plan.scheduled)
+        logits = self.runner.execute(plan._replace(scheduled=every))
         self._collect(plan, logits, keep)
-        results = [Result(self._forced(work)) if work.samples else Result() for work in plan.work]
-        for event in self.scheduler.settle(plan, results):
+        results = [
+            SequenceOutput(self._forced(work)) if work.is_sampled else SequenceOutput() for work in plan.scheduled
+        ]
+        for event in self.scheduler.update_from_output(plan, results):
             assert event.error is None, event.error
             self._begun.add(event.request)
         self._submit()
         return False
 
-    def _forced(self, work: Work) -> int:
-        return self.streams[work.row.request].forced[work.row.sample][work.row.generated]
+    def _forced(self, work: ScheduledSequence) -> int:
+        return self.streams[work.sequence.request_id].forced_tokens[work.sequence.sample_index][
+            work.sequence.num_generated_tokens
+        ]
 
-    def _collect(self, plan: Plan, logits: Tensor, keep: bool) -> None:
+    def _collect(self, plan: SchedulerOutput, logits: Tensor, keep: bool) -> None:
         happened, at = self.replayed.happened, 0
         happened.steps += 1
-        decoding = [work.start >= work.row.prompt_len for work in plan.work]
+        decoding = [work.start >= work.sequence.num_prompt_tokens for work in plan.scheduled]
         happened.mixed += any(decoding) and not all(decoding)
-        for work in plan.work:
-            key, end = key_of(work), work.start + work.count
+        for work in plan.scheduled:
+            key, end = sequence_key(work), work.start + work.num_tokens
             reached = self._reached.get(key, 0)
-            happened.tokens += work.count
+            happened.tokens += work.num_tokens
             happened.recomputed += max(0, min(end, reached) - work.start)
-            happened.chunks += end < work.row.prompt_len
+            happened.chunks += end < work.sequence.num_prompt_tokens
             happened.longest = max(happened.longest, end)
             self._reached[key] = max(reached, end)
             if keep:
-                self.replayed.pieces.setdefault(key, []).append((work.start, logits[at : at + work.count]))
-            at += work.count
+                self.replayed.pieces.setdefault(key, []).append((work.start, logits[at : at + work.num_tokens]))
+            at += work.num_tokens

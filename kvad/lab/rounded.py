@@ -12,16 +12,16 @@ from typing import Literal
 
 from torch import Tensor
 
-from kvad.cache.formats import find_format
-from kvad.model.fresh import Fresh
-from kvad.ops.quantize import Codec, find_codec
-from kvad.ops.rotary import Angles
-from kvad.step import Memory, Score, Step, View
+from kvad.cache.formats import get_format
+from kvad.model.fresh import NoCache
+from kvad.ops.quantize import FormatCodec, get_codec
+from kvad.ops.rotary import RotaryCache
+from kvad.step import AttentionParams, CacheProtocol, CacheView, ModelInput
 
-__all__ = ["Rounded"]
+__all__ = ["QuantizedNoCache"]
 
 
-class Rounded:
+class QuantizedNoCache:
     """``inner`` (a :class:`Fresh`) with keys and values in the formats of those names.
 
     ``rotate``: whether keys are encoded rotated, or as the model gave them; ``exact``: as :class:`Angles` has it.
@@ -29,57 +29,59 @@ class Rounded:
 
     def __init__(
         self,
-        inner: Fresh | Memory,
+        inner: NoCache | CacheProtocol,
         keys: str,
         values: str,
         *,
         rotate: Literal["write", "read"] = "write",
         exact: bool = False,
     ) -> None:
-        assert not find_format(keys).sealed and not find_format(values).sealed, (
+        assert not get_format(keys).is_blockwise and not get_format(values).is_blockwise, (
             "whole blocks: not a matter of one token"
         )
-        self._inner, self._codecs = inner, (find_codec(keys), find_codec(values))
+        self._inner, self._codecs = inner, (get_codec(keys), get_codec(values))
         self._rotates, self._exact = rotate == "write", exact
 
-    def open(self, step: Step) -> Sequence[View]:
-        turning = _Turning(step.positions, self._exact) if self._rotates else None
-        return [_RoundedView(view, turning, *self._codecs) for view in self._inner.open(step)]
+    def open(self, step: ModelInput) -> Sequence[CacheView]:
+        turning = _RotatedInputs(step.positions, self._exact) if self._rotates else None
+        return [_QuantizedView(view, turning, *self._codecs) for view in self._inner.open(step)]
 
 
-class _Turning:
+class _RotatedInputs:
     """Rotates q and k, and changes k.  ``exact``: both are turned back, so that whoever is inside rotates as it would:
     it may turn sinks further.  (Angles in float32 cannot be turned back: cos^2 + sin^2 is 1 to eight digits.)"""
 
     def __init__(self, positions: Tensor, exact: bool) -> None:
-        self._there = Angles(positions, exact=exact)
-        self._back = Angles(-positions, exact=True) if exact else None
+        self._there = RotaryCache(positions, exact=exact)
+        self._back = RotaryCache(-positions, exact=True) if exact else None
 
-    def through(self, codec: Codec, q: Tensor, k: Tensor, score: Score) -> tuple[Tensor, Tensor, Score]:
+    def through(
+        self, codec: FormatCodec, q: Tensor, k: Tensor, score: AttentionParams
+    ) -> tuple[Tensor, Tensor, AttentionParams]:
         rotary = score.rotary
         assert rotary is not None
-        k = _through(codec, self._there.rotate(k, rotary))
+        k = _quantize_dequantize(codec, self._there.rotate(k, rotary))
         if self._back is None:
             return self._there.rotate(q, rotary), k, score._replace(rotary=None)
         return q, self._back.rotate(k, rotary._replace(factor=1 / rotary.factor)), score
 
 
-class _RoundedView:
-    def __init__(self, view: View, turning: _Turning | None, keys: Codec, values: Codec) -> None:
+class _QuantizedView:
+    def __init__(self, view: CacheView, turning: _RotatedInputs | None, keys: FormatCodec, values: FormatCodec) -> None:
         self._view, self._turning, self._keys, self._values = view, turning, keys, values
 
-    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: Score) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: AttentionParams) -> Tensor:
         if k is None or v is None:
             return self._view.attend(q, k, v, score)
         if score.rotary is not None and self._turning is not None:
             q, k, score = self._turning.through(self._keys, q, k, score)
         else:
-            k = _through(self._keys, k)
-        return self._view.attend(q, k, _through(self._values, v), score)
+            k = _quantize_dequantize(self._keys, k)
+        return self._view.attend(q, k, _quantize_dequantize(self._values, v), score)
 
     def write(self, k: Tensor, v: Tensor) -> None:
-        self._view.write(_through(self._keys, k), _through(self._values, v))
+        self._view.write(_quantize_dequantize(self._keys, k), _quantize_dequantize(self._values, v))
 
 
-def _through(codec: Codec, x: Tensor) -> Tensor:
+def _quantize_dequantize(codec: FormatCodec, x: Tensor) -> Tensor:
     return codec.decode(codec.encode(x), x.dtype)

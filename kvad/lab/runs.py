@@ -19,34 +19,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvad.checkpoint.folder import TRAINING, read_json, steps_of
-from kvad.config import ModelConfig, meaning
+from kvad.checkpoint.folder import TRAINING, list_steps, read_json
+from kvad.config import ModelConfig, canonical_config
 from kvad.errors import ConfigError, DataError, KvadError
-from kvad.lab.plot import Panel, Series, draw_loss, draw_panels, read_lines
+from kvad.lab.plot import PlotPanel, PlotSeries, draw_loss, draw_panels, read_jsonl
 from kvad.text.tokenizer import load_tokenizer
 from kvad.train.config import RunConfig, read_toml
 
 __all__ = [
-    "AXES",
-    "Run",
-    "Summary",
-    "cautions",
-    "differences",
+    "X_AXES",
+    "RunRecord",
+    "RunSummary",
+    "comparison_warnings",
+    "run_differences",
     "draw_runs",
-    "panels",
+    "loss_panels",
     "plot_run",
     "read_run",
     "read_runs",
-    "smoothed",
-    "usual",
+    "smooth_curve",
+    "default_smoothing",
 ]
 
-AXES = {"steps": "step", "tokens": "tokens", "seconds": "elapsed"}  # of a figure -> their key in metrics.jsonl
+X_AXES = {"steps": "step", "tokens": "tokens", "seconds": "elapsed"}  # of a figure -> their key in metrics.jsonl
 LABELS = {"steps": "step", "tokens": "tokens learned", "seconds": "seconds of training"}
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     """What came of a run, as far as it has come.  ``loss``: smoothed; ``best``: the lowest validation loss, after
     ``best_step`` steps; ``tokens_per_second`` over the whole run, evaluations and saves among its seconds; ``failed``:
     by what error it ended."""
@@ -70,7 +70,7 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """``config``: its tables, by dotted key, and ``corpus``; ``model``: what its [model] means (vocab 1 unless it says
     another), None where that cannot be told from it.  ``tokenizer``: its fingerprint, None where no checkpoint holds
     one; ``data``: the fingerprint of its tokens, None before there is a checkpoint."""
@@ -87,17 +87,17 @@ class Run:
     tokenizer: str | None
     data: str | None
 
-    def summary(self, smooth: float) -> Summary:
+    def summary(self, smooth: float) -> RunSummary:
         last = self.steps[-1]
         best = min(self.evals, key=lambda line: line["val_loss"], default=None)
         seconds = float(last["elapsed"])
-        return Summary(
+        return RunSummary(
             parameters=self.start.get("parameters", 0),
             steps=last["step"],
             tokens=last["tokens"],
             seconds=seconds,
             tokens_per_second=last["tokens"] / seconds if seconds else 0.0,
-            loss=smoothed([line["loss"] for line in self.steps], smooth)[-1],
+            loss=smooth_curve([line["loss"] for line in self.steps], smooth)[-1],
             validation=self.evals[-1]["val_loss"] if self.evals else None,
             best=None if best is None else best["val_loss"],
             best_step=None if best is None else best["step"],
@@ -111,7 +111,7 @@ class Run:
         )
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
+def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     """Named by as much of their paths as tells them apart.  Raises as :func:`read_run`, and for the same run twice."""
     places = [path.resolve() for path in paths]
     if twice := next((path for at, path in enumerate(paths) if places[at] in places[:at]), None):
@@ -127,13 +127,13 @@ def _names(places: Sequence[Path]) -> list[str]:
     return [str(place) for place in places]
 
 
-def read_run(path: Path, name: str = "") -> Run:
+def read_run(path: Path, name: str = "") -> RunRecord:
     """Raises DataError for a folder that is no run, or whose run has logged no step yet."""
     if not path.is_dir():
         raise DataError(f"{path} is no folder", "name the --out of a kvad train")
     if not (path / "metrics.jsonl").is_file():
         raise DataError(f"{path} is no run: it holds no metrics.jsonl", "name the --out of a kvad train")
-    lines = read_lines(path / "metrics.jsonl")
+    lines = read_jsonl(path / "metrics.jsonl")
     steps = [line for line in lines if line.get("kind") == "step" and _finite(line.get("loss"))]
     failed = next((str(line.get("text", "")) for line in lines if line.get("kind") == "failed"), None)
     if not steps and failed is not None:
@@ -144,7 +144,7 @@ def read_run(path: Path, name: str = "") -> Run:
     start = next((line for line in lines if line.get("kind") == "run"), {})
     done = any(line.get("kind") == "end" for line in lines)
     config, model, tokenizer, data = _saved(path)
-    return Run(name or path.name, path, start, steps, evals, done, failed, config, model, tokenizer, data)
+    return RunRecord(name or path.name, path, start, steps, evals, done, failed, config, model, tokenizer, data)
 
 
 def _finite(value: object) -> bool:
@@ -153,7 +153,7 @@ def _finite(value: object) -> bool:
 
 def _saved(path: Path) -> tuple[dict[str, Any], ModelConfig | None, str | None, str | None]:
     """Configuration, model, tokenizer and tokens, as the newest checkpoint has them."""
-    found = steps_of(path)
+    found = list_steps(path)
     if not found or not (found[-1] / TRAINING / "state.json").is_file():
         file = path / "run.toml"
         return (*(_read(read_toml(file)) if file.is_file() else ({}, None)), None, None)
@@ -199,7 +199,7 @@ def _flat(table: Mapping[str, Any], where: str = "") -> Iterable[tuple[str, Any]
 # ---------------------------------------------------------------- what differs
 
 
-def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
+def run_differences(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
     """Key -> each run's value, where they are not all the same; None where a run has no such key."""
     tables = _tables(runs)
     keys = dict.fromkeys(key for table in tables for key in table)
@@ -212,29 +212,29 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
     return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
 
 
-def _tables(runs: Sequence[Run]) -> list[Mapping[str, Any]]:
+def _tables(runs: Sequence[RunRecord]) -> list[Mapping[str, Any]]:
     """Each run's keys and values: of the models what they are, where that is known of all, else what was written."""
     models = [run.model for run in runs if run.config]
-    found = [meaning(model) for model in models if model is not None]
+    found = [canonical_config(model) for model in models if model is not None]
     if len(found) < len(models):
         return [run.config for run in runs]
     same = all(means == found[0] for means in found)  # in however many spellings
     return [_built(run, same) for run in runs]
 
 
-def _built(run: Run, same: bool) -> dict[str, Any]:
+def _built(run: RunRecord, same: bool) -> dict[str, Any]:
     """A run's table with its model as it is, and the preset's name; without either where all are the ``same``."""
     others = {key: value for key, value in run.config.items() if not key.startswith("model.")}
     if same or run.model is None:
         return others
     preset = {key: value for key, value in run.config.items() if key == "model.preset"}
     parts = {f"model.{key}": value for key, value in _flat(run.model.to_dict()) if value is not None}
-    if run.model.limit == run.config["data.context"]:
-        del parts["model.limit"]
+    if run.model.max_seq_len == run.config["data.seq_len"]:
+        del parts["model.max_seq_len"]
     return {**preset, **parts, **others}
 
 
-def cautions(runs: Sequence[Run]) -> list[str]:
+def comparison_warnings(runs: Sequence[RunRecord]) -> list[str]:
     """Which of them failed, and why losses, or validation losses, of these runs say nothing about each other."""
     found = [f"{run.name} failed: {run.failed}" for run in runs if run.failed is not None]
     if unsaved := [run.name for run in runs if run.data is None]:
@@ -245,22 +245,24 @@ def cautions(runs: Sequence[Run]) -> list[str]:
         )
     if len({run.config["objective.kind"] for run in runs if "objective.kind" in run.config}) > 1:
         found.append("objectives differ: their losses are NOT comparable")
-    if len({_judged_by(run) for run in runs if run.data is not None}) > 1:
+    if len({_validation_key(run) for run in runs if run.data is not None}) > 1:
         found.append("texts, or what is held out of them, differ: validation losses are of different texts")
     return found
 
 
-def _judged_by(run: Run) -> tuple[object, ...]:
-    keys = ("data.validation", "data.context", "data.order", "train.seed", "train.eval_tokens")
+def _validation_key(run: RunRecord) -> tuple[object, ...]:
+    keys = ("data.validation_fraction", "data.seq_len", "data.order", "train.seed", "train.eval_tokens")
     return (run.data, *(str(run.config.get(key)) for key in keys))
 
 
 # ---------------------------------------------------------------- curves
 
 
-def draw_runs(runs: Sequence[Run], out: Sequence[Path], x: str = "steps", smooth: float | None = None) -> list[Path]:
+def draw_runs(
+    runs: Sequence[RunRecord], out: Sequence[Path], x: str = "steps", smooth: float | None = None
+) -> list[Path]:
     """Their curves, into every file of ``out``.  Raises as ``plot.draw``."""
-    return draw_panels(panels(runs, x, smooth), out, x_label=LABELS[x])
+    return draw_panels(loss_panels(runs, x, smooth), out, x_label=LABELS[x])
 
 
 def plot_run(path: Path) -> list[Path]:
@@ -269,7 +271,7 @@ def plot_run(path: Path) -> list[Path]:
     return loss and [*loss, *draw_runs([read_run(path)], [path / "curves.png", path / "curves.svg"])]
 
 
-def smoothed(values: Sequence[float], keep: float) -> list[float]:
+def smooth_curve(values: Sequence[float], keep: float) -> list[float]:
     """A moving average in which a value keeps ``keep`` of its weight with each one after it."""
     found, average = list[float](), 0.0
     for count, value in enumerate(values, 1):
@@ -278,33 +280,39 @@ def smoothed(values: Sequence[float], keep: float) -> list[float]:
     return found
 
 
-def usual(runs: Sequence[Run]) -> float:
+def default_smoothing(runs: Sequence[RunRecord]) -> float:
     """How much is smoothed where nobody says: the same for all, nothing of a few points."""
     return max(0.0, 1 - 40 / max(len(run.steps) for run in runs))
 
 
-def panels(runs: Sequence[Run], x: str = "steps", smooth: float | None = None) -> list[Panel]:
+def loss_panels(runs: Sequence[RunRecord], x: str = "steps", smooth: float | None = None) -> list[PlotPanel]:
     """Loss (raw, smoothed, validation), learning rate and gradient norm, a colour for each run."""
-    key, several = AXES[x], len(runs) > 1
-    keep = usual(runs) if smooth is None else smooth
-    loss, rate, norm = list[Series](), list[Series](), list[Series]()
+    key, several = X_AXES[x], len(runs) > 1
+    keep = default_smoothing(runs) if smooth is None else smooth
+    loss, rate, norm = list[PlotSeries](), list[PlotSeries](), list[PlotSeries]()
     for colour, run in enumerate(runs):
         at = [float(line[key]) for line in run.steps]
         raw = [line["loss"] for line in run.steps]
-        loss.append(Series("" if several else "training", at, raw, faint=True, colour=colour))
+        loss.append(PlotSeries("" if several else "training", at, raw, faint=True, color=colour))
         label = run.name if several else "training, smoothed"
-        loss.append(Series(label, at, smoothed(raw, keep), colour=colour))
+        loss.append(PlotSeries(label, at, smooth_curve(raw, keep), color=colour))
         if run.evals:
             held = [float(_at(run.steps, key, line["step"])) for line in run.evals]
             losses = [line["val_loss"] for line in run.evals]
             other = colour if several else colour + 1
-            loss.append(Series("" if several else "validation", held, losses, dots=True, dashed=several, colour=other))
-        rate.append(Series("", at, [line["lr"] for line in run.steps], colour=colour))
+            loss.append(
+                PlotSeries("" if several else "validation", held, losses, dots=True, dashed=several, color=other)
+            )
+        rate.append(PlotSeries("", at, [line["lr"] for line in run.steps], color=colour))
         norms = [(a, line["grad_norm"]) for a, line in zip(at, run.steps, strict=True) if _finite(line["grad_norm"])]
-        norm.append(Series("", [a for a, _ in norms], [value for _, value in norms], colour=colour))
+        norm.append(PlotSeries("", [a for a, _ in norms], [value for _, value in norms], color=colour))
     said = "loss (nats per token)"
     title = "thin: raw; line: smoothed; dots: validation" if several else ""
-    return [Panel(said, loss, title), Panel("learning rate", rate), Panel("gradient norm", norm, log_y=True)]
+    return [
+        PlotPanel(said, loss, title),
+        PlotPanel("learning rate", rate),
+        PlotPanel("gradient norm", norm, log_y=True),
+    ]
 
 
 def _at(steps: Sequence[Mapping[str, Any]], key: str, step: int) -> float:

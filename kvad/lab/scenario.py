@@ -13,35 +13,35 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvad.cache.formats import parted
-from kvad.cache.policy import Hierarchy, Scored, Spilled
-from kvad.cache.sizing import CacheConfig, Group, groups, grows
-from kvad.config import ModelConfig, mixers
+from kvad.cache.formats import split_format_name
+from kvad.cache.policy import EvictionPolicy, OffloadPolicy, TieredPolicy
+from kvad.cache.sizing import CacheConfig, CacheGroup, build_groups, grows_with_length
+from kvad.config import ModelConfig, attention_specs
 from kvad.errors import ConfigError, EngineError, KvadError, UsageError
-from kvad.lab.asked import Asked
-from kvad.lab.replay import Happened, Stream
-from kvad.model.fresh import Fresh
+from kvad.lab.asked import MemoryCase
+from kvad.lab.replay import ReplayStream, ScenarioCounts
+from kvad.model.fresh import NoCache
 from kvad.model.transformer import Transformer
-from kvad.step import Lane, Step
+from kvad.step import ModelInput, SubBatch
 from kvad.text.tokenizer import Tokenizer
 
 __all__ = [
-    "Options",
+    "ScenarioOptions",
     "cache_config",
-    "cache_of",
-    "check_happened",
-    "fitting",
-    "greedy",
+    "case_cache_config",
+    "check_scenario_counts",
+    "default_sizes",
+    "greedy_continuations",
     "longest_source",
-    "make_streams",
-    "outline",
-    "prompts_of",
-    "squeezes",
+    "build_streams",
+    "outline_streams",
+    "build_prompts",
+    "num_preemptions",
 ]
 
-SQUEEZES = 2  # preemptions to force
+NUM_PREEMPTIONS = 2  # preemptions to force
 LONGEST_SOURCE = 48  # tokens
-WIDEST = 512  # a longer window than this is not worth passing by default, nor a longer limit
+MAX_WIDTH = 512  # a longer window than this is not worth passing by default, nor a longer limit
 
 TEXT = """The cache remembers what the model has read: a new word costs one step, not the whole way again.
 def remember(key, value, memory):
@@ -61,14 +61,14 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Options:
+class ScenarioOptions:
     """What is asked.  ``rows``: prompts; ``tokens``: generated after each; ``chunk``: tokens of a prompt per step;
     ``dtypes``: formats, "int8/int4" where keys and values differ; ``policies`` in full; ``endless``: rows may pass the
     model's limit; ``through``: ways of leaving and coming back (``through.py``)."""
 
     layouts: tuple[str, ...] = ("paged", "contiguous")
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16", "float64")
-    rows: int = 5
+    num_seqs: int = 5
     chunk: int = 32
     block_size: int = 16
     tokens: int = 32
@@ -77,54 +77,54 @@ class Options:
     policies: tuple[str, ...] = ("full",)
     rotates: tuple[str, ...] = ("write",)
     endless: bool = False
-    through: tuple[str, ...] = ()
+    round_trips: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("rows", "chunk", "block_size", "tokens"):
+        for name in ("num_seqs", "prefill_chunk_size", "block_size", "tokens"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')}: must be at least 1, found {getattr(self, name)}")
         if not (self.layouts and self.dtypes and self.policies and self.rotates):
             raise UsageError("nothing to verify", "name a layout and a dtype")
 
     @property
-    def asked(self) -> list[Asked]:
+    def cases(self) -> list[MemoryCase]:
         """Every memory of the product."""
-        return Asked.product(self.layouts, self.dtypes, self.policies, self.rotates, self.endless)
+        return MemoryCase.product(self.layouts, self.dtypes, self.policies, self.rotates, self.endless)
 
 
-def fitting(config: ModelConfig, tokens: int | None, block_size: int | None) -> tuple[int, int]:
+def default_sizes(config: ModelConfig, tokens: int | None, block_size: int | None) -> tuple[int, int]:
     """``tokens`` and ``block_size`` where they are not given: 32 and 16, or less for a model of a low limit."""
     if tokens is None:
-        tokens = max(1, min(32, config.limit // 2))
+        tokens = max(1, min(32, config.max_seq_len // 2))
     if block_size is None:
         block_size = 16
-        while block_size > 1 and block_size >= config.limit - tokens:
+        while block_size > 1 and block_size >= config.max_seq_len - tokens:
             block_size //= 2
     return tokens, block_size
 
 
-def prompts_of(config: ModelConfig, options: Options, tokenizer: Tokenizer | None) -> list[list[int]]:
+def build_prompts(config: ModelConfig, options: ScenarioOptions, tokenizer: Tokenizer | None) -> list[list[int]]:
     """Ragged prompts of known text, or of random tokens where the tokenizer has no ids for it.
 
     UsageError: the model's limit leaves no room for a prompt and ``options.tokens``.
     """
-    room = config.limit - options.tokens
+    room = config.max_seq_len - options.tokens
     if room < 1:
         raise UsageError(
-            f"--tokens {options.tokens} leaves no room for a prompt: the model's limit is {config.limit}",
-            f"give at most --tokens {config.limit - 1}",
+            f"--tokens {options.tokens} leaves no room for a prompt: the model's limit is {config.max_seq_len}",
+            f"give at most --tokens {config.max_seq_len - 1}",
         )
-    windows = [spec.window for spec in mixers(config) if spec.window is not None and spec.window <= WIDEST]
+    windows = [spec.window for spec in attention_specs(config) if spec.window is not None and spec.window <= MAX_WIDTH]
     wished = max(3 * options.chunk + 1, 3 * options.block_size + 1, *(w + options.chunk for w in windows), 2)
     longest = min(wished, room)
-    if options.endless and config.limit <= WIDEST:
-        longest = config.limit + options.chunk
-    lengths = [max(1, int(longest * 0.6**row)) for row in range(options.rows)]
-    if options.rows > 2:
+    if options.endless and config.max_seq_len <= MAX_WIDTH:
+        longest = config.max_seq_len + options.chunk
+    lengths = [max(1, int(longest * 0.6**row)) for row in range(options.num_seqs)]
+    if options.num_seqs > 2:
         lengths[-1] = 1
     source = _known_text(tokenizer) if tokenizer is not None else None
     if not source:
-        source = torch.randint(config.vocab, (4096,), generator=_generator(0)).tolist()
+        source = torch.randint(config.vocab_size, (4096,), generator=_generator(0)).tolist()
     prompts = []
     for row, length in enumerate(lengths):
         start = row * 17 % len(source)
@@ -142,12 +142,12 @@ def _known_text(tokenizer: Tokenizer) -> list[int] | None:
         return None
 
 
-def make_streams(model: Transformer, prompts: Sequence[Sequence[int]], options: Options) -> list[Stream]:
+def build_streams(model: Transformer, prompts: Sequence[Sequence[int]], options: ScenarioOptions) -> list[ReplayStream]:
     """The prompts with the judge's own continuations, the forked sample, and the row that shares a prefix.
 
     UsageError: a prompt is empty or too long, or no prompt has a whole block to share.
     """
-    limit = model.config.limit
+    limit = model.config.max_seq_len
     if model.config.decoder is None:
         raise UsageError("this model is an encoder: it keeps no cache that could be verified")
     for number, prompt in enumerate(prompts):
@@ -159,13 +159,14 @@ def make_streams(model: Transformer, prompts: Sequence[Sequence[int]], options: 
                 f"model's limit of {limit}"
             )
     ordered = sorted((tuple(prompt) for prompt in prompts), key=len, reverse=True)
-    sources = sources_of(model.config, len(ordered))
-    forced = greedy(model, ordered, options.tokens, sources)
+    sources = build_sources(model.config, len(ordered))
+    forced = greedy_continuations(model, ordered, options.tokens, sources)
     streams = [
-        Stream(prompt, (after,), source=source) for prompt, after, source in zip(ordered, forced, sources, strict=True)
+        ReplayStream(prompt, (after,), source=source)
+        for prompt, after, source in zip(ordered, forced, sources, strict=True)
     ]
     twin = min(1, len(streams) - 1)
-    streams[twin] = streams[twin]._replace(forced=(forced[twin], forced[twin][::-1]))
+    streams[twin] = streams[twin]._replace(forced_tokens=(forced[twin], forced[twin][::-1]))
     if options.prefix_hit and "paged" in options.layouts:
         first = streams[0]
         shared = (len(first.prompt) - 1) // options.block_size * options.block_size
@@ -175,31 +176,33 @@ def make_streams(model: Transformer, prompts: Sequence[Sequence[int]], options: 
                 f"no more than a block of {options.block_size}",
                 "give a longer --prompt, a smaller --block-size, or --no-prefix-hit",
             )
-        rest = tuple((token + 1) % model.config.vocab for token in first.prompt[shared:])
-        streams.append(Stream(first.prompt[:shared] + rest, (forced[0],), follows=0, source=first.source))
+        rest = tuple((token + 1) % model.config.vocab_size for token in first.prompt[shared:])
+        streams.append(ReplayStream(first.prompt[:shared] + rest, (forced[0],), after=0, source=first.source))
     return streams
 
 
-def outline(config: ModelConfig, prompts: Sequence[Sequence[int]], options: Options) -> list[Stream]:
+def outline_streams(
+    config: ModelConfig, prompts: Sequence[Sequence[int]], options: ScenarioOptions
+) -> list[ReplayStream]:
     """Rows of the same lengths, to ask what a memory for them would be before anything is computed."""
     return [
-        Stream(tuple(prompt), ((0,) * options.tokens,), source=source)
-        for prompt, source in zip(prompts, sources_of(config, len(prompts)), strict=True)
+        ReplayStream(tuple(prompt), ((0,) * options.tokens,), source=source)
+        for prompt, source in zip(prompts, build_sources(config, len(prompts)), strict=True)
     ]
 
 
-def sources_of(config: ModelConfig, rows: int) -> list[tuple[int, ...] | None]:
+def build_sources(config: ModelConfig, rows: int) -> list[tuple[int, ...] | None]:
     """Ragged random sources for an encoder-decoder's rows, the longest first; None for other models."""
-    if config.source is None:
+    if config.encoder_input is None:
         return [None] * rows
-    vocab = config.vocab if config.source.vocab is None else config.source.vocab
+    vocab = config.vocab_size if config.encoder_input.vocab_size is None else config.encoder_input.vocab_size
     ids = torch.randint(vocab, (rows, longest_source(config)), generator=_generator(1)).tolist()
     return [tuple(row[: max(1, int(len(row) * 0.7**number))]) for number, row in enumerate(ids)]
 
 
 def longest_source(config: ModelConfig) -> int:
     """Tokens of the longest source that is verified with; 0 for a model without an encoder's side."""
-    return 0 if config.source is None else min(config.source.limit, LONGEST_SOURCE)
+    return 0 if config.encoder_input is None else min(config.encoder_input.max_seq_len, LONGEST_SOURCE)
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -207,7 +210,7 @@ def _generator(seed: int) -> torch.Generator:
 
 
 @torch.inference_mode()
-def greedy(
+def greedy_continuations(
     model: Transformer,
     prompts: Sequence[Sequence[int]],
     count: int,
@@ -216,75 +219,85 @@ def greedy(
     """``count`` greedy tokens after each prompt, every one computed from the whole row, without a cache."""
     rows = [list(prompt) for prompt in prompts]
     limits = [len(prompt) + count for prompt in prompts]
-    memory = Fresh(model.config)
+    memory = NoCache(model.config)
     read = [source for source in sources or () if source is not None]
     source = _rows(read, [len(each) for each in read]) if read else None
     for _ in range(count):
-        step = _rows(rows, limits)._replace(source=source)
-        chosen = model.logits(model(step, memory), step.wanted).argmax(dim=-1).tolist()
+        step = _rows(rows, limits)._replace(encoder_input=source)
+        chosen = model.logits(model(step, memory), step.logit_indices).argmax(dim=-1).tolist()
         for row, token in zip(rows, chosen, strict=True):
             row.append(token)
     return [tuple(row[len(prompt) :]) for row, prompt in zip(rows, prompts, strict=True)]
 
 
-def _rows(rows: Sequence[Sequence[int]], limits: Sequence[int]) -> Step:
+def _rows(rows: Sequence[Sequence[int]], limits: Sequence[int]) -> ModelInput:
     """A lane per row, each from its first token on; the logits after the last are wanted."""
-    return Step(
-        tokens=torch.tensor([token for row in rows for token in row]),
+    return ModelInput(
+        token_ids=torch.tensor([token for row in rows for token in row]),
         positions=torch.cat([torch.arange(len(row)) for row in rows]),
-        lanes=tuple(Lane(1, len(row), len(row)) for row in rows),
-        wanted=torch.tensor([len(row) for row in rows]).cumsum(0) - 1,
-        limits=torch.cat([torch.full((len(row),), limit) for row, limit in zip(rows, limits, strict=True)]),
+        sub_batches=tuple(SubBatch(1, len(row), len(row)) for row in rows),
+        logit_indices=torch.tensor([len(row) for row in rows]).cumsum(0) - 1,
+        max_seq_lens=torch.cat([torch.full((len(row),), limit) for row, limit in zip(rows, limits, strict=True)]),
     )
 
 
 def cache_config(
-    config: ModelConfig, streams: Sequence[Stream], options: Options, layout: str, dtype: str
+    config: ModelConfig, streams: Sequence[ReplayStream], options: ScenarioOptions, layout: str, dtype: str
 ) -> CacheConfig:
     """The cache of a memory that keeps everything, see :func:`cache_of`."""
-    return cache_of(config, streams, options, Asked(layout, dtype))
+    return case_cache_config(config, streams, options, MemoryCase(layout, dtype))
 
 
-def cache_of(config: ModelConfig, streams: Sequence[Stream], options: Options, asked: Asked) -> CacheConfig:
+def case_cache_config(
+    config: ModelConfig, streams: Sequence[ReplayStream], options: ScenarioOptions, asked: MemoryCase
+) -> CacheConfig:
     """A cache with a seat for every row; where preemptions are wanted, with half of the blocks that they need.
 
     ConfigError for a memory that cannot be.
     """
-    size, (keys, values) = options.block_size, parted(asked.dtype)
-    needed = [-(-stream.limit // size) for stream in streams for _ in stream.forced]
+    size, (keys, values) = options.block_size, split_format_name(asked.dtype)
+    needed = [-(-stream.limit // size) for stream in streams for _ in stream.forced_tokens]
     if asked.layout not in ("paged", "contiguous"):
         raise ConfigError(f"--layout: {asked.layout!r} is not one of paged, contiguous")
     longest = max(stream.limit for stream in streams)
     cache = CacheConfig(
         layout="paged" if asked.layout == "paged" else "contiguous",
-        keys=keys,
-        values=values,
+        key_dtype=keys,
+        value_dtype=values,
         block_size=size,
-        rows=len(needed),
-        capacity=min(longest, config.limit) if asked.endless else longest,
-        chunk=options.chunk,
-        prefix=options.prefix_hit,
-        source_capacity=max((len(stream.source) for stream in streams if stream.source is not None), default=0),
+        max_num_seqs=len(needed),
+        max_seq_len=min(longest, config.max_seq_len) if asked.endless else longest,
+        prefill_chunk_size=options.chunk,
+        enable_prefix_caching=options.prefix_hit,
+        max_source_len=max((len(stream.source) for stream in streams if stream.source is not None), default=0),
         policy=asked.policy,
         endless=asked.endless,
-        rotate="read" if asked.rotate == "read" else "write",
+        rope_at="read" if asked.rotate == "read" else "write",
     )
-    own = [group for group in groups(mixers(config), cache) if group.level is None and not group.mixer.cross]
-    if asked.layout == "paged" and options.preempt and grows((group.mixer, _ranked(group)) for group in own):
-        return replace(cache, blocks=max(max(needed) + 1, sum(needed) // 2))
+    own = [
+        group
+        for group in build_groups(attention_specs(config), cache)
+        if group.lower_level is None and not group.spec.is_cross_attention
+    ]
+    if asked.layout == "paged" and options.preempt and grows_with_length((group.spec, _ranked(group)) for group in own):
+        return replace(cache, num_blocks=max(max(needed) + 1, sum(needed) // 2))
     return cache
 
 
-def _ranked(group: Group) -> Scored | Hierarchy | Spilled | None:
-    return group.scored or group.levels
+def _ranked(group: CacheGroup) -> EvictionPolicy | TieredPolicy | OffloadPolicy | None:
+    return group.eviction_policy or group.demotion_policy
 
 
-def squeezes(options: Options) -> int:
-    return SQUEEZES if options.preempt else 0
+def num_preemptions(options: ScenarioOptions) -> int:
+    return NUM_PREEMPTIONS if options.preempt else 0
 
 
-def check_happened(
-    happened: Happened, streams: Sequence[Stream], options: Options, layout: str, shares: bool = True
+def check_scenario_counts(
+    happened: ScenarioCounts,
+    streams: Sequence[ReplayStream],
+    options: ScenarioOptions,
+    layout: str,
+    shares: bool = True,
 ) -> None:
     """EngineError: something that was asked for did not take place, so that nothing is known about it.
 

@@ -17,45 +17,47 @@ from typing import Any
 
 from kvad.arch import Activation
 from kvad.config import (
-    Alibi,
-    Attention,
-    Embedding,
-    Gated,
-    Head,
-    Layer,
-    LearnedPositions,
-    Llama3Scaling,
+    AlibiConfig,
+    AttentionConfig,
+    EmbeddingConfig,
+    EncoderInputConfig,
+    GatedMLPConfig,
+    HeadTransformConfig,
+    LanguageHeadConfig,
+    LayerConfig,
+    LearnedPositionsConfig,
+    Llama3ScalingConfig,
     ModelConfig,
-    Norm,
-    Plain,
-    Rope,
-    SinusoidalPositions,
-    Source,
-    Stack,
-    T5Bias,
-    Transform,
+    NormConfig,
+    PlainMLPConfig,
+    RopeConfig,
+    SinusoidalPositionsConfig,
+    StackConfig,
+    T5BiasConfig,
 )
-from kvad.errors import UsageError, nearest
+from kvad.errors import UsageError, suggest
 
-__all__ = ["SHAPES", "shape"]
+__all__ = ["KNOWN_MODELS", "known_model"]
 
-LAYER_NORM = Norm("layer", 1e-5, bias=True)
+LAYER_NORM = NormConfig("layer", 1e-5, bias=True)
 
 
-def shape(name: str) -> ModelConfig:
+def known_model(name: str) -> ModelConfig:
     """The config of a known model; UsageError with the nearest name for an unknown one."""
-    if name.lower() not in SHAPES:
-        raise UsageError(f"no file, folder or known shape is called {name!r}", nearest(name.lower(), SHAPES))
-    return SHAPES[name.lower()]()
+    if name.lower() not in KNOWN_MODELS:
+        raise UsageError(f"no file, folder or known shape is called {name!r}", suggest(name.lower(), KNOWN_MODELS))
+    return KNOWN_MODELS[name.lower()]()
 
 
 # ---------------------------------------------------------------- families
 
 
 def _gpt2(layers: int, heads: int, width: int, *, limit: int = 1024) -> ModelConfig:
-    attention = Attention(heads, position=None, bias=True, out_bias=True)
-    layer = Layer(attention, Plain(4 * width, "gelu_tanh", bias=True), LAYER_NORM)
-    return ModelConfig(width, 50257, limit, Stack(layers, {"L": layer}), embed=Embedding(LearnedPositions(limit)))
+    attention = AttentionConfig(heads, position=None, qkv_bias=True, out_bias=True)
+    layer = LayerConfig(attention, PlainMLPConfig(4 * width, "gelu_tanh", bias=True), LAYER_NORM)
+    return ModelConfig(
+        width, 50257, limit, StackConfig(layers, {"L": layer}), embedding=EmbeddingConfig(LearnedPositionsConfig(limit))
+    )
 
 
 def _llama(
@@ -67,26 +69,28 @@ def _llama(
     vocab: int,
     limit: int,
     *,
-    rope: Rope | None = None,
+    rope: RopeConfig | None = None,
     tie: bool = False,
     eps: float = 1e-5,
     **attention: Any,
 ) -> ModelConfig:
     """RMSNorm, RoPE, SwiGLU, no biases: Llama, and most that came after."""
-    mixer = Attention(heads, kv_heads, position=rope or Rope(), **attention)
-    stack = Stack(layers, {"L": Layer(mixer, Gated(hidden), Norm("rms", eps))})
-    return ModelConfig(width, vocab, limit, stack, tie=tie)
+    mixer = AttentionConfig(heads, kv_heads, position=rope or RopeConfig(), **attention)
+    stack = StackConfig(layers, {"L": LayerConfig(mixer, GatedMLPConfig(hidden), NormConfig("rms", eps))})
+    return ModelConfig(width, vocab, limit, stack, tie_embeddings=tie)
 
 
-def _llama31(factor: float) -> Rope:
-    return Rope(500000.0, scaling=Llama3Scaling(factor, 8192))
+def _llama31(factor: float) -> RopeConfig:
+    return RopeConfig(500000.0, scaling=Llama3ScalingConfig(factor, 8192))
 
 
 def _qwen25(
     layers: int, heads: int, kv_heads: int, width: int, hidden: int, vocab: int, limit: int, *, tie: bool
 ) -> ModelConfig:
     """Biases on q, k and v."""
-    return _llama(layers, heads, kv_heads, width, hidden, vocab, limit, rope=Rope(1e6), tie=tie, eps=1e-6, bias=True)
+    return _llama(
+        layers, heads, kv_heads, width, hidden, vocab, limit, rope=RopeConfig(1e6), tie=tie, eps=1e-6, bias=True
+    )
 
 
 def _qwen3(layers: int, heads: int, width: int, hidden: int, *, tie: bool) -> ModelConfig:
@@ -99,7 +103,7 @@ def _qwen3(layers: int, heads: int, width: int, hidden: int, *, tie: bool) -> Mo
         hidden,
         151936,
         40960,
-        rope=Rope(1e6),
+        rope=RopeConfig(1e6),
         tie=tie,
         eps=1e-6,
         head_dim=128,
@@ -110,48 +114,61 @@ def _qwen3(layers: int, heads: int, width: int, hidden: int, *, tie: bool) -> Mo
 def _gemma2(layers: int, heads: int, kv_heads: int, width: int, hidden: int) -> ModelConfig:
     """Every second layer sees 4,096 tokens, the first of them included; norms before and after, soft-capped logits."""
 
-    def layer(window: int | None) -> Layer:
-        mixer = Attention(heads, kv_heads, head_dim=256, window=window, softcap=50.0)
-        return Layer(mixer, Gated(hidden, "gelu_tanh"), Norm("rms", 1e-6, unit_offset=True))
+    def layer(window: int | None) -> LayerConfig:
+        mixer = AttentionConfig(heads, kv_heads, head_dim=256, window=window, logit_softcap=50.0)
+        return LayerConfig(mixer, GatedMLPConfig(hidden, "gelu_tanh"), NormConfig("rms", 1e-6, unit_offset=True))
 
-    stack = Stack(layers, {"L": layer(4096), "G": layer(None)}, "LG", "sandwich")
-    return ModelConfig(width, 256000, 8192, stack, embed=Embedding(scale=math.sqrt(width)), head=Head(softcap=30.0))
+    stack = StackConfig(layers, {"L": layer(4096), "G": layer(None)}, "LG", "sandwich")
+    return ModelConfig(
+        width,
+        256000,
+        8192,
+        stack,
+        embedding=EmbeddingConfig(scale=math.sqrt(width)),
+        head=LanguageHeadConfig(logit_softcap=30.0),
+    )
 
 
 def _falcon7b() -> ModelConfig:
-    layer = Layer(Attention(71, 1), Plain(4 * 4544, "gelu"), LAYER_NORM)
-    return ModelConfig(4544, 65024, 2048, Stack(32, {"L": layer}, norm_place="parallel"))
+    layer = LayerConfig(AttentionConfig(71, 1), PlainMLPConfig(4 * 4544, "gelu"), LAYER_NORM)
+    return ModelConfig(4544, 65024, 2048, StackConfig(32, {"L": layer}, norm_position="parallel"))
 
 
 def _bloom560m() -> ModelConfig:
-    attention = Attention(16, position=Alibi(), bias=True, out_bias=True)
-    layer = Layer(attention, Plain(4096, "gelu_tanh", bias=True), LAYER_NORM)
-    return ModelConfig(1024, 250880, 2048, Stack(24, {"L": layer}), embed=Embedding(norm=LAYER_NORM))
+    attention = AttentionConfig(16, position=AlibiConfig(), qkv_bias=True, out_bias=True)
+    layer = LayerConfig(attention, PlainMLPConfig(4096, "gelu_tanh", bias=True), LAYER_NORM)
+    return ModelConfig(1024, 250880, 2048, StackConfig(24, {"L": layer}), embedding=EmbeddingConfig(norm=LAYER_NORM))
 
 
 def _opt125m() -> ModelConfig:
-    attention = Attention(12, position=None, bias=True, out_bias=True)
-    layer = Layer(attention, Plain(3072, "relu", bias=True), LAYER_NORM)
-    return ModelConfig(768, 50272, 2048, Stack(12, {"L": layer}), embed=Embedding(LearnedPositions(2050, offset=2)))
+    attention = AttentionConfig(12, position=None, qkv_bias=True, out_bias=True)
+    layer = LayerConfig(attention, PlainMLPConfig(3072, "relu", bias=True), LAYER_NORM)
+    return ModelConfig(
+        768,
+        50272,
+        2048,
+        StackConfig(12, {"L": layer}),
+        embedding=EmbeddingConfig(LearnedPositionsConfig(2050, offset=2)),
+    )
 
 
 def _t5(layers: int, heads: int, width: int, hidden: int) -> ModelConfig:
     """Version 1.0: no biases, no division by sqrt(head_dim), a table of distances per stack, tied and scaled logits."""
 
-    def layer(cross: Attention | None) -> Layer:
-        position = T5Bias(32, 128, bidirectional=cross is None)
-        mixer = Attention(heads, head_dim=64, position=position, causal=cross is not None, scale="none")
-        return Layer(mixer, Plain(hidden, "relu"), Norm("rms", 1e-6), cross=cross)
+    def layer(cross: AttentionConfig | None) -> LayerConfig:
+        position = T5BiasConfig(32, 128, bidirectional=cross is None)
+        mixer = AttentionConfig(heads, head_dim=64, position=position, causal=cross is not None, softmax_scale="none")
+        return LayerConfig(mixer, PlainMLPConfig(hidden, "relu"), NormConfig("rms", 1e-6), cross_attention=cross)
 
-    source = Attention(heads, head_dim=64, position=None, causal=False, scale="none")
+    source = AttentionConfig(heads, head_dim=64, position=None, causal=False, softmax_scale="none")
     return ModelConfig(
         width,
         32128,
         512,
-        decoder=Stack(layers, {"L": layer(source)}),
-        encoder=Stack(layers, {"L": layer(None)}),
-        source=Source(512),
-        head=Head(scale=width**-0.5),
+        decoder=StackConfig(layers, {"L": layer(source)}),
+        encoder=StackConfig(layers, {"L": layer(None)}),
+        encoder_input=EncoderInputConfig(512),
+        head=LanguageHeadConfig(logit_scale=width**-0.5),
     )
 
 
@@ -162,18 +179,20 @@ def _translator(
     hidden: int,
     vocab: int,
     limit: int,
-    embed: Embedding,
+    embed: EmbeddingConfig,
     activation: Activation,
     *,
     biases: bool = True,
 ) -> ModelConfig:
     """Vaswani's: a norm after each half, one table of tokens for source, target and head."""
-    attention = Attention(heads, position=None, bias=biases, out_bias=biases)
+    attention = AttentionConfig(heads, position=None, qkv_bias=biases, out_bias=biases)
     seeing = replace(attention, causal=False)
-    mlp = Plain(hidden, activation, bias=True)
+    mlp = PlainMLPConfig(hidden, activation, bias=True)
 
-    def stack(mixer: Attention, cross: Attention | None) -> Stack:
-        return Stack(layers, {"L": Layer(mixer, mlp, LAYER_NORM, cross)}, norm_place="post", final_norm=False)
+    def stack(mixer: AttentionConfig, cross: AttentionConfig | None) -> StackConfig:
+        return StackConfig(
+            layers, {"L": LayerConfig(mixer, mlp, LAYER_NORM, cross)}, norm_position="post", final_norm=False
+        )
 
     return ModelConfig(
         width,
@@ -181,43 +200,43 @@ def _translator(
         limit,
         decoder=stack(attention, seeing),
         encoder=stack(seeing, None),
-        embed=embed,
-        source=Source(limit, embed),
-        head=Head(bias=biases),
+        embedding=embed,
+        encoder_input=EncoderInputConfig(limit, embed),
+        head=LanguageHeadConfig(bias=biases),
     )
 
 
 def _marian() -> ModelConfig:
-    embed = Embedding(SinusoidalPositions(form="concat"), scale=math.sqrt(512))
+    embed = EmbeddingConfig(SinusoidalPositionsConfig(form="concat"), scale=math.sqrt(512))
     return _translator(6, 8, 512, 2048, 58101, 512, embed, "silu")
 
 
 def _transformer_base() -> ModelConfig:
-    embed = Embedding(SinusoidalPositions(), scale=math.sqrt(512))
+    embed = EmbeddingConfig(SinusoidalPositionsConfig(), scale=math.sqrt(512))
     return _translator(6, 8, 512, 2048, 37000, 512, embed, "relu", biases=False)
 
 
 def _bert() -> ModelConfig:
     """As a masked language model."""
-    norm = Norm("layer", 1e-12, bias=True)
-    mixer = Attention(12, position=None, causal=False, bias=True, out_bias=True)
-    layer = Layer(mixer, Plain(3072, "gelu", bias=True), norm)
+    norm = NormConfig("layer", 1e-12, bias=True)
+    mixer = AttentionConfig(12, position=None, causal=False, qkv_bias=True, out_bias=True)
+    layer = LayerConfig(mixer, PlainMLPConfig(3072, "gelu", bias=True), norm)
     return ModelConfig(
         768,
         30522,
         512,
-        encoder=Stack(12, {"L": layer}, norm_place="post", final_norm=False),
-        embed=Embedding(LearnedPositions(512), norm=norm, segments=2),
-        head=Head(bias=True, transform=Transform("gelu", norm=norm)),
+        encoder=StackConfig(12, {"L": layer}, norm_position="post", final_norm=False),
+        embedding=EmbeddingConfig(LearnedPositionsConfig(512), norm=norm, num_token_types=2),
+        head=LanguageHeadConfig(bias=True, transform=HeadTransformConfig("gelu", norm=norm)),
     )
 
 
 def _notes_example() -> ModelConfig:
-    layer = Layer(Attention(32), Plain(8192), LAYER_NORM)
-    return ModelConfig(2048, 32000, 8192, Stack(24, {"L": layer}))
+    layer = LayerConfig(AttentionConfig(32), PlainMLPConfig(8192), LAYER_NORM)
+    return ModelConfig(2048, 32000, 8192, StackConfig(24, {"L": layer}))
 
 
-SHAPES: Mapping[str, Callable[[], ModelConfig]] = {
+KNOWN_MODELS: Mapping[str, Callable[[], ModelConfig]] = {
     "gpt2": lambda: _gpt2(12, 12, 768),
     "gpt2-medium": lambda: _gpt2(24, 16, 1024),
     "gpt2-large": lambda: _gpt2(36, 20, 1280),
@@ -229,8 +248,8 @@ SHAPES: Mapping[str, Callable[[], ModelConfig]] = {
     "llama-2-7b": lambda: _llama(32, 32, 32, 4096, 11008, 32000, 4096),
     "llama-2-13b": lambda: _llama(40, 40, 40, 5120, 13824, 32000, 4096),
     "llama-2-70b": lambda: _llama(80, 64, 8, 8192, 28672, 32000, 4096),
-    "llama-3-8b": lambda: _llama(32, 32, 8, 4096, 14336, 128256, 8192, rope=Rope(500000.0)),
-    "llama-3-70b": lambda: _llama(80, 64, 8, 8192, 28672, 128256, 8192, rope=Rope(500000.0)),
+    "llama-3-8b": lambda: _llama(32, 32, 8, 4096, 14336, 128256, 8192, rope=RopeConfig(500000.0)),
+    "llama-3-70b": lambda: _llama(80, 64, 8, 8192, 28672, 128256, 8192, rope=RopeConfig(500000.0)),
     "llama-3.1-8b": lambda: _llama(32, 32, 8, 4096, 14336, 128256, 131072, rope=_llama31(8.0)),
     "llama-3.1-70b": lambda: _llama(80, 64, 8, 8192, 28672, 128256, 131072, rope=_llama31(8.0)),
     "llama-3.2-1b": lambda: _llama(16, 32, 8, 2048, 8192, 128256, 131072, rope=_llama31(32.0), tie=True),
@@ -248,7 +267,7 @@ SHAPES: Mapping[str, Callable[[], ModelConfig]] = {
     "t5-small": lambda: _t5(6, 8, 512, 2048),
     "t5-base": lambda: _t5(12, 12, 768, 3072),
     "bart-base": lambda: _translator(
-        6, 12, 768, 3072, 50265, 1024, Embedding(LearnedPositions(1026, 2), norm=LAYER_NORM), "gelu"
+        6, 12, 768, 3072, 50265, 1024, EmbeddingConfig(LearnedPositionsConfig(1026, 2), norm=LAYER_NORM), "gelu"
     ),
     "marian-base": _marian,
     "transformer-base": _transformer_base,

@@ -12,21 +12,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvad.config import Stack, mixers
+from kvad.config import StackConfig, attention_specs
 from kvad.errors import RequestError
 from kvad.lab.draw import AttentionMap
 from kvad.llm import LLM
-from kvad.model.fresh import Fresh
-from kvad.ops.lanes import Probe, Seen
-from kvad.step import Lane, Step
+from kvad.model.fresh import NoCache
+from kvad.ops.lanes import AttentionHook, AttentionTrace
+from kvad.step import ModelInput, SubBatch
 from kvad.text.base import Tokenizer
-from kvad.train.samples import greedy
+from kvad.train.samples import greedy_decode
 
-__all__ = ["side_maps"]
+__all__ = ["encoder_decoder_maps"]
 
 
 @torch.inference_mode()
-def side_maps(
+def encoder_decoder_maps(
     llm: LLM, text: str, target: str | None, *, layers: Sequence[int] | None, heads: Sequence[int] | None
 ) -> tuple[tuple[int, ...], tuple[str, ...], tuple[AttentionMap, ...]]:
     """(tokens and pieces of the source, maps): of the encoder, then of the decoder, then from decoder to encoder, with
@@ -34,19 +34,19 @@ def side_maps(
     model, config = llm.model, llm.model.config
     assert config.encoder is not None
     source = llm.encode(text)
-    device = model.table.device
+    device = model.token_embedding.device
     read = _step(source, device)
-    words = None if llm.tokenizer is None else llm.tokenizer.source or llm.tokenizer
+    words = None if llm.tokenizer is None else llm.tokenizer.source_tokenizer or llm.tokenizer
     pieces = _pieces(source, words)
     seen: dict[str, dict[int, Tensor]] = {"encoder": {}, "decoder": {}, "cross": {}}
-    model.encode(read, _probe(lambda layer: ("encoder", layer), seen))
+    model.encode(read, _attention_hook(lambda layer: ("encoder", layer), seen))
     said: tuple[str, ...] = ()
     if config.decoder is not None:
-        ids = llm.texts.target(target) if target is not None else _answer(llm, source)
+        ids = llm.texts.encode_target(target) if target is not None else _answer(llm, source)
         said = _pieces(ids, llm.tokenizer)
-        own = sum(not spec.cross for spec in mixers(config))
-        probe = _probe(lambda layer: ("decoder", layer) if layer < own else ("cross", layer - own), seen)
-        model(_step(ids, device)._replace(source=read), Fresh(config, probe=probe))
+        own = sum(not spec.is_cross_attention for spec in attention_specs(config))
+        probe = _attention_hook(lambda layer: ("decoder", layer) if layer < own else ("cross", layer - own), seen)
+        model(_step(ids, device)._replace(encoder_input=read), NoCache(config, attention_hook=probe))
     elif target is not None:
         raise RequestError("an encoder reads no target", "leave --target out")
     _check(layers, heads, [stack for stack in (config.encoder, config.decoder) if stack is not None])
@@ -60,18 +60,20 @@ def side_maps(
     return tuple(source), pieces, tuple(maps)
 
 
-def _probe(place: Callable[[int], tuple[str, int]], seen: dict[str, dict[int, Tensor]]) -> Probe:
-    def keep(one: Seen) -> None:
+def _attention_hook(place: Callable[[int], tuple[str, int]], seen: dict[str, dict[int, Tensor]]) -> AttentionHook:
+    def keep(one: AttentionTrace) -> None:
         side, layer = place(one.layer)
         seen[side][layer] = one.weights[0].float()  # of the only row: [H, L, S]
 
     return keep
 
 
-def _step(ids: Sequence[int], device: torch.device) -> Step:
+def _step(ids: Sequence[int], device: torch.device) -> ModelInput:
     every = torch.arange(len(ids), device=device)
-    lane = Lane(1, len(ids), len(ids))
-    return Step(torch.tensor(ids, device=device), every, (lane,), every, limits=torch.full_like(every, len(ids)))
+    lane = SubBatch(1, len(ids), len(ids))
+    return ModelInput(
+        torch.tensor(ids, device=device), every, (lane,), every, max_seq_lens=torch.full_like(every, len(ids))
+    )
 
 
 def _pieces(ids: Sequence[int], tokenizer: Tokenizer | None) -> tuple[str, ...]:
@@ -80,14 +82,17 @@ def _pieces(ids: Sequence[int], tokenizer: Tokenizer | None) -> tuple[str, ...]:
 
 def _answer(llm: LLM, source: Sequence[int]) -> list[int]:
     """What opens a target, and the model's answer behind it."""
-    opening = llm.texts.target(None)
-    most = min(llm.model.config.limit - 1, 8 + 2 * len(source))
-    return opening + greedy(llm.model, [source], replace(llm.generation, start=opening[0]), most)[0]
+    opening = llm.texts.encode_target(None)
+    most = min(llm.model.config.max_seq_len - 1, 8 + 2 * len(source))
+    return (
+        opening
+        + greedy_decode(llm.model, [source], replace(llm.generation, decoder_start_token_id=opening[0]), most)[0]
+    )
 
 
-def _check(layers: Sequence[int] | None, heads: Sequence[int] | None, stacks: Sequence[Stack]) -> None:
-    deepest = max(stack.layers for stack in stacks)
-    widest = max(stack.layer(index).mixer.heads for stack in stacks for index in range(stack.layers))
+def _check(layers: Sequence[int] | None, heads: Sequence[int] | None, stacks: Sequence[StackConfig]) -> None:
+    deepest = max(stack.num_layers for stack in stacks)
+    widest = max(stack.layer_config(index).attention.num_heads for stack in stacks for index in range(stack.num_layers))
     for name, wanted, count in (("layer", layers, deepest), ("head", heads, widest)):
         for number in wanted or ():
             if number >= count:

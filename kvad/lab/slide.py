@@ -24,8 +24,20 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["SCHEMA", "STATES", "Block", "Change", "Level", "Life", "Line", "Place", "Row", "Slide", "Span"]
-__all__ += ["Step", "Why", "as_json", "counts"]
+__all__ = [
+    "SCHEMA",
+    "STATES",
+    "BlockUse",
+    "StateChange",
+    "GroupReport",
+    "SequenceEventRecord",
+    "GroupTrace",
+    "StorageReport",
+    "SequenceReport",
+    "TraceReport",
+    "StepSpan",
+]
+__all__ += ["TraceStep", "Reason", "trace_to_json", "count_states"]
 
 SCHEMA = 1
 STATES = {
@@ -40,7 +52,7 @@ STATES = {
 }
 
 
-class Why(NamedTuple):
+class Reason(NamedTuple):
     """``cause``, ``text``: a sentence, and ``length``: the row's, at which it happened.
 
     ==============================  =========================================================================
@@ -62,33 +74,33 @@ class Why(NamedTuple):
     text: str
     length: int
     score: float | None = None
-    place: int | None = None
-    of: int | None = None
-    least: float | None = None
+    rank: int | None = None
+    num_candidates: int | None = None
+    lowest_score: float | None = None
     source: str | None = None
 
 
-class Change(NamedTuple):
+class StateChange(NamedTuple):
     """At ``step`` the positions ``first .. last`` came into ``state``."""
 
     step: int
     first: int
     last: int
     state: str
-    why: Why
+    why: Reason
 
 
-class Line(NamedTuple):
+class GroupTrace(NamedTuple):
     """``head`` None: all kv heads of these layers keep the same.  ``states``: one sign per position, at the end."""
 
     group: int
     layers: tuple[int, ...]
     head: int | None
     states: str
-    changes: tuple[Change, ...]
+    changes: tuple[StateChange, ...]
 
 
-class Block(NamedTuple):
+class BlockUse(NamedTuple):
     """A block that the row could read at its end.  ``tokens`` held there, between ``first`` and ``last`` (of a summary:
     those it stands for; of heads that keep others: of all heads).  ``rows`` count on it; ``published``: a later row
     with the same tokens finds it.  ``share``: by layer, of the attention that the row's queries gave, what its present
@@ -104,12 +116,12 @@ class Block(NamedTuple):
     share: tuple[float, ...]
 
 
-class Life(NamedTuple):
+class SequenceEventRecord(NamedTuple):
     step: int
     text: str
 
 
-class Row(NamedTuple):
+class SequenceReport(NamedTuple):
     """One sample of one request.  ``tokens`` and ``pieces``: prompt and generated; ``claimed``: tokens found in the
     prefix cache (its tiers included), ``restored``: those that an earlier request left.  ``mass``
     [layers][K][positions]: the attention that each got from this row's queries, summed."""
@@ -117,23 +129,23 @@ class Row(NamedTuple):
     request: int
     sample: int
     prompt: int
-    claimed: int
+    num_prefix_hits: int
     tokens: tuple[int, ...]
     pieces: tuple[str, ...]
     finish: str | None
     error: str | None
-    lines: tuple[Line, ...]
-    blocks: tuple[Block, ...]
-    mass: tuple[tuple[tuple[float, ...], ...], ...]
-    life: tuple[Life, ...]
+    lines: tuple[GroupTrace, ...]
+    blocks: tuple[BlockUse, ...]
+    attention_mass: tuple[tuple[tuple[float, ...], ...], ...]
+    events: tuple[SequenceEventRecord, ...]
     restored: int = 0
 
 
-class Level(NamedTuple):
+class GroupReport(NamedTuple):
     """A cache group.  ``form``: the state of what it holds: hot, packed, summarised or spilled; ``policy``: of its
     layers, in words; ``stored``: its formats; ``blocks`` that rows can own; ``bytes`` of the pool."""
 
-    form: str
+    state: str
     layers: tuple[int, ...]
     kv_heads: int
     policy: str
@@ -143,7 +155,7 @@ class Level(NamedTuple):
     bytes: int
 
 
-class Span(NamedTuple):
+class StepSpan(NamedTuple):
     """Tokens ``start .. start + count - 1`` of row number ``row``."""
 
     row: int
@@ -151,21 +163,21 @@ class Span(NamedTuple):
     count: int  # type: ignore[assignment]  # hides tuple.count
 
 
-class Step(NamedTuple):
+class TraceStep(NamedTuple):
     """``used``: blocks of each group that rows counted on."""
 
     step: int
-    spans: tuple[Span, ...]
+    spans: tuple[StepSpan, ...]
     used: tuple[int, ...]
 
 
-class Place(NamedTuple):
+class StorageReport(NamedTuple):
     """Where a cache lives, at the run's end: "pool", "tier RAM", "tier disk", "spilled RAM", "spilled disk", "parked
     RAM", "parked disk".  ``bytes`` in use (``limit`` None: without a bound that is known here), in ``blocks`` ``of`` so
     many (None: not by blocks); ``peak``: the most bytes at once, where known.  ``text``: all of it, and more, in
     words."""
 
-    place: str
+    location: str
     bytes: int
     limit: int | None
     blocks: int | None
@@ -174,28 +186,28 @@ class Place(NamedTuple):
     text: str
 
 
-class Slide(NamedTuple):
+class TraceReport(NamedTuple):
     model: str
     policy: str
     layout: str
     layers: int
-    groups: tuple[Level, ...]
-    steps: tuple[Step, ...]
-    rows: tuple[Row, ...]
-    places: tuple[Place, ...] = ()
+    groups: tuple[GroupReport, ...]
+    steps: tuple[TraceStep, ...]
+    rows: tuple[SequenceReport, ...]
+    storage: tuple[StorageReport, ...] = ()
 
 
 # ---------------------------------------------------------------- JSON
 
 
-def as_json(slide: Slide) -> dict[str, object]:
+def trace_to_json(slide: TraceReport) -> dict[str, object]:
     """Plain objects, lists, numbers and texts; docs/kv-cache.md has the schema.  Numbers are rounded to 6 digits."""
     names = "model", "policy", "layout", "layers"
     return {
         "schema": SCHEMA,
         **{name: getattr(slide, name) for name in names},
         "states": STATES,
-        "places": [place._asdict() for place in slide.places],
+        "places": [place._asdict() for place in slide.storage],
         "groups": [{**group._asdict(), "layers": list(group.layers)} for group in slide.groups],
         "steps": [
             {"step": step.step, "spans": [span._asdict() for span in step.spans], "used": list(step.used)}
@@ -205,25 +217,25 @@ def as_json(slide: Slide) -> dict[str, object]:
     }
 
 
-def _row_json(row: Row) -> dict[str, object]:
+def _row_json(row: SequenceReport) -> dict[str, object]:
     return {
         **row._asdict(),
         "tokens": list(row.tokens),
         "pieces": list(row.pieces),
-        "counts": dict(counts(row)),
+        "counts": dict(count_states(row)),
         "lines": [_line_json(line) for line in row.lines],
         "blocks": [{**block._asdict(), "share": [_short(x) for x in block.share]} for block in row.blocks],
-        "mass": [[[_short(x) for x in head] for head in layer] for layer in row.mass],
-        "life": [each._asdict() for each in row.life],
+        "mass": [[[_short(x) for x in head] for head in layer] for layer in row.attention_mass],
+        "life": [each._asdict() for each in row.events],
     }
 
 
-def _line_json(line: Line) -> dict[str, object]:
+def _line_json(line: GroupTrace) -> dict[str, object]:
     changes = [{**change._asdict(), "why": _why_json(change.why)} for change in line.changes]
     return {**line._asdict(), "layers": list(line.layers), "changes": changes}
 
 
-def _why_json(why: Why) -> dict[str, object]:
+def _why_json(why: Reason) -> dict[str, object]:
     said = {name: value for name, value in why._asdict().items() if value is not None}
     return {name: _short(value) if isinstance(value, float) else value for name, value in said.items()}
 
@@ -232,11 +244,13 @@ def _short(x: float) -> float | None:
     return float(f"{x:.6g}") if math.isfinite(x) else None
 
 
-def counts(row: Row, lines: Sequence[Line] | None = None) -> Mapping[str, int]:
+def count_states(row: SequenceReport, lines: Sequence[GroupTrace] | None = None) -> Mapping[str, int]:
     """Positions in each state, every layer and kv head counted."""
     signs: Counter[str] = Counter()
     for line in row.lines if lines is None else lines:
-        times = len(line.layers) if line.head is not None else sum(len(row.mass[layer]) for layer in line.layers)
+        times = (
+            len(line.layers) if line.head is not None else sum(len(row.attention_mass[layer]) for layer in line.layers)
+        )
         for sign, number in Counter(line.states).items():
             signs[sign] += number * times
     return {state: signs[sign] for state, sign in STATES.items()}

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from kvad.errors import DataError
 
-__all__ = ["Sources", "find_sources", "is_held_out"]
+__all__ = ["SourceFiles", "find_sources", "is_held_out"]
 
-LEFT_OUT = {
+EXCLUDED_FOLDERS = {
     "__pycache__",
     "ensurepip",
     "encodings",
@@ -32,32 +32,32 @@ LEFT_OUT = {
     "tests",
     "turtledemo",
 }
-ENOUGH = 2_000_000  # bytes: less would not keep a model busy for two minutes
-HELD_OUT = 26  # of 256
-LARGEST = 200_000  # bytes: a larger file is a table more often than a program
+MIN_BYTES = 2_000_000  # bytes: less would not keep a model busy for two minutes
+HELD_OUT_PER_256 = 26  # of 256
+MAX_FILE_BYTES = 200_000  # bytes: a larger file is a table more often than a program
 
 
-class Sources(NamedTuple):
+class SourceFiles(NamedTuple):
     """``what`` says in words where the files come from."""
 
-    what: str
+    description: str
     root: Path
     files: tuple[Path, ...]
     num_bytes: int
 
 
-def find_sources(places: Iterable[tuple[str, str]] | None = None) -> Sources:
+def find_sources(places: Iterable[tuple[str, str]] | None = None) -> SourceFiles:
     """The first place with enough Python sources; DataError, naming the places, where there is none.
 
     ``places``: (what, folder) in order of preference, this Python's own by default.
     """
     tried = []
-    for what, folder in places if places is not None else _places():
+    for what, folder in places if places is not None else _candidate_folders():
         root = Path(folder)
         files = tuple(sorted(_sources(root))) if root.is_dir() else ()
         size = sum(path.stat().st_size for path in files)
-        if size >= ENOUGH:
-            return Sources(what, root, files, size)
+        if size >= MIN_BYTES:
+            return SourceFiles(what, root, files, size)
         tried.append(f"{root} ({size:,} bytes)")
     where = ", ".join(tried)
     raise DataError(f"no Python sources found in {where}", "train on your own text: kvad train FILE --out DIR")
@@ -65,10 +65,10 @@ def find_sources(places: Iterable[tuple[str, str]] | None = None) -> Sources:
 
 def is_held_out(name: str) -> bool:
     """Whether the file of this name (its path under ``Sources.root``, with slashes) is kept from training."""
-    return hashlib.sha256(name.encode()).digest()[0] < HELD_OUT
+    return hashlib.sha256(name.encode()).digest()[0] < HELD_OUT_PER_256
 
 
-def _places() -> list[tuple[str, str]]:
+def _candidate_folders() -> list[tuple[str, str]]:
     paths = sysconfig.get_paths()
     return [
         ("the standard library of this Python", paths["stdlib"]),
@@ -79,7 +79,7 @@ def _places() -> list[tuple[str, str]]:
 
 def _sources(folder: Path) -> Iterator[Path]:
     for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink() and path.name not in LEFT_OUT:
+        if path.is_dir() and not path.is_symlink() and path.name not in EXCLUDED_FOLDERS:
             yield from _sources(path)
-        elif path.suffix == ".py" and path.is_file() and 0 < path.stat().st_size <= LARGEST:
+        elif path.suffix == ".py" and path.is_file() and 0 < path.stat().st_size <= MAX_FILE_BYTES:
             yield path

@@ -7,25 +7,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvad.errors import DataError
-from kvad.train.labelled import labelled_of
-from kvad.train.tagging import sentences_of
+from kvad.train.labelled import read_labeled_lines
+from kvad.train.tagging import read_sentences
 
-__all__ = ["Sentence", "read_labelled", "read_tagged"]
+__all__ = ["Sentence", "read_labeled", "read_tagged"]
 
 Sentence = tuple[list[str], list[str]]  # words, tags
 
 
 def read_tagged(paths: Sequence[Path], errors: str = "strict") -> list[Sentence]:
     """``WORD<tab>TAG`` lines, an empty line between sentences.  Raises DataError naming file and line."""
-    found = [each.content for path in paths for each in sentences_of(path, errors)]
+    found = [each.content for path in paths for each in read_sentences(path, errors)]
     if not found:
         raise DataError(f"no tagged words in {', '.join(map(str, paths))}")
     return [(list(each.words), list(each.tags)) for each in found]
 
 
-def read_labelled(paths: Sequence[Path], errors: str = "strict") -> list[tuple[str, str]]:
+def read_labeled(paths: Sequence[Path], errors: str = "strict") -> list[tuple[str, str]]:
     """(text, label) of ``LABEL<tab>TEXT`` lines or of JSON lines.  Raises DataError naming file and line."""
-    found = [each.content for path in paths for each in labelled_of(path, errors) if each is not None]
+    found = [each.content for path in paths for each in read_labeled_lines(path, errors) if each is not None]
     if not found:
         raise DataError(f"no labelled texts in {', '.join(map(str, paths))}")
     return [(each.text, each.label) for each in found]

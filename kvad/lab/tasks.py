@@ -22,17 +22,27 @@ from kvad.errors import DataError, UsageError
 from kvad.lab import lookup
 from kvad.text.tokenizer import Tokenizer
 
-__all__ = ["KINDS", "English", "Kind", "Language", "Lookup", "Said", "Task", "language_of", "make_task"]
+__all__ = [
+    "TASK_KINDS",
+    "EnglishLanguage",
+    "Kind",
+    "HaystackLanguage",
+    "LookupLanguage",
+    "NeedleQuestion",
+    "NeedleTask",
+    "choose_language",
+    "make_task",
+]
 
 Kind = Literal["single", "many", "chain"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+TASK_KINDS: tuple[Kind, ...] = get_args(Kind)
 LINKS = lookup.LINKS  # of a chain: so many names
-APART = 24  # tokens to each needle of many
-FEWEST_OTHERS, MOST_OTHERS = 3, 40
+MIN_DISTANCE = 24  # tokens to each needle of many
+FEWEST_OTHERS, MAX_DISTRACTORS = 3, 40
 SLACK = 8  # tokens of an English answer beyond what it must hold
 
 
-class Said(NamedTuple):
+class NeedleQuestion(NamedTuple):
     """What is hidden and asked: ``needles`` in the order in which they must stand; ``parts``: what an answer holds.
 
     ``asked``: the needle whose place is the depth, None where they are all needed.  ``told``: the question where it
@@ -40,15 +50,15 @@ class Said(NamedTuple):
     """
 
     needles: tuple[str, ...]
-    asked: int | None
-    told: str
-    lead: str
+    target_index: int | None
+    prompt_question: str
+    answer_prefix: str
     question: str
     parts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Task:
+class NeedleTask:
     """``prompt``: what is read before the cache is cut for the last time: the ``context``, and the question in it where
     it is told beforehand.  Then come the tokens of ``question``, one by one, and the answer in at most ``room`` more:
     ``length`` tokens at most in all.
@@ -62,12 +72,12 @@ class Task:
     seed: int
     prompt: tuple[int, ...]
     question: tuple[int, ...]
-    parts: tuple[str, ...]
-    room: int
-    at: tuple[int, ...]
+    expected: tuple[str, ...]
+    answer_tokens: int
+    needle_positions: tuple[int, ...]
 
 
-class Language(Protocol):
+class HaystackLanguage(Protocol):
     """Lines of a haystack, and what can be hidden in one.  ``opening``: tokens before every context."""
 
     name: str
@@ -79,22 +89,22 @@ class Language(Protocol):
         """Of the haystack, without end."""
         ...
 
-    def others(self, length: int) -> int:
+    def num_distractors(self, length: int) -> int:
         """How many needles stand beside the asked one of ``many``."""
         ...
 
-    def say(self, kind: Kind, seed: int, others: int) -> Said: ...
+    def make_question(self, kind: Kind, seed: int, others: int) -> NeedleQuestion: ...
 
-    def room(self, parts: Sequence[str]) -> int:
+    def answer_tokens(self, parts: Sequence[str]) -> int:
         """Tokens in which an answer with these parts is given."""
         ...
 
-    def share(self, parts: Sequence[str], answer: Sequence[int]) -> float:
+    def answer_score(self, parts: Sequence[str], answer: Sequence[int]) -> float:
         """How much of what was asked an answer gives, 0 to 1."""
         ...
 
 
-class Lookup:
+class LookupLanguage:
     """The language of :mod:`kvad.lab.lookup`: its questions end in the key, its answers are the words that follow."""
 
     name = "lookup"
@@ -111,10 +121,10 @@ class Lookup:
             yield lookup.NOISE[start % len(lookup.NOISE)]
             start += 1
 
-    def others(self, length: int) -> int:
-        return min(MOST_OTHERS, max(FEWEST_OTHERS, length // APART))
+    def num_distractors(self, length: int) -> int:
+        return min(MAX_DISTRACTORS, max(FEWEST_OTHERS, length // MIN_DISTANCE))
 
-    def say(self, kind: Kind, seed: int, others: int) -> Said:
+    def make_question(self, kind: Kind, seed: int, others: int) -> NeedleQuestion:
         rng = random.Random(seed)
         keys, value = rng.sample(lookup.KEYS, others + LINKS + 1), rng.choice(lookup.VALUES)
         if kind == "chain":
@@ -122,22 +132,22 @@ class Lookup:
             bound = [value, *names]
             needles = tuple(f"{key} {to}" for key, to in zip(names, bound, strict=False))
             asked_for = f"? {names[-1]}"
-            return Said(needles, None, asked_for, asked_for, asked_for, (*reversed(names[:-1]), value))
+            return NeedleQuestion(needles, None, asked_for, asked_for, asked_for, (*reversed(names[:-1]), value))
         needles = tuple(f"{key} {rng.choice(lookup.VALUES)}" for key in keys[1 : others + 1])
         asked = rng.randrange(others + 1)
         needles = (*needles[:asked], f"{keys[0]} {value}", *needles[asked:])
         asked_for = f"? {keys[0]}"
-        return Said(needles, asked, asked_for, asked_for, asked_for, (value,))
+        return NeedleQuestion(needles, asked, asked_for, asked_for, asked_for, (value,))
 
-    def room(self, parts: Sequence[str]) -> int:
+    def answer_tokens(self, parts: Sequence[str]) -> int:
         return len(parts)
 
-    def share(self, parts: Sequence[str], answer: Sequence[int]) -> float:
+    def answer_score(self, parts: Sequence[str], answer: Sequence[int]) -> float:
         """All or nothing: the words that follow are these."""
         return float(list(answer[: len(parts)]) == self.encode(" ".join(parts)))
 
 
-class English:
+class EnglishLanguage:
     """RULER's needles (a magic number for a name) and its variables, in the lines of ``texts``."""
 
     name = "english"
@@ -157,10 +167,10 @@ class English:
             yield self._lines[start % len(self._lines)] + "\n"
             start += 1
 
-    def others(self, length: int) -> int:
+    def num_distractors(self, length: int) -> int:
         return FEWEST_OTHERS  # RULER's
 
-    def say(self, kind: Kind, seed: int, others: int) -> Said:
+    def make_question(self, kind: Kind, seed: int, others: int) -> NeedleQuestion:
         rng = random.Random(seed)
         if kind == "chain":
             names, value = _drawn(rng, LINKS, _variable), _number(rng)
@@ -171,27 +181,27 @@ class English:
                 " Answer: According to the chain(s) of variable assignment in the text above, "
                 f"{LINKS} variables are assigned the value {value}, they are:"
             )
-            return Said(needles, None, told, lead, told + lead, tuple(names))
+            return NeedleQuestion(needles, None, told, lead, told + lead, tuple(names))
         names = _drawn(rng, others + 1, lambda rng: f"{rng.choice(_ADJECTIVES)}-{rng.choice(_NOUNS)}")
         numbers = _drawn(rng, others + 1, _number)
         needles = tuple(_needle(name, number) for name, number in zip(names, numbers, strict=True))
         asked = rng.randrange(others + 1)
         what = f"special magic number for {names[asked]} mentioned in the provided text"
         told, lead = f"What is the {what}?", f" The {what} is:"
-        return Said(needles, asked, told, lead, told + lead, (numbers[asked],))
+        return NeedleQuestion(needles, asked, told, lead, told + lead, (numbers[asked],))
 
-    def room(self, parts: Sequence[str]) -> int:
+    def answer_tokens(self, parts: Sequence[str]) -> int:
         return len(self.encode(", ".join(parts))) + SLACK
 
-    def share(self, parts: Sequence[str], answer: Sequence[int]) -> float:
+    def answer_score(self, parts: Sequence[str], answer: Sequence[int]) -> float:
         """RULER's: the share of the parts that the text holds."""
         said = self.tokenizer.decode(list(answer))
         return sum(part in said for part in parts) / len(parts)
 
 
-def language_of(
+def choose_language(
     name: str, tokenizer: Tokenizer, texts: Callable[[], Sequence[str]], opening: Sequence[int] = ()
-) -> Language:
+) -> HaystackLanguage:
     """``auto``: Lookup where every word of it is one token of its own, else English in ``texts()``."""
     if name not in ("auto", "lookup", "english"):
         raise UsageError(f"unknown language {name!r}", "auto, lookup or english")
@@ -202,8 +212,8 @@ def language_of(
             "train one with runs/lookup-cpu.toml, or ask in English: --language english",
         )
     if name == "lookup" or (name == "auto" and knows):
-        return Lookup(tokenizer, opening)
-    return English(tokenizer, texts(), opening)
+        return LookupLanguage(tokenizer, opening)
+    return EnglishLanguage(tokenizer, texts(), opening)
 
 
 def _knows_lookup(tokenizer: Tokenizer) -> bool:
@@ -219,18 +229,18 @@ def _knows_lookup(tokenizer: Tokenizer) -> bool:
 
 
 def make_task(
-    kind: Kind, language: Language, length: int, depth: float, seed: int, *, align: int = 1, told: bool = False
-) -> Task:
+    kind: Kind, language: HaystackLanguage, length: int, depth: float, seed: int, *, align: int = 1, told: bool = False
+) -> NeedleTask:
     """A task of at most ``length`` tokens, answer included; UsageError where needles and question do not fit.
 
     ``told``: the prompt ends in the question.  Its length is a multiple of ``align`` where it is as long as that: a
     cache that cuts every so many tokens does so right behind it.
     """
-    own = hash_of(kind, language.name, length, round(1000 * depth), seed)
-    said = language.say(kind, own, language.others(length) if kind == "many" else 0)
+    own = stable_seed(kind, language.name, length, round(1000 * depth), seed)
+    said = language.make_question(kind, own, language.num_distractors(length) if kind == "many" else 0)
     needles = [language.encode(needle) for needle in said.needles]
-    before = language.encode(said.told) if told else []
-    question, room = language.encode(said.lead if told else said.question), language.room(said.parts)
+    before = language.encode(said.prompt_question) if told else []
+    question, room = language.encode(said.answer_prefix if told else said.question), language.answer_tokens(said.parts)
     fixed = len(language.opening) + sum(map(len, needles)) + len(before)
     most = length - room - len(question)
     hay = (most // align * align or most) - fixed
@@ -241,21 +251,21 @@ def make_task(
             "ask for longer ones with --lengths",
         )
     lines = _haystack(language, own, hay)
-    cuts = _cuts(len(needles), said.asked, depth, random.Random(own))
-    context, at, passed = _hidden(lines, needles, cuts)
-    real = passed[said.asked or 0] / hay if hay else 0.0
+    cuts = _needle_depths(len(needles), said.target_index, depth, random.Random(own))
+    context, at, passed = _insert_needles(lines, needles, cuts)
+    real = passed[said.target_index or 0] / hay if hay else 0.0
     opening = language.opening
     places = tuple(place + len(opening) for place in at)
     prompt = (*opening, *context, *before)
-    return Task(kind, length, real, seed, prompt, tuple(question), said.parts, room, places)
+    return NeedleTask(kind, length, real, seed, prompt, tuple(question), said.parts, room, places)
 
 
-def hash_of(*parts: object) -> int:
+def stable_seed(*parts: object) -> int:
     """A seed that is a function of the parts, on every machine."""
     return random.Random("\0".join(map(str, parts))).getrandbits(48)
 
 
-def _hidden(
+def _insert_needles(
     lines: Sequence[Sequence[int]], needles: Sequence[Sequence[int]], cuts: Sequence[float]
 ) -> tuple[list[int], list[int], list[int]]:
     """(the lines with each needle between two of them, nearest to its cut; where each begins; the hay before it).
@@ -274,7 +284,7 @@ def _hidden(
     return context + hay[before[-1] :], at, before
 
 
-def _haystack(language: Language, seed: int, size: int) -> list[list[int]]:
+def _haystack(language: HaystackLanguage, seed: int, size: int) -> list[list[int]]:
     """Lines of ``size`` tokens in all; the last may be cut."""
     found, total = list[list[int]](), 0
     for line in language.lines(seed):
@@ -287,7 +297,7 @@ def _haystack(language: Language, seed: int, size: int) -> list[list[int]]:
     return found
 
 
-def _cuts(count: int, asked: int | None, depth: float, rng: random.Random) -> list[float]:
+def _needle_depths(count: int, asked: int | None, depth: float, rng: random.Random) -> list[float]:
     """Where each needle stands, 0 to 1, in order: the asked one at ``depth``, those of a chain from there to the end,
     the others anywhere on their side of it."""
     if asked is None:

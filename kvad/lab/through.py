@@ -23,116 +23,125 @@ from typing import Any
 
 from torch import Tensor
 
-from kvad.cache.policy import Spilled
-from kvad.cache.session import load_state, save_state
+from kvad.cache.policy import OffloadPolicy
+from kvad.cache.session import load_session, save_session
 from kvad.cache.sizing import CacheConfig
-from kvad.cache.state import State
-from kvad.engine.costs import Costs
+from kvad.cache.state import SequenceState
+from kvad.engine.costs import SwapCostModel
 from kvad.engine.engine import Engine
-from kvad.engine.request import Sampling
-from kvad.engine.runner import Runner
-from kvad.engine.scheduler import Plan
-from kvad.errors import EngineError, UsageError, nearest
-from kvad.lab.replay import Key, Replayed, Stream
+from kvad.engine.request import SamplingParams
+from kvad.engine.runner import ModelRunner
+from kvad.engine.scheduler import SchedulerOutput
+from kvad.errors import EngineError, UsageError, suggest
+from kvad.lab.replay import ReplayResult, ReplayStream, SequenceKey
 from kvad.model.transformer import Transformer
 
-__all__ = ["WAYS", "Went", "check_way", "through"]
+__all__ = ["ROUND_TRIPS", "RoundTripRun", "check_round_trip", "run_round_trip"]
 
-PLENTY = 1 << 40  # bytes of host memory: no bound
-AWAY = 2  # times that each row is parked
-EVERY = 3  # steps between two that are
+LARGE_RAM = 1 << 40  # bytes of host memory: no bound
+NUM_ABSENCES = 2  # times that each row is parked
+PREEMPTION_INTERVAL = 3  # steps between two that are
 
 
 @dataclass(frozen=True)
-class Way:
+class RoundTrip:
     """``moved``: what is counted of it."""
 
-    what: str
-    moved: str
+    description: str
+    unit: str
 
 
-WAYS: dict[str, Way] = {
-    "park": Way("parked in host memory, and woken", "bytes"),
-    "park-disk": Way("parked on disk, and woken", "bytes"),
-    "ram": Way("a prefix from the tier in host memory", "tokens"),
-    "disk": Way("a prefix from the tier on disk, in a new engine", "tokens"),
-    "session": Way("saved as a session, and restored in a new engine", "tokens"),
-    "spill": Way("spilled to host memory", "bytes"),
-    "spill-disk": Way("spilled to disk", "bytes"),
+ROUND_TRIPS: dict[str, RoundTrip] = {
+    "park": RoundTrip("parked in host memory, and woken", "bytes"),
+    "park-disk": RoundTrip("parked on disk, and woken", "bytes"),
+    "ram": RoundTrip("a prefix from the tier in host memory", "tokens"),
+    "disk": RoundTrip("a prefix from the tier on disk, in a new engine", "tokens"),
+    "session": RoundTrip("saved as a session, and restored in a new engine", "tokens"),
+    "spill": RoundTrip("spilled to host memory", "bytes"),
+    "spill-disk": RoundTrip("spilled to disk", "bytes"),
 }
 
 
 @dataclass(frozen=True)
-class Went:
+class RoundTripRun:
     """``replayed``: the logits of what was computed after, or between, the absences; ``missed``: why a row that was to
     come back was computed instead."""
 
-    replayed: Replayed
+    replay: ReplayResult
     moved: int
-    missed: str = ""
+    miss_reason: str = ""
 
 
-def check_way(name: str) -> None:
+def check_round_trip(name: str) -> None:
     """UsageError for what is none of :data:`WAYS`."""
-    if name not in WAYS:
-        raise UsageError(f"--through: {name!r} is no way of leaving and coming back", nearest(name, WAYS))
+    if name not in ROUND_TRIPS:
+        raise UsageError(f"--through: {name!r} is no way of leaving and coming back", suggest(name, ROUND_TRIPS))
 
 
-def through(
+def run_round_trip(
     way: str,
     model: Transformer,
     cache: CacheConfig,
-    streams: Sequence[Stream],
+    streams: Sequence[ReplayStream],
     folder: Path,
     *,
     other: CacheConfig | None = None,
-) -> Went:
+) -> RoundTripRun:
     """Send each stream's first sample that way.
 
     ``folder``: for files, new ones; ``other``: the cache that a session is restored in, and a prefix from disk found by
     (default: the same).  ConfigError, RequestError, EntryError: this memory cannot do it, in the product's words.
     """
-    check_way(way)
+    check_round_trip(way)
     if way.startswith("park"):
-        return _parked(way, model, cache, streams, folder)
+        return _through_swap(way, model, cache, streams, folder)
     if way == "session":
-        return _restored(model, cache, other or cache, streams, folder)
+        return _through_session(model, cache, other or cache, streams, folder)
     if way.startswith("spill"):
-        return _spilled(way, model, cache, streams, folder)
-    return _from_tier(way, model, cache, other or cache, streams, folder)
+        return _through_offload(way, model, cache, streams, folder)
+    return _through_prefix_cache(way, model, cache, other or cache, streams, folder)
 
 
 # ---------------------------------------------------------------- the ways
 
 
-def _parked(way: str, model: Transformer, cache: CacheConfig, streams: Sequence[Stream], folder: Path) -> Went:
+def _through_swap(
+    way: str, model: Transformer, cache: CacheConfig, streams: Sequence[ReplayStream], folder: Path
+) -> RoundTripRun:
     """Rows give way in turn."""
-    ram = PLENTY if way == "park" else 0
+    ram = LARGE_RAM if way == "park" else 0
     rows = _Rows(
-        model, replace(cache, park_ram=ram), streams, park_dir=folder if way == "park-disk" else None, costs=_Always()
+        model, replace(cache, swap_space=ram), streams, park_dir=folder if way == "park-disk" else None, costs=_Always()
     )
     with rows:
         requests = [rows.submit(number) for number in range(len(streams))]
-        left = dict.fromkeys(requests, AWAY)
+        left = dict.fromkeys(requests, NUM_ABSENCES)
 
         def between(step: int) -> None:
             turn = [request for request in left if left[request]]
-            if step % EVERY == EVERY - 1 and turn:
+            if step % PREEMPTION_INTERVAL == PREEMPTION_INTERVAL - 1 and turn:
                 request = min(turn, key=lambda each: (-left[each], each))
                 left[request] -= rows.engine.scheduler.preempt(request)
 
         rows.run(between)
-        told = rows.engine.swaps.stats()
-    return Went(rows.replayed, told.swapped_bytes if (told.to_disk if way == "park-disk" else told.to_ram) else 0)
+        told = rows.engine.preemption.stats()
+    return RoundTripRun(
+        rows.replayed, told.swapped_bytes if (told.to_disk if way == "park-disk" else told.to_ram) else 0
+    )
 
 
-def _from_tier(
-    way: str, model: Transformer, cache: CacheConfig, other: CacheConfig, streams: Sequence[Stream], folder: Path
-) -> Went:
+def _through_prefix_cache(
+    way: str, model: Transformer, cache: CacheConfig, other: CacheConfig, streams: Sequence[ReplayStream], folder: Path
+) -> RoundTripRun:
     """Each row once, for the tier; then its whole blocks are known, and it goes on behind them."""
-    given: dict[str, Any] = {"tier_ram": PLENTY} if way == "ram" else {"tier": str(folder / "tier")}
+    given: dict[str, Any] = {"tier_ram": LARGE_RAM} if way == "ram" else {"tier": str(folder / "tier")}
     longest = max(stream.limit for stream in streams)
-    given |= {"prefix": True, "blocks": None, "rows": min(2, cache.rows), "capacity": min(cache.capacity, longest)}
+    given |= {
+        "prefix": True,
+        "blocks": None,
+        "rows": min(2, cache.max_num_seqs),
+        "capacity": min(cache.max_seq_len, longest),
+    }
     first = again = _Rows(model, replace(cache, **given), streams)
     with first:
         for number in range(len(streams)):
@@ -141,26 +150,26 @@ def _from_tier(
         if way == "ram":
             first.crowd(replace(cache, **given))
             first.pieces.clear()
-            _twice(again)
+            _run_twice(again)
     if way == "disk":
         again = _Rows(model, replace(other, **given), streams)
         with again:
-            _twice(again)
-    deposits = again.engine.ledger.deposits
+            _run_twice(again)
+    deposits = again.engine.kv_cache_manager.prefix_offload
     tokens = 0 if deposits is None else deposits.hits.tokens[way]
     missed = "" if deposits is None or tokens else ", ".join(deposits.hits.misses)
-    return Went(again.replayed, tokens, missed)
+    return RoundTripRun(again.replayed, tokens, missed)
 
 
-def _twice(rows: _Rows) -> None:
+def _run_twice(rows: _Rows) -> None:
     for number in range(len(rows.streams)):
         rows.submit(number, from_=rows.middle(number))
     rows.run()
 
 
-def _restored(
-    model: Transformer, cache: CacheConfig, other: CacheConfig, streams: Sequence[Stream], folder: Path
-) -> Went:
+def _through_session(
+    model: Transformer, cache: CacheConfig, other: CacheConfig, streams: Sequence[ReplayStream], folder: Path
+) -> RoundTripRun:
     """Every row to its middle, in company; then all of them from their files, in company again."""
     first = _Rows(model, cache, streams)
     with first:
@@ -168,14 +177,14 @@ def _restored(
 
         def between(step: int) -> None:
             for request, number in requests.items():
-                rows = first.engine.scheduler.rows(request)
-                if rows and rows[0].state != "done" and len(rows[0].tokens) >= first.middle(number):
-                    first.engine.scheduler.finish(request, 0)
-                    first.engine.keeper.collect(first.engine.scheduler.left())
+                rows = first.engine.scheduler.sequences(request)
+                if rows and rows[0].state != "done" and len(rows[0].token_ids) >= first.middle(number):
+                    first.engine.scheduler.finish_sequence(request, 0)
+                    first.engine.state_keeper.collect(first.engine.scheduler.pop_finished_states())
 
         first.run(between)
         for request, number in requests.items():
-            first.save(first.engine.kept(request), folder / f"{number}.session")
+            first.save(first.engine.pop_state(request), folder / f"{number}.session")
     second = _Rows(model, other, streams)
     with second:
         again = [
@@ -183,16 +192,18 @@ def _restored(
             for number in range(len(streams))
         ]
         second.run()
-        usages = [second.engine.usage(request) for request in again]
-    missed = ", ".join(dict.fromkeys(usage.missed for usage in usages if usage.missed))
-    return Went(second.replayed, sum(usage.cached for usage in usages), missed)
+        usages = [second.engine.metrics(request) for request in again]
+    missed = ", ".join(dict.fromkeys(usage.resume_miss_reason for usage in usages if usage.resume_miss_reason))
+    return RoundTripRun(second.replayed, sum(usage.num_cached_tokens for usage in usages), missed)
 
 
-def _spilled(way: str, model: Transformer, cache: CacheConfig, streams: Sequence[Stream], folder: Path) -> Went:
+def _through_offload(
+    way: str, model: Transformer, cache: CacheConfig, streams: Sequence[ReplayStream], folder: Path
+) -> RoundTripRun:
     """A quarter of the longest row stays in the pool."""
-    ram = PLENTY if way == "spill" else 0
+    ram = LARGE_RAM if way == "spill" else 0
     given: dict[str, Any] = {"spill_ram": ram, "spill_dir": str(folder)}
-    if not isinstance(cache.kept, Spilled):
+    if not isinstance(cache.resolved_policy, OffloadPolicy):
         longest, size = max(stream.limit for stream in streams), cache.block_size
         given |= {"on_full": "spill", "capacity": max(2 * size, longest // 4), "blocks": None}
     rows = _Rows(model, replace(cache, **given), streams)
@@ -200,47 +211,49 @@ def _spilled(way: str, model: Transformer, cache: CacheConfig, streams: Sequence
         for number in range(len(streams)):
             rows.submit(number)
         rows.run()
-        spill = rows.engine.memory.spill
+        spill = rows.engine.kv_cache.offload_reader
         told = None if spill is None else spill.stats()
     if told is None:
-        return Went(rows.replayed, 0)
-    return Went(rows.replayed, told.from_ram if way == "spill" else told.from_disk)
+        return RoundTripRun(rows.replayed, 0)
+    return RoundTripRun(rows.replayed, told.from_ram if way == "spill" else told.from_disk)
 
 
 # ---------------------------------------------------------------- an engine, over known tokens
 
 
-class _Always(Costs):
+class _Always(SwapCostModel):
     """Copying is cheaper than computing, whatever was measured."""
 
     def swap_is_cheaper(self, nbytes: int, tokens: int, *, disk: bool = False, back: bool = False) -> bool:
         return True
 
 
-class _Noting(Runner):
+class _RecordingRunner(ModelRunner):
     """Computes the logits of every position, notes them, and gives those that were wanted."""
 
     note: Callable[[int, int, Tensor], None]
 
-    def run(self, plan: Plan) -> Tensor:
-        every = tuple(work._replace(wanted=range(work.count)) for work in plan.work)
-        logits = super().run(plan._replace(work=every))
+    def execute(self, plan: SchedulerOutput) -> Tensor:
+        every = tuple(work._replace(logit_offsets=range(work.num_tokens)) for work in plan.scheduled)
+        logits = super().execute(plan._replace(scheduled=every))
         at, wanted = 0, []
-        for work in plan.work:
-            self.note(work.row.request, work.start, logits[at : at + work.count])
-            wanted += [at + each for each in work.wanted]
-            at += work.count
+        for work in plan.scheduled:
+            self.note(work.sequence.request_id, work.start, logits[at : at + work.num_tokens])
+            wanted += [at + each for each in work.logit_offsets]
+            at += work.num_tokens
         return logits[wanted]
 
 
 class _Rows:
     """An engine for some streams, closed at the end of its ``with``."""
 
-    def __init__(self, model: Transformer, cache: CacheConfig, streams: Sequence[Stream], **options: Any) -> None:
-        self.streams, self.pieces = streams, dict[Key, list[tuple[int, Tensor]]]()
-        self.engine = Engine(model, cache, budget=cache.chunk + cache.rows, **options)
+    def __init__(self, model: Transformer, cache: CacheConfig, streams: Sequence[ReplayStream], **options: Any) -> None:
+        self.streams, self.pieces = streams, dict[SequenceKey, list[tuple[int, Tensor]]]()
+        self.engine = Engine(
+            model, cache, max_num_batched_tokens=cache.prefill_chunk_size + cache.max_num_seqs, **options
+        )
         self._streams: dict[int, int] = {}  # by request
-        noting = _Noting(model, self.engine.memory)
+        noting = _RecordingRunner(model, self.engine.kv_cache)
         noting.note = self._note
         self.engine.runner = noting
 
@@ -251,21 +264,23 @@ class _Rows:
         self.engine.close()
 
     @property
-    def replayed(self) -> Replayed:
-        return Replayed(self.pieces)
+    def replayed(self) -> ReplayResult:
+        return ReplayResult(self.pieces)
 
     def middle(self, number: int) -> int:
         """Tokens of a stream of which half of what it generates is there."""
         stream = self.streams[number]
-        return len(stream.prompt) + len(stream.forced[0]) // 2
+        return len(stream.prompt) + len(stream.forced_tokens[0]) // 2
 
     def submit(self, number: int, *, from_: int | None = None, **options: Any) -> int:
         """A stream's first sample, from its prompt or from so many of its tokens on; the request's number."""
         stream = self.streams[number]
-        whole = (*stream.prompt, *stream.forced[0])
+        whole = (*stream.prompt, *stream.forced_tokens[0])
         start = len(stream.prompt) if from_ is None else from_
-        sampling = Sampling(max_tokens=len(whole) - start, ignore_eos=True, allowed=lambda so_far: [whole[len(so_far)]])
-        request = self.engine.submit(whole[:start], sampling, source=stream.source, **options)
+        sampling = SamplingParams(
+            max_tokens=len(whole) - start, ignore_eos=True, allowed_tokens_fn=lambda so_far: [whole[len(so_far)]]
+        )
+        request = self.engine.add_request(whole[:start], sampling, source=stream.source, **options)
         self._streams[request] = number
         return request
 
@@ -282,20 +297,23 @@ class _Rows:
 
     def crowd(self, cache: CacheConfig) -> None:
         """Fill the pool with rows that share nothing with the streams, so that what was known of these is evicted."""
-        vocab = self.engine.model.config.vocab
+        vocab = self.engine.model.config.vocab_size
         longest = max(self.streams, key=lambda each: each.limit)
-        for turn in range(cache.rows):
-            tokens = [(token + 1 + turn) % vocab for token in (*longest.prompt, *longest.forced[0])]
-            self.engine.submit(tokens[:-1], Sampling(max_tokens=1), source=longest.source)
+        for turn in range(cache.max_num_seqs):
+            tokens = [(token + 1 + turn) % vocab for token in (*longest.prompt, *longest.forced_tokens[0])]
+            self.engine.add_request(tokens[:-1], SamplingParams(max_tokens=1), source=longest.source)
         self.run()
 
-    def save(self, state: State, path: Path) -> None:
-        save_state(path, state, self.engine.identity(state.regime, salt=state.salt), state.tokens, {})
+    def save(self, state: SequenceState, path: Path) -> None:
+        save_session(path, state, self.engine.cache_fingerprint(state.regime, salt=state.salt), state.tokens, {})
 
-    def load(self, path: Path) -> State:
+    def load(self, path: Path) -> SequenceState:
         engine = self.engine
-        return load_state(
-            path, lambda regime, salt: engine.identity(regime, salt=salt), engine.memory, engine.keeper.home
+        return load_session(
+            path,
+            lambda regime, salt: engine.cache_fingerprint(regime, salt=salt),
+            engine.kv_cache,
+            engine.state_keeper.engine_id,
         ).state
 
     def _note(self, request: int, start: int, logits: Tensor) -> None:

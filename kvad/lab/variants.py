@@ -12,24 +12,33 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from kvad.cache.formats import find_format, parted
-from kvad.cache.policy import Policy
-from kvad.cache.settle import settle
-from kvad.cache.sizing import CacheConfig, group_bytes, groups
-from kvad.config import mixers
+from kvad.cache.formats import get_format, split_format_name
+from kvad.cache.policy import CachePolicy
+from kvad.cache.settle import resolve_for_model
+from kvad.cache.sizing import CacheConfig, build_groups, group_bytes
+from kvad.config import attention_specs
 from kvad.engine.engine import Engine
-from kvad.errors import ConfigError, UsageError, nearest
-from kvad.lab.caches import FORMATS, HIERARCHIES, POLICIES, RATIOS, block_for, budget_of, packing, sized_for
+from kvad.errors import ConfigError, UsageError, suggest
+from kvad.lab.caches import (
+    CACHE_FORMATS,
+    POLICY_BUILDERS,
+    RATIOS,
+    TIERED_POLICIES,
+    hierarchy_block_size,
+    policy_for_format,
+    policy_for_ratio,
+    slots_to_keep,
+)
 from kvad.llm import LLM
-from kvad.model.compress import Compressor
-from kvad.own import load_own
+from kvad.model.compress import Summarizer
+from kvad.own import load_plugin
 
-__all__ = ["POLICIES", "RATIOS", "Variant", "engine_of", "known_variants", "row_bytes", "variants_of"]
+__all__ = ["POLICY_BUILDERS", "RATIOS", "Variant", "build_engine", "known_variants", "seq_bytes", "select_variants"]
 
 SUMMARIES, LEARNED = "summaries", "learned"  # of older tokens: their means, or what a compressor makes of them
 RATIO = 8  # tokens of a summary, where no compressor says
 
-Fields = Callable[[int, int], Mapping[str, Any]]  # (tokens of a row, between two cuts) -> fields of a CacheConfig
+CacheFields = Callable[[int, int], Mapping[str, Any]]  # (tokens of a row, between two cuts) -> fields of a CacheConfig
 
 
 @dataclass(frozen=True)
@@ -39,12 +48,12 @@ class Variant:
 
     name: str
     ratio: float
-    fields: Fields
-    compressor: Compressor | None = None
+    fields: CacheFields
+    compressor: Summarizer | None = None
 
     def budget(self, length: int) -> int:
         """Tokens that stay of a row of so many."""
-        return budget_of(self.ratio, length)
+        return slots_to_keep(self.ratio, length)
 
     @property
     def label(self) -> str:
@@ -54,15 +63,15 @@ class Variant:
 def known_variants() -> list[str]:
     """``full``, the precisions and the policies that this build's cache knows; a policy and a precision go together by
     a plus."""
-    return ["full", *(name for name in FORMATS if _accepted(_stored(name))), *_dropping_names(), SUMMARIES]
+    return ["full", *(name for name in CACHE_FORMATS if _accepted(_stored(name))), *_eviction_names(), SUMMARIES]
 
 
-def _dropping_names() -> list[str]:
-    return list(dict.fromkeys([*POLICIES, *HIERARCHIES]))
+def _eviction_names() -> list[str]:
+    return list(dict.fromkeys([*POLICY_BUILDERS, *TIERED_POLICIES]))
 
 
-def variants_of(
-    names: Sequence[str], ratios: Sequence[float] = RATIOS, compressor: Compressor | None = None
+def select_variants(
+    names: Sequence[str], ratios: Sequence[float] = RATIOS, compressor: Summarizer | None = None
 ) -> list[Variant]:
     """``full`` first, whatever is asked for; a policy once per ratio.  UsageError for a name that is none.
 
@@ -71,11 +80,11 @@ def variants_of(
     for ratio in ratios:
         if not 0 < ratio < 1:
             raise UsageError(f"ratio {ratio:g}: the share that is dropped lies between 0 and 1")
-    found = [Variant("full", 0.0, fields_of("full"))]
+    found = [Variant("full", 0.0, variant_fields("full"))]
     for name in dict.fromkeys(names):
         policy, plus, stored = name.partition("+")
         if plus:
-            made = [_both(each, stored) for each in _variants(policy, ratios, compressor) if each.ratio]
+            made = [_combined(each, stored) for each in _variants(policy, ratios, compressor) if each.ratio]
             if not made:
                 raise UsageError(f"cache {name!r}: {policy} is no policy", "write it as snapkv+int8: POLICY+FORMAT")
             found += made
@@ -84,67 +93,67 @@ def variants_of(
     return found
 
 
-def _variants(name: str, ratios: Sequence[float], compressor: Compressor | None) -> list[Variant]:
+def _variants(name: str, ratios: Sequence[float], compressor: Summarizer | None) -> list[Variant]:
     """Of one name: once per ratio, or of what drops nothing, once."""
     if ":" in name:
         return _own(name, ratios)
-    if name in _dropping_names():
-        return [Variant(name, ratio, fields_of(name, ratio)) for ratio in ratios]
+    if name in _eviction_names():
+        return [Variant(name, ratio, variant_fields(name, ratio)) for ratio in ratios]
     if name == SUMMARIES or (name == LEARNED and compressor is not None):
-        return [_summarising(name, ratio, compressor) for ratio in ratios]
-    return [Variant(name, 0.0, fields_of(name))]
+        return [_summarizing_fields(name, ratio, compressor) for ratio in ratios]
+    return [Variant(name, 0.0, variant_fields(name))]
 
 
 def _own(name: str, ratios: Sequence[float]) -> list[Variant]:
     """A policy (its one argument the budget) or a format of one's own, "package.module:Class"."""
-    made = load_own(name, "cache")
-    if isinstance(made, type) and issubclass(made, Policy):
-        return [Variant(name, ratio, partial(_budgeted, name, ratio)) for ratio in ratios]
-    find_format(name, "cache")
+    made = load_plugin(name, "cache")
+    if isinstance(made, type) and issubclass(made, CachePolicy):
+        return [Variant(name, ratio, partial(_with_budget, name, ratio)) for ratio in ratios]
+    get_format(name, "cache")
     return [Variant(name, 0.0, lambda _length, _every: _stored(name))]
 
 
-def _budgeted(name: str, ratio: float, length: int, _every: int) -> dict[str, Any]:
-    return {"policy": f"{name}({budget_of(ratio, length)})"}
+def _with_budget(name: str, ratio: float, length: int, _every: int) -> dict[str, Any]:
+    return {"policy": f"{name}({slots_to_keep(ratio, length)})"}
 
 
-def _both(variant: Variant, stored: str) -> Variant:
+def _combined(variant: Variant, stored: str) -> Variant:
     """The same, of what is stored in another format."""
     form = _stored(stored)
     if not _accepted(form):
-        raise UsageError(f"unknown cache {variant.name}+{stored}: {stored!r}", nearest(stored, FORMATS))
-    return replace(variant, name=f"{variant.name}+{stored}", fields=partial(_dropping_of, variant.fields, stored))
+        raise UsageError(f"unknown cache {variant.name}+{stored}: {stored!r}", suggest(stored, CACHE_FORMATS))
+    return replace(variant, name=f"{variant.name}+{stored}", fields=partial(_eviction_policy, variant.fields, stored))
 
 
-def _dropping_of(fields: Fields, stored: str, length: int, every: int) -> dict[str, Any]:
+def _eviction_policy(fields: CacheFields, stored: str, length: int, every: int) -> dict[str, Any]:
     made = fields(length, every)
-    return {**made, **_stored(stored), "policy": packing(made["policy"], stored)}
+    return {**made, **_stored(stored), "policy": policy_for_format(made["policy"], stored)}
 
 
 def _stored(name: str) -> dict[str, Any]:
-    keys, values = parted(name)
+    keys, values = split_format_name(name)
     return {"dtype": name} if keys == values else {"keys": keys, "values": values}
 
 
-def fields_of(name: str, ratio: float = 0.0) -> Fields:
+def variant_fields(name: str, ratio: float = 0.0) -> CacheFields:
     """What makes the cache of this name.  UsageError for a name that is none, or that this build's cache lacks."""
     if name == "full":
         return lambda _length, _every: {}
-    if name in _dropping_names():
-        return partial(_dropping, name, ratio)
+    if name in _eviction_names():
+        return partial(_eviction_fields, name, ratio)
     if not _accepted(_stored(name)):
-        raise UsageError(f"unknown cache {name!r}", nearest(name, known_variants()))
+        raise UsageError(f"unknown cache {name!r}", suggest(name, known_variants()))
     return lambda _length, _every: _stored(name)
 
 
-def _dropping(name: str, ratio: float, length: int, every: int) -> dict[str, Any]:
-    if name not in HIERARCHIES:
-        return {"policy": sized_for(name, ratio, length, every)}
-    block = block_for(budget_of(ratio, length))
-    return {"policy": sized_for(name, ratio, length, every, block), "block_size": block}
+def _eviction_fields(name: str, ratio: float, length: int, every: int) -> dict[str, Any]:
+    if name not in TIERED_POLICIES:
+        return {"policy": policy_for_ratio(name, ratio, length, every)}
+    block = hierarchy_block_size(slots_to_keep(ratio, length))
+    return {"policy": policy_for_ratio(name, ratio, length, every, block), "block_size": block}
 
 
-def summaries(length: int, budget: int, ratio: int) -> dict[str, Any]:
+def summarizing_policy(length: int, budget: int, ratio: int) -> dict[str, Any]:
     """A hierarchy of at most ``budget`` slots for a row of ``length`` tokens: as many recent tokens as leave room for
     summaries of all others (one block of them at least; what finds no room is gone).
 
@@ -157,21 +166,23 @@ def summaries(length: int, budget: int, ratio: int) -> dict[str, Any]:
     return {"policy": policy, "block_size": size}
 
 
-def _summarising(name: str, ratio: float, compressor: Compressor | None) -> Variant:
+def _summarizing_fields(name: str, ratio: float, compressor: Summarizer | None) -> Variant:
     tokens = RATIO if compressor is None else compressor.ratio
     given = compressor if name == LEARNED else None
-    return Variant(name, ratio, lambda length, _every: summaries(length, budget_of(ratio, length), tokens), given)
+    return Variant(
+        name, ratio, lambda length, _every: summarizing_policy(length, slots_to_keep(ratio, length), tokens), given
+    )
 
 
 def _accepted(fields: Mapping[str, Any]) -> bool:
     try:
-        CacheConfig(capacity=1, **fields)
+        CacheConfig(max_seq_len=1, **fields)
     except (ConfigError, TypeError):  # a value, or a field, that this build's cache does not know
         return False
     return True
 
 
-def engine_of(
+def build_engine(
     llm: LLM, variant: Variant, length: int, *, rows: int, capacity: int, chunk: int, every: int | None = None
 ) -> Engine:
     """An engine of its own for rows of ``length`` tokens, with ``llm``'s model and the variant's cache.
@@ -179,24 +190,30 @@ def engine_of(
     ``capacity``: what a row may reach.  ``every``: a policy that ranks cuts so often (default: after each chunk).  No
     prefix is shared: every row's cache is its own.
     """
-    config = _cache_of(llm, variant, length, rows, capacity, chunk, every)
-    return Engine(llm.model, config, tokenizer=None, budget=rows * config.chunk, compressor=variant.compressor)
+    config = _cache_config(llm, variant, length, rows, capacity, chunk, every)
+    return Engine(
+        llm.model,
+        config,
+        tokenizer=None,
+        max_num_batched_tokens=rows * config.prefill_chunk_size,
+        summarizer=variant.compressor,
+    )
 
 
-def row_bytes(llm: LLM, variant: Variant, length: int, *, chunk: int) -> int:
+def seq_bytes(llm: LLM, variant: Variant, length: int, *, chunk: int) -> int:
     """What a row of ``length`` tokens takes of the variant's pool at its longest, in whole blocks: payload, scales and
     columns.  ConfigError for a cache that this model cannot have."""
     model = llm.model.config
-    config = settle(model, _cache_of(llm, variant, length, 1, length, chunk, None))
-    return sum(group_bytes(group).per_row for group in groups(mixers(model), config))
+    config = resolve_for_model(model, _cache_config(llm, variant, length, 1, length, chunk, None))
+    return sum(group_bytes(group).per_seq for group in build_groups(attention_specs(model), config))
 
 
-def _cache_of(
+def _cache_config(
     llm: LLM, variant: Variant, length: int, rows: int, capacity: int, chunk: int, every: int | None
 ) -> CacheConfig:
     base: dict[str, Any] = {
-        "dtype": llm.cache.dtype,
-        "block_size": llm.cache.block_size,
+        "dtype": llm.cache_config.dtype,
+        "block_size": llm.cache_config.block_size,
         "rows": rows,
         "capacity": capacity,
         "chunk": min(chunk, capacity),

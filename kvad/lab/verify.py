@@ -29,51 +29,58 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvad.cache.formats import parted
-from kvad.cache.ledger import Ledger
-from kvad.cache.sizing import CacheConfig, groups
-from kvad.config import MixerSpec, mixers
-from kvad.errors import ConfigError, EngineError, EntryError, RequestError, UsageError
-from kvad.lab.asked import Asked, first_cut, refusal
-from kvad.lab.compare import Comparison, compare, loss_of, tolerance
+from kvad.cache.formats import split_format_name
+from kvad.cache.ledger import KVCacheManager
+from kvad.cache.sizing import CacheConfig, build_groups
+from kvad.config import AttentionSpec, attention_specs
+from kvad.errors import ConfigError, EngineError, RequestError, StorageError, UsageError
+from kvad.lab.asked import MemoryCase, first_loss_length, unsupported_reason
+from kvad.lab.compare import Comparison, compare_logits, format_loss, tolerance
 from kvad.lab.diagnose import diagnose
-from kvad.lab.faults import check_fault, hurt_memory, hurt_model
+from kvad.lab.faults import check_fault_name, inject_cache_fault, inject_model_fault
 from kvad.lab.findings import (
     EXACT,
     POLICY_RULES,
     RULES,
     THROUGH_RULES,
-    Finding,
-    Journey,
-    Loss,
-    MemoryReport,
-    Report,
-    Skipped,
+    CaseReport,
+    LossReport,
+    MismatchFinding,
+    RoundTripResult,
+    SkippedCase,
     Verdict,
+    VerifyReport,
 )
-from kvad.lab.loss import Needles, loss_beside
-from kvad.lab.replay import Key, MakeCache, Replayed, Stream, replay, uncached
-from kvad.lab.room import require_room
-from kvad.lab.rounded import Rounded
-from kvad.lab.scenario import Options, cache_of, check_happened, make_streams, outline, squeezes
-from kvad.lab.tasks import Language
-from kvad.lab.through import WAYS, check_way, through
-from kvad.model.fresh import Fresh
+from kvad.lab.loss import NeedleRecall, compare_loss
+from kvad.lab.replay import MakeCache, ReplayResult, ReplayStream, SequenceKey, replay_streams, run_uncached
+from kvad.lab.room import require_verify_memory
+from kvad.lab.rounded import QuantizedNoCache
+from kvad.lab.scenario import (
+    ScenarioOptions,
+    build_streams,
+    case_cache_config,
+    check_scenario_counts,
+    num_preemptions,
+    outline_streams,
+)
+from kvad.lab.tasks import HaystackLanguage
+from kvad.lab.through import ROUND_TRIPS, check_round_trip, run_round_trip
+from kvad.model.fresh import NoCache
 from kvad.model.transformer import Transformer
-from kvad.step import Memory
+from kvad.step import CacheProtocol
 
-__all__ = ["Comparison", "Options", "compare", "require_room", "tolerance", "verify"]
+__all__ = ["Comparison", "ScenarioOptions", "compare_logits", "require_verify_memory", "tolerance", "verify"]
 
 
 def verify(
     model: Transformer,
     prompts: Sequence[Sequence[int]],
-    options: Options | None = None,
+    options: ScenarioOptions | None = None,
     *,
     fault: str | None = None,
-    language: Language | None = None,
+    language: HaystackLanguage | None = None,
     progress: Callable[[str], None] = lambda _: None,
-) -> Report:
+) -> VerifyReport:
     """Hold every memory of ``options`` against its judge; those that cannot be are skipped, and said.
 
     ``fault``: put a broken memory in place of the real one; ``language``: what needles are hidden in.  UsageError:
@@ -81,25 +88,27 @@ def verify(
     place, or an injected fault that went unnoticed.
     """
     began = time.perf_counter()
-    options = options or Options()
-    for way in options.through:
-        check_way(way)
-    if fault is not None and options.through:
+    options = options or ScenarioOptions()
+    for way in options.round_trips:
+        check_round_trip(way)
+    if fault is not None and options.round_trips:
         raise UsageError("--break and --through: a fault is put into a memory that no row leaves", "take one of them")
     run = _Run(model, prompts, options, fault, language, progress)
     memories = tuple(run.memory(asked) for asked in run.asked)
-    journeys = tuple(run.journey(asked, way) for asked in run.asked for way in options.through)
-    report = Report(
-        rows=tuple(len(s.tokens(i)) for s in run.streams for i in range(len(s.forced))),
+    journeys = tuple(run.journey(asked, way) for asked in run.asked for way in options.round_trips)
+    report = VerifyReport(
+        rows=tuple(len(s.tokens(i)) for s in run.streams for i in range(len(s.forced_tokens))),
         positions=sum(len(t) for t in run.judge(run.double).values()),
         logit_scale=run.scale,
         injected=fault,
-        memories=memories,
+        cases=memories,
         notes=tuple(run.notes()),
         seconds=time.perf_counter() - began,
-        rules=RULES + POLICY_RULES * (not all(each.keeps for each in run.asked)) + THROUGH_RULES * bool(journeys),
+        rules=RULES
+        + POLICY_RULES * (not all(each.keeps_everything for each in run.asked))
+        + THROUGH_RULES * bool(journeys),
         skipped=tuple(run.skipped),
-        journeys=journeys,
+        round_trips=journeys,
     )
     if fault is not None and not report.broken:
         raise EngineError(f"the injected fault {fault!r} changed nothing here", "give longer prompts or more --tokens")
@@ -113,73 +122,73 @@ class _Run:
         self,
         model: Transformer,
         prompts: Sequence[Sequence[int]],
-        options: Options,
+        options: ScenarioOptions,
         fault: str | None,
-        language: Language | None,
+        language: HaystackLanguage | None,
         progress: Callable[[str], None],
     ) -> None:
         self.options, self.fault, self.language, self.progress = options, fault, language, progress
         self.config = model.config
         self.asked, self.skipped = self._possible(prompts)
-        self.single = model if model.table.dtype == torch.float32 else copy.deepcopy(model).float()
+        self.single = model if model.token_embedding.dtype == torch.float32 else copy.deepcopy(model).float()
         self.double = copy.deepcopy(model).double()
         progress("the judge")
-        self.streams = make_streams(self.single, prompts, options)
+        self.streams = build_streams(self.single, prompts, options)
         if fault is not None:
             for asked in self.asked:
-                check_fault(fault, self.config, self.cache(asked.twin))
-        self._judges: dict[tuple[object, ...], dict[Key, Tensor]] = {}
-        self._twins: dict[Asked, tuple[Replayed, float, str]] = {}
-        self._findings: dict[Asked, Finding | None] = {}
-        self._needles: Needles | None = None
+                check_fault_name(fault, self.config, self.cache(asked.float64_case))
+        self._judges: dict[tuple[object, ...], dict[SequenceKey, Tensor]] = {}
+        self._twins: dict[MemoryCase, tuple[ReplayResult, float, str]] = {}
+        self._findings: dict[MemoryCase, MismatchFinding | None] = {}
+        self._needles: NeedleRecall | None = None
         self._policy = "full"
         self.scale = max(float(logits.abs().max()) for logits in self.judge(self.double).values())
 
-    def _possible(self, prompts: Sequence[Sequence[int]]) -> tuple[list[Asked], list[Skipped]]:
+    def _possible(self, prompts: Sequence[Sequence[int]]) -> tuple[list[MemoryCase], list[SkippedCase]]:
         """What can be, and why the others cannot.  ConfigError, of the first, where nothing can."""
         if self.config.decoder is None:
-            return self.options.asked, []  # make_streams says it
-        rows = outline(self.config, prompts, self.options)
+            return self.options.cases, []  # make_streams says it
+        rows = outline_streams(self.config, prompts, self.options)
         found, skipped, first = [], [], None
-        for asked in self.options.asked:
-            error = refusal(self.config, asked, partial(cache_of, self.config, rows, self.options))
+        for asked in self.options.cases:
+            error = unsupported_reason(self.config, asked, partial(case_cache_config, self.config, rows, self.options))
             if error is None:
                 found.append(asked)
                 continue
             first = first or error
-            skipped.append(Skipped(asked.name, error.message + (f"; {error.hint}" if error.hint else "")))
+            skipped.append(SkippedCase(asked.name, error.message + (f"; {error.hint}" if error.hint else "")))
         if not found:
             assert first is not None
             raise ConfigError(first.message, first.hint)
         return found, skipped
 
-    def cache(self, asked: Asked) -> CacheConfig:
-        return cache_of(self.config, self.streams, self.options, asked)
+    def cache(self, asked: MemoryCase) -> CacheConfig:
+        return case_cache_config(self.config, self.streams, self.options, asked)
 
     # ------------------------------------------------------------ judges
 
     def judge(
         self,
         model: Transformer,
-        specs: Sequence[MixerSpec] | None = None,
-        asked: Asked | None = None,
-    ) -> dict[Key, Tensor]:
+        specs: Sequence[AttentionSpec] | None = None,
+        asked: MemoryCase | None = None,
+    ) -> dict[SequenceKey, Tensor]:
         """[T, V] of each row without a cache.  ``specs``: the layers under a policy; ``asked``: through its formats."""
-        plain = mixers(self.config)
+        plain = attention_specs(self.config)
         specs = plain if specs is None else tuple(specs)
         endless = self.options.endless and specs != plain
         name = (model is self.double, specs, asked and (asked.dtype, asked.rotate))
         if name not in self._judges:
             if name[1:] != (plain, None):
                 self.progress("the judge" + (f" of {asked.name}" if asked else " under the policy"))
-            memory: Memory = Fresh(self.config, specs=specs, exact=endless)
+            memory: CacheProtocol = NoCache(self.config, specs=specs, exact_rope=endless)
             if asked is not None:
-                turned = self.cache(asked).rotate
-                memory = Rounded(memory, *parted(asked.dtype), rotate=turned, exact=asked.endless)
+                turned = self.cache(asked).rope_at
+                memory = QuantizedNoCache(memory, *split_format_name(asked.dtype), rotate=turned, exact=asked.endless)
             self._judges[name] = {
-                (number, sample): uncached(model, stream.tokens(sample), stream.limit, memory, stream.source)
+                (number, sample): run_uncached(model, stream.tokens(sample), stream.limit, memory, stream.source)
                 for number, stream in enumerate(self.streams)
-                for sample in range(len(stream.forced))
+                for sample in range(len(stream.forced_tokens))
             }
         return self._judges[name]
 
@@ -187,30 +196,33 @@ class _Run:
         """Forget what only the policy before needed."""
         if policy == self._policy:
             return
-        self._policy, plain = policy, mixers(self.config)
+        self._policy, plain = policy, attention_specs(self.config)
         self._judges = {name: kept for name, kept in self._judges.items() if name[1:] == (plain, None)}
         self._twins.clear()
 
     # ------------------------------------------------------------ one memory
 
-    def memory(self, asked: Asked) -> MemoryReport:
+    def memory(self, asked: MemoryCase) -> CaseReport:
         began = time.perf_counter()
         self._turn_to(asked.policy)
         cache = self.cache(asked)
-        specs, cut = cache.narrowed(mixers(self.config)), first_cut(groups(mixers(self.config), cache))
+        specs, cut = (
+            cache.restrict(attention_specs(self.config)),
+            first_loss_length(build_groups(attention_specs(self.config), cache)),
+        )
         twin, structure, why = self._twin(asked, specs, cut)
         noise = structure if structure <= EXACT else 0.0  # what is broken excuses nothing
         bound = tolerance(asked.dtype, self.scale, noise)
         model = self.double if asked.dtype == "float64" else self.single
         replayed = twin if asked.dtype == "float64" else self._replay(asked, model)
-        found = compare(replayed, self.judge(model, specs), 2 * bound)
-        if loss_of(asked.dtype) == "lossy":
+        found = compare_logits(replayed, self.judge(model, specs), 2 * bound)
+        if format_loss(asked.dtype) == "lossy":
             coded, other = self._structure(asked, specs, cut, asked)[1:]
             structure, why = max(structure, coded), why or other
-        young = found if cut is None else compare(replayed, self.judge(model, specs), 2 * bound, cut)
+        young = found if cut is None else compare_logits(replayed, self.judge(model, specs), 2 * bound, cut)
         verdict, finding = self._verdict(asked, structure, found, young, bound, cut)
         flips = found.divergences
-        return MemoryReport(
+        return CaseReport(
             layout=asked.layout,
             dtype=asked.dtype,
             max_dlogit=found.max_dlogit,
@@ -224,27 +236,31 @@ class _Run:
             first_divergence=flips[0] if flips else None,
             verdict=verdict,
             seconds=time.perf_counter() - began,
-            happened=dataclasses.asdict(replayed.happened),
+            scenario_counts=dataclasses.asdict(replayed.happened),
             finding=finding,
             policy=asked.policy,
             rotate=asked.rotate,
             endless=asked.endless,
-            loss=None if asked.keeps and loss_of(asked.dtype) != "lossy" else self._lost(asked, replayed, model, bound),
-            why=why if verdict == "BROKEN" and finding is None else "",
+            loss=None
+            if asked.keeps_everything and format_loss(asked.dtype) != "lossy"
+            else self._lost(asked, replayed, model, bound),
+            reason=why if verdict == "BROKEN" and finding is None else "",
         )
 
-    def _twin(self, asked: Asked, specs: Sequence[MixerSpec], cut: int | None) -> tuple[Replayed, float, str]:
+    def _twin(
+        self, asked: MemoryCase, specs: Sequence[AttentionSpec], cut: int | None
+    ) -> tuple[ReplayResult, float, str]:
         """The same memory in float64, which judges the structure."""
-        if asked.twin not in self._twins:
-            self._twins[asked.twin] = self._structure(asked.twin, specs, cut, None)
-        return self._twins[asked.twin]
+        if asked.float64_case not in self._twins:
+            self._twins[asked.float64_case] = self._structure(asked.float64_case, specs, cut, None)
+        return self._twins[asked.float64_case]
 
     def _structure(
-        self, asked: Asked, specs: Sequence[MixerSpec], cut: int | None, through: Asked | None
-    ) -> tuple[Replayed, float, str]:
+        self, asked: MemoryCase, specs: Sequence[AttentionSpec], cut: int | None, through: MemoryCase | None
+    ) -> tuple[ReplayResult, float, str]:
         """A memory that is computed with in float64: its run, how far it is from what it promises, and from which."""
         replayed = self._replay(asked, self.double)
-        off = compare(replayed, self.judge(self.double, specs, through), 2 * EXACT, cut).max_dlogit
+        off = compare_logits(replayed, self.judge(self.double, specs, through), 2 * EXACT, cut).max_dlogit
         if cut is None:
             return replayed, off, ""
         alone = self._alone(asked, replayed)
@@ -252,67 +268,84 @@ class _Run:
             return replayed, max(off, alone), f"a row differs by {alone:.2e} from the same row alone, in other chunks"
         return replayed, off, f"a row differs by {off:.2e} from the judge before anything was dropped"
 
-    def _alone(self, asked: Asked, company: Replayed) -> float:
+    def _alone(self, asked: MemoryCase, company: ReplayResult) -> float:
         """max |dlogit| of rows in company, from the same rows alone: in other chunks, with room, never preempted."""
         largest = 0.0
         chunk = max(1, self.options.chunk // 3 - 1)
-        cache = dataclasses.replace(self.cache(asked), rows=1, chunk=chunk, blocks=None, prefix=False)
+        cache = dataclasses.replace(
+            self.cache(asked), max_num_seqs=1, prefill_chunk_size=chunk, num_blocks=None, enable_prefix_caching=False
+        )
         for (number, sample), pieces in company.pieces.items():
             self.progress(f"{asked.name}: row {number} alone")
             stream = self.streams[number]
-            alone = Stream(stream.prompt, (stream.forced[sample],), source=stream.source)
-            with hurt_model(self.fault, self.double):
-                solo = replay(self.double, cache, [alone], make=self._make(cache))
-            largest = max(largest, compare(Replayed({(0, 0): pieces}), {(0, 0): solo.logits(0)}, 0.0).max_dlogit)
+            alone = ReplayStream(stream.prompt, (stream.forced_tokens[sample],), source=stream.source)
+            with inject_model_fault(self.fault, self.double):
+                solo = replay_streams(self.double, cache, [alone], make=self._make(cache))
+            largest = max(
+                largest, compare_logits(ReplayResult({(0, 0): pieces}), {(0, 0): solo.logits(0)}, 0.0).max_dlogit
+            )
         return largest
 
-    def _replay(self, asked: Asked, model: Transformer) -> Replayed:
+    def _replay(self, asked: MemoryCase, model: Transformer) -> ReplayResult:
         self.progress(asked.name)
         cache = self.cache(asked)
-        with hurt_model(self.fault, model):
-            replayed = replay(model, cache, self.streams, squeezes=squeezes(self.options), make=self._make(cache))
-        shares = Ledger(groups(mixers(self.config), cache), prefix=cache.prefix, seats=cache.rows).prefix
-        check_happened(replayed.happened, self.streams, self.options, asked.layout, shares)
+        with inject_model_fault(self.fault, model):
+            replayed = replay_streams(
+                model, cache, self.streams, squeezes=num_preemptions(self.options), make=self._make(cache)
+            )
+        shares = KVCacheManager(
+            build_groups(attention_specs(self.config), cache),
+            prefix_caching=cache.enable_prefix_caching,
+            max_num_seqs=cache.max_num_seqs,
+        ).prefix_caching
+        check_scenario_counts(replayed.happened, self.streams, self.options, asked.layout, shares)
         return replayed
 
     def _make(self, cache: CacheConfig) -> MakeCache:
-        return partial(hurt_memory, self.fault, rotate=cache.rotate, exact=cache.endless)
+        return partial(inject_cache_fault, self.fault, rotate=cache.rope_at, exact=cache.endless)
 
-    def _lost(self, asked: Asked, replayed: Replayed, model: Transformer, bound: float) -> Loss:
-        before = self.config.limit if asked.endless else None
-        lost = loss_beside(replayed, self.judge(model), self.streams, 2 * bound, before)
+    def _lost(self, asked: MemoryCase, replayed: ReplayResult, model: Transformer, bound: float) -> LossReport:
+        before = self.config.max_seq_len if asked.endless else None
+        lost = compare_loss(replayed, self.judge(model), self.streams, 2 * bound, before)
         if self.fault is not None:
             return lost
         if self._needles is None:
             self.progress("needles, for the full cache")
-            length = min(self.config.limit, max(stream.limit for stream in self.streams))
-            self._needles = Needles(copy.deepcopy(self.single), self.language, length)  # an engine packs its weights
+            length = min(self.config.max_seq_len, max(stream.limit for stream in self.streams))
+            self._needles = NeedleRecall(
+                copy.deepcopy(self.single), self.language, length
+            )  # an engine packs its weights
         self.progress(f"{asked.name}: needles")
         return dataclasses.replace(lost, recall=self._needles.recall(self.cache(asked)))
 
     # ------------------------------------------------------------ leaving and coming back
 
-    def journey(self, asked: Asked, way: str) -> Journey:
+    def journey(self, asked: MemoryCase, way: str) -> RoundTripResult:
         """A memory whose rows are sent that way, in float64, beside what it promises of rows that stay."""
         self._turn_to(asked.policy)
         self.progress(f"{asked.name} through {way}")
-        cache = dataclasses.replace(self.cache(asked), blocks=None)
-        specs, cut = cache.narrowed(mixers(self.config)), first_cut(groups(mixers(self.config), cache))
-        unit = WAYS[way].moved
+        cache = dataclasses.replace(self.cache(asked), num_blocks=None)
+        specs, cut = (
+            cache.restrict(attention_specs(self.config)),
+            first_loss_length(build_groups(attention_specs(self.config), cache)),
+        )
+        unit = ROUND_TRIPS[way].unit
         with tempfile.TemporaryDirectory(prefix="kvad-verify-") as folder:
             try:
-                went = through(way, self._engines, cache, self.streams, Path(folder))
-            except (ConfigError, RequestError, EntryError) as error:
+                went = run_round_trip(way, self._engines, cache, self.streams, Path(folder))
+            except (ConfigError, RequestError, StorageError) as error:
                 why = (error.message + (f"; {error.hint}" if error.hint else "")).replace(f"{folder}/", "")
-                return Journey(asked.name, way, None, 0, unit, "skipped", why)
+                return RoundTripResult(asked.name, way, None, 0, unit, "skipped", why)
         judge = self.judge(self.double, specs, None if asked.dtype == "float64" else asked)
-        judge = {key: judge[key] for key in went.replayed.pieces}
-        off = compare(went.replayed, judge, 2 * EXACT, cut).max_dlogit
+        judge = {key: judge[key] for key in went.replay.pieces}
+        off = compare_logits(went.replay, judge, 2 * EXACT, cut).max_dlogit
         if cut is not None:
-            off = max(off, self._alone(asked, went.replayed))
+            off = max(off, self._alone(asked, went.replay))
         if not off <= EXACT:
-            return Journey(asked.name, way, off, went.moved, unit, "BROKEN", went.missed)
-        return Journey(asked.name, way, off, went.moved, unit, "exact" if went.moved else "computed again", went.missed)
+            return RoundTripResult(asked.name, way, off, went.moved, unit, "BROKEN", went.miss_reason)
+        return RoundTripResult(
+            asked.name, way, off, went.moved, unit, "exact" if went.moved else "computed again", went.miss_reason
+        )
 
     @cached_property
     def _engines(self) -> Transformer:
@@ -322,12 +355,12 @@ class _Run:
     # ------------------------------------------------------------ verdicts
 
     def _verdict(
-        self, asked: Asked, structure: float, found: Comparison, young: Comparison, bound: float, cut: int | None
-    ) -> tuple[Verdict, Finding | None]:
+        self, asked: MemoryCase, structure: float, found: Comparison, young: Comparison, bound: float, cut: int | None
+    ) -> tuple[Verdict, MismatchFinding | None]:
         """``young``: over the positions before anything was dropped; all of them, under a policy that drops nothing."""
         if not structure <= EXACT:
             return "BROKEN", self._structural(asked, cut)
-        loss = loss_of(asked.dtype)
+        loss = format_loss(asked.dtype)
         if loss == "lossy" and math.isfinite(found.max_dlogit):
             return "lossy by design", None
         within = young.max_dlogit <= bound and all(flip.tie for flip in young.divergences)
@@ -344,23 +377,23 @@ class _Run:
         whole = finding is None and math.isfinite(found.max_dlogit)
         return ("lossy by design", None) if whole else ("BROKEN", finding)
 
-    def _structural(self, asked: Asked, cut: int | None) -> Finding | None:
-        twin = self._diagnose(asked.twin, cut)
+    def _structural(self, asked: MemoryCase, cut: int | None) -> MismatchFinding | None:
+        twin = self._diagnose(asked.float64_case, cut)
         if twin is not None and twin.fault == "dtype":  # a rounding: each precision has its own
             return self._diagnose(asked, cut) or twin
         return twin if twin is not None or asked.dtype == "float64" else self._diagnose(asked, cut)
 
-    def _diagnose(self, asked: Asked, cut: int | None) -> Finding | None:
+    def _diagnose(self, asked: MemoryCase, cut: int | None) -> MismatchFinding | None:
         """A lossy policy has no judge of every number: what is wrong is looked for without the policy."""
-        asked = asked if cut is None else asked.whole
+        asked = asked if cut is None else asked.full_case
         if asked not in self._findings:
             self.progress(f"{asked.name}: looking for the first difference")
             model, cache = self.double if asked.dtype == "float64" else self.single, self.cache(asked)
-            build = partial(hurt_memory, self.fault, rotate=cache.rotate, exact=cache.endless)
-            lossy = loss_of(asked.dtype) != "none"
-            with hurt_model(self.fault, model):
+            build = partial(inject_cache_fault, self.fault, rotate=cache.rope_at, exact=cache.endless)
+            lossy = format_loss(asked.dtype) != "none"
+            with inject_model_fault(self.fault, model):
                 self._findings[asked] = diagnose(
-                    model, cache, self.streams, build, squeezes=squeezes(self.options), lossy=lossy
+                    model, cache, self.streams, build, squeezes=num_preemptions(self.options), lossy=lossy
                 )
         return self._findings[asked]
 
@@ -368,13 +401,13 @@ class _Run:
         """What a reader should know about what was not, or could not be, tested."""
         notes = []
         longest = max(stream.limit for stream in self.streams)
-        for window in sorted({spec.window for spec in mixers(self.config) if spec.window is not None}):
+        for window in sorted({spec.window for spec in attention_specs(self.config) if spec.window is not None}):
             if longest <= window:
                 notes.append(f"no row of up to {longest} tokens passes the window of {window}: give a longer --prompt")
-        for asked in {asked.policy: asked for asked in self.asked if not asked.keeps}.values():
-            notes += _unseen(asked, self.cache(asked), mixers(self.config), longest)
-        if self.options.endless and longest <= self.config.limit:
-            notes.append(f"no row of up to {longest} tokens passes the model's limit of {self.config.limit}")
+        for asked in {asked.policy: asked for asked in self.asked if not asked.keeps_everything}.values():
+            notes += _unseen(asked, self.cache(asked), attention_specs(self.config), longest)
+        if self.options.endless and longest <= self.config.max_seq_len:
+            notes.append(f"no row of up to {longest} tokens passes the model's limit of {self.config.max_seq_len}")
         if self.options.prefix_hit and "contiguous" in self.options.layouts:
             notes.append("contiguous: a row is one block, so there are no prefix hits to verify")
         if self._needles is not None and self._needles.why:
@@ -382,10 +415,10 @@ class _Run:
         return notes
 
 
-def _unseen(asked: Asked, cache: CacheConfig, plain: Sequence[MixerSpec], longest: int) -> list[str]:
+def _unseen(asked: MemoryCase, cache: CacheConfig, plain: Sequence[AttentionSpec], longest: int) -> list[str]:
     """A policy that no row was long enough for."""
-    cut = first_cut(groups(plain, cache))
-    windows = [spec.window + spec.sinks for spec in cache.narrowed(plain) if spec.window is not None]
+    cut = first_loss_length(build_groups(plain, cache))
+    windows = [spec.window + spec.num_sinks for spec in cache.restrict(plain) if spec.window is not None]
     least = min([*windows, *([] if cut is None else [cut])], default=0)
     if longest <= least:
         return [f"{asked.policy} keeps all of a row of up to {longest} tokens: give a longer --prompt"]

@@ -14,20 +14,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvad.cache.sizing import Group
-from kvad.config import MixerSpec
-from kvad.engine.runner import Cache
-from kvad.engine.scheduler import Plan
-from kvad.lab.replay import Key, Stream, key_of, uncached
-from kvad.model.fresh import Fresh
+from kvad.cache.sizing import CacheGroup
+from kvad.config import AttentionSpec
+from kvad.engine.runner import ManagedCache
+from kvad.engine.scheduler import SchedulerOutput
+from kvad.lab.replay import ReplayStream, SequenceKey, run_uncached, sequence_key
+from kvad.model.fresh import NoCache
 from kvad.model.transformer import Transformer
-from kvad.ops.lanes import Seen
-from kvad.step import EMPTY_BLOCK, Memory, Moves, Score, Step, View
+from kvad.ops.lanes import AttentionTrace
+from kvad.step import NULL_BLOCK, AttentionParams, BlockOps, CacheProtocol, CacheView, ModelInput
 
-__all__ = ["Books", "Call", "Layer", "Told", "Watched", "WatchedCache", "judge_layers", "told"]
+__all__ = [
+    "ExpectedLayout",
+    "AttentionCall",
+    "RecordedLayer",
+    "ExpectedRow",
+    "RecordingCache",
+    "RecordingKVCache",
+    "reference_layers",
+    "expected_rows",
+]
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """One layer in one step: ``q`` [T, H, D], ``k`` [T, K, D] and ``v`` as the model gave them, not yet rotated, and
     per lane what the memory attended with."""
 
@@ -35,60 +44,62 @@ class Call(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    score: Score
-    seen: tuple[Seen, ...]
+    score: AttentionParams
+    seen: tuple[AttentionTrace, ...]
 
 
-Listener = Callable[[Call], None]
+CallListener = Callable[[AttentionCall], None]
 
 
-class Watched:
+class RecordingCache:
     """A memory whose calls are shown to ``listener``.  Its maker must let the memory's probe be :meth:`probe`."""
 
-    def __init__(self, listener: Listener) -> None:
-        self.inner: Memory | None = None
+    def __init__(self, listener: CallListener) -> None:
+        self.inner: CacheProtocol | None = None
         self.listener = listener
-        self._seen: list[Seen] = []
+        self._seen: list[AttentionTrace] = []
 
-    def probe(self, seen: Seen) -> None:
+    def attention_hook(self, seen: AttentionTrace) -> None:
         self._seen.append(seen)
 
-    def open(self, step: Step) -> Sequence[View]:
+    def open(self, step: ModelInput) -> Sequence[CacheView]:
         assert self.inner is not None
-        return [_WatchedView(self, layer, view) for layer, view in enumerate(self.inner.open(step))]
+        return [_RecordingView(self, layer, view) for layer, view in enumerate(self.inner.open(step))]
 
-    def call(self, layer: int, view: View, q: Tensor, k: Tensor | None, v: Tensor | None, score: Score) -> Tensor:
+    def call(
+        self, layer: int, view: CacheView, q: Tensor, k: Tensor | None, v: Tensor | None, score: AttentionParams
+    ) -> Tensor:
         self._seen.clear()
         out = view.attend(q, k, v, score)
         if k is not None and v is not None:
-            self.listener(Call(layer, q, k, v, score, tuple(self._seen)))
+            self.listener(AttentionCall(layer, q, k, v, score, tuple(self._seen)))
         return out
 
 
-class WatchedCache(Watched):
+class RecordingKVCache(RecordingCache):
     """The same around a cache, whose moves go through."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: CallListener) -> None:
         super().__init__(listener)
-        self.cache: Cache | None = None
+        self.cache: ManagedCache | None = None
 
-    def hold(self, cache: Cache) -> WatchedCache:
+    def attach(self, cache: ManagedCache) -> RecordingKVCache:
         self.inner = self.cache = cache
         return self
 
-    def apply(self, moves: Moves) -> None:
+    def apply(self, moves: BlockOps) -> None:
         assert self.cache is not None
         self.cache.apply(moves)
 
-    def leaves(self) -> list[Tensor]:
-        return [] if self.cache is None else self.cache.leaves()
+    def tensors(self) -> list[Tensor]:
+        return [] if self.cache is None else self.cache.tensors()
 
 
-class _WatchedView:
-    def __init__(self, watched: Watched, layer: int, view: View) -> None:
+class _RecordingView:
+    def __init__(self, watched: RecordingCache, layer: int, view: CacheView) -> None:
         self._watched, self._layer, self._view = watched, layer, view
 
-    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: Score) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: AttentionParams) -> Tensor:
         return self._watched.call(self._layer, self._view, q, k, v, score)
 
     def write(self, k: Tensor, v: Tensor) -> None:
@@ -99,7 +110,7 @@ class _WatchedView:
 
 
 @dataclass(frozen=True)
-class Layer:
+class RecordedLayer:
     """One layer of one whole row without a cache.  T tokens: ``q`` [T, H, D], ``k`` [K, T, D] rotated, ``raw_q``
     [T, H, D], ``raw_k`` [K, T, D] not rotated, ``v`` [K, T, Dv], ``scores`` [H, T, T], ``out`` [T, H, Dv]."""
 
@@ -110,53 +121,63 @@ class Layer:
     raw_k: Tensor
     scores: Tensor
     out: Tensor
-    score: Score
+    score: AttentionParams
 
 
-def judge_layers(
-    model: Transformer, stream: Stream, sample: int, specs: Sequence[MixerSpec] | None = None, exact: bool = False
-) -> list[Layer]:
+def reference_layers(
+    model: Transformer,
+    stream: ReplayStream,
+    sample: int,
+    specs: Sequence[AttentionSpec] | None = None,
+    exact: bool = False,
+) -> list[RecordedLayer]:
     """Every layer of one row, computed whole; ``specs`` and ``exact``: as :class:`Fresh` judges a cache's policy."""
-    layers: list[Layer] = []
+    layers: list[RecordedLayer] = []
 
-    def keep(call: Call) -> None:
+    def keep(call: AttentionCall) -> None:
         (seen,) = call.seen
         raw_k = call.k.transpose(0, 1)
-        layers.append(Layer(seen.q[0], seen.k[0], seen.v[0], call.q, raw_k, seen.scores[0], seen.out[0], call.score))
+        layers.append(
+            RecordedLayer(seen.q[0], seen.k[0], seen.v[0], call.q, raw_k, seen.scores[0], seen.out[0], call.score)
+        )
 
-    watched = Watched(keep)
-    watched.inner = Fresh(model.config, specs=specs, exact=exact, kernel="reference", probe=watched.probe)
-    uncached(model, stream.tokens(sample), stream.limit, watched, stream.source)
+    watched = RecordingCache(keep)
+    watched.inner = NoCache(
+        model.config, specs=specs, exact_rope=exact, kernel="reference", attention_hook=watched.attention_hook
+    )
+    run_uncached(model, stream.tokens(sample), stream.limit, watched, stream.source)
     return layers
 
 
 # ---------------------------------------------------------------- the host's own books
 
 
-class Books:
+class ExpectedLayout:
     """Per group of self-attention, the position that lies in every slot (-1: nothing), and the blocks of every row when
     last planned."""
 
-    def __init__(self, placed: Sequence[Group]) -> None:
-        self.groups = tuple(group for group in placed if not group.mixer.cross)
-        self.positions = [torch.full((group.blocks, group.block_size), -1, dtype=torch.int64) for group in self.groups]
-        self.blocks: list[dict[Key, list[int]]] = [{} for _ in self.groups]
+    def __init__(self, placed: Sequence[CacheGroup]) -> None:
+        self.groups = tuple(group for group in placed if not group.spec.is_cross_attention)
+        self.positions = [
+            torch.full((group.num_blocks, group.block_size), -1, dtype=torch.int64) for group in self.groups
+        ]
+        self.blocks: list[dict[SequenceKey, list[int]]] = [{} for _ in self.groups]
 
-    def enter(self, plan: Plan) -> None:
+    def apply(self, plan: SchedulerOutput) -> None:
         """Write down a plan that is about to run."""
-        where = torch.tensor([p for work in plan.work for p in range(work.start, work.start + work.count)])
+        where = torch.tensor([p for work in plan.scheduled for p in range(work.start, work.start + work.num_tokens)])
         for number, column in enumerate(self.positions):
-            for block in plan.placed.moves.clear[number]:
+            for block in plan.allocation.block_ops.clear[number]:
                 column[block] = -1
-            for source, target, kept in plan.placed.moves.copy[number]:
+            for source, target, kept in plan.allocation.block_ops.copy[number]:
                 column[target, :kept] = column[source, :kept]
                 column[target, kept:] = -1
-            column.view(-1)[torch.tensor(plan.placed.slots[number])] = where
-            for work, table in zip(plan.work, plan.placed.tables[number], strict=True):
-                self.blocks[number][key_of(work)] = list(table)
+            column.view(-1)[torch.tensor(plan.allocation.slots[number])] = where
+            for work, table in zip(plan.scheduled, plan.allocation.block_tables[number], strict=True):
+                self.blocks[number][sequence_key(work)] = list(table)
 
 
-class Told(NamedTuple):
+class ExpectedRow(NamedTuple):
     """One row in one layer of one step: what it saw of a lane, and what the books say about it.
 
     ``start``, ``num_new``: its new tokens; ``place``: where they begin in the step's flat tokens; ``lane_row``: its row
@@ -164,29 +185,33 @@ class Told(NamedTuple):
     (block * block_size + offset); ``meant`` [S]: the position that lies there, by the books.
     """
 
-    key: Key
+    key: SequenceKey
     start: int
     num_new: int
-    place: int
-    lane_row: int
+    slot_index: int
+    sub_batch_row: int
     group: int
-    seen: Seen
+    seen: AttentionTrace
     slots: Tensor
-    meant: Tensor
+    expected: Tensor
 
 
-def told(plan: Plan, books: Books, group: int, seen: Sequence[Seen]) -> list[Told]:
+def expected_rows(
+    plan: SchedulerOutput, books: ExpectedLayout, group: int, seen: Sequence[AttentionTrace]
+) -> list[ExpectedRow]:
     """The rows of a plan in flat order, each with its share of what the lanes saw."""
     rows, at, place = [], 0, 0
     size = books.groups[group].block_size
-    for lane, look in zip(plan.lanes, seen, strict=True):
-        for lane_row in range(lane.rows):
-            work, read = plan.work[at], look.positions.shape[-1]
-            blocks = torch.tensor(books.blocks[group][key_of(work)], dtype=torch.int64)
+    for lane, look in zip(plan.sub_batches, seen, strict=True):
+        for lane_row in range(lane.num_seqs):
+            work, read = plan.scheduled[at], look.positions.shape[-1]
+            blocks = torch.tensor(books.blocks[group][sequence_key(work)], dtype=torch.int64)
             slots = (blocks.unsqueeze(-1) * size + torch.arange(size)).flatten()[:read]
-            padding = slots.new_full((read - len(slots),), EMPTY_BLOCK * size)
+            padding = slots.new_full((read - len(slots),), NULL_BLOCK * size)
             slots = torch.cat((slots, padding))
             meant = books.positions[group].view(-1)[slots]
-            rows.append(Told(key_of(work), work.start, work.count, place, lane_row, group, look, slots, meant))
-            at, place = at + 1, place + work.count
+            rows.append(
+                ExpectedRow(sequence_key(work), work.start, work.num_tokens, place, lane_row, group, look, slots, meant)
+            )
+            at, place = at + 1, place + work.num_tokens
     return rows

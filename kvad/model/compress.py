@@ -21,30 +21,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvad.config import MixerSpec
+from kvad.config import AttentionSpec
 from kvad.errors import ConfigError
 
-__all__ = ["Compressor", "LayerCompressor"]
+__all__ = ["Summarizer", "LayerSummarizer"]
 
 
-class LayerCompressor(nn.Module):
+class LayerSummarizer(nn.Module):
     """Of one layer: K kv heads, keys of D and values of Dv numbers, ``ratio`` tokens a summary, ``hidden`` units."""
 
     def __init__(self, kv_heads: int, head_dim: int, value_dim: int, ratio: int, hidden: int) -> None:
         super().__init__()
         self.sizes = kv_heads, head_dim, value_dim
         both = head_dim + value_dim
-        self.look = nn.Parameter(torch.zeros(kv_heads, 2, both))  # which tokens count, for the key and for the value
-        self.place = nn.Parameter(torch.zeros(kv_heads, 2, ratio))  # the same, by their place
-        self.inner = nn.Parameter(torch.randn(kv_heads, both, hidden) * both**-0.5)
-        self.inner_bias = nn.Parameter(torch.zeros(kv_heads, hidden))
-        self.outer = nn.Parameter(torch.zeros(kv_heads, hidden, both + 1))
+        self.query = nn.Parameter(torch.zeros(kv_heads, 2, both))  # which tokens count, for the key and for the value
+        self.position_bias = nn.Parameter(torch.zeros(kv_heads, 2, ratio))  # the same, by their place
+        self.hidden_weight = nn.Parameter(torch.randn(kv_heads, both, hidden) * both**-0.5)
+        self.hidden_bias = nn.Parameter(torch.zeros(kv_heads, hidden))
+        self.output_weight = nn.Parameter(torch.zeros(kv_heads, hidden, both + 1))
 
     def forward(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """keys [n, K, ratio, D] not rotated, values [n, K, ratio, Dv] -> those of the summaries, [n, K, D] and
         [n, K, Dv], and what is to be added to log(ratio) [n, K].  In the dtype of the keys."""
         look, place, inner, bias, outer = (
-            x.to(keys.dtype) for x in (self.look, self.place, self.inner, self.inner_bias, self.outer)
+            x.to(keys.dtype)
+            for x in (self.query, self.position_bias, self.hidden_weight, self.hidden_bias, self.output_weight)
         )
         tokens = torch.cat((keys, values), dim=-1)  # [n, K, ratio, D + Dv]
         seen = torch.einsum("nkrd,ksd->nksr", tokens, look) + place
@@ -57,24 +58,24 @@ class LayerCompressor(nn.Module):
         return key, value, weight.squeeze(-1)
 
 
-class Compressor(nn.Module):
+class Summarizer(nn.Module):
     """Of a model: a :class:`LayerCompressor` for each layer that keeps all its tokens, by the layer's number.
 
     ``mixers``: as ``config.mixers`` gives them.  ConfigError where no layer's tokens could be summarised.
     """
 
-    def __init__(self, mixers: Sequence[MixerSpec], ratio: int, hidden: int = 16) -> None:
+    def __init__(self, mixers: Sequence[AttentionSpec], ratio: int, hidden: int = 16) -> None:
         super().__init__()
         self.ratio, self.hidden = ratio, hidden
         self.layers = nn.ModuleDict()
         for number, mixer in enumerate(mixers):
-            if mixer.causal and not mixer.cross and mixer.window is None:
-                sizes = mixer.kv_heads, mixer.head_dim, mixer.value_dim
-                self.layers[str(number)] = LayerCompressor(*sizes, ratio, hidden)
+            if mixer.causal and not mixer.is_cross_attention and mixer.window is None:
+                sizes = mixer.num_kv_heads, mixer.head_dim, mixer.value_dim
+                self.layers[str(number)] = LayerSummarizer(*sizes, ratio, hidden)
         if not self.layers:
             raise ConfigError("no layer of this model keeps all its tokens: there is nothing to summarise")
 
-    def by_layer(self) -> dict[int, LayerCompressor]:
+    def by_layer(self) -> dict[int, LayerSummarizer]:
         """As a cache takes them."""
         return {int(name): layer for name, layer in self.layers.items()}  # type: ignore[misc]
 

@@ -17,18 +17,18 @@ from torch import Tensor
 from kvad.config import ModelConfig
 from kvad.model.transformer import Transformer
 
-__all__ = ["fingerprint", "fingerprint_of"]
+__all__ = ["weights_fingerprint", "state_fingerprint"]
 
-PIECE = 1 << 24  # bytes hashed at a time: a large tensor is many pieces, for all cores
+HASH_CHUNK = 1 << 24  # bytes hashed at a time: a large tensor is many pieces, for all cores
 
 
-def fingerprint(model: Transformer) -> str:
+def weights_fingerprint(model: Transformer) -> str:
     """32 hexadecimal digits."""
-    return fingerprint_of(model.config, {**dict(model.named_parameters()), **dict(model.named_buffers())})
+    return state_fingerprint(model.config, {**dict(model.named_parameters()), **dict(model.named_buffers())})
 
 
 @torch.inference_mode()
-def fingerprint_of(config: ModelConfig, state: Mapping[str, Tensor]) -> str:
+def state_fingerprint(config: ModelConfig, state: Mapping[str, Tensor]) -> str:
     """The same of a model that is not put together: its parameters and buffers by name."""
     names = sorted(state)
     pieces = [piece for name in names for piece in _pieces(state[name])]
@@ -44,7 +44,7 @@ def fingerprint_of(config: ModelConfig, state: Mapping[str, Tensor]) -> str:
 
 def _pieces(tensor: Tensor) -> list[Tensor]:
     flat = tensor.detach().cpu().contiguous().view(-1)
-    return list(flat.view(torch.uint8).split(PIECE)) if flat.numel() else []
+    return list(flat.view(torch.uint8).split(HASH_CHUNK)) if flat.numel() else []
 
 
 def _hashed(piece: Tensor) -> bytes:

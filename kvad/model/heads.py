@@ -11,20 +11,20 @@ from torch import Tensor, nn
 from kvad import config as cfg
 from kvad.config import ModelConfig
 from kvad.model.parts import ACTIVATIONS, Norm
-from kvad.ops.invariant import Tiles
-from kvad.ops.lanes import lane_spans
+from kvad.ops.invariant import TileSizes
+from kvad.ops.lanes import sub_batch_spans
 from kvad.ops.linear import Linear, linear
-from kvad.step import Lane
+from kvad.step import SubBatch
 
-__all__ = ["Classes", "Language", "Pooled", "Transform", "make_head", "pool"]
+__all__ = ["ClassificationHead", "LanguageHead", "PoolingHead", "HeadTransform", "build_head", "pool_hidden"]
 
 
-class Transform(nn.Module):
+class HeadTransform(nn.Module):
     """See :class:`kvad.config.Transform`."""
 
-    def __init__(self, width: int, spec: cfg.Transform) -> None:
+    def __init__(self, width: int, spec: cfg.HeadTransformConfig) -> None:
         super().__init__()
-        out = width if spec.width is None else spec.width
+        out = width if spec.output_size is None else spec.output_size
         self.dense = Linear(width, out, spec.bias)
         self.activation = None if spec.activation is None else ACTIVATIONS[spec.activation]
         self.norm = Norm(out, spec.norm) if spec.norm else None
@@ -36,43 +36,45 @@ class Transform(nn.Module):
         return out if self.norm is None else self.norm(out)
 
 
-class Language(nn.Module):
+class LanguageHead(nn.Module):
     """Hidden states to logits; a tied head (Press & Wolf 2017) reads the embedding's matrix and owns none."""
 
-    tiles: Tiles | None = None
+    tiles: TileSizes | None = None
 
-    def __init__(self, config: ModelConfig, spec: cfg.Head) -> None:
+    def __init__(self, config: ModelConfig, spec: cfg.LanguageHeadConfig) -> None:
         super().__init__()
         self.spec = spec
-        self.transform = None if spec.transform is None else Transform(config.width, spec.transform)
-        self.weight = None if config.tie else nn.Parameter(torch.empty(config.vocab, cfg.head_width(config)))
-        self.bias = nn.Parameter(torch.zeros(config.vocab)) if spec.bias else None
+        self.transform = None if spec.transform is None else HeadTransform(config.hidden_size, spec.transform)
+        self.weight = (
+            None if config.tie_embeddings else nn.Parameter(torch.empty(config.vocab_size, cfg.head_input_size(config)))
+        )
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if spec.bias else None
 
     def forward(self, hidden: Tensor, table: Tensor) -> Tensor:
         """hidden [N, E], table [V, E] -> [N, V]."""
-        hidden = self.before(hidden)
+        hidden = self.pre_logits(hidden)
         logits = linear(hidden, table if self.weight is None else self.weight, self.bias, self.tiles)
-        if self.spec.scale != 1.0:
-            logits = logits * self.spec.scale
-        if self.spec.softcap is not None:
-            logits = self.spec.softcap * torch.tanh(logits / self.spec.softcap)
+        if self.spec.logit_scale != 1.0:
+            logits = logits * self.spec.logit_scale
+        if self.spec.logit_softcap is not None:
+            logits = self.spec.logit_softcap * torch.tanh(logits / self.spec.logit_softcap)
         return logits
 
-    def before(self, hidden: Tensor) -> Tensor:
+    def pre_logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, E] -> what is multiplied with the matrix [N, E or the table's width]."""
         return hidden if self.transform is None else self.transform(hidden)
 
 
-class Classes(nn.Module):
+class ClassificationHead(nn.Module):
     """Hidden states (of tokens, or a row's pooled one) to a score for each label."""
 
-    tiles: Tiles | None = None
+    tiles: TileSizes | None = None
 
-    def __init__(self, config: ModelConfig, spec: cfg.Classes) -> None:
+    def __init__(self, config: ModelConfig, spec: cfg.ClassificationHeadConfig) -> None:
         super().__init__()
         self.spec = spec
-        self.transform = None if spec.transform is None else Transform(config.width, spec.transform)
-        self.weight = nn.Parameter(torch.empty(len(spec.labels), cfg.head_width(config)))
+        self.transform = None if spec.transform is None else HeadTransform(config.hidden_size, spec.transform)
+        self.weight = nn.Parameter(torch.empty(len(spec.labels), cfg.head_input_size(config)))
         self.bias = nn.Parameter(torch.zeros(len(spec.labels))) if spec.bias else None
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -81,31 +83,35 @@ class Classes(nn.Module):
         return linear(hidden, self.weight, self.bias, self.tiles)
 
 
-class Pooled(nn.Module):
+class PoolingHead(nn.Module):
     """A row's pooled hidden state to its embedding."""
 
-    def __init__(self, config: ModelConfig, spec: cfg.Pooled) -> None:
+    def __init__(self, config: ModelConfig, spec: cfg.PoolingHeadConfig) -> None:
         super().__init__()
         self.spec = spec
-        self.transform = None if spec.transform is None else Transform(config.width, spec.transform)
+        self.transform = None if spec.transform is None else HeadTransform(config.hidden_size, spec.transform)
 
     def forward(self, pooled: Tensor) -> Tensor:
         """[B, E] -> [B, E], or the transform's width."""
         out = pooled if self.transform is None else self.transform(pooled)
-        return F.normalize(out, dim=-1) if self.spec.unit else out
+        return F.normalize(out, dim=-1) if self.spec.normalize else out
 
 
-def make_head(config: ModelConfig) -> Language | Classes | Pooled:
-    if isinstance(config.head, cfg.Head):
-        return Language(config, config.head)
-    return Classes(config, config.head) if isinstance(config.head, cfg.Classes) else Pooled(config, config.head)
+def build_head(config: ModelConfig) -> LanguageHead | ClassificationHead | PoolingHead:
+    if isinstance(config.head, cfg.LanguageHeadConfig):
+        return LanguageHead(config, config.head)
+    return (
+        ClassificationHead(config, config.head)
+        if isinstance(config.head, cfg.ClassificationHeadConfig)
+        else PoolingHead(config, config.head)
+    )
 
 
-def pool(hidden: Tensor, lanes: Sequence[Lane], how: cfg.Pooling) -> Tensor:
+def pool_hidden(hidden: Tensor, lanes: Sequence[SubBatch], how: cfg.Pooling) -> Tensor:
     """hidden [T, E] -> [B, E], a vector per row in the lanes' order: its first token's, or the mean (in float32)."""
     rows = []
-    for lane, (low, high) in zip(lanes, lane_spans(lanes), strict=True):
-        each = hidden[low:high].view(lane.rows, lane.new, -1)
+    for lane, (low, high) in zip(lanes, sub_batch_spans(lanes), strict=True):
+        each = hidden[low:high].view(lane.num_seqs, lane.num_new_tokens, -1)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         rows.append(each[:, 0] if how == "first" else each.mean(dim=1, dtype=wide).to(hidden.dtype))
     return torch.cat(rows)

@@ -24,17 +24,17 @@ from kvad.model.transformer import Transformer
 from kvad.ops.linear import Linear, linear
 
 __all__ = [
-    "AdaptedLinear",
-    "Factors",
-    "adapt",
-    "factors_of",
-    "fingerprint",
-    "merged",
-    "restore",
+    "LoraLinear",
+    "LoraFactors",
+    "add_adapters",
+    "adapter_factors",
+    "factors_fingerprint",
+    "merge_weight",
+    "load_factors",
 ]
 
 
-class Factors(NamedTuple):
+class LoraFactors(NamedTuple):
     """What is added to a weight [out, in]: ``scale`` times b [out, r] times a [r, in]."""
 
     a: Tensor
@@ -42,7 +42,7 @@ class Factors(NamedTuple):
     scale: float
 
 
-class AdaptedLinear(Linear):
+class LoraLinear(Linear):
     """A linear part with its adapter beside it.  The frozen weight keeps its name and its memory."""
 
     def __init__(self, base: Linear, rank: int, scale: float, dropout: float) -> None:
@@ -60,7 +60,7 @@ class AdaptedLinear(Linear):
         return linear(input, self.weight, self.bias, self.tiles) + self.scale * linear(low, self.lora_b)
 
 
-def adapt(model: Transformer, parts: Iterable[str], rank: int, scale: float, dropout: float = 0.0) -> None:
+def add_adapters(model: Transformer, parts: Iterable[str], rank: int, scale: float, dropout: float = 0.0) -> None:
     """Freeze the model and put adapters beside the linear ``parts``: from now on only they want gradients.
 
     A random; B zero, so nothing that the model says has changed.
@@ -69,20 +69,20 @@ def adapt(model: Transformer, parts: Iterable[str], rank: int, scale: float, dro
     for part in parts:
         parent, _, last = part.rpartition(".")
         owner, base = model.get_submodule(parent), model.get_submodule(part)
-        assert isinstance(base, Linear) and not isinstance(base, AdaptedLinear), part
-        setattr(owner, last, AdaptedLinear(base, rank, scale, dropout))
+        assert isinstance(base, Linear) and not isinstance(base, LoraLinear), part
+        setattr(owner, last, LoraLinear(base, rank, scale, dropout))
 
 
-def factors_of(model: Transformer) -> dict[str, Factors]:
+def adapter_factors(model: Transformer) -> dict[str, LoraFactors]:
     """Name -> factors of every adapted part; the tensors are the parameters' own."""
-    found = ((name, module) for name, module in model.named_modules() if isinstance(module, AdaptedLinear))
-    return {name: Factors(module.lora_a.detach(), module.lora_b.detach(), module.scale) for name, module in found}
+    found = ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLinear))
+    return {name: LoraFactors(module.lora_a.detach(), module.lora_b.detach(), module.scale) for name, module in found}
 
 
 @torch.no_grad()
-def restore(model: Transformer, factors: Mapping[str, Factors]) -> None:
+def load_factors(model: Transformer, factors: Mapping[str, LoraFactors]) -> None:
     """Into an adapted model, what :func:`factors_of` gave of one with the same parts and rank."""
-    adapted = {name: module for name, module in model.named_modules() if isinstance(module, AdaptedLinear)}
+    adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
     assert adapted.keys() == factors.keys()
     for name, module in adapted.items():
         module.lora_a.copy_(factors[name].a)
@@ -90,7 +90,7 @@ def restore(model: Transformer, factors: Mapping[str, Factors]) -> None:
 
 
 @torch.no_grad()
-def merged(weight: Tensor, factors: Factors, dtype: torch.dtype | None = None) -> Tensor:
+def merge_weight(weight: Tensor, factors: LoraFactors, dtype: torch.dtype | None = None) -> Tensor:
     """W + scale B A, [out, in], in ``dtype`` (the weight's own).  Made in float32 at least, and rounded once."""
     target = weight.dtype if dtype is None else dtype
     wide = torch.promote_types(torch.promote_types(weight.dtype, target), torch.float32)
@@ -98,7 +98,7 @@ def merged(weight: Tensor, factors: Factors, dtype: torch.dtype | None = None) -
     return torch.addmm(weight.to(wide), b, a, alpha=factors.scale).to(target)
 
 
-def fingerprint(factors: Mapping[str, Factors]) -> str:
+def factors_fingerprint(factors: Mapping[str, LoraFactors]) -> str:
     """32 hexadecimal digits that name what they add: parts, scales and every number."""
     digest = blake2b(digest_size=16)
     for name, (a, b, scale) in sorted(factors.items()):

@@ -10,11 +10,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvad import config as cfg
-from kvad.model.positions import sinusoid
-from kvad.ops.invariant import Tiles
-from kvad.ops.linear import Joint, Linear, linear
+from kvad.model.positions import sinusoidal_embedding
+from kvad.ops.invariant import TileSizes
+from kvad.ops.linear import Linear, PackedLinear, linear
 
-__all__ = ["ACTIVATIONS", "Embedding", "Experts", "Gated", "Norm", "Plain", "dropped", "drops", "make_mlp"]
+__all__ = [
+    "ACTIVATIONS",
+    "Embedding",
+    "MixtureOfExperts",
+    "GatedMLP",
+    "Norm",
+    "PlainMLP",
+    "apply_dropout",
+    "dropout_active",
+    "build_mlp",
+]
 
 
 def _relu2(x: Tensor) -> Tensor:
@@ -37,14 +47,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def drops(share: float, module: nn.Module) -> bool:
+def dropout_active(share: float, module: nn.Module) -> bool:
     """Whether a share of what a module makes is dropped now: while it is trained, and a gradient is made."""
     return share > 0 and module.training and torch.is_grad_enabled()
 
 
-def dropped(x: Tensor, share: float, module: nn.Module) -> Tensor:
+def apply_dropout(x: Tensor, share: float, module: nn.Module) -> Tensor:
     """x with a share of its numbers as zero and the others divided by what remains, by torch's random numbers."""
-    return F.dropout(x, share) if drops(share, module) else x
+    return F.dropout(x, share) if dropout_active(share, module) else x
 
 
 class Norm(nn.Module):
@@ -53,9 +63,9 @@ class Norm(nn.Module):
     ``heads``: x is [..., heads, width] and every head has weights of its own.
     """
 
-    def __init__(self, width: int, spec: cfg.Norm, heads: int | None = None) -> None:
+    def __init__(self, width: int, spec: cfg.NormConfig, heads: int | None = None) -> None:
         super().__init__()
-        self.spec, self.width, self.each = spec, width, heads is not None
+        self.spec, self.width, self.num_weights = spec, width, heads is not None
         shape = (width,) if heads is None else (heads, width)
         start = torch.zeros(shape) if spec.unit_offset else torch.ones(shape)
         self.weight = nn.Parameter(start) if spec.weight else None
@@ -68,11 +78,11 @@ class Norm(nn.Module):
             weight = weight + 1.0
         bias = None if self.bias is None else self.bias.to(wide.dtype)
         if self.spec.kind == "layer":
-            if self.each:
+            if self.num_weights:
                 return _affine(F.layer_norm(wide, (self.width,), eps=self.spec.eps), weight, bias).to(x.dtype)
             return F.layer_norm(wide, (self.width,), weight, bias, self.spec.eps).to(x.dtype)
-        out = F.rms_norm(wide, (self.width,), None if self.each else weight, self.spec.eps)
-        return _affine(out, weight if self.each else None, bias).to(x.dtype)
+        out = F.rms_norm(wide, (self.width,), None if self.num_weights else weight, self.spec.eps)
+        return _affine(out, weight if self.num_weights else None, bias).to(x.dtype)
 
 
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -80,52 +90,52 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias
 
 
-class Plain(nn.Module):
-    def __init__(self, width: int, spec: cfg.Plain, dropout: float = 0.0) -> None:
+class PlainMLP(nn.Module):
+    def __init__(self, width: int, spec: cfg.PlainMLPConfig, dropout: float = 0.0) -> None:
         super().__init__()
         self.dropout = dropout
         self.activation = ACTIVATIONS[spec.activation]
-        self.up = Linear(width, spec.hidden, spec.bias)
-        self.down = Linear(spec.hidden, width, spec.bias)
+        self.up = Linear(width, spec.intermediate_size, spec.bias)
+        self.down = Linear(spec.intermediate_size, width, spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(dropped(self.activation(self.up(x)), self.dropout, self))
+        out: Tensor = self.down(apply_dropout(self.activation(self.up(x)), self.dropout, self))
         return out
 
 
-class Gated(nn.Module):
-    def __init__(self, width: int, spec: cfg.Gated, dropout: float = 0.0) -> None:
+class GatedMLP(nn.Module):
+    def __init__(self, width: int, spec: cfg.GatedMLPConfig, dropout: float = 0.0) -> None:
         super().__init__()
         self.dropout = dropout
         self.activation = ACTIVATIONS[spec.activation]
-        self.gate = Linear(width, spec.hidden, spec.bias)
-        self.up = Linear(width, spec.hidden, spec.bias)
-        self.down = Linear(spec.hidden, width, spec.bias)
-        self.gate_up = Joint()
+        self.gate = Linear(width, spec.intermediate_size, spec.bias)
+        self.up = Linear(width, spec.intermediate_size, spec.bias)
+        self.down = Linear(spec.intermediate_size, width, spec.bias)
+        self.gate_up = PackedLinear()
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x, self.gate, self.up)
-        out: Tensor = self.down(dropped(self.activation(gate) * up, self.dropout, self))
+        out: Tensor = self.down(apply_dropout(self.activation(gate) * up, self.dropout, self))
         return out
 
 
-class Experts(nn.Module):
+class MixtureOfExperts(nn.Module):
     """See :class:`kvad.config.Experts`.  Each expert is computed once, for the tokens that chose it."""
 
-    tiles: Tiles | None = None
+    tiles: TileSizes | None = None
 
-    def __init__(self, width: int, spec: cfg.Experts, dropout: float = 0.0) -> None:
+    def __init__(self, width: int, spec: cfg.MoEConfig, dropout: float = 0.0) -> None:
         super().__init__()
         self.spec, self.dropout = spec, dropout
-        self.activation = ACTIVATIONS[spec.activation] if spec.alpha is None else torch.sigmoid
-        self.router = Linear(width, spec.count, spec.router_bias)
-        self.gate = nn.Parameter(torch.empty(spec.count, spec.hidden, width))
-        self.up = nn.Parameter(torch.empty(spec.count, spec.hidden, width))
-        self.down = nn.Parameter(torch.empty(spec.count, width, spec.hidden))
-        hidden = (spec.count, spec.hidden)
+        self.activation = ACTIVATIONS[spec.activation] if spec.swiglu_alpha is None else torch.sigmoid
+        self.router = Linear(width, spec.num_experts, spec.router_bias)
+        self.gate = nn.Parameter(torch.empty(spec.num_experts, spec.intermediate_size, width))
+        self.up = nn.Parameter(torch.empty(spec.num_experts, spec.intermediate_size, width))
+        self.down = nn.Parameter(torch.empty(spec.num_experts, width, spec.intermediate_size))
+        hidden = (spec.num_experts, spec.intermediate_size)
         self.gate_bias = nn.Parameter(torch.zeros(hidden)) if spec.bias else None
         self.up_bias = nn.Parameter(torch.zeros(hidden)) if spec.bias else None
-        self.down_bias = nn.Parameter(torch.zeros(spec.count, width)) if spec.bias else None
+        self.down_bias = nn.Parameter(torch.zeros(spec.num_experts, width)) if spec.bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, E] -> [T, E]."""
@@ -141,9 +151,9 @@ class Experts(nn.Module):
         logits = self.router(x)
         wide = torch.promote_types(x.dtype, torch.float32)
         if self.spec.router == "softmax_first":
-            best, chosen = logits.to(wide).softmax(dim=-1).topk(self.spec.active, dim=-1)
+            best, chosen = logits.to(wide).softmax(dim=-1).topk(self.spec.num_experts_per_token, dim=-1)
             return (best / best.sum(dim=-1, keepdim=True)).to(x.dtype), chosen
-        best, chosen = logits.topk(self.spec.active, dim=-1)
+        best, chosen = logits.topk(self.spec.num_experts_per_token, dim=-1)
         return best.to(wide).softmax(dim=-1).to(x.dtype), chosen
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
@@ -152,36 +162,38 @@ class Experts(nn.Module):
 
         gate = linear(x, self.gate[number], bias(self.gate_bias), self.tiles)
         up = linear(x, self.up[number], bias(self.up_bias), self.tiles)
-        if self.spec.clip is not None:
-            gate, up = gate.clamp(max=self.spec.clip), up.clamp(-self.spec.clip, self.spec.clip)
-        if self.spec.alpha is not None:
-            inner = (up + 1) * gate * self.activation(self.spec.alpha * gate)
+        if self.spec.swiglu_limit is not None:
+            gate, up = gate.clamp(max=self.spec.swiglu_limit), up.clamp(-self.spec.swiglu_limit, self.spec.swiglu_limit)
+        if self.spec.swiglu_alpha is not None:
+            inner = (up + 1) * gate * self.activation(self.spec.swiglu_alpha * gate)
         else:
             inner = self.activation(gate) * up
-        inner = dropped(inner, self.dropout, self)
+        inner = apply_dropout(inner, self.dropout, self)
         return linear(inner, self.down[number], bias(self.down_bias), self.tiles)
 
 
-def make_mlp(width: int, spec: cfg.Plain | cfg.Gated | cfg.Experts, dropout: float = 0.0) -> Plain | Gated | Experts:
-    if isinstance(spec, cfg.Experts):
-        return Experts(width, spec, dropout)
-    return Gated(width, spec, dropout) if isinstance(spec, cfg.Gated) else Plain(width, spec, dropout)
+def build_mlp(
+    width: int, spec: cfg.PlainMLPConfig | cfg.GatedMLPConfig | cfg.MoEConfig, dropout: float = 0.0
+) -> PlainMLP | GatedMLP | MixtureOfExperts:
+    if isinstance(spec, cfg.MoEConfig):
+        return MixtureOfExperts(width, spec, dropout)
+    return GatedMLP(width, spec, dropout) if isinstance(spec, cfg.GatedMLPConfig) else PlainMLP(width, spec, dropout)
 
 
 class Embedding(nn.Module):
     """Token ids to vectors; see :class:`kvad.config.Embedding`.  ``vocab`` None: the table is another's."""
 
-    def __init__(self, width: int, vocab: int | None, spec: cfg.Embedding) -> None:
+    def __init__(self, width: int, vocab: int | None, spec: cfg.EmbeddingConfig) -> None:
         super().__init__()
         self.spec = spec
-        table = width if spec.width is None else spec.width
-        inner = width if spec.project == "start" else table  # where positions and segments are added
+        table = width if spec.embedding_size is None else spec.embedding_size
+        inner = width if spec.projection == "start" else table  # where positions and segments are added
         self.tokens = None if vocab is None else nn.Embedding(vocab, table)
-        learned = spec.position if isinstance(spec.position, cfg.LearnedPositions) else None
-        self.positions = None if learned is None else nn.Embedding(learned.size, inner)
-        self.segments = nn.Embedding(spec.segments, inner) if spec.segments else None
+        learned = spec.position if isinstance(spec.position, cfg.LearnedPositionsConfig) else None
+        self.positions = None if learned is None else nn.Embedding(learned.num_positions, inner)
+        self.token_types = nn.Embedding(spec.num_token_types, inner) if spec.num_token_types else None
         self.norm = Norm(inner, spec.norm) if spec.norm else None
-        self.project = None if spec.width is None else Linear(table, width, bias=spec.project == "end")
+        self.projection = None if spec.embedding_size is None else Linear(table, width, bias=spec.projection == "end")
 
     def forward(
         self, tokens: Tensor, positions: Tensor, table: Tensor | None = None, segments: Tensor | None = None
@@ -193,17 +205,17 @@ class Embedding(nn.Module):
         x = F.embedding(tokens, table)
         if self.spec.scale != 1.0:
             x = x * torch.tensor(self.spec.scale, dtype=x.dtype)  # rounded on the host, with no copy
-        if self.project is not None and self.spec.project == "start":
-            x = self.project(x)
+        if self.projection is not None and self.spec.projection == "start":
+            x = self.projection(x)
         if self.norm is not None and self.spec.norm_first:
             x = self.norm(x)
-        if isinstance(self.spec.position, cfg.LearnedPositions):
+        if isinstance(self.spec.position, cfg.LearnedPositionsConfig):
             assert self.positions is not None
             x = x + self.positions(positions + self.spec.position.offset)
-        elif isinstance(self.spec.position, cfg.SinusoidalPositions):
-            x = x + sinusoid(positions, x.shape[-1], self.spec.position, x.dtype)
-        if self.segments is not None:
-            x = x + (self.segments.weight[0] if segments is None else self.segments(segments))
+        elif isinstance(self.spec.position, cfg.SinusoidalPositionsConfig):
+            x = x + sinusoidal_embedding(positions, x.shape[-1], self.spec.position, x.dtype)
+        if self.token_types is not None:
+            x = x + (self.token_types.weight[0] if segments is None else self.token_types(segments))
         if self.norm is not None and not self.spec.norm_first:
             x = self.norm(x)
-        return x if self.project is None or self.spec.project == "start" else self.project(x)
+        return x if self.projection is None or self.spec.projection == "start" else self.projection(x)

@@ -13,19 +13,28 @@ import torch
 from torch import Tensor
 
 from kvad.config import (
-    DynamicScaling,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    Rope,
-    SinusoidalPositions,
-    YarnScaling,
+    DynamicScalingConfig,
+    LinearScalingConfig,
+    Llama3ScalingConfig,
+    LongRopeScalingConfig,
+    RopeConfig,
+    SinusoidalPositionsConfig,
+    YarnScalingConfig,
 )
 
-__all__ = ["alibi_slopes", "depends_on_limit", "rope_factor", "rope_frequencies", "rope_regime", "sinusoid"]
+__all__ = [
+    "alibi_slopes",
+    "depends_on_length",
+    "rope_attention_factor",
+    "rope_frequencies",
+    "rope_regime",
+    "sinusoidal_embedding",
+]
 
 
-def sinusoid(positions: Tensor, width: int, spec: SinusoidalPositions, dtype: torch.dtype = torch.float32) -> Tensor:
+def sinusoidal_embedding(
+    positions: Tensor, width: int, spec: SinusoidalPositionsConfig, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """positions [T] -> [T, width].
 
     ``interleaved``: PE(p, 2i) = sin(p / base^(2i/width)), PE(p, 2i+1) = cos of the same.  ``concat`` puts all sines
@@ -49,70 +58,70 @@ def alibi_slopes(heads: int) -> list[float]:
     return (slopes + between)[:heads]
 
 
-def depends_on_limit(rope: Rope) -> bool:
+def depends_on_length(rope: RopeConfig) -> bool:
     """Whether the frequencies differ between rows of different limits."""
-    return isinstance(rope.scaling, (DynamicScaling, LongRopeScaling))
+    return isinstance(rope.scaling, (DynamicScalingConfig, LongRopeScalingConfig))
 
 
-def rope_regime(rope: Rope, limit: int) -> int:
+def rope_regime(rope: RopeConfig, limit: int) -> int:
     """Equal for limits that give equal frequencies."""
-    if isinstance(rope.scaling, DynamicScaling):
-        return max(limit, rope.scaling.original)
-    if isinstance(rope.scaling, LongRopeScaling):
-        return int(limit > rope.scaling.original)
+    if isinstance(rope.scaling, DynamicScalingConfig):
+        return max(limit, rope.scaling.original_max_seq_len)
+    if isinstance(rope.scaling, LongRopeScalingConfig):
+        return int(limit > rope.scaling.original_max_seq_len)
     return 0
 
 
-def rope_frequencies(rope: Rope, dim: int, limit: int) -> Tensor:
+def rope_frequencies(rope: RopeConfig, dim: int, limit: int) -> Tensor:
     """Radians per position of each pair, [D_rot/2] in float32, for a row that may reach ``limit`` tokens."""
-    rotated = int(dim * rope.fraction)
+    rotated = int(dim * rope.partial_rotary_factor)
     exponent = torch.arange(0, rotated, 2, dtype=torch.int64).to(torch.float32) / rotated
     scaling = rope.scaling
     theta = rope.theta
-    if isinstance(scaling, DynamicScaling) and limit > scaling.original:
-        growth = scaling.factor * limit / scaling.original - (scaling.factor - 1)
+    if isinstance(scaling, DynamicScalingConfig) and limit > scaling.original_max_seq_len:
+        growth = scaling.factor * limit / scaling.original_max_seq_len - (scaling.factor - 1)
         theta = theta * growth ** (rotated / (rotated - 2))
     frequencies = 1.0 / (theta**exponent)
-    if isinstance(scaling, LinearScaling):
+    if isinstance(scaling, LinearScalingConfig):
         return frequencies / scaling.factor
-    if isinstance(scaling, Llama3Scaling):
+    if isinstance(scaling, Llama3ScalingConfig):
         return _llama3(frequencies, scaling)
-    if isinstance(scaling, YarnScaling):
+    if isinstance(scaling, YarnScalingConfig):
         return _yarn(theta**exponent, scaling, rope.theta, rotated)
-    if isinstance(scaling, LongRopeScaling):
-        factors = scaling.long if limit > scaling.original else scaling.short
+    if isinstance(scaling, LongRopeScalingConfig):
+        factors = scaling.long_factor if limit > scaling.original_max_seq_len else scaling.short_factor
         return 1.0 / (torch.tensor(factors, dtype=torch.float32) * theta**exponent)
     return frequencies
 
 
-def rope_factor(rope: Rope, limit: int) -> float:
+def rope_attention_factor(rope: RopeConfig, limit: int) -> float:
     """What multiplies cos and sin.  ``limit`` is the model's, not the row's: one factor per model."""
     scaling = rope.scaling
-    if isinstance(scaling, YarnScaling):
+    if isinstance(scaling, YarnScalingConfig):
         return _yarn_factor(scaling)
-    if isinstance(scaling, LongRopeScaling):
+    if isinstance(scaling, LongRopeScalingConfig):
         if scaling.attention_factor is not None:
             return scaling.attention_factor
-        growth = scaling.factor if scaling.factor is not None else limit / scaling.original
-        return 1.0 if growth <= 1 else math.sqrt(1 + math.log(growth) / math.log(scaling.original))
+        growth = scaling.factor if scaling.factor is not None else limit / scaling.original_max_seq_len
+        return 1.0 if growth <= 1 else math.sqrt(1 + math.log(growth) / math.log(scaling.original_max_seq_len))
     return 1.0
 
 
-def _llama3(frequencies: Tensor, s: Llama3Scaling) -> Tensor:
+def _llama3(frequencies: Tensor, s: Llama3ScalingConfig) -> Tensor:
     wavelength = 2 * math.pi / frequencies
-    smooth = (s.original / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+    smooth = (s.original_max_seq_len / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
     between = (1 - smooth) * frequencies / s.factor + smooth * frequencies
-    long, short = s.original / s.low_freq_factor, s.original / s.high_freq_factor
+    long, short = s.original_max_seq_len / s.low_freq_factor, s.original_max_seq_len / s.high_freq_factor
     scaled = torch.where(wavelength > long, frequencies / s.factor, between)
     return torch.where(wavelength < short, frequencies, scaled)
 
 
-def _yarn(powers: Tensor, s: YarnScaling, theta: float, rotated: int) -> Tensor:
+def _yarn(powers: Tensor, s: YarnScalingConfig, theta: float, rotated: int) -> Tensor:
     """``powers`` = theta^(2i/D); in the order of the reference code, so that it agrees to the last bit: at position
     100,000 the last bit of a frequency is a hundredth of a radian."""
 
     def dimension(turns: float) -> float:
-        return rotated * math.log(s.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return rotated * math.log(s.original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = dimension(s.beta_fast), dimension(s.beta_slow)
     if s.truncate:
@@ -123,7 +132,7 @@ def _yarn(powers: Tensor, s: YarnScaling, theta: float, rotated: int) -> Tensor:
     return 1.0 / (s.factor * powers) * (1 - keep) + 1.0 / powers * keep
 
 
-def _yarn_factor(s: YarnScaling) -> float:
+def _yarn_factor(s: YarnScalingConfig) -> float:
     def mscale(weight: float) -> float:
         return 1.0 if s.factor <= 1 else 0.1 * weight * math.log(s.factor) + 1.0
 

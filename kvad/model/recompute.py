@@ -9,40 +9,42 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kvad.model.mixers import Encoding
-from kvad.ops.biases import distance_bias
-from kvad.step import Buckets, Score, View
+from kvad.model.mixers import PositionEncoding
+from kvad.ops.biases import position_bias
+from kvad.step import AttentionParams, CacheView, RelativeBuckets
 
-__all__ = ["recomputed"]
+__all__ = ["checkpointed_layer"]
 
 
-def recomputed(layer: nn.Module, x: Tensor, view: View, cross: View | None, encoding: Encoding) -> Tensor:
+def checkpointed_layer(
+    layer: nn.Module, x: Tensor, view: CacheView, cross: CacheView | None, encoding: PositionEncoding
+) -> Tensor:
     """``layer(x, view, cross, encoding)`` [T, E], computed once more when its gradient is asked for."""
-    out: Tensor = checkpoint(layer, x, _Again(view), cross, encoding, use_reentrant=False)
+    out: Tensor = checkpoint(layer, x, _RecomputedView(view), cross, encoding, use_reentrant=False)
     return out
 
 
-class _Again:
+class _RecomputedView:
     """A view whose learned biases are made each time: what a step keeps of the first layer's would be no part of the
     graph when that layer is computed again."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: CacheView) -> None:
         self._view = view
 
-    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: Score) -> Tensor:
-        if isinstance(score.bias, Buckets):
-            score = score._replace(bias=_Made(score.bias))
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: AttentionParams) -> Tensor:
+        if isinstance(score.bias, RelativeBuckets):
+            score = score._replace(bias=_RecomputedBias(score.bias))
         return self._view.attend(q, k, v, score)
 
     def write(self, k: Tensor, v: Tensor) -> None:
         self._view.write(k, v)
 
 
-class _Made:
+class _RecomputedBias:
     """A bias by buckets that nobody keeps."""
 
-    def __init__(self, bias: Buckets) -> None:
+    def __init__(self, bias: RelativeBuckets) -> None:
         self._bias = bias
 
-    def between(self, queries: Tensor, keys: Tensor) -> Tensor:
-        return distance_bias(self._bias, queries, keys)
+    def compute(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return position_bias(self._bias, queries, keys)

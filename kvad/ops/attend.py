@@ -20,28 +20,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvad.ops.biases import distance_bias, of_heads
-from kvad.ops.invariant import Tiles
-from kvad.step import Bias, Buckets, Mark, Reach, Score, Slopes
+from kvad.ops.biases import expand_kv_heads, position_bias
+from kvad.ops.invariant import TileSizes
+from kvad.step import AlibiSlopes, AttentionParams, AttentionPattern, PositionBias, RelativeBuckets, TokenPositions
 
 __all__ = [
-    "Attended",
+    "AttentionOutput",
     "Kernel",
-    "Reading",
-    "attend",
-    "blocks_of_queries",
-    "joined",
-    "logits_of",
-    "only_seen",
-    "poison",
+    "AttentionMask",
+    "dot_product_attention",
+    "attention_by_query_block",
+    "concat_blocks",
+    "attention_logits",
+    "zero_nonfinite",
+    "propagate_nonfinite",
 ]
 
-Kernel = Literal["auto", "reference", "sdpa"] | Tiles  # in tiles: bits that no neighbour shows in (ops/aligned.py)
+Kernel = Literal["auto", "reference", "sdpa"] | TileSizes  # in tiles: bits that no neighbour shows in (ops/aligned.py)
 MASK_BUDGET = 1 << 22  # elements of [rows, queries, slots] made at a time
 SCORE_BUDGET = 1 << 24  # elements of [rows, heads, queries, slots] made at a time, where a kernel needs them
 
 
-class Attended(NamedTuple):
+class AttentionOutput(NamedTuple):
     """``out`` [R, L, H, Dv]; the others only where asked for.
 
     ``weights`` and ``scores`` (logits) [R, H, L, S]; ``lse`` [R, H, L], the logarithm of the softmax's denominator;
@@ -55,7 +55,7 @@ class Attended(NamedTuple):
     mass: tuple[Tensor, ...] | None = None
 
 
-class Reading:
+class AttentionMask:
     """Who sees whom in one lane, built once per step and shared by the layers of a group.
 
     ``queries`` [R, L] and ``keys`` [R, S] are marks, or [R, K, S] where each kv head keeps other tokens.  ``weight``
@@ -63,8 +63,10 @@ class Reading:
     kept; large ones are made per block of queries and dropped.
     """
 
-    def __init__(self, queries: Mark, keys: Mark, reach: Reach, weight: Tensor | None = None) -> None:
-        self.queries, self.keys, self.reach = queries, keys, reach
+    def __init__(
+        self, queries: TokenPositions, keys: TokenPositions, pattern: AttentionPattern, weight: Tensor | None = None
+    ) -> None:
+        self.queries, self.keys, self.pattern = queries, keys, pattern
         self.weight = _by_head(weight)
         rows, new = queries.position.shape
         self.shape = (rows, new, keys.position.shape[-1])
@@ -72,10 +74,10 @@ class Reading:
         self._masks = math.prod(self.shape) * (keys.position.shape[1] if self.per_head else 1)  # elements of a mask
         self.aligned: object = None  # what ops/aligned.py keeps of it
         self._visible: Tensor | None = None
-        self._added: dict[torch.dtype, Tensor] = {}
+        self._additive_bias: dict[torch.dtype, Tensor] = {}
         self._biases: dict[int, tuple[Tensor, Tensor]] = {}  # by id, beside what it belongs to: ids are used again
 
-    def weighing(self, weight: Tensor) -> Reading:
+    def with_weight(self, weight: Tensor) -> AttentionMask:
         """The same, masks and biases shared, with a weight of its own."""
         if self._visible is None and self._masks <= MASK_BUDGET:
             self._visible = self._allows(0, self.shape[1])
@@ -84,37 +86,37 @@ class Reading:
         return other
 
     @cached_property
-    def triangle(self) -> bool:
+    def is_plain_causal(self) -> bool:
         """Whether query i sees keys 0 .. i and no others, in every row: what a kernel knows without a mask."""
-        if self.reach != Reach() or self.keys is not self.queries or self.queries.document is not None:
+        if self.pattern != AttentionPattern() or self.keys is not self.queries or self.queries.document_id is not None:
             return False
-        place = self.queries.place
+        place = self.queries.causal_index
         return bool((place[:, 1:] > place[:, :-1]).all() & (self.queries.position >= 0).all() & (place >= 0).all())
 
-    def added_mask(self, dtype: torch.dtype) -> Tensor | None:
+    def additive_mask(self, dtype: torch.dtype) -> Tensor | None:
         """[R, 1 or K, L, S] of zeros, -inf where a key is not to be seen: made once for the layers that share it.
 
         None of a triangle, which needs none.
         """
-        if self.triangle:
+        if self.is_plain_causal:
             return None
-        if dtype not in self._added:
+        if dtype not in self._additive_bias:
             seen = self.visible(0, self.shape[1])
-            self._added[dtype] = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -math.inf)
-        return self._added[dtype]
+            self._additive_bias[dtype] = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -math.inf)
+        return self._additive_bias[dtype]
 
     @cached_property
-    def far(self) -> Tensor | None:
+    def sink_shift(self) -> Tensor | None:
         """[R, L]: how much nearer than by its position a query is to see a sink; None: no query any nearer."""
-        if not self.reach.turns:
+        if not self.pattern.renumbers_sinks:
             return None
-        far = self.queries.position - self.reach.renumbered(self.queries.position)
+        far = self.queries.position - self.pattern.renumbered_query(self.queries.position)
         return far if bool(far.any()) else None
 
     @cached_property
-    def sink_slots(self) -> int:
+    def num_sink_slots(self) -> int:
         """How many of the first slots hold all sinks."""
-        where = (self.keys.position < self.reach.sinks).logical_and(self.keys.position >= 0).any(dim=0).nonzero()
+        where = (self.keys.position < self.pattern.num_sinks).logical_and(self.keys.position >= 0).any(dim=0).nonzero()
         return int(where.max()) + 1 if len(where) else 0
 
     def visible(self, low: int, high: int) -> Tensor:
@@ -126,24 +128,27 @@ class Reading:
         return self._visible if high - low == self.shape[1] else self._visible[:, :, low:high]
 
     def _allows(self, low: int, high: int) -> Tensor:
-        queries = _cut(self.queries, low, high)
+        queries = _slice_positions(self.queries, low, high)
         if not self.per_head:
-            return self.reach.allows(queries, self.keys).unsqueeze(1)
-        return self.reach.allows(Mark(*(None if x is None else x.unsqueeze(1) for x in queries)), self.keys)  # type: ignore[arg-type]
+            return self.pattern.visible(queries, self.keys).unsqueeze(1)
+        spread = TokenPositions(*(None if x is None else x.unsqueeze(1) for x in queries))  # type: ignore[arg-type]
+        return self.pattern.visible(spread, self.keys)
 
-    def bias(self, bias: Slopes | Buckets | Bias, low: int, high: int) -> Tensor:
+    def bias(self, bias: AlibiSlopes | RelativeBuckets | PositionBias, low: int, high: int) -> Tensor:
         """[R, H, high - low, S], what positions add to the logits."""
-        if not isinstance(bias, (Slopes, Buckets)):
-            return distance_bias(bias, self.queries.position[:, low:high], self.keys.position, self.reach)
-        source = bias.slopes if isinstance(bias, Slopes) else bias.table
+        if not isinstance(bias, (AlibiSlopes, RelativeBuckets)):
+            return position_bias(bias, self.queries.position[:, low:high], self.keys.position, self.pattern)
+        source = bias.slopes if isinstance(bias, AlibiSlopes) else bias.table
         if math.prod(self.shape) * source.shape[-1] > MASK_BUDGET:
-            return distance_bias(bias, self.queries.position[:, low:high], self.keys.position, self.reach)
+            return position_bias(bias, self.queries.position[:, low:high], self.keys.position, self.pattern)
         if id(source) not in self._biases:
-            made = distance_bias(bias, self.queries.position, self.keys.position, self.reach)
+            made = position_bias(bias, self.queries.position, self.keys.position, self.pattern)
             self._biases[id(source)] = source, made
         return self._biases[id(source)][1][:, :, low:high]
 
-    def added(self, score: Score, heads: int, dtype: torch.dtype, low: int, high: int) -> Tensor | None:
+    def additive_bias(
+        self, score: AttentionParams, heads: int, dtype: torch.dtype, low: int, high: int
+    ) -> Tensor | None:
         """[R, 1 or H, 1 or high - low, S] in ``dtype``: what bias and weight add to the logits; None: nothing."""
         bias = None if score.bias is None else self.bias(score.bias, low, high).to(dtype)
         if self.weight is None:
@@ -152,33 +157,33 @@ class Reading:
         weight = weight if weight.shape[1] == 1 else weight.repeat_interleave(heads // weight.shape[1], dim=1)
         return weight if bias is None else bias + weight
 
-    def queries_at_once(self, heads: int, scores: bool) -> int:
+    def max_queries_per_block(self, heads: int, scores: bool) -> int:
         """How many queries to take per block so that what is made beside k and v stays within the budgets."""
         rows, new, slots = self.shape
         per_query = rows * slots * heads if scores else self._masks // max(new, 1)
         return max(1, min(new, (SCORE_BUDGET if scores else MASK_BUDGET) // max(per_query, 1)))
 
 
-def attend(
+def dot_product_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    reading: Reading,
-    score: Score,
+    reading: AttentionMask,
+    score: AttentionParams,
     *,
     kernel: Kernel = "auto",
     want: bool = False,
-) -> Attended:
+) -> AttentionOutput:
     """q [R, L, H, D], k [R, K, S, D], v [R, K, S, Dv] -> out [R, L, H, Dv] in q's dtype.
 
     ``want``: also return scores and weights (then the reference kernel is used).  Query head h reads key-value head
     ``h // (H / K)``.
     """
-    blocks = list(blocks_of_queries(q, k, v, reading, score, kernel=kernel, want=want))
+    blocks = list(attention_by_query_block(q, k, v, reading, score, kernel=kernel, want=want))
     if len(blocks) == 1:
         return blocks[0]
-    weights, scores = joined([b.weights for b in blocks]), joined([b.scores for b in blocks])
-    return Attended(torch.cat([b.out for b in blocks], dim=1), weights, scores)
+    weights, scores = concat_blocks([b.weights for b in blocks]), concat_blocks([b.scores for b in blocks])
+    return AttentionOutput(torch.cat([b.out for b in blocks], dim=1), weights, scores)
 
 
 def _by_head(weight: Tensor | None) -> Tensor | None:
@@ -186,26 +191,34 @@ def _by_head(weight: Tensor | None) -> Tensor | None:
     return weight if weight is None or weight.dim() == 3 else weight.unsqueeze(1)
 
 
-def joined(blocks: Sequence[Tensor | None]) -> Tensor | None:
+def concat_blocks(blocks: Sequence[Tensor | None]) -> Tensor | None:
     """[R, H, queries, ...] each -> [R, H, L, ...]; None of what was not asked for."""
     made = [x for x in blocks if x is not None]
     return torch.cat(made, dim=2) if made else None
 
 
-def blocks_of_queries(
-    q: Tensor, k: Tensor, v: Tensor, reading: Reading, score: Score, *, kernel: Kernel, want: bool, lse: bool = False
-) -> Iterator[Attended]:
+def attention_by_query_block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    reading: AttentionMask,
+    score: AttentionParams,
+    *,
+    kernel: Kernel,
+    want: bool,
+    lse: bool = False,
+) -> Iterator[AttentionOutput]:
     """The answer, a block of queries at a time; a fused block that is not finite is cut again for the reference.
 
     ``lse``: with the logarithm of the denominator, -inf where a query sees nothing, and ``out`` as wide as it was made.
     """
     k, v = k.to(q.dtype), v.to(q.dtype)
-    plain = score.softcap is None and score.sink_logits is None and not want
+    plain = score.logit_softcap is None and score.sink_logits is None and not want
     fused = plain and kernel != "reference" and not (q.dtype == torch.float16 and q.device.type == "cpu")
-    fused = fused and (not lse or _gives_lse(q, k, v, score))
+    fused = fused and (not lse or _supports_lse(q, k, v, score))
     assert not (lse and score.dropout), "what is merged is read from a cache, and nothing is dropped there"
     heads, new = q.shape[2], q.shape[1]
-    small = reading.queries_at_once(heads, scores=True)
+    small = reading.max_queries_per_block(heads, scores=True)
     if fused:  # with a bias, dropout, or values of another width, torch makes the scores as well
         streams = (
             score.bias is None
@@ -213,8 +226,8 @@ def blocks_of_queries(
             and v.shape[-1] == q.shape[-1]
             and (reading.weight is None or new == 1)
         )
-        size = reading.queries_at_once(heads, scores=False) if streams else small
-        if streams and new > 1 and _learns(q) and reading.triangle:
+        size = reading.max_queries_per_block(heads, scores=False) if streams else small
+        if streams and new > 1 and _needs_grad(q) and reading.is_plain_causal:
             size = new
         for low in range(0, new, size):
             high = min(low + size, new)
@@ -231,9 +244,9 @@ def blocks_of_queries(
         yield _reference(q[:, low:high], k, v, reading, score, low, high, want, lse)
 
 
-def _gives_lse(q: Tensor, k: Tensor, v: Tensor, score: Score) -> bool:
+def _supports_lse(q: Tensor, k: Tensor, v: Tensor, score: AttentionParams) -> bool:
     """Whether a fused kernel gives the denominator too: torch's on a CPU, which knows no gradient of it."""
-    learned = score.bias.table.requires_grad if isinstance(score.bias, Buckets) else False
+    learned = score.bias.table.requires_grad if isinstance(score.bias, RelativeBuckets) else False
     graph = torch.is_grad_enabled() and (learned or q.requires_grad or k.requires_grad or v.requires_grad)
     return q.device.type == "cpu" and v.shape[-1] == q.shape[-1] and not graph
 
@@ -243,43 +256,45 @@ def _finite(x: Tensor) -> bool:
     return math.isfinite(x.detach().sum().item())
 
 
-def _learns(q: Tensor) -> bool:
+def _needs_grad(q: Tensor) -> bool:
     """Whether a gradient is made.  What training is spared nobody else is: their bits are to stay what they were."""
     return torch.is_grad_enabled() and q.requires_grad
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, reading: Reading, score: Score, low: int, high: int, lse: bool) -> Attended:
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, reading: AttentionMask, score: AttentionParams, low: int, high: int, lse: bool
+) -> AttentionOutput:
     rows, new, heads, _ = q.shape
     plain = not lse and score.bias is None and reading.weight is None
-    if plain and new == reading.shape[1] > 1 and not reading.per_head and _learns(q):
-        out = _sdpa(q.transpose(1, 2), k, v, reading.added_mask(q.dtype), score.scale, score.dropout)
-        return Attended(out.transpose(1, 2))
+    if plain and new == reading.shape[1] > 1 and not reading.per_head and _needs_grad(q):
+        out = _sdpa(q.transpose(1, 2), k, v, reading.additive_mask(q.dtype), score.scale, score.dropout)
+        return AttentionOutput(out.transpose(1, 2))
     seen = mask = reading.visible(low, high)
     if not plain:
         mask = _as_bias(q, reading, score, low, high)
-    laid = _laid(q, k, v, mask)
+    laid = _to_sdpa_layout(q, k, v, mask)
     if lse:
         out, total = _sdpa_with_lse(*laid, score.scale)
-        blind = ~of_heads(seen.any(dim=-1), heads)  # torch says 0 there
+        blind = ~expand_kv_heads(seen.any(dim=-1), heads)  # torch says 0 there
         total = total.reshape(rows, heads, new).masked_fill(blind, -math.inf)
     else:
         out, total = _sdpa(*laid, score.scale, score.dropout), None
     out = out.reshape(rows, 1, heads, -1) if new == 1 else out.reshape(rows, heads, new, -1).transpose(1, 2)
-    return Attended(out, lse=total)
+    return AttentionOutput(out, lse=total)
 
 
-def _as_bias(q: Tensor, reading: Reading, score: Score, low: int, high: int) -> Tensor:
+def _as_bias(q: Tensor, reading: AttentionMask, score: AttentionParams, low: int, high: int) -> Tensor:
     """[R, 1, K or H, queries, S]: what is added to the logits, -inf where a key is not to be seen."""
     seen, wide = reading.visible(low, high), q.dtype
     if q.device.type == "cpu":
         wide = torch.promote_types(wide, torch.float32)
-    added = reading.added(score, q.shape[2], wide, low, high)
+    added = reading.additive_bias(score, q.shape[2], wide, low, high)
     if added is None:
         return torch.zeros_like(seen, dtype=wide).masked_fill_(~seen, -math.inf)
-    return added.masked_fill(~of_heads(seen, added.shape[1]), -math.inf)
+    return added.masked_fill(~expand_kv_heads(seen, added.shape[1]), -math.inf)
 
 
-def _laid(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _to_sdpa_layout(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As a fused kernel takes them: q [B, heads, queries, D]; k, v [B, kv heads, S, D]; mask [B, 1 or heads, ..].
 
     One query: its group's heads become the queries of one kv head.  Masks of kv heads: each becomes a row of its own.
@@ -317,32 +332,44 @@ def _sdpa_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) 
     return out, lse
 
 
-def logits_of(q: Tensor, k: Tensor, reading: Reading, score: Score, low: int, high: int) -> Tensor:
+def attention_logits(
+    q: Tensor, k: Tensor, reading: AttentionMask, score: AttentionParams, low: int, high: int
+) -> Tensor:
     """[R, H, high - low, S] in float32 at least, -inf where a key is not to be seen."""
     wide = torch.promote_types(q.dtype, torch.float32)
     rows, new, heads, dim = q.shape
     grouped = q.to(wide).transpose(1, 2).reshape(rows, k.shape[1], -1, dim)  # [R, K, (H/K) * L, D]
     logits = (grouped @ k.to(wide).transpose(-1, -2)).view(rows, heads, new, k.shape[2]) * score.scale
-    if score.softcap is not None:
-        logits = score.softcap * torch.tanh(logits / score.softcap)
-    added = reading.added(score, heads, wide, low, high)
+    if score.logit_softcap is not None:
+        logits = score.logit_softcap * torch.tanh(logits / score.logit_softcap)
+    added = reading.additive_bias(score, heads, wide, low, high)
     logits = logits if added is None else logits + added
-    return logits.masked_fill(~of_heads(reading.visible(low, high), heads), -math.inf)
+    return logits.masked_fill(~expand_kv_heads(reading.visible(low, high), heads), -math.inf)
 
 
 def _reference(
-    q: Tensor, k: Tensor, v: Tensor, reading: Reading, score: Score, low: int, high: int, want: bool, lse: bool
-) -> Attended:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    reading: AttentionMask,
+    score: AttentionParams,
+    low: int,
+    high: int,
+    want: bool,
+    lse: bool,
+) -> AttentionOutput:
     rows, new, heads, _ = q.shape
-    logits = logits_of(q, k, reading, score, low, high)
+    logits = attention_logits(q, k, reading, score, low, high)
     weights, total = _softmax(logits, score.sink_logits)
     if score.dropout:
         weights = F.dropout(weights, score.dropout)
-    out = (weights.view(rows, k.shape[1], -1, k.shape[2]) @ only_seen(v.to(weights.dtype))).view(rows, heads, new, -1)
-    out = poison(out, v, reading.visible(low, high)).transpose(1, 2)
+    out = (weights.view(rows, k.shape[1], -1, k.shape[2]) @ zero_nonfinite(v.to(weights.dtype))).view(
+        rows, heads, new, -1
+    )
+    out = propagate_nonfinite(out, v, reading.visible(low, high)).transpose(1, 2)
     if lse:
-        return Attended(out, weights if want else None, logits if want else None, total.squeeze(-1))
-    return Attended(out.to(q.dtype), weights, logits) if want else Attended(out.to(q.dtype))
+        return AttentionOutput(out, weights if want else None, logits if want else None, total.squeeze(-1))
+    return AttentionOutput(out.to(q.dtype), weights, logits) if want else AttentionOutput(out.to(q.dtype))
 
 
 def _softmax(logits: Tensor, sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -364,12 +391,12 @@ def _softmax(logits: Tensor, sink_logits: Tensor | None) -> tuple[Tensor, Tensor
     return exp / total, (top + total.log()).masked_fill(nothing, -math.inf)
 
 
-def only_seen(v: Tensor) -> Tensor:
+def zero_nonfinite(v: Tensor) -> Tensor:
     """v with what is not finite as zero, so that a weight of zero times it is zero."""
     return v if _finite(v) else torch.where(torch.isfinite(v), v, torch.zeros_like(v))
 
 
-def poison(out: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+def propagate_nonfinite(out: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     """A query that *may* see a value that is not finite gets NaN: faults are loud where they are visible."""
     if _finite(v):
         return out
@@ -378,5 +405,5 @@ def poison(out: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     return out.masked_fill(reached.repeat_interleave(out.shape[1] // v.shape[1], dim=1).unsqueeze(-1), math.nan)
 
 
-def _cut(mark: Mark, low: int, high: int) -> Mark:
-    return Mark(*(None if x is None else x[:, low:high] for x in mark))  # type: ignore[arg-type]
+def _slice_positions(mark: TokenPositions, low: int, high: int) -> TokenPositions:
+    return TokenPositions(*(None if x is None else x[:, low:high] for x in mark))  # type: ignore[arg-type]

@@ -8,31 +8,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvad.step import Bias, Buckets, Reach, Slopes
+from kvad.step import AlibiSlopes, AttentionPattern, PositionBias, RelativeBuckets
 
-__all__ = ["distance_bias", "of_heads", "t5_bucket"]
+__all__ = ["position_bias", "expand_kv_heads", "t5_bucket"]
 
 
-def of_heads(x: Tensor, heads: int) -> Tensor:
+def expand_kv_heads(x: Tensor, heads: int) -> Tensor:
     """[R, 1 or K, ...] -> [R, 1 or heads, ...]: what holds for a kv head holds for the heads that read it."""
     return x if x.shape[1] in (1, heads) or heads == 1 else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def distance_bias(bias: Slopes | Buckets | Bias, queries: Tensor, keys: Tensor, reach: Reach | None = None) -> Tensor:
+def position_bias(
+    bias: AlibiSlopes | RelativeBuckets | PositionBias,
+    queries: Tensor,
+    keys: Tensor,
+    reach: AttentionPattern | None = None,
+) -> Tensor:
     """queries [R, L], keys [R, S] or [R, K, S] (positions) -> [R, H, L, S]; distances as ``reach`` numbers them."""
-    turns = reach is not None and reach.turns
-    if not isinstance(bias, (Slopes, Buckets)):
+    turns = reach is not None and reach.renumbers_sinks
+    if not isinstance(bias, (AlibiSlopes, RelativeBuckets)):
         assert not turns, "a position encoding of one's own is not renumbered"
-        return bias.between(queries, keys) if keys.dim() == 2 else _between(bias, queries, keys)
+        return bias.compute(queries, keys) if keys.dim() == 2 else _between(bias, queries, keys)
     keys, queries = keys.unsqueeze(1) if keys.dim() == 2 else keys, queries.unsqueeze(1)  # [R, 1 or K, S], [R, 1, L]
     if reach is None:
         ahead = keys.unsqueeze(-2) - queries.unsqueeze(-1)  # k - q
     else:
-        ahead, queries = -reach.distance(queries, keys), reach.renumbered(queries) if turns else queries
-    if isinstance(bias, Slopes):
-        ahead = of_heads(ahead, bias.slopes.shape[0])
+        ahead, queries = -reach.distance(queries, keys), reach.renumbered_query(queries) if turns else queries
+    if isinstance(bias, AlibiSlopes):
+        ahead = expand_kv_heads(ahead, bias.slopes.shape[0])
         slopes = bias.slopes.view(1, -1, 1, 1)
-        if bias.rounded:
+        if bias.round_to_bfloat16:
             there = slopes.bfloat16() * (queries.unsqueeze(-1) + ahead).bfloat16()
             return (there.to(slopes.dtype) - slopes * queries.unsqueeze(-1).to(slopes.dtype)) * bias.factor
         return -slopes * bias.factor * ahead.abs().to(slopes.dtype)
@@ -40,13 +45,13 @@ def distance_bias(bias: Slopes | Buckets | Bias, queries: Tensor, keys: Tensor, 
     if bucket.shape[1] == 1:
         return F.embedding(bucket[:, 0], bias.table).permute(0, 3, 1, 2)
     heads = torch.arange(bias.table.shape[1], device=bucket.device).view(1, -1, 1, 1)
-    return bias.table[of_heads(bucket, heads.numel()), heads]
+    return bias.table[expand_kv_heads(bucket, heads.numel()), heads]
 
 
-def _between(bias: Bias, queries: Tensor, keys: Tensor) -> Tensor:
+def _between(bias: PositionBias, queries: Tensor, keys: Tensor) -> Tensor:
     """A bias of one's own, which knows keys [R, S], for keys [R, K, S]: each kv head's own heads of its answer."""
     kv_heads = keys.shape[1]
-    every = [bias.between(queries, keys[:, head]) for head in range(kv_heads)]
+    every = [bias.compute(queries, keys[:, head]) for head in range(kv_heads)]
     return torch.cat([each.chunk(kv_heads, dim=1)[head] for head, each in enumerate(every)], dim=1)
 
 

@@ -7,12 +7,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-__all__ = ["compiled", "fault"]
+__all__ = ["lazy_compile", "compile_error"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def fault(device: str) -> str | None:
+def compile_error(device: str) -> str | None:
     """Why nothing can be compiled for a device, in one line; None where a small function could be."""
     try:
         x = torch.ones(4, device=device, requires_grad=True)
@@ -23,6 +23,6 @@ def fault(device: str) -> str | None:
     return None
 
 
-def compiled(function: F) -> F:
+def lazy_compile(function: F) -> F:
     """The same function, compiled when it is called first, and again for other shapes."""
     return cast("F", torch.compile(function))

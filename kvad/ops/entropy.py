@@ -14,13 +14,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-__all__ = ["SLICE", "learn"]
+__all__ = ["CHUNK_ELEMENTS", "cross_entropy_backward"]
 
-SLICE = 1 << 24  # elements of [positions, C] made at a time
+CHUNK_ELEMENTS = 1 << 24  # elements of [positions, C] made at a time
 
 
 @torch.no_grad()
-def learn(
+def cross_entropy_backward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -63,7 +63,7 @@ def learn(
 
 def _slices(count: int, width: int) -> list[slice]:
     """As few as SLICE allows, and about equally long."""
-    parts = max(1, -(-count // max(1, SLICE // width)))
+    parts = max(1, -(-count // max(1, CHUNK_ELEMENTS // width)))
     cuts = [count * number // parts for number in range(parts + 1)]
     return [slice(low, high) for low, high in pairwise(cuts)]
 

@@ -12,12 +12,12 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["give_back", "kept"]
+__all__ = ["trim_heap", "keep_freed_memory"]
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 DEFAULT_TRIM, DEFAULT_MMAP_MAX = 128 << 10, 65536
 
-WORTH = 32 << 20  # bytes kept; below, returning them costs more than it saves
+MIN_TRIM_BYTES = 32 << 20  # bytes kept; below, returning them costs more than it saves
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -40,7 +40,7 @@ class _Mallinfo2(ctypes.Structure):
     ]
 
 
-def give_back(worth: int = WORTH) -> bool:
+def trim_heap(worth: int = MIN_TRIM_BYTES) -> bool:
     """Return freed memory to the system if the allocator keeps more than ``worth`` bytes; True if it was asked to."""
     libc = _libc()
     if libc is None or libc.mallinfo2().fordblks <= worth:
@@ -62,7 +62,7 @@ def _libc() -> ctypes.CDLL | None:
 
 
 @contextmanager
-def kept() -> Iterator[None]:
+def keep_freed_memory() -> Iterator[None]:
     """Within it freed memory is kept, large blocks too: what takes the same memory again and again, as training steps
     do, is not handed new pages each time, which the system has to clear and to map.  It goes back at the end."""
     libc = _libc()
@@ -76,4 +76,4 @@ def kept() -> Iterator[None]:
     finally:
         libc.mallopt(M_MMAP_MAX, DEFAULT_MMAP_MAX)
         libc.mallopt(M_TRIM_THRESHOLD, DEFAULT_TRIM)
-        give_back()
+        trim_heap()

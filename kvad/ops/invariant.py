@@ -24,15 +24,15 @@ __all__ = [
     "KEYS",
     "NARROW",
     "QUERIES",
-    "Product",
-    "Tiles",
-    "cut",
-    "each",
-    "in_groups",
-    "measure",
-    "padded",
-    "product",
-    "widened",
+    "MatmulShape",
+    "TileSizes",
+    "split_tiles",
+    "elementwise",
+    "round_up_to_group",
+    "find_invariant_tiles",
+    "pad_to",
+    "tiled_matmul",
+    "compute_dtype",
 ]
 
 SIZES = (8, 32, 128)  # token rows of a tile; the most is as fast as any
@@ -43,21 +43,21 @@ SERIAL = 1 << 14  # elements that torch gives to one thread, whatever the functi
 KEYS = 128  # keys of a tile of attention
 
 
-class Tiles(NamedTuple):
+class TileSizes(NamedTuple):
     """The sizes of tiles in use, ascending: any split of a step's tokens into them gives the same bits."""
 
     sizes: tuple[int, ...]
 
 
-class Product(NamedTuple):
+class MatmulShape(NamedTuple):
     """A shape to try: [rows, inner] x [outer, inner].
 
     ``batch``: so many at a time, as attention has them (0: a linear layer), in rows of whole ``group``s of heads;
     ``across``: the second one lies as [inner, outer].
     """
 
-    inner: int
-    outer: int
+    in_features: int
+    out_features: int
     dtype: torch.dtype
     bias: bool = False
     batch: int = 0
@@ -65,22 +65,22 @@ class Product(NamedTuple):
     across: bool = False
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles) -> Tensor:
+def tiled_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: TileSizes) -> Tensor:
     """x [.., in], weight [out, in] -> [.., out], in tiles of token rows."""
     flat = x.reshape(-1, x.shape[-1])
     narrow = max(NARROW - weight.shape[0], 0)
     if narrow:
         weight = F.pad(weight, (0, 0, 0, narrow))
         bias = None if bias is None else F.pad(bias, (0, narrow))
-    spans = list(cut(flat.shape[0], tiles.sizes))
-    aligned = padded(flat, 0, spans[-1][1] if spans else 0)
+    spans = list(split_tiles(flat.shape[0], tiles.sizes))
+    aligned = pad_to(flat, 0, spans[-1][1] if spans else 0)
     made = [F.linear(aligned[low:high], weight, bias) for low, high in spans]
     out = made[0] if len(made) == 1 else torch.cat(made) if made else flat.new_zeros((0, weight.shape[0]))
     features = weight.shape[0] - narrow
     return out[: flat.shape[0], :features].reshape(*x.shape[:-1], features)
 
 
-def cut(count: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+def split_tiles(count: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     """(low, high) of tiles that cover ``count`` rows: as many of the largest as are full, then smaller ones; the last
     one may end beyond.    cut(45, (8, 32))  ->  (0, 32) (32, 40) (40, 48)"""
     low = 0
@@ -90,7 +90,7 @@ def cut(count: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
             low += size
 
 
-def padded(x: Tensor, dim: int, size: int) -> Tensor:
+def pad_to(x: Tensor, dim: int, size: int) -> Tensor:
     """x, contiguous and where torch would allocate it, with zeros to ``size`` along a dimension."""
     if x.shape[dim] == size and x.is_contiguous() and x.data_ptr() % 64 == 0:
         return x
@@ -99,22 +99,22 @@ def padded(x: Tensor, dim: int, size: int) -> Tensor:
     return out
 
 
-def each(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def elementwise(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """f of each element, by the same instructions wherever it stands: whole vectors, and no cut between threads."""
     flat = x.reshape(-1)
     if flat.numel() % VECTOR:
-        flat = padded(flat, 0, -(-flat.numel() // VECTOR) * VECTOR)
+        flat = pad_to(flat, 0, -(-flat.numel() // VECTOR) * VECTOR)
     made = f(flat) if flat.numel() <= SERIAL else torch.cat([f(piece) for piece in flat.split(SERIAL)])
     return made[: x.numel()].view(x.shape)
 
 
-def widened(dtype: torch.dtype) -> torch.dtype:
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """What attention computes in."""
     return torch.promote_types(dtype, torch.float32)
 
 
 @torch.inference_mode()
-def measure(products: Iterable[Product], sizes: tuple[int, ...] = SIZES) -> Tiles:
+def find_invariant_tiles(products: Iterable[MatmulShape], sizes: tuple[int, ...] = SIZES) -> TileSizes:
     """Which of these tiles give every row of every product the same bits on this machine, with this number of threads.
 
     ConfigError where the largest is not among them, or where a function of elements depends on the element's place.
@@ -123,35 +123,40 @@ def measure(products: Iterable[Product], sizes: tuple[int, ...] = SIZES) -> Tile
     for shape in sorted(set(products), key=str):
         sizes = tuple(_agreeing(shape, sizes))
         if SIZES[-1] not in sizes:
-            raise _refused(f"a product of {shape.inner} by {shape.outer} in {str(shape.dtype).removeprefix('torch.')}")
-    return Tiles(sizes)
+            raise _refused(
+                f"a product of {shape.in_features} by {shape.out_features} in {str(shape.dtype).removeprefix('torch.')}"
+            )
+    return TileSizes(sizes)
 
 
-def _agreeing(shape: Product, sizes: tuple[int, ...]) -> list[int]:
+def _agreeing(shape: MatmulShape, sizes: tuple[int, ...]) -> list[int]:
     """The sizes of tiles that agree with the largest, at every place of a row and beside other rows."""
-    most, run = in_groups(SIZES[-1], shape.group), _runner(shape)
-    x = torch.randn(max(shape.batch, 1), most, shape.inner, generator=torch.Generator().manual_seed(1))
+    most, run = round_up_to_group(SIZES[-1], shape.group), _runner(shape)
+    x = torch.randn(max(shape.batch, 1), most, shape.in_features, generator=torch.Generator().manual_seed(1))
     x = x.to(shape.dtype)
     right = run(x, most)
     agreeing = []
     for size in sizes:
-        tile = in_groups(size, shape.group)  # one of each size, turned round: rows change places and neighbours
+        tile = round_up_to_group(size, shape.group)  # one of each size, turned round: rows change places and neighbours
         turned = (run(x[:, :tile].roll(by, 1), tile).roll(-by, 1) for by in (3, tile // 2 + 1))
         if all(torch.equal(other, right[:, :tile]) for other in turned):
             agreeing.append(size)
     return agreeing
 
 
-def _runner(shape: Product) -> Callable[[Tensor, int], Tensor]:
+def _runner(shape: MatmulShape) -> Callable[[Tensor, int], Tensor]:
     """x [batch, rows, inner], rows of a tile -> [batch, rows, outer], with the weights of a product."""
-    outer, batch = -(-shape.outer // NARROW) * NARROW if shape.batch else max(shape.outer, NARROW), max(shape.batch, 1)
-    lies = (batch, shape.inner, outer) if shape.across else (batch, outer, shape.inner)
+    outer, batch = (
+        -(-shape.out_features // NARROW) * NARROW if shape.batch else max(shape.out_features, NARROW),
+        max(shape.batch, 1),
+    )
+    lies = (batch, shape.in_features, outer) if shape.across else (batch, outer, shape.in_features)
     draw = torch.Generator().manual_seed(0)
     weight = torch.randn(lies, generator=draw).to(shape.dtype)
     bias = torch.randn(outer, generator=draw).to(shape.dtype) if shape.bias else None
 
     def run(x: Tensor, size: int) -> Tensor:
-        tiles = [padded(tile, 1, size) for tile in x.split(size, dim=1)]
+        tiles = [pad_to(tile, 1, size) for tile in x.split(size, dim=1)]
         if not shape.batch:
             return torch.cat([F.linear(tile[0], weight[0], bias) for tile in tiles])[: x.shape[1]].unsqueeze(0)
         turned = weight if shape.across else weight.mT
@@ -162,7 +167,7 @@ def _runner(shape: Product) -> Callable[[Tensor, int], Tensor]:
     return run
 
 
-def in_groups(size: int, group: int) -> int:
+def round_up_to_group(size: int, group: int) -> int:
     """The rows of a tile of whole groups: at least ``size``."""
     return -(-size // group) * group
 

@@ -9,17 +9,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvad.ops.aligned import attend_aligned
-from kvad.ops.attend import Attended, Kernel, Reading, attend
-from kvad.ops.invariant import Tiles
-from kvad.ops.merge import Part, merge
-from kvad.ops.rotary import turn
-from kvad.step import Lane, Mark, Score
+from kvad.ops.aligned import invariant_attention
+from kvad.ops.attend import AttentionMask, AttentionOutput, Kernel, dot_product_attention
+from kvad.ops.invariant import TileSizes
+from kvad.ops.merge import AttentionPart, merge_attention
+from kvad.ops.rotary import rotate_by
+from kvad.step import AttentionParams, SubBatch, TokenPositions
 
-__all__ = ["Probe", "Seen", "fold", "lane_spans", "observe"]
+__all__ = ["AttentionHook", "AttentionTrace", "fold_rows", "sub_batch_spans", "attend_sub_batch"]
 
 
-class Seen(NamedTuple):
+class AttentionTrace(NamedTuple):
     """What one attention layer did in one lane: the values a debugger asks for.
 
     ``q`` [R, L, H, D] and ``k`` [R, K, S, D] rotated, ``v`` [R, K, S, Dv], ``positions`` [R, S] of the keys,
@@ -27,7 +27,7 @@ class Seen(NamedTuple):
     """
 
     layer: int
-    lane: int
+    sub_batch: int
     q: Tensor
     k: Tensor
     v: Tensor
@@ -37,38 +37,38 @@ class Seen(NamedTuple):
     out: Tensor
 
 
-Probe = Callable[[Seen], None]
+AttentionHook = Callable[[AttentionTrace], None]
 
 
-def lane_spans(lanes: Sequence[Lane]) -> list[tuple[int, int]]:
+def sub_batch_spans(lanes: Sequence[SubBatch]) -> list[tuple[int, int]]:
     """(first, last + 1) of each lane in the flat tokens."""
     spans, start = [], 0
     for lane in lanes:
-        spans.append((start, start + lane.rows * lane.new))
+        spans.append((start, start + lane.num_seqs * lane.num_new_tokens))
         start = spans[-1][1]
     return spans
 
 
-def fold(lane: Lane, sources: int) -> Lane:
+def fold_rows(lane: SubBatch, sources: int) -> SubBatch:
     """The same tokens, rows that share a source as one row.
 
     Lane(rows=6, new=1, read=S) over 2 sources  ->  Lane(rows=2, new=3, read=S)
     """
-    assert lane.rows % sources == 0, f"{lane.rows} rows over {sources} sources"
-    return Lane(sources, lane.rows // sources * lane.new, lane.read)
+    assert lane.num_seqs % sources == 0, f"{lane.num_seqs} rows over {sources} sources"
+    return SubBatch(sources, lane.num_seqs // sources * lane.num_new_tokens, lane.num_read_slots)
 
 
-def observe(
+def attend_sub_batch(
     layer: int,
     lane: int,
-    part: Part,
-    score: Score,
+    part: AttentionPart,
+    score: AttentionParams,
     kernel: Kernel,
-    probe: Probe | None,
+    probe: AttentionHook | None,
     at: slice,
     count: Tensor | None = None,
-    below: Iterable[Part] = (),
-) -> Attended:
+    below: Iterable[AttentionPart] = (),
+) -> AttentionOutput:
     """Attend in one lane, and show a probe what was seen: of several parts, one behind the other.
 
     ``below``: what lies before ``part``; a generator's parts are there one after the other, but for a probe, which is
@@ -79,37 +79,39 @@ def observe(
     before = iter(below)
     first = next(before, None)
     alone = first is None
-    parts: Iterable[Part] = (part,) if first is None else chain(_gone([first]), before, (part,))
+    parts: Iterable[AttentionPart] = (part,) if first is None else chain(_gone([first]), before, (part,))
     del first
     if probe is not None or count is not None:
         parts = list(parts)
-    far, want = reading.far if score.rotary is not None else None, probe is not None
-    if isinstance(kernel, Tiles):
+    far, want = reading.sink_shift if score.rotary is not None else None, probe is not None
+    if isinstance(kernel, TileSizes):
         assert alone and far is None and count is None, "aligned tiles are of whole tokens, where they were"
-        done = Attended(attend_aligned(q, k, v, reading, score, kernel))
-        done = attend(q, k, v, reading, score, want=True)._replace(out=done.out) if want else done
+        done = AttentionOutput(invariant_attention(q, k, v, reading, score, kernel))
+        done = dot_product_attention(q, k, v, reading, score, want=True)._replace(out=done.out) if want else done
     elif far is not None:
         assert alone, "levels and sinks that are numbered anew do not meet"
         done = _renumbered(part, far, score, kernel, want, at)
     elif count is not None or not alone:
-        done = merge(parts, score, kernel=kernel, want=want, mass=count is not None, count=count)
+        done = merge_attention(parts, score, kernel=kernel, want=want, mass=count is not None, count=count)
     else:
-        done = attend(q, k, v, reading, score, kernel=kernel, want=want)
+        done = dot_product_attention(q, k, v, reading, score, kernel=kernel, want=want)
     if probe is not None:
         assert done.scores is not None and done.weights is not None
         k, v = torch.cat([part.k for part in parts], dim=2), torch.cat([part.v for part in parts], dim=2)
-        positions = torch.cat([part.reading.keys.position for part in parts], dim=-1)
-        probe(Seen(layer, lane, q, k, v, positions, done.scores, done.weights, done.out))
+        positions = torch.cat([part.mask.keys.position for part in parts], dim=-1)
+        probe(AttentionTrace(layer, lane, q, k, v, positions, done.scores, done.weights, done.out))
     return done
 
 
-def _gone(parts: list[Part]) -> Iterator[Part]:
+def _gone(parts: list[AttentionPart]) -> Iterator[AttentionPart]:
     """From a list that lets them go."""
     while parts:
         yield parts.pop()
 
 
-def _renumbered(part: Part, far: Tensor, score: Score, kernel: Kernel, want: bool, at: slice) -> Attended:
+def _renumbered(
+    part: AttentionPart, far: Tensor, score: AttentionParams, kernel: Kernel, want: bool, at: slice
+) -> AttentionOutput:
     """Keys and queries are rotated by their positions; a sink is to look ``far`` [R, L] nearer than that.
 
     One query of a row: its sinks are turned.  Several: each has a distance of its own, so the sinks are a part that is
@@ -118,15 +120,19 @@ def _renumbered(part: Part, far: Tensor, score: Score, kernel: Kernel, want: boo
     assert score.rotary is not None
     q, k, v, reading = part
     positions = reading.keys.position
-    sinks = positions < reading.reach.sinks
+    sinks = positions < reading.pattern.num_sinks
     if far.shape[1] == 1:
-        width = reading.sink_slots
-        nearer = turn(k[:, :, :width], far * sinks[:, :width], score.rotary, at)
-        return attend(q, torch.cat((nearer, k[:, :, width:]), 2), v, reading, score, kernel=kernel, want=want)
-    back = turn(q.transpose(1, 2), -far, score.rotary, at).transpose(1, 2)
-    first = Reading(reading.queries, Mark(positions.masked_fill(~sinks, -1)), reading.reach)
-    rest = Reading(reading.queries, Mark(positions.masked_fill(sinks, -1)), reading.reach)
-    done = merge((Part(back, k, v, first), Part(q, k, v, rest)), score, kernel=kernel, want=want)
+        width = reading.num_sink_slots
+        nearer = rotate_by(k[:, :, :width], far * sinks[:, :width], score.rotary, at)
+        return dot_product_attention(
+            q, torch.cat((nearer, k[:, :, width:]), 2), v, reading, score, kernel=kernel, want=want
+        )
+    back = rotate_by(q.transpose(1, 2), -far, score.rotary, at).transpose(1, 2)
+    first = AttentionMask(reading.queries, TokenPositions(positions.masked_fill(~sinks, -1)), reading.pattern)
+    rest = AttentionMask(reading.queries, TokenPositions(positions.masked_fill(sinks, -1)), reading.pattern)
+    done = merge_attention(
+        (AttentionPart(back, k, v, first), AttentionPart(q, k, v, rest)), score, kernel=kernel, want=want
+    )
     if not want:
         return done
     assert done.scores is not None and done.weights is not None  # of the same keys twice, half of them not seen

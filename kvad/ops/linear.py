@@ -13,17 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvad.ops.invariant import Tiles, product
+from kvad.ops.invariant import TileSizes, tiled_matmul
 
-__all__ = ["Joint", "Linear", "linear"]
+__all__ = ["PackedLinear", "Linear", "linear"]
 
 SMALLEST = 1 << 15  # weights; below, starting the threads costs more than they save
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiles: Tiles | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiles: TileSizes | None = None) -> Tensor:
     """x [.., in], weight [out, in], bias [out] -> [.., out]; ``tiles``: in bits that no neighbour shows in."""
     if tiles is not None:
-        return product(x, weight, bias, tiles)
+        return tiled_matmul(x, weight, bias, tiles)
     parts = _parts(x, weight)
     if parts == 1:
         return F.linear(x, weight, bias)
@@ -44,13 +44,13 @@ def _parts(x: Tensor, weight: Tensor) -> int:
 
 
 class Linear(nn.Linear):
-    tiles: Tiles | None = None
+    tiles: TileSizes | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias, self.tiles)
 
 
-class Joint:
+class PackedLinear:
     """Several products of one input, ``(x W1, x W2, ...)``: one kernel instead of several, once it is packed.
 
     :meth:`pack` lays the weights one behind the other; the layers' own parameters become views of that, so that names,

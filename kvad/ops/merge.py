@@ -17,31 +17,39 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvad.ops.attend import Attended, Kernel, Reading, attend, blocks_of_queries, joined, logits_of
-from kvad.step import Score
+from kvad.ops.attend import (
+    AttentionMask,
+    AttentionOutput,
+    Kernel,
+    attention_by_query_block,
+    attention_logits,
+    concat_blocks,
+    dot_product_attention,
+)
+from kvad.step import AttentionParams
 
-__all__ = ["Part", "merge"]
+__all__ = ["AttentionPart", "merge_attention"]
 
 
-class Part(NamedTuple):
+class AttentionPart(NamedTuple):
     """A piece of what a lane reads: q [R, L, H, D] (turned as this part's keys want it), k [R, K, S, D],
     v [R, K, S, Dv].  H, K and Dv are the same in all parts of a lane."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    reading: Reading
+    mask: AttentionMask
 
 
-def merge(
-    parts: Iterable[Part],
-    score: Score,
+def merge_attention(
+    parts: Iterable[AttentionPart],
+    score: AttentionParams,
     *,
     kernel: Kernel = "auto",
     want: bool = False,
     mass: bool = False,
     count: Tensor | None = None,
-) -> Attended:
+) -> AttentionOutput:
     """-> out [R, L, H, Dv] in the dtype of q, and lse [R, H, L] where there is more than one part.
 
     ``want``: weights and scores [R, H, L, S] over the keys of all parts, one part behind the other (debugging).
@@ -55,34 +63,34 @@ def merge(
     first, second = next(source, None), next(source, None)
     assert first is not None, "attention over no part at all"
     if second is None:
-        done = attend(*first, score, kernel=kernel, want=want)
+        done = dot_product_attention(*first, score, kernel=kernel, want=want)
         return done._replace(mass=(_mass(first, score, None, count),)) if mass else done
     ahead = [first, second]
     del first, second
     shape = ahead[0].q
     total, scores = _Sum(), []
-    for part in chain(_emptied(ahead), source):
-        made = _whole(part, score._replace(sink_logits=None), kernel, want)
+    for part in chain(_drain(ahead), source):
+        made = _attend_part(part, score._replace(sink_logits=None), kernel, want)
         assert made.lse is not None
         total.add(made.out, made.lse)
         scores.append(made.scores)
     out, lse = total.close(score.sink_logits)
-    merged = Attended(out.to(shape.dtype), lse=lse)
+    merged = AttentionOutput(out.to(shape.dtype), lse=lse)
     if want:
         every = torch.cat([x for x in scores if x is not None], dim=-1)
-        merged = merged._replace(scores=every, weights=(every - _at_least(lse).unsqueeze(-1)).exp())
+        merged = merged._replace(scores=every, weights=(every - _floor_lse(lse).unsqueeze(-1)).exp())
     if mass:
         merged = merged._replace(mass=tuple(_mass(part, score, lse, count) for part in again))
     return merged
 
 
-def _emptied(parts: list[Part]) -> Iterator[Part]:
+def _drain(parts: list[AttentionPart]) -> Iterator[AttentionPart]:
     """Parts from a list that lets them go."""
     while parts:
         yield parts.pop(0)
 
 
-def _whole(part: Part, score: Score, kernel: Kernel, want: bool) -> Attended:
+def _attend_part(part: AttentionPart, score: AttentionParams, kernel: Kernel, want: bool) -> AttentionOutput:
     """One part's answer to all queries, with its lse; a part without keys says nothing."""
     q, _, v, reading = part
     rows, new, heads, _ = q.shape
@@ -90,12 +98,12 @@ def _whole(part: Part, score: Score, kernel: Kernel, want: bool) -> Attended:
         wide = torch.promote_types(q.dtype, torch.float32)
         nothing = q.new_full((rows, heads, new), -math.inf, dtype=wide)
         scores = nothing.unsqueeze(-1)[..., :0] if want else None
-        return Attended(q.new_zeros((rows, new, heads, v.shape[-1]), dtype=wide), scores=scores, lse=nothing)
-    blocks = list(blocks_of_queries(*part, score, kernel=kernel, want=want, lse=True))
+        return AttentionOutput(q.new_zeros((rows, new, heads, v.shape[-1]), dtype=wide), scores=scores, lse=nothing)
+    blocks = list(attention_by_query_block(*part, score, kernel=kernel, want=want, lse=True))
     if len(blocks) == 1:
         return blocks[0]
-    out, scores = torch.cat([b.out for b in blocks], dim=1), joined([b.scores for b in blocks])
-    return Attended(out, scores=scores, lse=joined([b.lse for b in blocks]))
+    out, scores = torch.cat([b.out for b in blocks], dim=1), concat_blocks([b.scores for b in blocks])
+    return AttentionOutput(out, scores=scores, lse=concat_blocks([b.lse for b in blocks]))
 
 
 class _Sum:
@@ -112,11 +120,11 @@ class _Sum:
         out = out.to(lse.dtype)
         if self._top is None:
             self._top = lse.detach()
-            share = (lse - _at_least(self._top)).exp()
+            share = (lse - _floor_lse(self._top)).exp()
             self._total, self._out = share, out * _over_values(share)
             return
         top = torch.maximum(self._top, lse.detach())
-        old, share = (self._top - _at_least(top)).exp(), (lse - _at_least(top)).exp()
+        old, share = (self._top - _floor_lse(top)).exp(), (lse - _floor_lse(top)).exp()
         self._total = self._total * old + share
         self._out = self._out * _over_values(old) + out * _over_values(share)
         self._top = top
@@ -132,10 +140,10 @@ class _Sum:
             total, out, top = total * old + (sinks - higher).exp(), out * _over_values(old), higher
         nothing = total == 0
         total = total.masked_fill(nothing, 1.0)
-        return out / _over_values(total), (_at_least(top) + total.log()).masked_fill(nothing, -math.inf)
+        return out / _over_values(total), (_floor_lse(top) + total.log()).masked_fill(nothing, -math.inf)
 
 
-def _at_least(lse: Tensor) -> Tensor:
+def _floor_lse(lse: Tensor) -> Tensor:
     """-inf as 0, so that taking it off what is -inf too leaves -inf."""
     return lse.masked_fill(lse == -math.inf, 0.0)
 
@@ -146,7 +154,7 @@ def _over_values(share: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _mass(part: Part, score: Score, lse: Tensor | None, count: Tensor | None) -> Tensor:
+def _mass(part: AttentionPart, score: AttentionParams, lse: Tensor | None, count: Tensor | None) -> Tensor:
     """[R, K, S]; ``lse``: the denominators over all parts (None: this is the only one)."""
     q, k, _, reading = part
     rows, new, heads, _ = q.shape
@@ -155,12 +163,12 @@ def _mass(part: Part, score: Score, lse: Tensor | None, count: Tensor | None) ->
     if reading.shape[2] == 0:
         return mass
     begin, end = (0, new) if count is None else _counted(count)
-    size = reading.queries_at_once(heads, scores=True)
+    size = reading.max_queries_per_block(heads, scores=True)
     for low in range(begin, end, size):
         high = min(low + size, end)
-        logits = logits_of(q[:, low:high], k.to(q.dtype), reading, score, low, high)
+        logits = attention_logits(q[:, low:high], k.to(q.dtype), reading, score, low, high)
         below = _lse(logits, score.sink_logits) if lse is None else lse[:, :, low:high]
-        weights = (logits - _at_least(below).unsqueeze(-1)).exp_()
+        weights = (logits - _floor_lse(below).unsqueeze(-1)).exp_()
         if count is not None:  # a query that does not count may hold anything
             share = count[:, None, low:high, None].to(wide)
             weights = torch.where(share != 0, weights * share, torch.zeros_like(weights))

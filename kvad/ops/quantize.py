@@ -29,28 +29,28 @@ import torch
 from torch import Tensor
 
 from kvad.errors import ConfigError
-from kvad.own import load_own
+from kvad.own import load_plugin
 
-__all__ = ["CODECS", "Codec", "find_codec"]
+__all__ = ["CODECS", "FormatCodec", "get_codec"]
 
 TINY = 2.0**-126  # the smallest scale: a vector of zeros has it, and no number is divided by zero
 FP8 = {"fp8-e4m3": ("float8_e4m3fn", 448.0), "fp8-e5m2": ("float8_e5m2", 57344.0)}
-Arrays = Sequence[Tensor]
+RawArrays = Sequence[Tensor]
 
 
-class Codec(NamedTuple):
+class FormatCodec(NamedTuple):
     """``encode`` [..., D] -> arrays; ``decode`` (arrays, dtype) -> [..., D] in that dtype."""
 
     encode: Callable[[Tensor], tuple[Tensor, ...]]
-    decode: Callable[[Arrays, torch.dtype], Tensor]
+    decode: Callable[[RawArrays, torch.dtype], Tensor]
 
 
-def find_codec(name: str, device: torch.device | str = "cpu") -> Codec:
+def get_codec(name: str, device: torch.device | str = "cpu") -> FormatCodec:
     """ConfigError where this build of torch, or the device, lacks what the format needs, and for a class of one's own
     ("package.module:Class") that is not there."""
     if ":" in name:
-        own = load_own(name, "format")()
-        return Codec(own.encode, own.decode)
+        own = load_plugin(name, "format")()
+        return FormatCodec(own.encode, own.decode)
     if name in FP8:
         dtype = FP8[name][0]
         try:
@@ -62,7 +62,7 @@ def find_codec(name: str, device: torch.device | str = "cpu") -> Codec:
     return CODECS[name]
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -73,7 +73,7 @@ def _encode_plain(stored: torch.dtype, x: Tensor) -> tuple[Tensor, ...]:
     return (x.to(stored),)
 
 
-def _decode_plain(arrays: Arrays, dtype: torch.dtype) -> Tensor:
+def _decode_plain(arrays: RawArrays, dtype: torch.dtype) -> Tensor:
     return arrays[0].to(dtype)
 
 
@@ -87,14 +87,14 @@ def _encode_fp8(name: str, x: Tensor) -> tuple[Tensor, ...]:
     return ((x.clamp(-most, most) + (x - x)).to(getattr(torch, dtype)).view(torch.uint8),)
 
 
-def _decode_e5m2(arrays: Arrays, dtype: torch.dtype) -> Tensor:
+def _decode_e5m2(arrays: RawArrays, dtype: torch.dtype) -> Tensor:
     """They are the upper bytes of float16."""
     bits = arrays[0].to(torch.int16)
     bits <<= 8
-    return bits.view(torch.float16).to(_wide(dtype)).to(dtype)  # float16 to bfloat16 is slow on a CPU
+    return bits.view(torch.float16).to(_compute_dtype(dtype)).to(dtype)  # float16 to bfloat16 is slow on a CPU
 
 
-def _decode_e4m3(arrays: Arrays, dtype: torch.dtype) -> Tensor:
+def _decode_e4m3(arrays: RawArrays, dtype: torch.dtype) -> Tensor:
     """A float16 whose exponent is 8 too small: ``s eeee mmm`` -> ``s 0 eeee mmm 0000000``, times 256.
 
     An int8 is widened with its sign, ``ssssssss seeeemmm``: after the shift bit 14 is a sign too, and is taken off.
@@ -106,7 +106,7 @@ def _decode_e4m3(arrays: Arrays, dtype: torch.dtype) -> Tensor:
     bits = data.view(torch.int8).to(torch.int16)
     bits <<= 7
     bits &= ~0x4000
-    return bits.view(torch.float16).to(_wide(dtype)).mul_(256).to(dtype)
+    return bits.view(torch.float16).to(_compute_dtype(dtype)).mul_(256).to(dtype)
 
 
 # ---------------------------------------------------------------- integers
@@ -118,29 +118,29 @@ def _encode_int8(x: Tensor) -> tuple[Tensor, ...]:
     return (x / scale).round_().to(torch.int8), scale
 
 
-def _decode_int8(arrays: Arrays, dtype: torch.dtype) -> Tensor:
+def _decode_int8(arrays: RawArrays, dtype: torch.dtype) -> Tensor:
     data, scale = arrays
-    return data.to(_wide(dtype)).mul_(scale).to(dtype)
+    return data.to(_compute_dtype(dtype)).mul_(scale).to(dtype)
 
 
 def _encode_int4(x: Tensor) -> tuple[Tensor, ...]:
     x = x.to(torch.float32)
     low, high = torch.aminmax(x, dim=-1, keepdim=True)
     scale = ((high - low) / 15).clamp_(min=TINY)
-    return _pack(((x - low) / scale).round_().to(torch.uint8)), scale, low
+    return _pack_int4(((x - low) / scale).round_().to(torch.uint8)), scale, low
 
 
-def _decode_int4(arrays: Arrays, dtype: torch.dtype) -> Tensor:
+def _decode_int4(arrays: RawArrays, dtype: torch.dtype) -> Tensor:
     data, scale, zero = arrays
-    return _unpack(data).to(_wide(dtype)).mul_(scale).add_(zero).to(dtype)
+    return _unpack_int4(data).to(_compute_dtype(dtype)).mul_(scale).add_(zero).to(dtype)
 
 
-def _pack(data: Tensor) -> Tensor:
+def _pack_int4(data: Tensor) -> Tensor:
     """Numbers 0..15 [..., D] -> [..., D / 2]: number 2i in the lower half of byte i."""
     return data[..., ::2] | data[..., 1::2] << 4
 
 
-def _unpack(data: Tensor) -> Tensor:
+def _unpack_int4(data: Tensor) -> Tensor:
     """[..., D / 2] -> [..., D] as int8.  ``0000 0000 hhhh llll`` -> ``0000 hhhh 0000 llll``, the lower byte first."""
     pairs = data.to(torch.int16)
     pairs |= pairs << 4
@@ -164,26 +164,26 @@ def _encode_channel(bits: int, x: Tensor) -> tuple[Tensor, ...]:
     zero = (low if bits == 4 else (low + high) / 2).to(torch.float16)
     scale = ((high - low) / (most - least)).clamp_(min=2.0**-24).to(torch.float16)
     data = ((x - zero) / scale).round_().clamp_(least, most)
-    return (_pack(data.to(torch.uint8)) if bits == 4 else data.to(torch.int8)), scale, zero
+    return (_pack_int4(data.to(torch.uint8)) if bits == 4 else data.to(torch.int8)), scale, zero
 
 
-def _decode_channel(bits: int, arrays: Arrays, dtype: torch.dtype) -> Tensor:
+def _decode_channel(bits: int, arrays: RawArrays, dtype: torch.dtype) -> Tensor:
     """data [..., P * block_size, w], scale and zero [..., P, D] -> [..., P * block_size, D]."""
     data, scale, zero = arrays
-    numbers = (_unpack(data) if bits == 4 else data).to(_wide(dtype))
+    numbers = (_unpack_int4(data) if bits == 4 else data).to(_compute_dtype(dtype))
     blocks: Tensor = numbers.unflatten(-2, (scale.shape[-2], -1))
     return blocks.mul_(scale.unsqueeze(-2)).add_(zero.unsqueeze(-2)).flatten(-3, -2).to(dtype)
 
 
 CODECS = {
     **{
-        name: Codec(partial(_encode_plain, getattr(torch, name)), _decode_plain)
+        name: FormatCodec(partial(_encode_plain, getattr(torch, name)), _decode_plain)
         for name in ("float64", "float32", "bfloat16", "float16")
     },
-    "fp8-e4m3": Codec(partial(_encode_fp8, "fp8-e4m3"), _decode_e4m3),
-    "fp8-e5m2": Codec(partial(_encode_fp8, "fp8-e5m2"), _decode_e5m2),
-    "int8": Codec(_encode_int8, _decode_int8),
-    "int4": Codec(_encode_int4, _decode_int4),
-    "int8-channel": Codec(partial(_encode_channel, 8), partial(_decode_channel, 8)),
-    "int4-channel": Codec(partial(_encode_channel, 4), partial(_decode_channel, 4)),
+    "fp8-e4m3": FormatCodec(partial(_encode_fp8, "fp8-e4m3"), _decode_e4m3),
+    "fp8-e5m2": FormatCodec(partial(_encode_fp8, "fp8-e5m2"), _decode_e5m2),
+    "int8": FormatCodec(_encode_int8, _decode_int8),
+    "int4": FormatCodec(_encode_int4, _decode_int4),
+    "int8-channel": FormatCodec(partial(_encode_channel, 8), partial(_decode_channel, 8)),
+    "int4-channel": FormatCodec(partial(_encode_channel, 4), partial(_decode_channel, 4)),
 }

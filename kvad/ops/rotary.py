@@ -13,10 +13,10 @@ from torch import Tensor
 
 from kvad.step import Rotary
 
-__all__ = ["Angles", "rotate", "rotate_blocks", "rotate_rows", "turn"]
+__all__ = ["RotaryCache", "rotate", "rotate_blocks", "rotate_rows", "rotate_by"]
 
 
-FEW = 32  # tokens; of more, reading x twice costs more than the calls it saves
+SMALL_TOKEN_COUNT = 32  # tokens; of more, reading x twice costs more than the calls it saves
 
 
 class _Tables(NamedTuple):
@@ -31,7 +31,7 @@ class _Tables(NamedTuple):
     signed: Tensor
 
 
-class Angles:
+class RotaryCache:
     """cos and sin of one step's positions, computed once per rotary table and shared by all layers.
 
     ``exact``: angles in float64, for rows without an end: in float32 one is off by 6e-8 of the position, in radians.
@@ -48,7 +48,7 @@ class Angles:
         if tables is None:
             tables = self._known[key] = self._tables(rotary, x.dtype)
         turned = tables.twice.shape[-1]
-        if x.shape[0] <= FEW and turned == x.shape[-1] and not rotary.interleaved:
+        if x.shape[0] <= SMALL_TOKEN_COUNT and turned == x.shape[-1] and not rotary.interleaved:
             return x * tables.twice + x.roll(turned // 2, -1) * tables.signed  # the same sums, in fewer calls
         if torch.is_grad_enabled() and x.requires_grad and not tables.cos.requires_grad:
             out: Tensor = _Turned.apply(x, tables.cos, tables.sin, rotary.interleaved)  # type: ignore[no-untyped-call]
@@ -78,7 +78,7 @@ class _Turned(torch.autograd.Function):
         return rotate(gradients[0], cos, -sin, ctx.interleaved), None, None, None
 
 
-def turn(x: Tensor, by: Tensor, rotary: Rotary, at: slice) -> Tensor:
+def rotate_by(x: Tensor, by: Tensor, rotary: Rotary, at: slice) -> Tensor:
     """x [R, K, S, D], rotated already, by so many positions further: ``by`` [R, 1] or [R, S].  R(by) R(p) = R(by + p).
 
     ``at``: the step's tokens of these rows, where frequencies are a row's own.

@@ -23,12 +23,12 @@ from kvad.errors import EngineError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["DAY", "Links", "Talks", "answered", "connect", "gloo"]
+__all__ = ["IDLE_TIMEOUT", "ProcessGroups", "Backend", "wait_for", "connect_groups", "create_gloo_group"]
 
-DAY = 86_400.0  # seconds
+IDLE_TIMEOUT = 86_400.0  # seconds
 
 
-class Talks(Protocol):
+class Backend(Protocol):
     """What is asked of a process group."""
 
     def allreduce(self, tensors: list[Tensor]) -> Any: ...
@@ -39,14 +39,14 @@ class Talks(Protocol):
 
 
 @dataclass(frozen=True)
-class Links:
+class ProcessGroups:
     """``world``: all ranks; ``stage``: those of one stage, by tensor rank; ``line``: one rank of each stage, in order.
     None: this rank is alone there, and nothing is sent."""
 
     mesh: Mesh
-    world: Talks | None = None
-    stage: Talks | None = None
-    line: Talks | None = None
+    world: Backend | None = None
+    stage: Backend | None = None
+    pipeline: Backend | None = None
 
     def sum(self, x: Tensor) -> Tensor:
         """x of every rank of the stage, added up: the same bits on each of them."""
@@ -63,27 +63,31 @@ class Links:
         if self.stage is None:
             return x
         x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.mesh.tensor)]
+        parts = [torch.empty_like(x) for _ in range(self.mesh.tensor_parallel)]
         self._wait(self.stage.allgather, [parts], [x])
         return torch.cat(parts[::every])
 
-    def hand_on(self, x: Tensor) -> None:
+    def send_next_stage(self, x: Tensor) -> None:
         """To the next stage."""
-        assert self.line is not None
-        self._wait(self.line.send, [x.contiguous()], self.mesh.stage + 1, 0)
+        assert self.pipeline is not None
+        self._wait(self.pipeline.send, [x.contiguous()], self.mesh.stage + 1, 0)
 
-    def take_over(self, like: Tensor) -> Tensor:
+    def receive_previous_stage(self, like: Tensor) -> Tensor:
         """From the stage before: a tensor like this one."""
-        assert self.line is not None
+        assert self.pipeline is not None
         x = torch.empty_like(like, memory_format=torch.contiguous_format)
-        self._wait(self.line.recv, [x], self.mesh.stage - 1, 0)
+        self._wait(self.pipeline.recv, [x], self.mesh.stage - 1, 0)
         return x
 
-    def of_last(self, x: Tensor) -> Tensor:
+    def broadcast_from_last_stage(self, x: Tensor) -> Tensor:
         """What the last stage has, on every stage; ``x`` is like it."""
-        return x if self.line is None else self._broadcast(self.line, x.contiguous(), self.mesh.pipeline - 1)
+        return (
+            x
+            if self.pipeline is None
+            else self._broadcast(self.pipeline, x.contiguous(), self.mesh.pipeline_parallel - 1)
+        )
 
-    def of_first(self, x: Tensor) -> Tensor:
+    def broadcast_from_first_rank(self, x: Tensor) -> Tensor:
         """What rank 0 has, on every rank; ``x`` is like it."""
         return x if self.world is None else self._broadcast(self.world, x.contiguous(), 0)
 
@@ -97,17 +101,17 @@ class Links:
         self._wait(self.world.recv, [x], rank, 1)
         return x
 
-    def _broadcast(self, group: Talks, x: Tensor, root: int) -> Tensor:
+    def _broadcast(self, group: Backend, x: Tensor, root: int) -> Tensor:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         self._wait(group.broadcast, [x], options)
         return x
 
     def _wait(self, call: Callable[..., Any], *given: Any) -> None:
-        answered(f"rank {self.mesh.rank} of a mesh of {self.mesh}", call, *given)
+        wait_for(f"rank {self.mesh.rank} of a mesh of {self.mesh}", call, *given)
 
 
-def answered(who: str, call: Callable[..., Any], *given: Any) -> None:
+def wait_for(who: str, call: Callable[..., Any], *given: Any) -> None:
     """What ``who`` asks of a group, to its end.  EngineError where another rank does not answer."""
     try:
         call(*given).wait()
@@ -119,9 +123,15 @@ def answered(who: str, call: Callable[..., Any], *given: Any) -> None:
         ) from error
 
 
-def gloo(
-    store: Store, rank: int, size: int, *, host: str = "127.0.0.1", timeout: float = 60.0, patience: float = 30 * DAY
-) -> Talks:
+def create_gloo_group(
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    host: str = "127.0.0.1",
+    timeout: float = 60.0,
+    patience: float = 30 * IDLE_TIMEOUT,
+) -> Backend:
     """A group of ``size`` processes of which this is ``rank``.  In seconds: ``timeout`` to find each other, then
     ``patience`` for an answer."""
     kind: Any = dist.ProcessGroupGloo  # its options are known to no type checker
@@ -130,13 +140,13 @@ def gloo(
     options._timeout = timedelta(seconds=timeout)
     made = kind(store, rank, size, options)
     made.set_timeout(timedelta(seconds=patience))
-    talks: Talks = made
+    talks: Backend = made
     return talks
 
 
-def connect(
-    mesh: Mesh, store: Store, *, host: str = "127.0.0.1", timeout: float = 60.0, idle: float = 30 * DAY
-) -> Links:
+def connect_groups(
+    mesh: Mesh, store: Store, *, host: str = "127.0.0.1", timeout: float = 60.0, idle: float = 30 * IDLE_TIMEOUT
+) -> ProcessGroups:
     """Gloo's groups for this rank, found through ``store`` (a file's, or a port's), on this machine's address ``host``.
 
     Every rank of the mesh calls it.  A mesh of its own wants a store, or a prefix, of its own.  In seconds: ``timeout``
@@ -144,16 +154,18 @@ def connect(
     process has ended is noticed at once.
     """
 
-    def group(name: str, ranks: Sequence[int], patience: float = timeout) -> Talks | None:
+    def group(name: str, ranks: Sequence[int], patience: float = timeout) -> Backend | None:
         if len(ranks) == 1:
             return None
         apart = dist.PrefixStore(f"{mesh} {name}", store)  # type: ignore[attr-defined]
-        return gloo(apart, ranks.index(mesh.rank), len(ranks), host=host, timeout=timeout, patience=patience)
+        return create_gloo_group(
+            apart, ranks.index(mesh.rank), len(ranks), host=host, timeout=timeout, patience=patience
+        )
 
-    first = mesh.stage * mesh.tensor
-    return Links(
+    first = mesh.stage * mesh.tensor_parallel
+    return ProcessGroups(
         mesh,
         world=group("world", range(mesh.size), idle),
-        stage=group(f"stage {mesh.stage}", range(first, first + mesh.tensor)),
-        line=group(f"line {mesh.tensor_rank}", range(mesh.tensor_rank, mesh.size, mesh.tensor)),
+        stage=group(f"stage {mesh.stage}", range(first, first + mesh.tensor_parallel)),
+        pipeline=group(f"line {mesh.tensor_rank}", range(mesh.tensor_rank, mesh.size, mesh.tensor_parallel)),
     )

@@ -21,45 +21,45 @@ import torch
 from torch import Tensor, nn
 
 from kvad import config as cfg
-from kvad.cache.mesh import check_mesh, copies, kv_share, layer_share, query_share
-from kvad.cache.portions import Cut, weight_cuts
+from kvad.cache.mesh import check_model_fits_mesh, kv_head_copies, kv_head_range, layer_range, query_head_range
+from kvad.cache.portions import ShardSlice, weight_shards
 from kvad.errors import EngineError
-from kvad.model.compress import LayerCompressor
-from kvad.model.mixers import Attention, Encoding
-from kvad.model.parts import Experts, Gated, Norm, Plain
-from kvad.model.transformer import Layer, Stack, Transformer
-from kvad.ops.linear import Joint, Linear
-from kvad.parallel.links import Links
-from kvad.step import Bias, Buckets, Slopes, View
+from kvad.model.compress import LayerSummarizer
+from kvad.model.mixers import Attention, PositionEncoding
+from kvad.model.parts import GatedMLP, MixtureOfExperts, Norm, PlainMLP
+from kvad.model.transformer import LayerStack, Transformer, TransformerLayer
+from kvad.ops.linear import Linear, PackedLinear
+from kvad.parallel.links import ProcessGroups
+from kvad.step import AlibiSlopes, CacheView, PositionBias, RelativeBuckets
 
-__all__ = ["shard", "shard_compressor"]
+__all__ = ["shard_model", "shard_summarizer"]
 
 
-def shard(model: Transformer, links: Links) -> None:
+def shard_model(model: Transformer, links: ProcessGroups) -> None:
     """Cut ``model``, for good, down to this rank's part.  ConfigError where the mesh does not fit the model.
 
     Its memory is then one of ``cut_groups``; Fresh knows nothing of stages and is for meshes of one stage.
     """
     mesh = links.mesh
-    check_mesh(model.config, mesh)
-    _cut_parameters(model, weight_cuts(model.config, mesh))
+    check_model_fits_mesh(model.config, mesh)
+    _shard_parameters(model, weight_shards(model.config, mesh))
     for stack in (model.encoder, model.decoder):
         if stack is None:
             continue
-        if mesh.tensor > 1:
+        if mesh.tensor_parallel > 1:
             for layer in stack.layers:
-                assert isinstance(layer, Layer)
-                _share_layer(layer, links)
-        if mesh.pipeline > 1:
+                assert isinstance(layer, TransformerLayer)
+                _shard_layer(layer, links)
+        if mesh.pipeline_parallel > 1:
             _stage(stack, links, crossing=stack is model.decoder and model.encoder is not None)
 
 
-def _cut_parameters(model: Transformer, cuts: dict[str, Cut]) -> None:
+def _shard_parameters(model: Transformer, cuts: dict[str, ShardSlice]) -> None:
     """Only what stays is copied; packs of the whole weights go."""
     for module in model.modules():
         for name in ("qkv", "kv", "gate_up"):
-            if isinstance(getattr(module, name, None), Joint):
-                setattr(module, name, Joint())
+            if isinstance(getattr(module, name, None), PackedLinear):
+                setattr(module, name, PackedLinear())
     for name, parameter in list(model.named_parameters()):
         where, _, leaf = name.rpartition(".")
         module, cut = model.get_submodule(where), cuts.get(name)
@@ -81,44 +81,44 @@ def _cut_parameters(model: Transformer, cuts: dict[str, Cut]) -> None:
 # ---------------------------------------------------------------- heads
 
 
-def _share_layer(layer: Layer, links: Links) -> None:
-    for mixer in (layer.mixer, layer.cross):
+def _shard_layer(layer: TransformerLayer, links: ProcessGroups) -> None:
+    for mixer in (layer.attention, layer.cross_attention):
         if mixer is not None:
-            _share_mixer(mixer, links)
+            _shard_attention(mixer, links)
     mlp = layer.mlp
-    if isinstance(mlp, (Plain, Gated)):
-        _add_up(mlp.down, links)
+    if isinstance(mlp, (PlainMLP, GatedMLP)):
+        _all_reduce(mlp.down, links)
     else:
-        assert isinstance(mlp, Experts)
-        _add_up(mlp, links)
+        assert isinstance(mlp, MixtureOfExperts)
+        _all_reduce(mlp, links)
 
 
-def _share_mixer(mixer: Attention, links: Links) -> None:
-    mesh, heads = links.mesh, query_share(mixer.heads, links.mesh)
+def _shard_attention(mixer: Attention, links: ProcessGroups) -> None:
+    mesh, heads = links.mesh, query_head_range(mixer.heads, links.mesh)
     if mixer.spec.qk_norm == "full":
         assert mixer.q_norm is not None and mixer.k_norm is not None
-        twice = copies(mixer.kv_heads, mesh)
-        mixer.q_norm = _SharedNorm(mixer.q_norm, mixer.heads * mixer.head_dim, 1, links)
-        mixer.k_norm = _SharedNorm(mixer.k_norm, mixer.kv_heads * mixer.head_dim, twice, links)
-    mixer.heads, mixer.kv_heads = len(heads), len(kv_share(mixer.kv_heads, mesh))
-    if isinstance(mixer.spec.position, (cfg.Alibi, cfg.OwnPositions)):
+        twice = kv_head_copies(mixer.kv_heads, mesh)
+        mixer.q_norm = _ShardedNorm(mixer.q_norm, mixer.heads * mixer.head_dim, 1, links)
+        mixer.k_norm = _ShardedNorm(mixer.k_norm, mixer.kv_heads * mixer.head_dim, twice, links)
+    mixer.heads, mixer.kv_heads = len(heads), len(kv_head_range(mixer.kv_heads, mesh))
+    if isinstance(mixer.spec.position, (cfg.AlibiConfig, cfg.CustomPositionsConfig)):
         mixer.register_forward_pre_hook(_Heads(heads))
-    _add_up(mixer.out, links)
+    _all_reduce(mixer.out, links)
 
 
-def _add_up(module: nn.Module, links: Links) -> None:
+def _all_reduce(module: nn.Module, links: ProcessGroups) -> None:
     def hook(_: nn.Module, __: Any, out: Tensor) -> Tensor:
         return links.sum(out)
 
     module.register_forward_hook(hook)
 
 
-class _SharedNorm(Norm):
+class _ShardedNorm(Norm):
     """A norm over the numbers of all heads, of which this rank has some; each lies on ``copies`` ranks."""
 
-    def __init__(self, norm: Norm, width: int, copies: int, links: Links) -> None:
+    def __init__(self, norm: Norm, width: int, copies: int, links: ProcessGroups) -> None:
         nn.Module.__init__(self)
-        self.spec, self.width, self.each = norm.spec, width, False
+        self.spec, self.width, self.num_weights = norm.spec, width, False
         self.weight, self.bias = norm.weight, norm.bias
         self._copies, self._links = copies, links
 
@@ -143,11 +143,13 @@ class _Heads:
         self._heads = heads
         self._last: tuple[Tensor, Tensor] | None = None  # the whole of it, and the cut: constants stay the same
 
-    def __call__(self, _: nn.Module, given: tuple[Tensor, View, Encoding]) -> tuple[Tensor, View, Encoding]:
+    def __call__(
+        self, _: nn.Module, given: tuple[Tensor, CacheView, PositionEncoding]
+    ) -> tuple[Tensor, CacheView, PositionEncoding]:
         x, view, encoding = given
-        if isinstance(encoding, Slopes):
+        if isinstance(encoding, AlibiSlopes):
             return x, view, encoding._replace(slopes=self._cut(encoding.slopes))
-        if isinstance(encoding, Buckets):
+        if isinstance(encoding, RelativeBuckets):
             return x, view, encoding._replace(table=self._cut(encoding.table))
         own = encoding is not None and hasattr(encoding, "between")
         return x, view, _SomeHeads(encoding, self._heads) if own else encoding  # type: ignore[arg-type]
@@ -161,19 +163,19 @@ class _Heads:
 class _SomeHeads:
     """A bias of one's own, of some heads."""
 
-    def __init__(self, whole: Bias, heads: range) -> None:
+    def __init__(self, whole: PositionBias, heads: range) -> None:
         self._whole, self._heads = whole, heads
 
-    def between(self, queries: Tensor, keys: Tensor) -> Tensor:
-        return self._whole.between(queries, keys)[:, self._heads.start : self._heads.stop]
+    def compute(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return self._whole.compute(queries, keys)[:, self._heads.start : self._heads.stop]
 
 
-def shard_compressor(compressor: LayerCompressor, links: Links) -> LayerCompressor:
+def shard_summarizer(compressor: LayerSummarizer, links: ProcessGroups) -> LayerSummarizer:
     """A compressor of one layer, for this rank's heads: every number of it belongs to one kv head."""
     kv_heads, dim, value_dim = compressor.sizes
-    heads = kv_share(kv_heads, links.mesh)
-    ratio, hidden = compressor.place.shape[-1], compressor.inner.shape[-1]
-    part = LayerCompressor(len(heads), dim, value_dim, ratio, hidden)
+    heads = kv_head_range(kv_heads, links.mesh)
+    ratio, hidden = compressor.position_bias.shape[-1], compressor.hidden_weight.shape[-1]
+    part = LayerSummarizer(len(heads), dim, value_dim, ratio, hidden)
     for name, parameter in compressor.named_parameters():
         kept = parameter.detach()[heads.start : heads.stop].clone()
         setattr(part, name, nn.Parameter(kept, requires_grad=False))
@@ -183,31 +185,33 @@ def shard_compressor(compressor: LayerCompressor, links: Links) -> LayerCompress
 # ---------------------------------------------------------------- layers
 
 
-def _stage(stack: Stack, links: Links, *, crossing: bool) -> None:
+def _stage(stack: LayerStack, links: ProcessGroups, *, crossing: bool) -> None:
     mesh, whole = links.mesh, stack.spec
-    mine = layer_share(whole.layers, mesh)
+    mine = layer_range(whole.num_layers, mesh)
     stack.layers = stack.layers[mine.start : mine.stop]
-    stack.spec = replace(whole, layers=len(mine), pattern="".join(whole.kind_of(index) for index in mine))
-    if not mesh.last:
+    stack.spec = replace(whole, num_layers=len(mine), layer_pattern="".join(whole.layer_type(index) for index in mine))
+    if not mesh.is_last_stage:
         stack.norm = None
 
     def before(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
         x, step, views, *cross = given
-        seen = _views_of(views, mine, whole.layers, list(*cross), crossing)
+        seen = _stage_views(views, mine, whole.num_layers, list(*cross), crossing)
         if mesh.stage > 0:
-            x = links.take_over(x)
+            x = links.receive_previous_stage(x)
         return (x, step, seen, *cross)
 
     def after(_: nn.Module, __: Any, out: Tensor) -> Tensor:
-        if not mesh.last:
-            links.hand_on(out)
-        return links.of_last(out)
+        if not mesh.is_last_stage:
+            links.send_next_stage(out)
+        return links.broadcast_from_last_stage(out)
 
     stack.register_forward_pre_hook(before)
     stack.register_forward_hook(after)
 
 
-def _views_of(views: Sequence[View], mine: range, layers: int, cross: Sequence[View], crossing: bool) -> Sequence[View]:
+def _stage_views(
+    views: Sequence[CacheView], mine: range, layers: int, cross: Sequence[CacheView], crossing: bool
+) -> Sequence[CacheView]:
     """Those of this stage's layers: a rank's memory has no others, an encoder's views are of all of its layers."""
     if len(views) == len(mine) and len(cross) == len(mine) * crossing:
         return views

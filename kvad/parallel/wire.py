@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvad.cache.lines import Blocks, Slots
-from kvad.step import Compact, Fold, Lane, Moves, Place, Rotary, Step
+from kvad.cache.lines import BlockIndex, SlotIndex
+from kvad.step import BlockOps, EvictOp, MergeOp, ModelInput, Rotary, SlotMapping, SubBatch
 
 __all__ = [
-    "Message", "lines_in", "lines_out", "moves_in", "moves_out", "receive", "rotaries_in", "rotaries_out", "send",
-    "step_in", "step_out",
+    "Message", "decode_slots", "encode_slots", "decode_block_ops", "encode_block_ops", "receive", "decode_rotaries", "encode_rotaries", "send",
+    "decode_model_input", "encode_model_input",
 ]  # fmt: skip
 
 ALIGNED = 8  # bytes
@@ -48,15 +48,15 @@ class Message(NamedTuple):
     """``said``: what JSON can say."""
 
     kind: str
-    said: Any = None
+    payload: Any = None
     tensors: tuple[Tensor, ...] = ()
 
 
 def send(message: Message, put: Callable[[Tensor], object]) -> None:
     """By ``put``, which takes tensors of the host: to one rank, or to all."""
     shapes = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in message.tensors]
-    text = json.dumps([message.kind, message.said, shapes]).encode()
-    pieces = list(_bytes_of(message.tensors))
+    text = json.dumps([message.kind, message.payload, shapes]).encode()
+    pieces = list(_as_bytes(message.tensors))
     raw = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
     put(torch.tensor([len(text), len(raw)], dtype=torch.int64))
     put(torch.frombuffer(bytearray(text), dtype=torch.uint8))
@@ -73,7 +73,7 @@ def receive(take: Callable[[Tensor], Tensor], device: torch.device | str = "cpu"
     return Message(kind, said, tuple(each.to(device) for each in _tensors_in(raw, shapes)))
 
 
-def _bytes_of(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+def _as_bytes(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     for each in tensors:
         flat = each.detach().cpu().contiguous().view(-1).view(torch.uint8)
         yield flat
@@ -93,13 +93,13 @@ def _tensors_in(raw: Tensor, shapes: Sequence[tuple[str, list[int]]]) -> Iterato
 # ---------------------------------------------------------------- steps
 
 
-def step_out(step: Step) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
+def encode_model_input(step: ModelInput) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
     """What JSON says of a step, in which numbers stand for the tensors beside it."""
     tensors: list[Tensor] = []
     return _describe(step, tensors), tuple(tensors)
 
 
-def _describe(step: Step, tensors: list[Tensor]) -> dict[str, Any]:
+def _describe(step: ModelInput, tensors: list[Tensor]) -> dict[str, Any]:
     def keep(x: Tensor | None) -> int | None:
         if x is None:
             return None
@@ -107,47 +107,51 @@ def _describe(step: Step, tensors: list[Tensor]) -> dict[str, Any]:
         return len(tensors) - 1
 
     said: dict[str, Any] = {name: keep(getattr(step, name)) for name in TENSORS}
-    said["lanes"] = step.lanes
-    said["places"] = [(keep(place.slots), [keep(each) for each in place.tables], place.lanes) for place in step.places]
-    said["source"] = None if step.source is None else _describe(step.source, tensors)
+    said["sub_batches"] = step.sub_batches
+    said["slot_mappings"] = [
+        (keep(place.slots), [keep(each) for each in place.block_tables], place.sub_batches)
+        for place in step.slot_mappings
+    ]
+    said["encoder_input"] = None if step.encoder_input is None else _describe(step.encoder_input, tensors)
     return said
 
 
-TENSORS = ("tokens", "positions", "wanted", "documents", "limits", "segments", "order")
+TENSORS = ("token_ids", "positions", "logit_indices", "document_ids", "max_seq_lens", "token_type_ids", "causal_order")
 
 
-def step_in(said: dict[str, Any], tensors: Sequence[Tensor]) -> Step:
+def decode_model_input(said: dict[str, Any], tensors: Sequence[Tensor]) -> ModelInput:
     """The inverse of :func:`step_out`."""
 
-    def lanes(pieces: Sequence[Sequence[int]] | None) -> tuple[Lane, ...] | None:
-        return None if pieces is None else tuple(Lane(*each) for each in pieces)
+    def lanes(pieces: Sequence[Sequence[int]] | None) -> tuple[SubBatch, ...] | None:
+        return None if pieces is None else tuple(SubBatch(*each) for each in pieces)
 
     def at(number: int | None) -> Tensor | None:
         return None if number is None else tensors[number]
 
     places = tuple(
-        Place(at(slots), tuple(tensors[each] for each in tables), lanes(cut)) for slots, tables, cut in said["places"]
+        SlotMapping(at(slots), tuple(tensors[each] for each in tables), lanes(cut))
+        for slots, tables, cut in said["slot_mappings"]
     )
-    source = None if said["source"] is None else step_in(said["source"], tensors)
+    source = None if said["encoder_input"] is None else decode_model_input(said["encoder_input"], tensors)
     given: dict[str, Any] = {name: at(said[name]) for name in TENSORS}
-    return Step(**given, lanes=lanes(said["lanes"]) or (), places=places, source=source)
+    return ModelInput(**given, sub_batches=lanes(said["sub_batches"]) or (), slot_mappings=places, encoder_input=source)
 
 
-def moves_out(moves: Moves) -> dict[str, Any] | None:
+def encode_block_ops(moves: BlockOps) -> dict[str, Any] | None:
     """Those that there are; None where nothing moves."""
     every = moves._asdict()
     said = {name: value for name, value in every.items() if any(value)}
     return {**said, "groups": len(moves.clear)} if said else None
 
 
-def moves_in(said: dict[str, Any]) -> Moves:
+def decode_block_ops(said: dict[str, Any]) -> BlockOps:
     """The inverse of :func:`moves_out`."""
     nothing = ((),) * said["groups"]
     given = {name: _tuples(value) for name, value in said.items() if name != "groups"}
-    for name, kind in (("compact", Compact), ("fold", Fold)):
+    for name, kind in (("evict", EvictOp), ("merge", MergeOp)):
         if name in given:
             given[name] = tuple(tuple(kind(*each) for each in group) for group in given[name])
-    return Moves(**{"clear": nothing, "copy": nothing, **given})
+    return BlockOps(**{"clear": nothing, "copy": nothing, **given})
 
 
 def _tuples(value: Any) -> Any:
@@ -157,24 +161,24 @@ def _tuples(value: Any) -> Any:
 # ---------------------------------------------------------------- rows
 
 
-def lines_out(blocks: Blocks, slots: Slots) -> tuple[Any, tuple[Tensor, ...]]:
+def encode_slots(blocks: BlockIndex, slots: SlotIndex) -> tuple[Any, tuple[Tensor, ...]]:
     """What JSON says of a row's places, and the slots of those groups that have some."""
     taking = [each is not None for each in slots]
     return [[list(each) for each in blocks], taking], tuple(each for each in slots if each is not None)
 
 
-def lines_in(said: Any, tensors: Sequence[Tensor]) -> tuple[Blocks, Slots]:
+def decode_slots(said: Any, tensors: Sequence[Tensor]) -> tuple[BlockIndex, SlotIndex]:
     blocks, taking = said
     rest = iter(tensors)
     return blocks, [next(rest).cpu() if takes else None for takes in taking]
 
 
-def rotaries_out(rotaries: Mapping[int, Rotary]) -> tuple[Any, tuple[Tensor, ...]]:
+def encode_rotaries(rotaries: Mapping[int, Rotary]) -> tuple[Any, tuple[Tensor, ...]]:
     said = [[layer, each.interleaved, each.factor] for layer, each in rotaries.items()]
     return said, tuple(each.inv_freq for each in rotaries.values())
 
 
-def rotaries_in(said: Any, tensors: Sequence[Tensor]) -> dict[int, Rotary]:
+def decode_rotaries(said: Any, tensors: Sequence[Tensor]) -> dict[int, Rotary]:
     return {
         layer: Rotary(inv_freq, interleaved, factor)
         for (layer, interleaved, factor), inv_freq in zip(said, tensors, strict=True)

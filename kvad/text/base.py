@@ -21,23 +21,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
-from kvad.errors import SaveError, TokenizerError, nearest
+from kvad.errors import SaveError, TokenizerError, suggest
 
 __all__ = [
-    "CUT_CHARS",
+    "MAX_PIECE_CHARS",
     "ENCODER_NAMES",
     "FILE_NAME",
     "NAMES",
-    "OnUnknown",
-    "OneByOne",
-    "Specials",
+    "UnknownPolicy",
+    "BaseTokenizer",
+    "SpecialTokens",
     "Tokenizer",
     "check_on_unknown",
     "check_text",
     "check_texts",
-    "cut",
-    "out_of_range",
-    "printable",
+    "split_text",
+    "out_of_range_error",
+    "printable_token",
     "report_unknown",
     "standard_specials",
     "write_text",
@@ -52,12 +52,12 @@ NAMES = {
     "unk": "<|unk|>",
 }
 ENCODER_NAMES = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}  # as BERT spells them
-OnUnknown = Literal["warn", "error"]
-CUT_CHARS = 1 << 20  # a longer document is encoded in pieces of about this many characters
+UnknownPolicy = Literal["warn", "error"]
+MAX_PIECE_CHARS = 1 << 20  # a longer document is encoded in pieces of about this many characters
 
 
 @dataclass(frozen=True)
-class Specials:
+class SpecialTokens:
     """Ids of the special tokens by role (None: this tokenizer has none), and all of them by name.
 
     ``separator`` opens every document: it is what an empty prompt is generated from.  Several roles may be one token:
@@ -82,7 +82,7 @@ class Specials:
 class Tokenizer(Protocol):
     """Text <-> ids.  Safe to call from several threads; never truncates, pads or adds a special token by itself."""
 
-    on_unknown: OnUnknown
+    on_unknown: UnknownPolicy
 
     @property
     def kind(self) -> str: ...  # "bpe" | "unigram" | "wordpiece" | "wordlevel"; kvad's own: "byte" | "char" | "word"
@@ -91,10 +91,10 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...  # the highest id + 1, added tokens included
 
     @property
-    def specials(self) -> Specials: ...
+    def special_tokens(self) -> SpecialTokens: ...
 
     @property
-    def source(self) -> Tokenizer | None:
+    def source_tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the source texts, where they have another than the target texts (Marian): else None."""
         ...
 
@@ -107,7 +107,7 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Iterable[str], *, specials: bool = False) -> list[list[int]]: ...
 
-    def frame(self, ids: Sequence[int], *, language: str | None = None) -> list[int]:
+    def add_special_tokens(self, ids: Sequence[int], *, language: str | None = None) -> list[int]:
         """``ids`` with what the model's texts have around them: ``[CLS] x [SEP]``, ``x </s>``; often nothing.
 
         ``language`` ("deu_Latn"): where the model marks it; its default otherwise.  Raises TokenizerError.
@@ -116,7 +116,7 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], *, skip_specials: bool = True) -> str: ...
 
-    def joiner(self, *, skip_specials: bool = True) -> Callable[[int], bytes]:
+    def incremental_decoder(self, *, skip_specials: bool = True) -> Callable[[int], bytes]:
         """A function, good for one text, from the next id to the bytes that it adds to the text."""
         ...
 
@@ -135,19 +135,19 @@ class Tokenizer(Protocol):
         ...
 
 
-class OneByOne(ABC):
+class BaseTokenizer(ABC):
     """What two kinds of tokenizer share that encode text by text; what became UNK is told once, of all of them."""
 
     units: ClassVar[tuple[str, str]]  # what a token is called in a message, one and many
-    specials: Specials
-    on_unknown: OnUnknown
+    special_tokens: SpecialTokens
+    on_unknown: UnknownPolicy
 
     @abstractmethod
     def _encode(self, text: str, specials: bool, unknown: Counter[str]) -> list[int]:
         """Ids of one text; what the vocabulary lacks becomes UNK and is counted in ``unknown``."""
 
     @abstractmethod
-    def joiner(self, *, skip_specials: bool = True) -> Callable[[int], bytes]: ...
+    def incremental_decoder(self, *, skip_specials: bool = True) -> Callable[[int], bytes]: ...
 
     @abstractmethod
     def _shown(self, token_id: int) -> bytes:
@@ -159,18 +159,18 @@ class OneByOne(ABC):
     def encode_batch(self, texts: Iterable[str], *, specials: bool = False) -> list[list[int]]:
         unknown: Counter[str] = Counter()
         rows = [self._encode(text, specials, unknown) for text in check_texts(texts)]
-        has_unk = self.specials.unk is not None
+        has_unk = self.special_tokens.unk is not None
         report_unknown(unknown, *self.units, has_unk=has_unk, on_unknown=self.on_unknown)
         return rows
 
     def decode(self, ids: Sequence[int], *, skip_specials: bool = True) -> str:
-        return b"".join(map(self.joiner(skip_specials=skip_specials), ids)).decode("utf-8", "replace")
+        return b"".join(map(self.incremental_decoder(skip_specials=skip_specials), ids)).decode("utf-8", "replace")
 
     def token_text(self, token_id: int) -> str:
-        return printable(self._shown(token_id))
+        return printable_token(self._shown(token_id))
 
 
-def standard_specials(roles: Sequence[str], first: int) -> Specials:
+def standard_specials(roles: Sequence[str], first: int) -> SpecialTokens:
     """The named roles, in their fixed order, with ids from ``first`` on; the separator always exists.
 
     What is spelled ``<...>`` is no role but a special token of its own (``<extra_id_0>``), and comes after them.
@@ -179,14 +179,14 @@ def standard_specials(roles: Sequence[str], first: int) -> Specials:
     own = list(dict.fromkeys(role for role in roles if role.startswith("<") and role.endswith(">")))
     unknown = [role for role in roles if role not in known and role not in own]
     if unknown:
-        raise TokenizerError(f"unknown special token role {unknown[0]!r}", nearest(unknown[0], known))
+        raise TokenizerError(f"unknown special token role {unknown[0]!r}", suggest(unknown[0], known))
     if taken := [name for name in own if name in known.values()]:
         role = next(role for role, name in known.items() if name == taken[0])
         raise TokenizerError(f"the special token {taken[0]} has a role", f"name it {role!r}")
     chosen = [role for role in known if role == "separator" or role in roles]
     ids = {role: first + i for i, role in enumerate(chosen)}
     named = [known[role] for role in chosen] + own
-    return Specials(**ids, named=tuple((name, first + i) for i, name in enumerate(named)))
+    return SpecialTokens(**ids, named=tuple((name, first + i) for i, name in enumerate(named)))
 
 
 def check_text(text: str) -> None:
@@ -209,22 +209,22 @@ def check_texts(texts: Iterable[str]) -> Iterable[str]:
     return texts
 
 
-def check_on_unknown(on_unknown: str) -> OnUnknown:
+def check_on_unknown(on_unknown: str) -> UnknownPolicy:
     if on_unknown == "warn":
         return "warn"
     if on_unknown == "error":
         return "error"
-    raise TokenizerError(f"on_unknown={on_unknown!r}", nearest(on_unknown, ["warn", "error"]))
+    raise TokenizerError(f"on_unknown={on_unknown!r}", suggest(on_unknown, ["warn", "error"]))
 
 
-def out_of_range(token_id: int, vocab_size: int) -> TokenizerError:
+def out_of_range_error(token_id: int, vocab_size: int) -> TokenizerError:
     return TokenizerError(
         f"token id {token_id} is outside the vocabulary of {vocab_size} tokens (0 to {vocab_size - 1})",
         "do the model and the tokenizer belong together?",
     )
 
 
-def report_unknown(unknown: Counter[str], one: str, many: str, *, has_unk: bool, on_unknown: OnUnknown) -> None:
+def report_unknown(unknown: Counter[str], one: str, many: str, *, has_unk: bool, on_unknown: UnknownPolicy) -> None:
     """One line on stderr for all that became UNK in one call, or the error that names it."""
     if not unknown:
         return
@@ -242,7 +242,7 @@ def report_unknown(unknown: Counter[str], one: str, many: str, *, has_unk: bool,
 _WORD_END = re.compile(r"\S(?=\s)")  # Python's \s contains every character that the library's \s does
 
 
-def cut(text: str, limit: int = CUT_CHARS) -> Iterator[str]:
+def split_text(text: str, limit: int = MAX_PIECE_CHARS) -> Iterator[str]:
     """Pieces of about ``limit`` characters, cut only where a space follows what is none.
 
     No word, and no pretoken of the GPT-2 pattern, spans that place (a space belongs to the word after it): encoding the
@@ -260,7 +260,7 @@ def cut(text: str, limit: int = CUT_CHARS) -> Iterator[str]:
     yield text[start:] if start else text
 
 
-def printable(raw: bytes) -> str:
+def printable_token(raw: bytes) -> str:
     """``b" def\\n"`` -> ``"␣def\\\\n"``; bytes that are not UTF-8 -> ``<0xE3>``."""
     try:
         text = raw.decode("utf-8")

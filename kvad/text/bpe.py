@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvad.errors import TokenizerError
-from kvad.text.base import ENCODER_NAMES, NAMES, cut, standard_specials
-from kvad.text.frame import Frame, write_frame
-from kvad.text.library import LibraryTokenizer
+from kvad.text.base import ENCODER_NAMES, NAMES, split_text, standard_specials
+from kvad.text.frame import PostProcessor, write_post_processor
+from kvad.text.library import HFTokenizer
 from kvad.text.pieces import byte_alphabet
 
 __all__ = ["train_bpe"]
@@ -27,7 +27,7 @@ def train_bpe(
     min_freq: int = 1,
     closed: bool = False,
     on_unknown: str = "warn",
-) -> LibraryTokenizer:
+) -> HFTokenizer:
     """Learn merges until the vocabulary has ``vocab_size`` tokens, or no pair occurs ``min_freq`` times.
 
     The first specials and the 256 bytes are always there, so that is the least ``vocab_size``.  ``closed``: EOS is part
@@ -59,10 +59,10 @@ def train_bpe(
         initial_alphabet=sorted(byte_alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator((piece for text in texts for piece in cut(text)), trainer)
+    backend.train_from_iterator((piece for text in texts for piece in split_text(text)), trainer)
     if "cls" in roles and "sep" in roles:
         first, last = (backend.token_to_id(ENCODER_NAMES[role]) for role in ("cls", "sep"))
-        write_frame(backend, Frame((first,), (last,)))
+        write_post_processor(backend, PostProcessor((first,), (last,)))
     elif closed:
-        write_frame(backend, Frame(after=(backend.token_to_id(NAMES["eos"]),)))
-    return LibraryTokenizer(backend, on_unknown=on_unknown)
+        write_post_processor(backend, PostProcessor(suffix_ids=(backend.token_to_id(NAMES["eos"]),)))
+    return HFTokenizer(backend, on_unknown=on_unknown)

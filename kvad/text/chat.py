@@ -20,29 +20,29 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from kvad.errors import ChatTemplateError, nearest
-from kvad.text.sandbox import MAX_NESTING, Limits, compile_template, render
+from kvad.errors import ChatTemplateError, suggest
+from kvad.text.sandbox import MAX_NESTING, RenderLimits, compile_template, render_template
 
-__all__ = ["ChatTemplate", "Limits", "Rendered", "template_fingerprint"]
+__all__ = ["ChatTemplate", "RenderLimits", "RenderedChat", "template_fingerprint"]
 
-FILE = "chat_template.jinja"
-FOLDER = "additional_chat_templates"
-LEGACY = "chat_template.json"
+TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FOLDER = "additional_chat_templates"
+LEGACY_FILE = "chat_template.json"
 CONFIG = "tokenizer_config.json"
 SPECIALS = "special_tokens_map.json"
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 ADDITIONAL, EXTRA = "additional_special_tokens", "extra_special_tokens"
-RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own; its space tells whether the template trims messages
 
 
 @dataclass(frozen=True)
-class Rendered:
+class RenderedChat:
     """``text``, and ``marks``: where in it the assistant speaks, as far as the template says so (see ``spans``)."""
 
     text: str
-    marks: tuple[tuple[int, int], ...] | None = ()
+    generation_marks: tuple[tuple[int, int], ...] | None = ()
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
@@ -51,12 +51,12 @@ class Rendered:
         Raises ChatTemplateError where such a block lies within a macro or a ``{% set %}`` block: what becomes of its
         text, nobody knows.
         """
-        if self.marks is None:
+        if self.generation_marks is None:
             raise ChatTemplateError(
                 "the chat template has a {% generation %} block whose text does not go straight to the output",
                 "move it out of the macro or {% set %} block",
             )
-        return self.marks
+        return self.generation_marks
 
 
 class ChatTemplate:
@@ -72,18 +72,18 @@ class ChatTemplate:
         specials: Mapping[str, Any] | None = None,
         *,
         name: str | None = None,
-        limits: Limits | None = None,
+        limits: RenderLimits | None = None,
     ) -> None:
         self.templates = {"default": templates} if isinstance(templates, str) else dict(templates)
         self.specials = dict(specials or {})
-        self.limits = limits or Limits()
+        self.limits = limits or RenderLimits()
         self._name = name
         self._codes: dict[str, CodeType] = {}
         if name is not None and name not in self.templates:
-            raise ChatTemplateError(f"there is no chat template {name!r}", nearest(name, self.templates))
+            raise ChatTemplateError(f"there is no chat template {name!r}", suggest(name, self.templates))
 
     @classmethod
-    def load(cls, folder: Path, *, name: str | None = None, limits: Limits | None = None) -> ChatTemplate | None:
+    def load(cls, folder: Path, *, name: str | None = None, limits: RenderLimits | None = None) -> ChatTemplate | None:
         """The templates in a model's folder; None where it has none.
 
         Raises ChatTemplateError for a file that cannot be read, and for a ``name`` that is not there.
@@ -93,7 +93,7 @@ class ChatTemplate:
             raise ChatTemplateError(f"no such folder: {folder}")
         config = _read_object(folder / CONFIG)
         templates = _own_files(folder)
-        for file in (CONFIG, LEGACY):
+        for file in (CONFIG, LEGACY_FILE):
             content = config if file == CONFIG else _read_object(folder / file)
             templates = templates or _named(content.get("chat_template"), folder / file)
         if not templates:
@@ -126,7 +126,7 @@ class ChatTemplate:
         continue_final: bool = False,
         variables: Mapping[str, Any] | None = None,
         now: datetime | None = None,
-    ) -> Rendered:
+    ) -> RenderedChat:
         """The text of a conversation.
 
         ``generation_prompt`` ends it with what opens the assistant's turn; ``continue_final`` ends it within the last
@@ -145,15 +145,15 @@ class ChatTemplate:
             "add_generation_prompt": generation_prompt,
         }
         extra = _plain(dict(variables or {}), "variables")
-        if taken := [key for key in extra if key in RESERVED]:
+        if taken := [key for key in extra if key in RESERVED_VARIABLES]:
             raise ChatTemplateError(f"the variable {taken[0]!r} is an argument of its own")
         name = self.choose(tools=tools is not None)
-        output = render(self._code(name), {**self.specials, **extra, **given}, self.limits, now)
+        output = render_template(self._code(name), {**self.specials, **extra, **given}, self.limits, now)
         if final is None:
-            return Rendered(output.text, output.spans)
-        text = _cut(output.text, final)
+            return RenderedChat(output.text, output.spans)
+        text = _text_before_tag(output.text, final)
         marks = output.spans and tuple((start, min(end, len(text))) for start, end in output.spans if start < len(text))
-        return Rendered(text, marks)
+        return RenderedChat(text, marks)
 
     def _code(self, name: str) -> CodeType:
         if name not in self._codes:  # two threads may both compile: they get the same
@@ -234,7 +234,7 @@ def _open_end(message: dict[str, Any]) -> str:
     return text
 
 
-def _cut(text: str, final: str) -> str:
+def _text_before_tag(text: str, final: str) -> str:
     """What stands before the mark.  A template that trimmed the message took the mark's space: then trim, too."""
     if final.strip() not in text or _TAG.strip() not in text:
         raise ChatTemplateError("the final message does not appear as it is in the rendered chat: it cannot go on")
@@ -270,9 +270,9 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _own_files(folder: Path) -> dict[str, str]:
     """``chat_template.jinja`` is the default; ``additional_chat_templates/rag.jinja`` is ``rag``."""
-    paths = {path.stem: path for path in sorted((folder / FOLDER).glob("*.jinja"))}
-    if (folder / FILE).exists():
-        paths = {"default": folder / FILE} | {name: path for name, path in paths.items() if name != "default"}
+    paths = {path.stem: path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
+    if (folder / TEMPLATE_FILE).exists():
+        paths = {"default": folder / TEMPLATE_FILE} | {name: path for name, path in paths.items() if name != "default"}
     return {name: _read(path) for name, path in paths.items()}
 
 

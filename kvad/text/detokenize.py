@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvad.text.base import Tokenizer
 
-__all__ = ["Detokenizer", "kept_ids"]
+__all__ = ["Detokenizer", "ids_of_text"]
 
 
 class Detokenizer:
@@ -26,7 +26,7 @@ class Detokenizer:
         self._begin()
 
     def _begin(self) -> None:
-        self._bytes_of = self._tokenizer.joiner(skip_specials=self._skip_specials)
+        self._bytes_of = self._tokenizer.incremental_decoder(skip_specials=self._skip_specials)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
@@ -40,7 +40,7 @@ class Detokenizer:
         return rest
 
 
-def kept_ids(tokenizer: Tokenizer, text: str, tokens: Sequence[int]) -> tuple[int, ...]:
+def ids_of_text(tokenizer: Tokenizer, text: str, tokens: Sequence[int]) -> tuple[int, ...]:
     """The ids that stand for a reply: without what the end of a document or a stop string cut off."""
     words, kept, shown = Detokenizer(tokenizer), list[int](), ""
     for token in tokens:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvad.errors import TokenizerError
-from kvad.text.settings import Added, Settings
+from kvad.text.settings import AddedToken, TokenizerSettings
 
-__all__ = ["FAMILIES", "Family", "Table"]
+__all__ = ["TOKENIZER_FAMILIES", "TokenizerFamily", "VocabularyBuilder"]
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -58,14 +58,14 @@ _NLLB = _words("""
 
 
 @dataclass
-class Table:
+class VocabularyBuilder:
     """``names``: id -> piece (``""``: a hole); ``special``: name -> id; ``flags``: the added tokens by name."""
 
     names: list[str]
     special: dict[str, int] = field(default_factory=dict)
-    flags: dict[str, Added] = field(default_factory=dict)
+    flags: dict[str, AddedToken] = field(default_factory=dict)
 
-    def put(self, token: Added, token_id: int | None = None) -> None:
+    def add(self, token: AddedToken, token_id: int | None = None) -> None:
         """A token behind the last one, or in its place."""
         token_id = len(self.names) if token_id is None else token_id
         self.names += [""] * (token_id + 1 - len(self.names))
@@ -75,38 +75,38 @@ class Table:
             self.special[token.content] = token_id
 
 
-Layout = Callable[[Sequence[str], Mapping[str, int], Settings], Table]
+VocabularyLayout = Callable[[Sequence[str], Mapping[str, int], TokenizerSettings], VocabularyBuilder]
 
 
-def _plain(pieces: Sequence[str], _: Mapping[str, int], __: Settings) -> Table:
-    return Table(list(pieces))
+def _plain(pieces: Sequence[str], _: Mapping[str, int], __: TokenizerSettings) -> VocabularyBuilder:
+    return VocabularyBuilder(list(pieces))
 
 
-def _t5(pieces: Sequence[str], _: Mapping[str, int], settings: Settings) -> Table:
+def _t5(pieces: Sequence[str], _: Mapping[str, int], settings: TokenizerSettings) -> VocabularyBuilder:
     """``<extra_id_0>`` is the last id."""
-    table = Table(list(pieces))
+    table = VocabularyBuilder(list(pieces))
     for i in reversed(range(settings.number("extra_ids", 100))):
-        table.put(Added(f"<extra_id_{i}>", lstrip=True, rstrip=True))
+        table.add(AddedToken(f"<extra_id_{i}>", lstrip=True, rstrip=True))
     return table
 
 
-def _fairseq(*last: str) -> Layout:
+def _fairseq(*last: str) -> VocabularyLayout:
     """Piece 3 is id 4; ``last`` come behind the pieces."""
 
-    def layout(pieces: Sequence[str], _: Mapping[str, int], __: Settings) -> Table:
-        table = Table([])
+    def layout(pieces: Sequence[str], _: Mapping[str, int], __: TokenizerSettings) -> VocabularyBuilder:
+        table = VocabularyBuilder([])
         for name in ("<s>", "<pad>", "</s>", "<unk>"):
-            table.put(Added(name))
+            table.add(AddedToken(name))
         table.names += pieces[3:]
         for name in last:
-            table.put(Added(name, lstrip=name == "<mask>"))
+            table.add(AddedToken(name, lstrip=name == "<mask>"))
         return table
 
     return layout
 
 
-def _looked_up(vocabulary: Mapping[str, int]) -> Table:
-    table = Table([""] * (1 + max(vocabulary.values())))
+def _vocabulary_from_ids(vocabulary: Mapping[str, int]) -> VocabularyBuilder:
+    table = VocabularyBuilder([""] * (1 + max(vocabulary.values())))
     for name, token_id in vocabulary.items():
         if table.names[token_id]:
             raise TokenizerError(f"the vocabulary gives id {token_id} to {table.names[token_id]!r} and to {name!r}")
@@ -114,24 +114,24 @@ def _looked_up(vocabulary: Mapping[str, int]) -> Table:
     return table
 
 
-def _marian(_: Sequence[str], vocabulary: Mapping[str, int], __: Settings) -> Table:
-    table = _looked_up(vocabulary)
+def _marian(_: Sequence[str], vocabulary: Mapping[str, int], __: TokenizerSettings) -> VocabularyBuilder:
+    table = _vocabulary_from_ids(vocabulary)
     for name, token_id in vocabulary.items():
         if name.startswith(">>") and name.endswith("<<"):
             table.special[name] = token_id  # found at the start of a text only: no added token
     return table
 
 
-def _m2m100(_: Sequence[str], vocabulary: Mapping[str, int], settings: Settings) -> Table:
+def _m2m100(_: Sequence[str], vocabulary: Mapping[str, int], settings: TokenizerSettings) -> VocabularyBuilder:
     """``__af__`` is the first id behind the vocabulary."""
-    table = _looked_up(vocabulary)
+    table = _vocabulary_from_ids(vocabulary)
     for code in _WMT21 if settings.text("language_codes") == "wmt21" else _M2M100:
-        table.put(Added(f"__{code}__"))
+        table.add(AddedToken(f"__{code}__"))
     return table
 
 
 @dataclass(frozen=True)
-class Family:
+class TokenizerFamily:
     """``models``: its files, the source's before the target's; ``roles``: role -> name where no file says otherwise;
     a role that is not among them has nobody.
 
@@ -139,10 +139,10 @@ class Family:
     """
 
     models: tuple[str, ...]
-    layout: Layout
+    layout: VocabularyLayout
     roles: Mapping[str, str]
-    before: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
+    prefix_tokens: tuple[str, ...] = ()
+    suffix_tokens: tuple[str, ...] = ()
     vocabulary: bool = False  # whether pieces are looked up in vocab.json
 
 
@@ -155,15 +155,19 @@ _MBART50_ROLES = {role: name for role, name in _MASKED_ROLES.items() if role != 
 _XGLM_LAST = tuple(f"<madeupword{i}>" for i in range(7))
 _BPE_MODEL = ("sentencepiece.bpe.model",)
 
-FAMILIES: Mapping[str, Family] = {
-    "Gemma": Family(("tokenizer.model",), _plain, {"bos": "<bos>", "eos": "<eos>", "pad": "<pad>", "unk": "<unk>"}),
-    "Llama": Family(("tokenizer.model",), _plain, _LLAMA_ROLES),
-    "M2M100": Family(_BPE_MODEL, _m2m100, _M2M100_ROLES, vocabulary=True),
-    "MBart": Family(_BPE_MODEL, _fairseq(*_MBART, "<mask>"), _MASKED_ROLES),
-    "MBart50": Family(_BPE_MODEL, _fairseq(*_MBART, *_MBART50, "<mask>"), _MBART50_ROLES),
-    "Marian": Family(("source.spm", "target.spm"), _marian, _T5_ROLES, ("language",), ("eos",), vocabulary=True),
-    "Nllb": Family(_BPE_MODEL, _fairseq(*_NLLB, "<mask>"), _MASKED_ROLES),
-    "T5": Family(("spiece.model",), _t5, _T5_ROLES, (), ("eos",)),
-    "XGLM": Family(_BPE_MODEL, _fairseq(*_XGLM_LAST), _XLM_ROLES, ("sep",)),
-    "XLMRoberta": Family(_BPE_MODEL, _fairseq("<mask>"), _MASKED_ROLES, ("cls",), ("sep",)),
+TOKENIZER_FAMILIES: Mapping[str, TokenizerFamily] = {
+    "Gemma": TokenizerFamily(
+        ("tokenizer.model",), _plain, {"bos": "<bos>", "eos": "<eos>", "pad": "<pad>", "unk": "<unk>"}
+    ),
+    "Llama": TokenizerFamily(("tokenizer.model",), _plain, _LLAMA_ROLES),
+    "M2M100": TokenizerFamily(_BPE_MODEL, _m2m100, _M2M100_ROLES, vocabulary=True),
+    "MBart": TokenizerFamily(_BPE_MODEL, _fairseq(*_MBART, "<mask>"), _MASKED_ROLES),
+    "MBart50": TokenizerFamily(_BPE_MODEL, _fairseq(*_MBART, *_MBART50, "<mask>"), _MBART50_ROLES),
+    "Marian": TokenizerFamily(
+        ("source.spm", "target.spm"), _marian, _T5_ROLES, ("language",), ("eos",), vocabulary=True
+    ),
+    "Nllb": TokenizerFamily(_BPE_MODEL, _fairseq(*_NLLB, "<mask>"), _MASKED_ROLES),
+    "T5": TokenizerFamily(("spiece.model",), _t5, _T5_ROLES, (), ("eos",)),
+    "XGLM": TokenizerFamily(_BPE_MODEL, _fairseq(*_XGLM_LAST), _XLM_ROLES, ("sep",)),
+    "XLMRoberta": TokenizerFamily(_BPE_MODEL, _fairseq("<mask>"), _MASKED_ROLES, ("cls",), ("sep",)),
 }

@@ -17,15 +17,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvad.errors import TokenizerError, nearest
-from kvad.text.settings import CONFIG_NAME, Settings
+from kvad.errors import TokenizerError, suggest
+from kvad.text.settings import CONFIG_NAME, TokenizerSettings
 
 if TYPE_CHECKING:
     import tokenizers  # type: ignore[import-untyped]
 
-__all__ = ["LANGUAGE", "Frame", "as_configured", "frame_of", "languages_of", "write_frame"]
+__all__ = [
+    "LANGUAGE_PLACEHOLDER",
+    "PostProcessor",
+    "configure_post_processor",
+    "read_post_processor",
+    "language_codes",
+    "write_post_processor",
+]
 
-LANGUAGE = -1
+LANGUAGE_PLACEHOLDER = -1
 _OPENS_WITH_BOS = ("CodeLlama", "Cohere", "Gemma", "Llama")  # where add_bos_token is not said
 _LANGUAGE_FIRST = {"M2M100": "en", "MBart50": "en_XX", "Nllb": "eng_Latn"}  # [lang] x </s>, and the default language
 _LANGUAGE_LAST = {"MBart": "en_XX"}  # x </s> [lang]
@@ -33,50 +40,50 @@ _CODES = re.compile(r"(?P<plain>[a-z]{2,3}_[A-Z][A-Za-z]{1,3})|__(?P<m2m>[a-z]{2
 
 
 @dataclass(frozen=True)
-class Frame:
+class PostProcessor:
     """Ids before and after a text; ``languages``: code -> id; ``language``: the id used where none is asked for."""
 
-    before: tuple[int, ...] = ()
-    after: tuple[int, ...] = ()
+    prefix_ids: tuple[int, ...] = ()
+    suffix_ids: tuple[int, ...] = ()
     languages: Mapping[str, int] = field(default_factory=dict)
     language: int | None = None
 
-    def around(self, ids: Sequence[int], language: str | None = None) -> list[int]:
+    def apply(self, ids: Sequence[int], language: str | None = None) -> list[int]:
         """Raises TokenizerError for a language that the tokenizer does not know, or has no place for."""
         code = self.language if language is None else self._code(language)
-        return [*self._filled(self.before, code), *ids, *self._filled(self.after, code)]
+        return [*self._filled(self.prefix_ids, code), *ids, *self._filled(self.suffix_ids, code)]
 
     def _code(self, language: str) -> int:
-        if LANGUAGE not in self.before + self.after:
+        if LANGUAGE_PLACEHOLDER not in self.prefix_ids + self.suffix_ids:
             raise TokenizerError(f"language {language!r}: this tokenizer's texts carry no language")
         code = self.languages.get(language.strip("_<>"))  # "de", "__de__" and ">>de<<" are one
         if code is None:
-            raise TokenizerError(f"unknown language {language!r}", nearest(language, self.languages))
+            raise TokenizerError(f"unknown language {language!r}", suggest(language, self.languages))
         return code
 
     @staticmethod
     def _filled(side: tuple[int, ...], code: int | None) -> list[int]:
-        found = (code if token_id == LANGUAGE else token_id for token_id in side)
+        found = (code if token_id == LANGUAGE_PLACEHOLDER else token_id for token_id in side)
         return [token_id for token_id in found if token_id is not None]
 
 
-def languages_of(named: Mapping[str, int]) -> dict[str, int]:
+def language_codes(named: Mapping[str, int]) -> dict[str, int]:
     """The special tokens that are languages, by their code: ``{"__de__": 7}`` -> ``{"de": 7}``."""
     found = ((_CODES.fullmatch(name), token_id) for name, token_id in named.items())
     return {next(filter(None, match.groups())): token_id for match, token_id in found if match}
 
 
-def frame_of(backend: tokenizers.Tokenizer, named: Mapping[str, int]) -> Frame:
+def read_post_processor(backend: tokenizers.Tokenizer, named: Mapping[str, int]) -> PostProcessor:
     """The frame that the file's post-processor describes; a language in it marks the place of any language."""
     before, after = _sides(
         None if backend.post_processor is None else json.loads(backend.post_processor.__getstate__())
     )
-    languages = languages_of(named)
+    languages = language_codes(named)
     code = next((token_id for token_id in before + after if token_id in languages.values()), None)
     if code is None:
-        return Frame(before, after, languages)
-    before, after = (tuple(LANGUAGE if i == code else i for i in side) for side in (before, after))
-    return Frame(before, after, languages, code)
+        return PostProcessor(before, after, languages)
+    before, after = (tuple(LANGUAGE_PLACEHOLDER if i == code else i for i in side) for side in (before, after))
+    return PostProcessor(before, after, languages, code)
 
 
 def _sides(processor: dict[str, Any] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -107,11 +114,13 @@ def _template_sides(processor: dict[str, Any]) -> tuple[tuple[int, ...], tuple[i
     return tuple(sides[0]), tuple(sides[1])
 
 
-def write_frame(backend: tokenizers.Tokenizer, frame: Frame) -> None:
+def write_post_processor(backend: tokenizers.Tokenizer, frame: PostProcessor) -> None:
     """Put a frame into the post-processor, with its default language; nothing is written where it says so already."""
     from tokenizers.processors import TemplateProcessing  # type: ignore[import-untyped]
 
-    before, after = (tuple(Frame._filled(side, frame.language)) for side in (frame.before, frame.after))
+    before, after = (
+        tuple(PostProcessor._filled(side, frame.language)) for side in (frame.prefix_ids, frame.suffix_ids)
+    )
     if _sides(None if backend.post_processor is None else json.loads(backend.post_processor.__getstate__())) == (
         before,
         after,
@@ -127,7 +136,9 @@ def write_frame(backend: tokenizers.Tokenizer, frame: Frame) -> None:
 # ---------------------------------------------------------------- what a Hugging Face folder says of it
 
 
-def as_configured(frame: Frame, settings: Settings, ids: Mapping[str, int | None]) -> Frame:
+def configure_post_processor(
+    frame: PostProcessor, settings: TokenizerSettings, ids: Mapping[str, int | None]
+) -> PostProcessor:
     """The frame as the tokenizer's class and its ``add_bos_token``, ``add_eos_token`` and ``src_lang`` have it.
 
     ``ids``: role -> id.  Raises TokenizerError for a ``src_lang`` that is none of the languages.
@@ -135,7 +146,7 @@ def as_configured(frame: Frame, settings: Settings, ids: Mapping[str, int | None
     return _with_language(frame, settings, ids.get("eos")) or _with_ends(frame, settings, ids)
 
 
-def _with_language(frame: Frame, settings: Settings, eos: int | None) -> Frame | None:
+def _with_language(frame: PostProcessor, settings: TokenizerSettings, eos: int | None) -> PostProcessor | None:
     """The frame of a class that marks its texts' language; None: of another class, or a vocabulary without it."""
     first, last = _LANGUAGE_FIRST.get(settings.family), _LANGUAGE_LAST.get(settings.family)
     if settings.family == "Nllb" and settings.flag("legacy_behaviour"):
@@ -145,20 +156,25 @@ def _with_language(frame: Frame, settings: Settings, eos: int | None) -> Frame |
         return None
     code = frame.languages.get((named or default).strip("_"))
     if code is None and named is not None:
-        raise TokenizerError(f"{CONFIG_NAME}: unknown src_lang {named!r}", nearest(named, frame.languages))
+        raise TokenizerError(f"{CONFIG_NAME}: unknown src_lang {named!r}", suggest(named, frame.languages))
     if code is None:
         return None
-    return Frame((LANGUAGE,) if first else (), (eos,) if first else (eos, LANGUAGE), frame.languages, code)
+    return PostProcessor(
+        (LANGUAGE_PLACEHOLDER,) if first else (),
+        (eos,) if first else (eos, LANGUAGE_PLACEHOLDER),
+        frame.languages,
+        code,
+    )
 
 
-def _with_ends(frame: Frame, settings: Settings, ids: Mapping[str, int | None]) -> Frame:
+def _with_ends(frame: PostProcessor, settings: TokenizerSettings, ids: Mapping[str, int | None]) -> PostProcessor:
     """BOS and EOS put in or taken out."""
     by_class = settings.family in _OPENS_WITH_BOS
     add_bos = settings.flag("add_bos_token", True if by_class else None)
     add_eos = settings.flag("add_eos_token", False if by_class else None)
-    before = _with_end(frame.before, ids.get("bos"), add_bos, at=0)
-    after = _with_end(frame.after, ids.get("eos"), add_eos, at=len(frame.after))
-    return Frame(before, after, frame.languages, frame.language)
+    before = _with_end(frame.prefix_ids, ids.get("bos"), add_bos, at=0)
+    after = _with_end(frame.suffix_ids, ids.get("eos"), add_eos, at=len(frame.suffix_ids))
+    return PostProcessor(before, after, frame.languages, frame.language)
 
 
 def _with_end(side: tuple[int, ...], end: int | None, add: bool | None, *, at: int) -> tuple[int, ...]:

@@ -19,29 +19,29 @@ from typing import TYPE_CHECKING, Any
 
 from kvad.errors import TokenizerError
 from kvad.text.base import (
-    CUT_CHARS,
     FILE_NAME,
+    MAX_PIECE_CHARS,
     NAMES,
-    OnUnknown,
-    Specials,
+    SpecialTokens,
+    UnknownPolicy,
     check_on_unknown,
     check_text,
     check_texts,
-    cut,
-    printable,
+    printable_token,
     report_unknown,
+    split_text,
     write_text,
 )
-from kvad.text.frame import as_configured, frame_of, write_frame
-from kvad.text.pieces import Pieces, parts
-from kvad.text.settings import CONFIG_NAME, ROLES, Settings
+from kvad.text.frame import configure_post_processor, read_post_processor, write_post_processor
+from kvad.text.pieces import TokenBytes, flatten_components
+from kvad.text.settings import CONFIG_NAME, SPECIAL_ROLES, TokenizerSettings
 
 if TYPE_CHECKING:
     import tokenizers  # type: ignore[import-untyped]
 
-__all__ = ["LibraryTokenizer", "dress", "find_specials", "roles_of"]
+__all__ = ["HFTokenizer", "apply_settings", "find_specials", "special_roles"]
 
-BATCH_CHARS = 4 * CUT_CHARS  # the library's results weigh ~100 bytes per token until they are ours
+BATCH_CHARS = 4 * MAX_PIECE_CHARS  # the library's results weigh ~100 bytes per token until they are ours
 _KNOWN_NAMES = {  # role -> the names it goes by
     "separator": (NAMES["separator"], "<|endoftext|>"),
     "bos": (NAMES["bos"], "<s>", "<bos>", "<|begin_of_text|>"),
@@ -54,11 +54,11 @@ _KNOWN_NAMES = {  # role -> the names it goes by
 }
 
 
-class LibraryTokenizer:
+class HFTokenizer:
     """A ``tokenizers.Tokenizer``.  ``roles`` ({"bos": "<s>"}) go before the well-known names."""
 
-    on_unknown: OnUnknown
-    source: None = None
+    on_unknown: UnknownPolicy
+    source_tokenizer: None = None
 
     def __init__(
         self, backend: tokenizers.Tokenizer, roles: Mapping[str, str | None] | None = None, *, on_unknown: str = "warn"
@@ -67,17 +67,17 @@ class LibraryTokenizer:
         backend.no_truncation()  # a file may carry a limit: cutting a prompt in silence is not a tokenizer's business
         backend.no_padding()
         backend.encode_special_tokens = True  # text that spells a special token stays text
-        _mark_special(backend, [name for name in (roles or {}).values() if name is not None])
+        _register_special(backend, [name for name in (roles or {}).values() if name is not None])
         added = backend.get_added_tokens_decoder().items()
         named = {token.content: token_id for token_id, token in added if token.special}
-        self.specials = find_specials(named, roles or {})
+        self.special_tokens = find_specials(named, roles or {})
         self.kind = str(type(backend.model).__name__).lower()
         self._backend = backend
-        self._pieces = Pieces(backend)
-        self._frame = frame_of(backend, named)
+        self._pieces = TokenBytes(backend)
+        self._frame = read_post_processor(backend, named)
         self.vocab_size = self._pieces.vocab_size
         self._special_ids = frozenset(named.values())
-        self._accidents = self._special_ids - {self.specials.unk}
+        self._accidents = self._special_ids - {self.special_tokens.unk}
         self._missing_bytes = self._pieces.missing_bytes()
         self._cuttable = _is_cuttable(backend)
 
@@ -98,14 +98,14 @@ class LibraryTokenizer:
         for text in check_texts(texts):
             rows.append([])
             check_text(text)
-            for piece in cut(text) if self._cuttable else [text]:
+            for piece in split_text(text) if self._cuttable else [text]:
                 if waiting and chars + len(piece) > BATCH_CHARS:
                     self._encode_pieces(backend, waiting, unknown)
                     waiting, chars = [], 0
                 waiting.append((rows[-1], piece))
                 chars += len(piece)
         self._encode_pieces(backend, waiting, unknown)
-        has_unk = self.specials.unk is not None and not self._missing_bytes
+        has_unk = self.special_tokens.unk is not None and not self._missing_bytes
         report_unknown(unknown, "piece of text", "pieces of text", has_unk=has_unk, on_unknown=self.on_unknown)
         return rows
 
@@ -123,15 +123,15 @@ class LibraryTokenizer:
             row += ids
             if self._missing_bytes:
                 unknown.update(char for char in piece if not self._missing_bytes.isdisjoint(char.encode()))
-            elif not self._pieces.byte_level and self.specials.unk in ids:
+            elif not self._pieces.byte_level and self.special_tokens.unk in ids:
                 unknown.update(self._unknown_parts(used, piece))
 
     def _unknown_parts(self, backend: tokenizers.Tokenizer, piece: str) -> list[str]:
         """The parts of a text that became UNK: encoded again, slowly, with their places."""
         encoding = backend.encode(piece, add_special_tokens=False)
         found = zip(encoding.ids, encoding.offsets, strict=True)
-        spelled = [piece[start:end] for token_id, (start, end) in found if token_id == self.specials.unk]
-        return [part for part in spelled if part not in self.specials.names()]
+        spelled = [piece[start:end] for token_id, (start, end) in found if token_id == self.special_tokens.unk]
+        return [part for part in spelled if part not in self.special_tokens.names()]
 
     @functools.cached_property
     def _obeying(self) -> tokenizers.Tokenizer:
@@ -161,14 +161,14 @@ class LibraryTokenizer:
         twin.encode_special_tokens = True
         return twin
 
-    def frame(self, ids: Sequence[int], *, language: str | None = None) -> list[int]:
-        return self._frame.around(ids, language)
+    def add_special_tokens(self, ids: Sequence[int], *, language: str | None = None) -> list[int]:
+        return self._frame.apply(ids, language)
 
     def decode(self, ids: Sequence[int], *, skip_specials: bool = True) -> str:
-        return b"".join(map(self.joiner(skip_specials=skip_specials), ids)).decode("utf-8", "replace")
+        return b"".join(map(self.incremental_decoder(skip_specials=skip_specials), ids)).decode("utf-8", "replace")
 
-    def joiner(self, *, skip_specials: bool = True) -> Callable[[int], bytes]:
-        first, rest, is_hole = self._pieces.first, self._pieces.rest, self._pieces.is_hole
+    def incremental_decoder(self, *, skip_specials: bool = True) -> Callable[[int], bytes]:
+        first, rest, is_hole = self._pieces.first, self._pieces.rest, self._pieces.is_unused
         skipped: frozenset[int] = self._special_ids if skip_specials else frozenset()
         started = False
 
@@ -188,31 +188,31 @@ class LibraryTokenizer:
         return b"" if token_id in self._special_ids else self._pieces.rest[token_id]
 
     def token_text(self, token_id: int) -> str:
-        return printable(self._pieces.rest[token_id])
+        return printable_token(self._pieces.rest[token_id])
 
     def save(self, folder: Path) -> None:
         """Write ``tokenizer.json``, and beside it the roles of the specials and the class of transformers that reads
         both (AutoTokenizer asks for one)."""
         write_text(Path(folder) / FILE_NAME, self._backend.to_str(pretty=True) + "\n")
-        names = {token_id: name for name, token_id in self.specials.named}
-        roles = {f"{role}_token": names.get(getattr(self.specials, role)) for role in ROLES}
-        if find_specials(self.specials.names(), {}) == self.specials:  # what their names tell is no news
+        names = {token_id: name for name, token_id in self.special_tokens.named}
+        roles = {f"{role}_token": names.get(getattr(self.special_tokens, role)) for role in SPECIAL_ROLES}
+        if find_specials(self.special_tokens.names(), {}) == self.special_tokens:  # what their names tell is no news
             roles = {role: name for role, name in roles.items() if name is not None}
         said = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **roles}
         write_text(Path(folder) / CONFIG_NAME, json.dumps(said, ensure_ascii=False, indent=1) + "\n")
 
     def fingerprint(self) -> str:
-        roles = {role: getattr(self.specials, role) for role in NAMES}  # the others change no text and no id
+        roles = {role: getattr(self.special_tokens, role) for role in NAMES}  # the others change no text and no id
         return hashlib.sha256((self._backend.to_str() + json.dumps(roles)).encode()).hexdigest()
 
 
-def find_specials(named: Mapping[str, int], roles: Mapping[str, str | None]) -> Specials:
+def find_specials(named: Mapping[str, int], roles: Mapping[str, str | None]) -> SpecialTokens:
     """Give each special token its role: by ``roles`` (role -> name; None: nobody), else by the names in common use.
 
     A tokenizer without a separator opens its documents with its BOS (Llama) where it has one.
     """
     for role, name in roles.items():
-        if role not in ROLES or (name is not None and name not in named):
+        if role not in SPECIAL_ROLES or (name is not None and name not in named):
             raise TokenizerError(f"the {role} token {name!r} is not among the special tokens", ", ".join(named))
     ids: dict[str, int | None] = {}
     for role, names in _KNOWN_NAMES.items():
@@ -220,10 +220,10 @@ def find_specials(named: Mapping[str, int], roles: Mapping[str, str | None]) -> 
         ids[role] = next((named[name] for name in wanted if name is not None and name in named), None)
     if "separator" not in roles and ids["separator"] is None:
         ids["separator"] = ids["bos"]
-    return Specials(**ids, named=tuple(sorted(named.items(), key=lambda item: item[1])))
+    return SpecialTokens(**ids, named=tuple(sorted(named.items(), key=lambda item: item[1])))
 
 
-def _mark_special(backend: tokenizers.Tokenizer, names: Iterable[str]) -> None:
+def _register_special(backend: tokenizers.Tokenizer, names: Iterable[str]) -> None:
     """Make special those of the names that the vocabulary has; what else is said of a token (lstrip, ...) stays."""
     from tokenizers import AddedToken
 
@@ -242,7 +242,7 @@ def _merged(pair: str | list[str]) -> str:
 
 def _is_cuttable(backend: tokenizers.Tokenizer) -> bool:
     """Whether ``base.cut`` leaves the ids as they are: GPT-2's pattern cuts words, and nothing is put before a text."""
-    before = parts(backend.pre_tokenizer)
+    before = flatten_components(backend.pre_tokenizer)
     gpt2 = len(before) == 1 and before[0]["type"] == "ByteLevel" and before[0].get("use_regex", True)
     return bool(gpt2) and not before[0]["add_prefix_space"] and backend.normalizer is None
 
@@ -250,16 +250,19 @@ def _is_cuttable(backend: tokenizers.Tokenizer) -> bool:
 # ---------------------------------------------------------------- what a Hugging Face folder says beside the file
 
 
-def dress(backend: tokenizers.Tokenizer, settings: Settings) -> None:
+def apply_settings(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
     """Give the backend the added tokens and the frame that the folder's other files speak of, as transformers does."""
     _add_tokens(backend, settings)
-    roles = roles_of(backend, settings)
+    roles = special_roles(backend, settings)
     ids = {role: None if name is None else backend.token_to_id(name) for role, name in roles.items()}
     named = {t.content: i for i, t in backend.get_added_tokens_decoder().items() if t.special}
-    write_frame(backend, as_configured(frame_of(backend, named), settings, {"eos": named.get("</s>"), **ids}))
+    write_post_processor(
+        backend,
+        configure_post_processor(read_post_processor(backend, named), settings, {"eos": named.get("</s>"), **ids}),
+    )
 
 
-def roles_of(backend: tokenizers.Tokenizer, settings: Settings) -> dict[str, str | None]:
+def special_roles(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> dict[str, str | None]:
     return settings.roles_in(_Names(backend))
 
 
@@ -273,7 +276,7 @@ class _Names:
         return isinstance(name, str) and self._backend.token_to_id(name) is not None
 
 
-def _add_tokens(backend: tokenizers.Tokenizer, settings: Settings) -> None:
+def _add_tokens(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
     from tokenizers import AddedToken
 
     def spelled(token: Any) -> tuple[object, ...]:

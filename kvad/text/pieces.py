@@ -15,40 +15,40 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvad.errors import TokenizerError
-from kvad.text.base import out_of_range
+from kvad.text.base import out_of_range_error
 
 if TYPE_CHECKING:
     import tokenizers  # type: ignore[import-untyped]
 
-__all__ = ["Pieces", "byte_alphabet", "parts"]
+__all__ = ["TokenBytes", "byte_alphabet", "flatten_components"]
 
 _STEPWISE = {"ByteLevel", "Metaspace", "WordPiece", "Replace", "ByteFallback", "Fuse", "Strip"}
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class Pieces:
+class TokenBytes:
     """``first[id]`` and ``rest[id]``: the bytes that a token adds at the start of a text and inside it."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
         self._added = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
-        steps = parts(backend.decoder)
+        steps = flatten_components(backend.decoder)
         types = [step["type"] for step in steps]
         self.byte_level = types == ["ByteLevel"]
         self._byte_fallback = "ByteFallback" in types
         refused = [type_ for type_ in types if type_ not in _STEPWISE]
         if refused or ("ByteLevel" in types and not self.byte_level) or any(step.get("stop") for step in steps):
             raise TokenizerError(f"the decoder {' + '.join(refused or types)} cannot decode token by token")
-        self.rest = _Memo(self._inside)
-        self.first = self.rest if self.byte_level else _Memo(self._opening)
+        self.rest = _DecodeCache(self._inside)
+        self.first = self.rest if self.byte_level else _DecodeCache(self._opening)
 
     def _token(self, token_id: int) -> str:
         if not 0 <= token_id < self.vocab_size:
-            raise out_of_range(token_id, self.vocab_size)
+            raise out_of_range_error(token_id, self.vocab_size)
         return self._backend.id_to_token(int(token_id)) or ""
 
-    def is_hole(self, token_id: int) -> bool:
+    def is_unused(self, token_id: int) -> bool:
         """Whether the numbering leaves this id out: then it is no token, and says nothing."""
         return self._backend.id_to_token(int(token_id)) is None
 
@@ -83,7 +83,7 @@ class Pieces:
         return frozenset(alphabet[char] for char in alphabet if self._backend.token_to_id(char) is None)
 
 
-class _Memo(dict[int, bytes]):
+class _DecodeCache(dict[int, bytes]):
     """Computed when first asked for: a vocabulary of 250,000 costs nothing until it is used."""
 
     def __init__(self, compute: Callable[[int], bytes]) -> None:
@@ -114,7 +114,7 @@ def _from_alphabet(token: str) -> bytes:
         return token.encode()
 
 
-def parts(component: Any) -> list[dict[str, Any]]:
+def flatten_components(component: Any) -> list[dict[str, Any]]:
     """What a normalizer, pre-tokenizer or decoder of the library is made of, sequences flattened: [{"type": ...}]."""
 
     def flat(state: dict[str, Any]) -> list[dict[str, Any]]:

@@ -22,30 +22,30 @@ from kvad.text.base import (
     ENCODER_NAMES,
     FILE_NAME,
     NAMES,
-    OneByOne,
-    Specials,
+    BaseTokenizer,
+    SpecialTokens,
     check_on_unknown,
     check_text,
-    cut,
-    out_of_range,
+    out_of_range_error,
+    split_text,
     standard_specials,
     write_text,
 )
-from kvad.text.frame import Frame
+from kvad.text.frame import PostProcessor
 
-__all__ = ["ByteTokenizer", "CharTokenizer", "TableTokenizer", "field", "most_frequent", "room_for_tokens"]
+__all__ = ["ByteTokenizer", "CharTokenizer", "TableTokenizer", "read_field", "most_frequent", "num_free_ids"]
 
 
-class TableTokenizer(OneByOne):
+class TableTokenizer(BaseTokenizer):
     """A list of tokens; a subclass says how text is cut (``_ids_of``) and may say how tokens join (``joiner``)."""
 
     kind: ClassVar[str]
-    source: ClassVar[None] = None
+    source_tokenizer: ClassVar[None] = None
     languages: ClassVar[Mapping[str, int]] = MappingProxyType({})
 
-    def __init__(self, pieces: Sequence[bytes], specials: Specials, on_unknown: str = "warn") -> None:
+    def __init__(self, pieces: Sequence[bytes], specials: SpecialTokens, on_unknown: str = "warn") -> None:
         """``pieces``: the bytes of every id in order, ``b""`` for the special ones."""
-        self.specials = specials
+        self.special_tokens = specials
         self.vocab_size = len(pieces)
         self.on_unknown = check_on_unknown(on_unknown)
         self._pieces = list(pieces)
@@ -53,7 +53,7 @@ class TableTokenizer(OneByOne):
         self._special_pattern = re.compile("(" + "|".join(re.escape(name) for name, _ in specials.named) + ")")
 
     @abstractmethod
-    def _ids_of(self, text: str, unknown: Counter[str]) -> list[int]:
+    def _encode_plain(self, text: str, unknown: Counter[str]) -> list[int]:
         """Ids of an ordinary text; what the table lacks becomes UNK and is counted in ``unknown``."""
 
     @abstractmethod
@@ -63,27 +63,27 @@ class TableTokenizer(OneByOne):
     def _encode(self, text: str, specials: bool, unknown: Counter[str]) -> list[int]:
         check_text(text)
         ids: list[int] = []
-        names = self.specials.names()
+        names = self.special_tokens.names()
         # split() with a group: ordinary text at even places, a special token's name at odd ones
         for place, part in enumerate(self._special_pattern.split(text) if specials else [text]):
             if place % 2:
                 ids.append(names[part])
                 continue
-            for piece in cut(part):
-                ids += self._ids_of(piece, unknown)
+            for piece in split_text(part):
+                ids += self._encode_plain(piece, unknown)
         return ids
 
-    def frame(self, ids: Sequence[int], *, language: str | None = None) -> list[int]:
-        cls, sep = self.specials.cls, self.specials.sep
+    def add_special_tokens(self, ids: Sequence[int], *, language: str | None = None) -> list[int]:
+        cls, sep = self.special_tokens.cls, self.special_tokens.sep
         before = () if cls is None else (cls,)
-        return Frame(before, () if sep is None else (sep,)).around(ids, language)
+        return PostProcessor(before, () if sep is None else (sep,)).apply(ids, language)
 
-    def joiner(self, *, skip_specials: bool = True) -> Callable[[int], bytes]:
+    def incremental_decoder(self, *, skip_specials: bool = True) -> Callable[[int], bytes]:
         return self.token_bytes if skip_specials else self._shown
 
     def token_bytes(self, token_id: int) -> bytes:
         if not 0 <= token_id < self.vocab_size:  # a negative index would quietly count from the end
-            raise out_of_range(token_id, self.vocab_size)
+            raise out_of_range_error(token_id, self.vocab_size)
         return self._pieces[token_id]
 
     def _shown(self, token_id: int) -> bytes:
@@ -91,8 +91,8 @@ class TableTokenizer(OneByOne):
 
     def _file_text(self) -> str:
         known = {**NAMES, **ENCODER_NAMES}
-        roles = [role for role in known if getattr(self.specials, role) is not None]
-        roles += [name for name, _ in self.specials.named if name not in known.values()]
+        roles = [role for role in known if getattr(self.special_tokens, role) is not None]
+        roles += [name for name, _ in self.special_tokens.named if name not in known.values()]
         content = {"kind": self.kind, "specials": roles, **self._content()}
         return json.dumps({"kvad": content}, ensure_ascii=False, indent=1) + "\n"
 
@@ -116,9 +116,9 @@ class ByteTokenizer(TableTokenizer):
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any], on_unknown: str = "warn") -> ByteTokenizer:
-        return cls(field(content, "specials", list), on_unknown=on_unknown)
+        return cls(read_field(content, "specials", list), on_unknown=on_unknown)
 
-    def _ids_of(self, text: str, unknown: Counter[str]) -> list[int]:
+    def _encode_plain(self, text: str, unknown: Counter[str]) -> list[int]:
         return list(text.encode("utf-8"))
 
     def _content(self) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class CharTokenizer(TableTokenizer):
         on_unknown: str = "warn",
     ) -> CharTokenizer:
         """The most frequent characters, with ids in code point order."""
-        room = room_for_tokens(vocab_size, roles)
+        room = num_free_ids(vocab_size, roles)
         counts: Counter[str] = Counter()
         for text in texts:
             counts.update(text.lower() if lower else text)
@@ -161,25 +161,25 @@ class CharTokenizer(TableTokenizer):
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any], on_unknown: str = "warn") -> CharTokenizer:
-        chars = field(content, "tokens", list)
+        chars = read_field(content, "tokens", list)
         if not all(len(char) == 1 for char in chars):
             raise TokenizerError("'tokens' of a character tokenizer must be single characters")
-        lower = field(content, "lower", bool)
-        return cls(chars, field(content, "specials", list), lower=lower, on_unknown=on_unknown)
+        lower = read_field(content, "lower", bool)
+        return cls(chars, read_field(content, "specials", list), lower=lower, on_unknown=on_unknown)
 
-    def _ids_of(self, text: str, unknown: Counter[str]) -> list[int]:
+    def _encode_plain(self, text: str, unknown: Counter[str]) -> list[int]:
         text = text.lower() if self.lower else text
         found = list(map(self._ids.get, text))
         if None in found:
             unknown.update(char for char, token_id in zip(text, found, strict=True) if token_id is None)
-        unk = self.specials.unk or 0  # without an UNK the report of the unknown raises
+        unk = self.special_tokens.unk or 0  # without an UNK the report of the unknown raises
         return [unk if token_id is None else token_id for token_id in found]
 
     def _content(self) -> dict[str, Any]:
         return {"lower": self.lower, "tokens": self._chars}
 
 
-def room_for_tokens(vocab_size: int, roles: Sequence[str]) -> int:
+def num_free_ids(vocab_size: int, roles: Sequence[str]) -> int:
     """How many tokens a vocabulary of ``vocab_size`` has beside its specials: at least one."""
     num_specials = len(standard_specials(roles, 0).named)
     if vocab_size <= num_specials:
@@ -197,7 +197,7 @@ def most_frequent(counts: Counter[str], room: int, min_freq: int) -> list[str]:
     return ranked[:room]
 
 
-def field(content: Mapping[str, Any], key: str, type_: type) -> Any:
+def read_field(content: Mapping[str, Any], key: str, type_: type) -> Any:
     """A checked value of a tokenizer file; a list must hold distinct, valid, non-empty strings."""
     value = content.get(key)
     if not isinstance(value, type_):

@@ -47,7 +47,7 @@ from markupsafe import Markup, escape
 
 from kvad.errors import ChatTemplateError
 
-__all__ = ["Limits", "Output", "compile_template", "render"]
+__all__ = ["RenderLimits", "RenderOutput", "compile_template", "render_template"]
 
 MAX_SOURCE = 1 << 16  # characters of a template; the longest in use have about 30,000
 MAX_ITEMS = 1 << 18  # of one list
@@ -102,12 +102,12 @@ _SPEC = re.compile(r"%(?:\([^)]*\))?[-#0 +]*(?P<width>\*|\d*)(?:\.(?P<precision>
 _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 
 
-class _Refusal(Exception):
+class _TemplateException(Exception):
     """What ``raise_exception`` raises."""
 
 
 @dataclass(frozen=True)
-class Limits:
+class RenderLimits:
     """What one render may take: seconds of this thread's CPU, and characters of output.
 
     Memory follows from the output: at most about fifteen bytes for each of its characters while rendering.
@@ -118,14 +118,14 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Output:
+class RenderOutput:
     """``spans``: the places of ``{% generation %}`` blocks; None where one lies within a macro, and so has no place."""
 
     text: str
     spans: tuple[tuple[int, int], ...] | None
 
 
-def compile_template(source: str, limits: Limits) -> CodeType:
+def compile_template(source: str, limits: RenderLimits) -> CodeType:
     """The code of a template, good for any number of renders.  Raises ChatTemplateError that names the line."""
     if len(source) > MAX_SOURCE:
         raise ChatTemplateError(f"the chat template has {len(source):,} characters; the limit is {MAX_SOURCE:,}")
@@ -145,7 +145,9 @@ def compile_template(source: str, limits: Limits) -> CodeType:
     raise ChatTemplateError(f"the chat template cannot be read: {problem}")
 
 
-def render(code: CodeType, values: dict[str, Any], limits: Limits, now: datetime | None = None) -> Output:
+def render_template(
+    code: CodeType, values: dict[str, Any], limits: RenderLimits, now: datetime | None = None
+) -> RenderOutput:
     """``values``: plain data only, which nobody changes meanwhile.  Raises ChatTemplateError."""
     sandbox = Sandbox(limits, now)
     template = Template.from_code(sandbox, code, sandbox.make_globals(None))
@@ -163,7 +165,7 @@ def render(code: CodeType, values: dict[str, Any], limits: Limits, now: datetime
 
 def _explain(error: Exception) -> str:
     match error:
-        case _Refusal():
+        case _TemplateException():
             return f"refuses: {error}"
         case ChatTemplateError():
             return error.message
@@ -433,7 +435,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     code_generator_class = _Generator
     intercepted_binops = frozenset(["+", "-", "*", "/", "//", "**", "%"])
 
-    def __init__(self, limits: Limits, now: datetime | None = None) -> None:
+    def __init__(self, limits: RenderLimits, now: datetime | None = None) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_Generation, loopcontrols])
         self.limits = limits
         self.largest = 5 * limits.output + 1024  # bytes of one value: the whole output, at four bytes a character
@@ -450,7 +452,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         own: dict[str, Callable[..., Any]] = {"tojson": self._tojson, "sum": _sum}
         self.filters = {name: self._gate(name, plain) for name, plain in {**self.filters, **own}.items()}
         self.tests = {name: self._test_gate(name, plain) for name, plain in self.tests.items()}
-        self.globals.update(raise_exception=_refuse, strftime_now=self._strftime, lipsum=_lipsum)
+        self.globals.update(raise_exception=_raise_exception, strftime_now=self._strftime, lipsum=_lipsum)
         self._functions = frozenset(map(id, self.globals.values()))
 
     # ------------------------------------------------------------ what it takes
@@ -585,12 +587,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise ChatTemplateError(f"writes more than {self.limits.output:,} characters")
         self._chunks.append(chunk)
 
-    def output(self) -> Output:
+    def output(self) -> RenderOutput:
         text = "".join(self._chunks)
         spans = tuple((start, start + len(block)) for start, block in self.blocks)
         found = all(text.startswith(block, start) for start, block in self.blocks)
         apart = all(one[1] <= two[0] for one, two in itertools.pairwise(spans))
-        return Output(text, spans if found and apart and not self._lost else None)
+        return RenderOutput(text, spans if found and apart and not self._lost else None)
 
     def lose(self, buffer: list[str]) -> None:
         """A generation block begins in a buffer: only one that opens a macro called from the top has a place."""
@@ -780,8 +782,8 @@ def _parts(value: Any) -> list[Any]:
     return []
 
 
-def _refuse(message: object) -> None:
-    raise _Refusal(str(message))
+def _raise_exception(message: object) -> None:
+    raise _TemplateException(str(message))
 
 
 def _lipsum(n: int = 5, html: bool = True, min: int = 20, max: int = 100) -> str:

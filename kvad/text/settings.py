@@ -16,10 +16,18 @@ from typing import Any
 from kvad.errors import TokenizerError
 from kvad.text.base import NAMES
 
-__all__ = ["CONFIG_NAME", "ROLES", "Added", "Settings", "parse_object", "read_settings", "read_text"]
+__all__ = [
+    "CONFIG_NAME",
+    "SPECIAL_ROLES",
+    "AddedToken",
+    "TokenizerSettings",
+    "parse_object",
+    "read_settings",
+    "read_text",
+]
 
 CONFIG_NAME = "tokenizer_config.json"
-ROLES = (*NAMES, "cls", "sep", "mask")
+SPECIAL_ROLES = (*NAMES, "cls", "sep", "mask")
 
 _CLASS_OF_MODEL = {  # config.json's model_type -> class, where nothing else names it
     "bart": "Bart",
@@ -53,7 +61,7 @@ _CLASS_ROLES = {  # what a class's constructor assumes where the files are silen
 
 
 @dataclass(frozen=True)
-class Added:
+class AddedToken:
     """A token found in the text before any model sees it.  ``lstrip``, ``rstrip``: it swallows the spaces beside it."""
 
     content: str
@@ -65,7 +73,7 @@ class Added:
 
 
 @dataclass(frozen=True)
-class Settings:
+class TokenizerSettings:
     """``family``: the class without ``Tokenizer`` and ``Fast`` (``"T5"``; ``""``: nobody says).
 
     ``roles``: role -> name as written; ``marked``: these tokens and the additional special ones, as they are spelled;
@@ -74,8 +82,8 @@ class Settings:
 
     family: str = ""
     roles: Mapping[str, str | None] = field(default_factory=dict)
-    marked: tuple[Added, ...] = ()
-    added: Mapping[int, Added] = field(default_factory=dict)
+    marked: tuple[AddedToken, ...] = ()
+    added: Mapping[int, AddedToken] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def flag(self, name: str, default: bool | None = None) -> bool | None:
@@ -106,12 +114,12 @@ class Settings:
         }
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> Settings:
+    def from_dict(cls, content: Mapping[str, Any]) -> TokenizerSettings:
         return cls(
             content["family"],
             content["roles"],
-            tuple(Added(**token) for token in content["marked"]),
-            {int(token_id): Added(**token) for token_id, token in content["added"].items()},
+            tuple(AddedToken(**token) for token in content["marked"]),
+            {int(token_id): AddedToken(**token) for token_id, token in content["added"].items()},
             content["options"],
         )
 
@@ -142,31 +150,35 @@ def parse_object(text: str) -> dict[str, Any]:
     return content
 
 
-def read_settings(folder: Path) -> Settings:
+def read_settings(folder: Path) -> TokenizerSettings:
     """Of a folder without any of the files: the empty settings.  Raises TokenizerError naming a file that is broken."""
-    config = _read_beside(folder, CONFIG_NAME)
+    config = _read_companion_file(folder, CONFIG_NAME)
     spelled = dict(config)
-    added: dict[int, Added] = {}
+    added: dict[int, AddedToken] = {}
     if "added_tokens_decoder" in config:
         listed = config["added_tokens_decoder"]
         for token_id, value in (listed if isinstance(listed, dict) else {}).items():
             if token_id.isdecimal() and (token := _token(value, special=False)) is not None:
                 added[int(token_id)] = token
     else:
-        spelled.update(_read_beside(folder, "special_tokens_map.json"))
-    marked = _marked(spelled)
+        spelled.update(_read_companion_file(folder, "special_tokens_map.json"))
+    marked = _marked_tokens(spelled)
     if "added_tokens_decoder" not in config:
         special = {token.content for token in marked}
-        for name, token_id in _read_beside(folder, "added_tokens.json").items():
+        for name, token_id in _read_companion_file(folder, "added_tokens.json").items():
             if type(token_id) is int:
-                added[token_id] = Added(name, special=name in special, normalized=name not in special)
-    roles = {role: _name(spelled[f"{role}_token"]) for role in ROLES if f"{role}_token" in spelled}
-    taken = {f"{role}_token" for role in ROLES} | {"added_tokens_decoder", "additional_special_tokens", "chat_template"}
+                added[token_id] = AddedToken(name, special=name in special, normalized=name not in special)
+    roles = {role: _name(spelled[f"{role}_token"]) for role in SPECIAL_ROLES if f"{role}_token" in spelled}
+    taken = {f"{role}_token" for role in SPECIAL_ROLES} | {
+        "added_tokens_decoder",
+        "additional_special_tokens",
+        "chat_template",
+    }
     options = {key: value for key, value in config.items() if key not in taken and _is_plain(value)}
-    return Settings(_family(folder, config), roles, marked, added, options)
+    return TokenizerSettings(_family(folder, config), roles, marked, added, options)
 
 
-def _read_beside(folder: Path, name: str) -> dict[str, Any]:
+def _read_companion_file(folder: Path, name: str) -> dict[str, Any]:
     path = folder / name
     if not path.is_file():
         return {}
@@ -189,14 +201,14 @@ def _family(folder: Path, config: Mapping[str, Any]) -> str:
     return _CLASS_OF_MODEL.get(kind, "") if isinstance(kind, str) else ""
 
 
-def _marked(spelled: Mapping[str, Any]) -> tuple[Added, ...]:
+def _marked_tokens(spelled: Mapping[str, Any]) -> tuple[AddedToken, ...]:
     more = spelled.get("additional_special_tokens")
-    values = [spelled.get(f"{role}_token") for role in ROLES] + (more if isinstance(more, list) else [])
+    values = [spelled.get(f"{role}_token") for role in SPECIAL_ROLES] + (more if isinstance(more, list) else [])
     tokens = (_token(value, special=True) for value in values)
     return tuple({token.content: token for token in tokens if token is not None}.values())
 
 
-def _token(value: object, *, special: bool) -> Added | None:
+def _token(value: object, *, special: bool) -> AddedToken | None:
     name = _name(value)
     if name is None:
         return None
@@ -205,7 +217,7 @@ def _token(value: object, *, special: bool) -> Added | None:
         key: flags[key] for key in ("lstrip", "rstrip", "single_word", "normalized") if type(flags.get(key)) is bool
     }
     special = special or flags.get("special") is True
-    return Added(name, special=special, **{"normalized": not special, **known})
+    return AddedToken(name, special=special, **{"normalized": not special, **known})
 
 
 def _name(value: object) -> str | None:

@@ -24,20 +24,20 @@ from typing import Any
 from kvad.errors import TokenizerError
 from kvad.text.base import (
     FILE_NAME,
-    OneByOne,
+    BaseTokenizer,
     check_on_unknown,
     check_text,
-    out_of_range,
+    out_of_range_error,
     write_text,
 )
-from kvad.text.families import FAMILIES, Family, Table
-from kvad.text.frame import LANGUAGE, Frame, as_configured, languages_of
+from kvad.text.families import TOKENIZER_FAMILIES, TokenizerFamily, VocabularyBuilder
+from kvad.text.frame import LANGUAGE_PLACEHOLDER, PostProcessor, configure_post_processor, language_codes
 from kvad.text.library import find_specials
-from kvad.text.settings import ROLES, Added, Settings
-from kvad.text.spm_model import SpmModel
+from kvad.text.settings import SPECIAL_ROLES, AddedToken, TokenizerSettings
+from kvad.text.spm_model import SentencePieceModel
 from kvad.text.vocabularies import read_vocabulary
 
-__all__ = ["SUFFIXES", "SpmFiles", "SpmTokenizer", "has_spm", "load_spm"]
+__all__ = ["SUFFIXES", "SentencePieceFiles", "SentencePieceTokenizer", "is_sentencepiece", "load_sentencepiece"]
 
 SUFFIXES = (".model", ".spm")
 _MODERN = ("Llama", "T5")  # the families in which ``legacy: false`` says: one space, before the whole text only
@@ -45,10 +45,10 @@ _SPACE = "▁"
 
 
 @dataclass(frozen=True)
-class SpmFiles:
+class SentencePieceFiles:
     """What a tokenizer is made of: models and vocabularies by the names of their files."""
 
-    settings: Settings
+    settings: TokenizerSettings
     models: Mapping[str, bytes]
     vocabularies: Mapping[str, Mapping[str, int]]
 
@@ -61,23 +61,23 @@ class SpmFiles:
         }
 
     @classmethod
-    def from_content(cls, content: Mapping[str, Any]) -> SpmFiles:
+    def from_content(cls, content: Mapping[str, Any]) -> SentencePieceFiles:
         models = {name: base64.b64decode(text, validate=True) for name, text in content["models"].items()}
-        return cls(Settings.from_dict(content["settings"]), models, content["vocabularies"])
+        return cls(TokenizerSettings.from_dict(content["settings"]), models, content["vocabularies"])
 
 
-class SpmTokenizer(OneByOne):
+class SentencePieceTokenizer(BaseTokenizer):
     """One side of a family's tokenizer; Marian's source side hangs on its target side.
 
     ``paths``: where the models were read, for messages.
     """
 
     units = "piece of text", "pieces of text"
-    source: SpmTokenizer | None
+    source_tokenizer: SentencePieceTokenizer | None
 
     def __init__(
         self,
-        files: SpmFiles,
+        files: SentencePieceFiles,
         paths: Mapping[str, Path] = MappingProxyType({}),
         *,
         on_unknown: str = "warn",
@@ -85,32 +85,32 @@ class SpmTokenizer(OneByOne):
     ) -> None:
         self.on_unknown = check_on_unknown(on_unknown)
         self._files, settings = files, files.settings
-        family = FAMILIES[settings.family]
+        family = TOKENIZER_FAMILIES[settings.family]
         name = family.models[0 if source_side else -1]
-        self._model = SpmModel(str(paths.get(name, name)), files.models[name])
+        self._model = SentencePieceModel(str(paths.get(name, name)), files.models[name])
         self.kind = self._model.kind
-        self._table = _table_of(family, self._model, files, source_side=source_side)
+        self._table = _build_vocabulary(family, self._model, files, source_side=source_side)
         self.vocab_size = len(self._table.names)
         named = self._table.special
-        usual = {role: family.roles.get(role) for role in ROLES if role != "separator"}
+        usual = {role: family.roles.get(role) for role in SPECIAL_ROLES if role != "separator"}
         roles = {role: name if name in named else None for role, name in {**usual, **settings.roles}.items()}
-        self.specials = find_specials(named, roles)
-        self.languages: Mapping[str, int] = languages_of(named)
-        self._frame = self._frame_of(family)
+        self.special_tokens = find_specials(named, roles)
+        self.languages: Mapping[str, int] = language_codes(named)
+        self._frame = self._build_post_processor(family)
         self._special_ids = frozenset(named.values())
         self._ids = _ordinary(self._table)
         self._modern = settings.family in _MODERN and settings.flag("legacy", True) is False
         self._finders = {wanted: _Finder(self._table, specials=wanted) for wanted in (False, True)}
         self._model.prepare(named, prefix=not self._modern)
-        self.source = None
+        self.source_tokenizer = None
         if len(family.models) > 1 and not source_side:
-            self.source = SpmTokenizer(files, paths, on_unknown=on_unknown, source_side=True)
+            self.source_tokenizer = SentencePieceTokenizer(files, paths, on_unknown=on_unknown, source_side=True)
 
     @classmethod
-    def from_content(cls, content: Mapping[str, Any], on_unknown: str = "warn") -> SpmTokenizer:
+    def from_content(cls, content: Mapping[str, Any], on_unknown: str = "warn") -> SentencePieceTokenizer:
         try:
-            files = SpmFiles.from_content(content)
-            family = FAMILIES[files.settings.family]
+            files = SentencePieceFiles.from_content(content)
+            family = TOKENIZER_FAMILIES[files.settings.family]
             whole = set(family.models) <= set(files.models) and family.vocabulary <= bool(files.vocabularies)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise TokenizerError("not what kvad saves of a SentencePiece tokenizer", "copy the file again") from error
@@ -118,13 +118,13 @@ class SpmTokenizer(OneByOne):
             raise TokenizerError("a model or a vocabulary is missing in it", "copy the file again")
         return cls(files, on_unknown=on_unknown)
 
-    def _frame_of(self, family: Family) -> Frame:
-        ids: dict[str, int | None] = vars(self.specials)
+    def _build_post_processor(self, family: TokenizerFamily) -> PostProcessor:
+        ids: dict[str, int | None] = vars(self.special_tokens)
         sides = [
-            tuple(i for i in ({**ids, "language": LANGUAGE}[role] for role in side) if i is not None)
-            for side in (family.before, family.after)
+            tuple(i for i in ({**ids, "language": LANGUAGE_PLACEHOLDER}[role] for role in side) if i is not None)
+            for side in (family.prefix_tokens, family.suffix_tokens)
         ]
-        return as_configured(Frame(sides[0], sides[1], self.languages), self._files.settings, ids)
+        return configure_post_processor(PostProcessor(sides[0], sides[1], self.languages), self._files.settings, ids)
 
     # ------------------------------------------------------------ text -> ids
 
@@ -140,39 +140,39 @@ class SpmTokenizer(OneByOne):
             if found is not None:
                 tokens.append(found)
             else:
-                tokens += self._pieces_of(part, specials)
+                tokens += self._split_pieces(part, specials)
         if self._modern and len(tokens) > 1 and tokens[0] == _SPACE and tokens[1] in self._special_ids:
             del tokens[0]
-        return [token if isinstance(token, int) else self._id_of(token, unknown) for token in tokens]
+        return [token if isinstance(token, int) else self._piece_to_id(token, unknown) for token in tokens]
 
-    def _pieces_of(self, part: str, specials: bool) -> list[str | int]:
+    def _split_pieces(self, part: str, specials: bool) -> list[str | int]:
         if self._modern and part.startswith((_SPACE, " ")):
             opening, count = self._unk  # SentencePiece would strip the space from the start of a text
-            return [*self._model.cut(opening + part)[count:]]
+            return [*self._model.split(opening + part)[count:]]
         if specials and self._files.settings.family == "Marian" and part.startswith(">>") and "<<" in part:
             end = part.index("<<") + 2  # an unknown language is UNK, as any unknown piece
-            return [self._table.special.get(part[:end], part[:end]), *self._model.cut(part[end:])]
-        return [*self._model.cut(part)]
+            return [self._table.special.get(part[:end], part[:end]), *self._model.split(part[end:])]
+        return [*self._model.split(part)]
 
     @cached_property
     def _unk(self) -> tuple[str, int]:
         """The unknown token, and how many pieces it is cut into."""
-        opening = next((name for name, i in self.specials.named if i == self.specials.unk), "<unk>")
-        return opening, len(self._model.cut(opening))
+        opening = next((name for name, i in self.special_tokens.named if i == self.special_tokens.unk), "<unk>")
+        return opening, len(self._model.split(opening))
 
-    def _id_of(self, piece: str, unknown: Counter[str]) -> int:
+    def _piece_to_id(self, piece: str, unknown: Counter[str]) -> int:
         token_id = self._ids.get(piece)
         if token_id is None:
             unknown[piece.replace(_SPACE, " ").strip() or " "] += 1
-            return self.specials.unk or 0  # without an UNK the report of the unknown raises
+            return self.special_tokens.unk or 0  # without an UNK the report of the unknown raises
         return token_id
 
-    def frame(self, ids: Sequence[int], *, language: str | None = None) -> list[int]:
-        return self._frame.around(ids, language)
+    def add_special_tokens(self, ids: Sequence[int], *, language: str | None = None) -> list[int]:
+        return self._frame.apply(ids, language)
 
     # ------------------------------------------------------------ ids -> text
 
-    def joiner(self, *, skip_specials: bool = True) -> Callable[[int], bytes]:
+    def incremental_decoder(self, *, skip_specials: bool = True) -> Callable[[int], bytes]:
         leading = self._model.leading
 
         def add(token_id: int) -> bytes:
@@ -196,7 +196,7 @@ class SpmTokenizer(OneByOne):
 
     def _shown(self, token_id: int) -> bytes:
         if not 0 <= token_id < self.vocab_size:
-            raise out_of_range(token_id, self.vocab_size)
+            raise out_of_range_error(token_id, self.vocab_size)
         name = self._table.names[token_id]
         if name in self._table.flags or token_id in self._special_ids:
             return name.encode()
@@ -218,24 +218,26 @@ class SpmTokenizer(OneByOne):
         return hashlib.sha256(self._file_text.encode()).hexdigest()
 
 
-def _table_of(family: Family, model: SpmModel, files: SpmFiles, *, source_side: bool) -> Table:
+def _build_vocabulary(
+    family: TokenizerFamily, model: SentencePieceModel, files: SentencePieceFiles, *, source_side: bool
+) -> VocabularyBuilder:
     """The family's numbering, under what the folder's files say of added and special tokens."""
     names = [*files.vocabularies]
     vocabulary = files.vocabularies[names[0 if source_side else -1]] if names else {}
     table = family.layout(model.pieces, vocabulary, files.settings)
     for token_id, token in sorted(files.settings.added.items()):
-        table.put(token, token_id)
+        table.add(token, token_id)
     ids = {name: token_id for token_id, name in reversed([*enumerate(table.names)])}
     marked = {token.content: token for token in files.settings.marked}
-    usual = {name: Added(name) for name in (*family.roles.values(), *model.controls)}
+    usual = {name: AddedToken(name) for name in (*family.roles.values(), *model.controls)}
     for name, token in {**usual, **marked}.items():
         if name in ids:
-            table.put(table.flags.get(name, token), ids[name])
+            table.add(table.flags.get(name, token), ids[name])
             table.special[name] = ids[name]
     return table
 
 
-def _ordinary(table: Table) -> dict[str, int]:
+def _ordinary(table: VocabularyBuilder) -> dict[str, int]:
     """Piece -> id of what ordinary text is made of; of two equal pieces the first."""
     ids = {name: token_id for token_id, name in reversed([*enumerate(table.names)]) if name}
     for name in table.special:
@@ -246,7 +248,7 @@ def _ordinary(table: Table) -> dict[str, int]:
 class _Finder:
     """Cuts the added tokens out of a text, the longest first, with the rules of transformers' ``tokenize``."""
 
-    def __init__(self, table: Table, *, specials: bool) -> None:
+    def __init__(self, table: VocabularyBuilder, *, specials: bool) -> None:
         self._flags = {name: token for name, token in table.flags.items() if specials or not token.special}
         places = {name: token_id for token_id, name in enumerate(table.names) if name in self._flags}
         self.ids = {**places, **{name: i for name, i in table.special.items() if name in self._flags}}
@@ -277,28 +279,28 @@ class _Finder:
 # ---------------------------------------------------------------- folders
 
 
-def has_spm(folder: Path, settings: Settings) -> bool:
+def is_sentencepiece(folder: Path, settings: TokenizerSettings) -> bool:
     """Whether the folder's tokenizer is SentencePiece's: its class says so, or there is a model and nothing else."""
-    if settings.family in FAMILIES:
+    if settings.family in TOKENIZER_FAMILIES:
         return True
     older = (folder / "merges.txt").is_file() or (folder / "vocab.txt").is_file()
     return not older and any(path.suffix in SUFFIXES for path in folder.iterdir() if path.is_file())
 
 
-def load_spm(
+def load_sentencepiece(
     folder: Path,
-    settings: Settings,
+    settings: TokenizerSettings,
     file: Path | None = None,
     *,
     roles: Mapping[str, str | None] | None = None,
     on_unknown: str = "warn",
-) -> SpmTokenizer:
+) -> SentencePieceTokenizer:
     """The tokenizer of a folder with SentencePiece models; ``file``: the one that was named.
 
     Raises TokenizerError naming the file that is missing or broken, or the class that is not known.
     """
-    settings = replace(settings, family=_family_of(folder, settings, file))
-    family = FAMILIES[settings.family]
+    settings = replace(settings, family=_tokenizer_family(folder, settings, file))
+    family = TOKENIZER_FAMILIES[settings.family]
     paths = [folder / name for name in family.models]
     if file is not None and len(paths) == 1:
         paths = [file]
@@ -310,18 +312,18 @@ def load_spm(
     if roles is not None:
         settings = replace(settings, roles=roles)
     where = dict(zip(family.models, paths, strict=True))
-    tokenizer = SpmTokenizer(SpmFiles(settings, models, vocabularies), where, on_unknown=on_unknown)
+    tokenizer = SentencePieceTokenizer(SentencePieceFiles(settings, models, vocabularies), where, on_unknown=on_unknown)
     for role, name in (roles or {}).items():
-        if name is not None and name not in tokenizer.specials.names():
+        if name is not None and name not in tokenizer.special_tokens.names():
             raise TokenizerError(
                 f"{folder}: the {role} token {name!r} is not among the special tokens",
-                ", ".join(tokenizer.specials.names()),
+                ", ".join(tokenizer.special_tokens.names()),
             )
     return tokenizer
 
 
-def _family_of(folder: Path, settings: Settings, file: Path | None) -> str:
-    if settings.family in FAMILIES:
+def _tokenizer_family(folder: Path, settings: TokenizerSettings, file: Path | None) -> str:
+    if settings.family in TOKENIZER_FAMILIES:
         return settings.family
     names = {path.name for path in folder.iterdir()} if file is None else {file.name}
     if settings.family in ("", "PreTrained"):
@@ -332,7 +334,7 @@ def _family_of(folder: Path, settings: Settings, file: Path | None) -> str:
                 return family
     said = f"the class {settings.family}Tokenizer" if settings.family else "a tokenizer_config.json without a class"
     found = ", ".join(sorted(name for name in names if Path(name).suffix in SUFFIXES))
-    raise TokenizerError(f"{folder}: {found} cannot be read with {said}", f"known: {', '.join(FAMILIES)}")
+    raise TokenizerError(f"{folder}: {found} cannot be read with {said}", f"known: {', '.join(TOKENIZER_FAMILIES)}")
 
 
 def _read_bytes(path: Path) -> bytes:

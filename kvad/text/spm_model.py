@@ -15,14 +15,14 @@ from kvad.errors import TokenizerError
 if TYPE_CHECKING:
     import sentencepiece
 
-__all__ = ["SpmModel"]
+__all__ = ["SentencePieceModel"]
 
 _KINDS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
 _USER_DEFINED, _CONTROL = 4, 3
 _NO_PREFIX = b"\x1a\x02\x18\x00"  # normalizer_spec { add_dummy_prefix: false }: appended, it is merged into the first
 
 
-class SpmModel:
+class SentencePieceModel:
     """``content``: the file's bytes; ``name`` is for messages.  Raises TokenizerError for a file of another kind.
 
     ``leading``: which spaces ``decode`` drops at the start of a text: all of them, the one put before it, or none.
@@ -36,7 +36,7 @@ class SpmModel:
         except (ValueError, IndexError, KeyError):
             raise _not_a_model(name, content) from None
         self.leading: Literal["all", "one", "none"] = "all" if stripped else "one" if prefixed else "none"
-        self._processor = self._processor_of(content)
+        self._processor = self._load_processor(content)
         ids = list(range(self._processor.get_piece_size()))
         self.pieces: list[str] = self._processor.id_to_piece(ids)
         self.controls = frozenset(self._chosen(self._processor.is_control(ids)))
@@ -45,7 +45,7 @@ class SpmModel:
     def _chosen(self, flags: list[bool]) -> Iterator[str]:
         return (piece for piece, flag in zip(self.pieces, flags, strict=True) if flag)
 
-    def _processor_of(self, content: bytes) -> sentencepiece.SentencePieceProcessor:
+    def _load_processor(self, content: bytes) -> sentencepiece.SentencePieceProcessor:
         try:
             import sentencepiece
         except ImportError:
@@ -66,10 +66,10 @@ class SpmModel:
                 _as_control(payload, whole) if number == 1 and _is_spelled(payload, special) else whole
                 for number, payload, whole in self._fields
             )
-            self._processor = self._processor_of(content + (b"" if prefix else _NO_PREFIX))
+            self._processor = self._load_processor(content + (b"" if prefix else _NO_PREFIX))
         self._fields = []  # a copy of the file, by and large
 
-    def cut(self, text: str) -> list[str]:
+    def split(self, text: str) -> list[str]:
         """The pieces of a text; what no piece spells stays as it is written."""
         pieces: list[str] = self._processor.encode(text, out_type=str)
         return pieces

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 from kvad.errors import RequestError
 
-__all__ = ["StopStrings"]
+__all__ = ["StopStringMatcher"]
 
 
-class StopStrings:
+class StopStringMatcher:
     """One per stream.  ``push`` text until ``stopped`` is not None, or ``flush`` at the end."""
 
     def __init__(self, stops: Sequence[str]) -> None:

@@ -12,22 +12,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvad.errors import DataError, TokenizerError, nearest
-from kvad.text.base import FILE_NAME, Specials, Tokenizer, check_text, check_texts
+from kvad.errors import DataError, TokenizerError, suggest
+from kvad.text.base import FILE_NAME, SpecialTokens, Tokenizer, check_text, check_texts
 from kvad.text.bpe import train_bpe
-from kvad.text.library import LibraryTokenizer, dress, roles_of
-from kvad.text.plain import ByteTokenizer, CharTokenizer, field
+from kvad.text.library import HFTokenizer, apply_settings, special_roles
+from kvad.text.plain import ByteTokenizer, CharTokenizer, read_field
 from kvad.text.settings import parse_object, read_settings, read_text
-from kvad.text.spm import SUFFIXES, SpmTokenizer, has_spm, load_spm
+from kvad.text.spm import SUFFIXES, SentencePieceTokenizer, is_sentencepiece, load_sentencepiece
 from kvad.text.vocabularies import byte_level_bpe, wordpiece
 from kvad.text.words import WordTokenizer
 
-__all__ = ["KINDS", "Progress", "Specials", "Tokenizer", "load_tokenizer", "train_tokenizer"]
+__all__ = ["KINDS", "Progress", "SpecialTokens", "Tokenizer", "load_tokenizer", "train_tokenizer"]
 
 KINDS = ("bpe", "byte", "char", "word")
 Progress = Callable[[int, int], None]  # (texts read, characters read)
 
-_OURS = re.compile(r'\s*\{\s*"kvad"\s*:')
+_KVAD_KEY = re.compile(r'\s*\{\s*"kvad"\s*:')
 
 
 def train_tokenizer(
@@ -54,7 +54,7 @@ def train_tokenizer(
     Raises TokenizerError for an option that cannot be, DataError for an empty corpus.
     """
     if kind not in KINDS:
-        raise TokenizerError(f"unknown kind of tokenizer {kind!r}", nearest(kind, KINDS))
+        raise TokenizerError(f"unknown kind of tokenizer {kind!r}", suggest(kind, KINDS))
     if min_freq < 1:
         raise TokenizerError(f"min_freq {min_freq} is below 1")
     if lower and kind not in ("char", "word"):
@@ -117,7 +117,7 @@ def load_tokenizer(
     if path.is_dir():
         return _load_folder(path, roles, on_unknown)
     if path.suffix in SUFFIXES:
-        return load_spm(path.parent, read_settings(path.parent), path, roles=roles, on_unknown=on_unknown)
+        return load_sentencepiece(path.parent, read_settings(path.parent), path, roles=roles, on_unknown=on_unknown)
     return _load_json(path, roles, on_unknown)
 
 
@@ -125,13 +125,13 @@ def _load_folder(folder: Path, roles: Mapping[str, str | None] | None, on_unknow
     if (folder / FILE_NAME).is_file():
         return _load_json(folder / FILE_NAME, roles, on_unknown)
     settings = read_settings(folder)
-    if has_spm(folder, settings):
-        return load_spm(folder, settings, roles=roles, on_unknown=on_unknown)
+    if is_sentencepiece(folder, settings):
+        return load_sentencepiece(folder, settings, roles=roles, on_unknown=on_unknown)
     for name, read in (("vocab.json", byte_level_bpe), ("vocab.txt", wordpiece)):
         if (folder / name).is_file():
             backend, usual = read(folder, settings)
-            dress(backend, settings)
-            return LibraryTokenizer(backend, usual if roles is None else roles, on_unknown=on_unknown)
+            apply_settings(backend, settings)
+            return HFTokenizer(backend, usual if roles is None else roles, on_unknown=on_unknown)
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     found = f"the folder holds {', '.join(names[:8])}{more}" if names else "the folder is empty"
@@ -141,7 +141,7 @@ def _load_folder(folder: Path, roles: Mapping[str, str | None] | None, on_unknow
 def _load_json(path: Path, roles: Mapping[str, str | None] | None, on_unknown: str) -> Tokenizer:
     text = read_text(path)
     try:
-        if _OURS.match(text):
+        if _KVAD_KEY.match(text):
             return _load_table(parse_object(text), on_unknown)
         return _load_library(path, text, roles, on_unknown)
     except TokenizerError as error:
@@ -149,8 +149,8 @@ def _load_json(path: Path, roles: Mapping[str, str | None] | None, on_unknown: s
 
 
 def _load_table(file: dict[str, Any], on_unknown: str) -> Tokenizer:
-    content = field(file, "kvad", dict)
-    kind = field(content, "kind", str)
+    content = read_field(file, "kvad", dict)
+    kind = read_field(content, "kind", str)
     if kind == "byte":
         return ByteTokenizer.from_content(content, on_unknown)
     if kind == "char":
@@ -158,8 +158,8 @@ def _load_table(file: dict[str, Any], on_unknown: str) -> Tokenizer:
     if kind == "word":
         return WordTokenizer.from_content(content, on_unknown)
     if kind == "sentencepiece":
-        return SpmTokenizer.from_content(content, on_unknown)
-    raise TokenizerError(f"unknown kind of tokenizer {kind!r}", nearest(kind, [*KINDS, "sentencepiece"]))
+        return SentencePieceTokenizer.from_content(content, on_unknown)
+    raise TokenizerError(f"unknown kind of tokenizer {kind!r}", suggest(kind, [*KINDS, "sentencepiece"]))
 
 
 def _load_library(path: Path, text: str, roles: Mapping[str, str | None] | None, on_unknown: str) -> Tokenizer:
@@ -171,7 +171,7 @@ def _load_library(path: Path, text: str, roles: Mapping[str, str | None] | None,
         parse_object(text)  # says where, when it is not JSON at all
         raise TokenizerError(f"not a tokenizer that the tokenizers library reads: {error}") from None
     settings = read_settings(path.parent)
-    dress(backend, settings)
+    apply_settings(backend, settings)
     if roles is None:
-        roles = roles_of(backend, settings)
-    return LibraryTokenizer(backend, roles, on_unknown=on_unknown)
+        roles = special_roles(backend, settings)
+    return HFTokenizer(backend, roles, on_unknown=on_unknown)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvad.errors import TokenizerError
-from kvad.text.settings import Settings, parse_object, read_text
+from kvad.text.settings import TokenizerSettings, parse_object, read_text
 
 if TYPE_CHECKING:
     import tokenizers  # type: ignore[import-untyped]
@@ -57,7 +57,7 @@ def _read_merges(path: Path) -> list[tuple[str, str]]:
     return merges
 
 
-def byte_level_bpe(folder: Path, settings: Settings) -> tuple[tokenizers.Tokenizer, dict[str, str | None]]:
+def byte_level_bpe(folder: Path, settings: TokenizerSettings) -> tuple[tokenizers.Tokenizer, dict[str, str | None]]:
     """The backend of ``vocab.json`` and ``merges.txt``, and the roles of its special tokens."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -86,7 +86,7 @@ def byte_level_bpe(folder: Path, settings: Settings) -> tuple[tokenizers.Tokeniz
     return backend, roles
 
 
-def wordpiece(folder: Path, settings: Settings) -> tuple[tokenizers.Tokenizer, dict[str, str | None]]:
+def wordpiece(folder: Path, settings: TokenizerSettings) -> tuple[tokenizers.Tokenizer, dict[str, str | None]]:
     """The backend of BERT's ``vocab.txt``, and the roles of its special tokens."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -109,7 +109,9 @@ def wordpiece(folder: Path, settings: Settings) -> tuple[tokenizers.Tokenizer, d
     return backend, roles
 
 
-def _roles(settings: Settings, usual: Mapping[str, str], vocabulary: Mapping[str, int]) -> dict[str, str | None]:
+def _roles(
+    settings: TokenizerSettings, usual: Mapping[str, str], vocabulary: Mapping[str, int]
+) -> dict[str, str | None]:
     """Those of the class, where they are in the vocabulary, under those that the folder's files name."""
     return {**{role: name for role, name in usual.items() if name in vocabulary}, **settings.roles_in(vocabulary)}
 

@@ -21,11 +21,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from kvad.errors import TokenizerError, nearest
-from kvad.text.base import cut, standard_specials
-from kvad.text.plain import TableTokenizer, field, most_frequent, room_for_tokens
+from kvad.errors import TokenizerError, suggest
+from kvad.text.base import split_text, standard_specials
+from kvad.text.plain import TableTokenizer, most_frequent, num_free_ids, read_field
 
-__all__ = ["SPLITS", "Spacing", "WordTokenizer", "split_words"]
+__all__ = ["SPLITS", "SpacingRules", "WordTokenizer", "split_words"]
 
 _OPENING = frozenset("([{<«“‘„‚¿¡「『《$£€¥@#")
 _CLOSING = frozenset(".,;:!?%)]}>»”’…、。，．；：！？」』》")
@@ -33,7 +33,7 @@ _QUOTES = frozenset("\"'`")
 
 
 @functools.cache
-def _marks() -> str:
+def _combining_characters() -> str:
     """The combining marks, and the joiners that Indic and Persian words contain: ``\\w`` of Python lacks them.
 
     Without them Hindi, or an accent that is a character of its own, would be cut to shreds.
@@ -49,7 +49,7 @@ def _patterns() -> tuple[frozenset[str], re.Pattern[str], re.Pattern[str]]:
     def words(letter: str) -> re.Pattern[str]:
         return re.compile(rf"\n|{letter}+(?:(?:['’-]|(?<=\d)[.,](?=\d)){letter}+)*|\S")
 
-    return frozenset(_marks()), words(r"\w"), words(rf"[\w{_marks()}]")
+    return frozenset(_combining_characters()), words(r"\w"), words(rf"[\w{_combining_characters()}]")
 
 
 def split_words(text: str) -> list[str]:
@@ -60,7 +60,7 @@ def split_words(text: str) -> list[str]:
 SPLITS: dict[str, Callable[[str], list[str]]] = {"words": split_words, "whitespace": str.split}
 
 
-class Spacing:
+class SpacingRules:
     """Whether a space stands before the next word, as a function of the words before it.  One object per text."""
 
     def __init__(self, split: str) -> None:
@@ -68,7 +68,7 @@ class Spacing:
         self._glued = True  # at the start of a text or line, and after an opening mark, nothing is put before a word
         self._open: set[str] = set()  # straight quotes that wait for their partner on this line
 
-    def before(self, word: str) -> str:
+    def needs_space(self, word: str) -> str:
         space = "" if self._glued else " "
         if self._plain:
             self._glued = False
@@ -103,7 +103,7 @@ class WordTokenizer(TableTokenizer):
         first = len(specials.named)
         super().__init__([b""] * first + [word.encode() for word in words], specials, on_unknown)
         if split not in SPLITS:
-            raise TokenizerError(f"unknown split {split!r}", nearest(split, SPLITS))
+            raise TokenizerError(f"unknown split {split!r}", suggest(split, SPLITS))
         self.split = split
         self.lower = lower
         self._words = list(words)
@@ -122,21 +122,21 @@ class WordTokenizer(TableTokenizer):
         on_unknown: str = "warn",
     ) -> WordTokenizer:
         """The most frequent words, in the order of their frequency."""
-        room = room_for_tokens(vocab_size, roles)
+        room = num_free_ids(vocab_size, roles)
         cutter = cls([], roles, split=split, lower=lower)  # checks the options before a long read
         counts: Counter[str] = Counter()
         for text in texts:
-            for piece in cut(text):
+            for piece in split_text(text):
                 counts.update(cutter.words(piece))
         return cls(most_frequent(counts, room, min_freq), roles, split=split, lower=lower, on_unknown=on_unknown)
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any], on_unknown: str = "warn") -> WordTokenizer:
         return cls(
-            field(content, "tokens", list),
-            field(content, "specials", list),
-            split=field(content, "split", str),
-            lower=field(content, "lower", bool),
+            read_field(content, "tokens", list),
+            read_field(content, "specials", list),
+            split=read_field(content, "split", str),
+            lower=read_field(content, "lower", bool),
             on_unknown=on_unknown,
         )
 
@@ -144,21 +144,21 @@ class WordTokenizer(TableTokenizer):
         """The words of a text, before any vocabulary."""
         return SPLITS[self.split](text.lower() if self.lower else text)
 
-    def _ids_of(self, text: str, unknown: Counter[str]) -> list[int]:
+    def _encode_plain(self, text: str, unknown: Counter[str]) -> list[int]:
         words = self.words(text)
         found = list(map(self._ids.get, words))
         if None in found:
             unknown.update(word for word, token_id in zip(words, found, strict=True) if token_id is None)
-        unk = self.specials.unk or 0  # without an UNK the report of the unknown raises
+        unk = self.special_tokens.unk or 0  # without an UNK the report of the unknown raises
         return [unk if token_id is None else token_id for token_id in found]
 
-    def joiner(self, *, skip_specials: bool = True) -> Callable[[int], bytes]:
-        spacing = Spacing(self.split)
+    def incremental_decoder(self, *, skip_specials: bool = True) -> Callable[[int], bytes]:
+        spacing = SpacingRules(self.split)
         piece_of = self.token_bytes if skip_specials else self._shown
 
         def add(token_id: int) -> bytes:
             piece = piece_of(token_id)
-            return spacing.before(piece.decode()).encode() + piece if piece else b""
+            return spacing.needs_space(piece.decode()).encode() + piece if piece else b""
 
         return add
 

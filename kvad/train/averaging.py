@@ -20,22 +20,22 @@ from torch import Tensor, nn
 from kvad.errors import CheckpointError
 from kvad.train.config import OptimConfig
 
-__all__ = ["Averages"]
+__all__ = ["WeightAverager"]
 
-Named = Sequence[tuple[str, nn.Parameter]]
+NamedTensors = Sequence[tuple[str, nn.Parameter]]
 
 
-class Averages:
+class WeightAverager:
     """Of ``parameters``: told after every step, and asked for the average."""
 
-    def __init__(self, parameters: Named, config: OptimConfig) -> None:
-        self._parameters, self._decay = parameters, config.ema
-        self._most, self._every = config.average, config.average_every or 0
+    def __init__(self, parameters: NamedTensors, config: OptimConfig) -> None:
+        self._parameters, self._decay = parameters, config.ema_decay
+        self._most, self._every = config.average_last, config.average_interval or 0
         self._steps = 0
         self._kept: list[list[Tensor]] = []  # of ema: one, the average itself
 
     @torch.no_grad()
-    def tell(self) -> None:
+    def update(self) -> None:
         """After a step."""
         self._steps += 1
         now = [parameter for _, parameter in self._parameters]
@@ -52,7 +52,7 @@ class Averages:
             ]
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
+    def applied(self) -> Iterator[None]:
         """Within the block the parameters are the average (before there is one, themselves); behind it, what they were.
 
         Pointers change, no number does: what was trained comes back to the bit.
@@ -72,7 +72,7 @@ class Averages:
         with torch.no_grad():
             return [torch.stack(each).mean(dim=0) for each in zip(*self._kept, strict=True)]
 
-    def tensors(self) -> dict[str, Tensor]:
+    def state_tensors(self) -> dict[str, Tensor]:
         """``{"raw.NAME": the weights that are trained, "kept.I.NAME": ..., "averaged": steps so far}``."""
         found = {"averaged": torch.tensor(self._steps, dtype=torch.int64)}
         for at, (name, parameter) in enumerate(self._parameters):
@@ -81,19 +81,22 @@ class Averages:
         return found
 
     @torch.no_grad()
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """The reverse: the parameters become what is trained.  CheckpointError for a state that does not fit them."""
-        self._steps = int(_taken(tensors, "averaged", ()).item())
+        self._steps = int(_checked_tensor(tensors, "averaged", ()).item())
         for name, parameter in self._parameters:
-            parameter.copy_(_taken(tensors, f"raw.{name}", parameter.shape))
+            parameter.copy_(_checked_tensor(tensors, f"raw.{name}", parameter.shape))
         count = sum(name.startswith("kept.") for name in tensors) // max(1, len(self._parameters))
         self._kept = [
-            [_taken(tensors, f"kept.{number}.{name}", p.shape).to(p.device, copy=True) for name, p in self._parameters]
+            [
+                _checked_tensor(tensors, f"kept.{number}.{name}", p.shape).to(p.device, copy=True)
+                for name, p in self._parameters
+            ]
             for number in range(count)
         ]
 
 
-def _taken(tensors: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> Tensor:
+def _checked_tensor(tensors: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> Tensor:
     found = tensors.get(name)
     if found is None or tuple(found.shape) != tuple(shape):
         there = "missing" if found is None else f"of shape {list(found.shape)}"

@@ -12,26 +12,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvad.train.progress import PlainProgress, clock
-from kvad.train.reports import Outcome, StartReport, StepReport
+from kvad.train.progress import PlainProgress, format_seconds
+from kvad.train.reports import StartReport, StepReport, TrainingResult
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
 
-__all__ = ["Board", "progress_on"]
+__all__ = ["ConsoleDashboard", "make_progress"]
 
-KEEP = 0.9  # of the smoothed loss's weight, from step to step
+LOSS_SMOOTHING = 0.9  # of the smoothed loss's weight, from step to step
 REFRESH = 4  # a second
 WIDTH = 32  # of the bar
 
 
-def progress_on(console: Console) -> PlainProgress:
+def make_progress(console: Console) -> PlainProgress:
     """What suits the console."""
-    return Board(console) if console.is_terminal else PlainProgress(console)
+    return ConsoleDashboard(console) if console.is_terminal else PlainProgress(console)
 
 
-class Board(PlainProgress):
+class ConsoleDashboard(PlainProgress):
     """What a terminal shows; evaluations, samples and saves stay above it."""
 
     def __init__(self, console: Console) -> None:
@@ -43,17 +43,15 @@ class Board(PlainProgress):
         from rich.live import Live
 
         super().on_start(report)
-        self._live = Live(
-            get_renderable=self.rendered, console=self.console, transient=True, refresh_per_second=REFRESH
-        )
+        self._live = Live(get_renderable=self.render, console=self.console, transient=True, refresh_per_second=REFRESH)
         self._live.start()
 
     def on_step(self, report: StepReport) -> None:
         self.last = report
-        self._summed = KEEP * self._summed + report.loss
-        self._weight = KEEP * self._weight + 1
+        self._summed = LOSS_SMOOTHING * self._summed + report.loss
+        self._weight = LOSS_SMOOTHING * self._weight + 1
 
-    def on_end(self, outcome: Outcome) -> None:
+    def on_end(self, outcome: TrainingResult) -> None:
         self.close()
         super().on_end(outcome)
 
@@ -62,7 +60,7 @@ class Board(PlainProgress):
             self._live.stop()
             self._live = None
 
-    def rendered(self) -> RenderableType:
+    def render(self) -> RenderableType:
         """The board as it is now."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
@@ -106,7 +104,7 @@ class Board(PlainProgress):
         start, last = self.start, self.last
         assert start is not None and last is not None
         limit = f"/{start.steps:,}" if start.steps is not None else ""
-        left = "" if last.eta is None else f"   {clock(last.eta)} left"
+        left = "" if last.eta is None else f"   {format_seconds(last.eta)} left"
         return f"step {last.step:,}{limit}{left}"
 
 

@@ -22,16 +22,25 @@ from typing import Any, NamedTuple
 from kvad.errors import ChatTemplateError, DataError
 from kvad.text.base import Tokenizer
 from kvad.text.chat import ChatTemplate
-from kvad.train.columns import Encoded
-from kvad.train.examples import Example, ExampleCorpus, find
-from kvad.train.labelled import objects_of
+from kvad.train.columns import EncodedColumns
+from kvad.train.examples import Example, ExampleCorpus, scan_examples
+from kvad.train.labelled import read_json_objects
 from kvad.train.pairs import PairPaths
 
-__all__ = ["CHATML", "CHATML_TOKENS", "ChatCorpus", "Conversation", "chatml", "completed", "masked", "open_chats"]
-__all__ += ["said"]
+__all__ = [
+    "CHATML",
+    "CHATML_TOKENS",
+    "ChatCorpus",
+    "Conversation",
+    "chatml",
+    "with_tokenizer_specials",
+    "encode_with_mask",
+    "open_chats",
+]
+__all__ += ["render_with_spans"]
 
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # of special tokens that a template may name
-MARK = "{# the template, behind what a special token is #}"
+SPECIAL_TOKENS_COMMENT = "{# the template, behind what a special token is #}"
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -54,48 +63,54 @@ class ChatCorpus(ExampleCorpus[Conversation]):
     def read(self, path: Path) -> Iterator[Example[Conversation] | None]:
         return _conversations(path, self.errors)
 
-    def texts_of(self, content: Conversation) -> Iterable[str]:
+    def tokenizer_texts(self, content: Conversation) -> Iterable[str]:
         return [text for message in content.messages if isinstance(text := message.get("content"), str)]
 
-    def encoded_many(self, tokenizer: Tokenizer, many: list[tuple[Path, Example[Conversation]]]) -> Iterator[Encoded]:
-        template = completed(self.template, tokenizer)
+    def encode_batch(
+        self, tokenizer: Tokenizer, many: list[tuple[Path, Example[Conversation]]]
+    ) -> Iterator[EncodedColumns]:
+        template = with_tokenizer_specials(self.template, tokenizer)
         for path, example in many:
             try:
-                text, spans = said(template, example.content, tokenizer.specials.names())
-                ids, mask = masked(tokenizer, text, spans)
+                text, spans = render_with_spans(template, example.content, tokenizer.special_tokens.names())
+                ids, mask = encode_with_mask(tokenizer, text, spans)
             except (ChatTemplateError, DataError) as error:
                 raise DataError(f"{path}, line {example.line}: {error.message}", error.hint) from error
             yield ids, {"mask": mask}
 
     def settings(self) -> dict[str, Any]:
-        sources = {name: source.rpartition(MARK)[2] for name, source in self.template.templates.items()}
+        sources = {
+            name: source.rpartition(SPECIAL_TOKENS_COMMENT)[2] for name, source in self.template.templates.items()
+        }
         return {**super().settings(), "template": sources}
 
     def template_files(self, tokenizer: Tokenizer) -> dict[str, str]:
         """The template as files of a checkpoint, by name.  What it says of special tokens is set in it, so that it
         writes the same whatever else a folder says of them."""
-        found, known = {}, completed(self.template, tokenizer).specials
+        found, known = {}, with_tokenizer_specials(self.template, tokenizer).specials
         for name, source in self.template.templates.items():
             values = {f"{role}_token": known.get(f"{role}_token", "") for role in ROLES}
             said = "".join(f"{{% set {key} = {json.dumps(text)} %}}" for key, text in values.items() if key in source)
             path = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
-            found[path] = source if MARK in source or not said else said + MARK + source
+            found[path] = (
+                source if SPECIAL_TOKENS_COMMENT in source or not said else said + SPECIAL_TOKENS_COMMENT + source
+            )
         return found
 
 
-def completed(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplate:
+def with_tokenizer_specials(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplate:
     """The template with the special tokens of a tokenizer, where nothing else was said of them."""
-    names = {token: name for name, token in tokenizer.specials.names().items()}
-    tokens = ((role, getattr(tokenizer.specials, role)) for role in ROLES)
+    names = {token: name for name, token in tokenizer.special_tokens.names().items()}
+    tokens = ((role, getattr(tokenizer.special_tokens, role)) for role in ROLES)
     roles = {f"{role}_token": names[token] for role, token in tokens if token in names}
     return ChatTemplate(template.templates, {**roles, **template.specials})
 
 
 def chatml(tokenizer: Tokenizer | None) -> str:
     """ChatML for a tokenizer that there is: without a token of its own, a turn ends with the one that ends a text."""
-    if tokenizer is None or CHATML_TOKENS[1] in tokenizer.specials.names():
+    if tokenizer is None or CHATML_TOKENS[1] in tokenizer.special_tokens.names():
         return CHATML
-    specials = tokenizer.specials
+    specials = tokenizer.special_tokens
     end = specials.separator if specials.eos is None else specials.eos
     named = [name for name, token in specials.names().items() if token == end]
     return CHATML.replace(CHATML_TOKENS[1], named[0]) if named else CHATML
@@ -103,14 +118,14 @@ def chatml(tokenizer: Tokenizer | None) -> str:
 
 def open_chats(paths: PairPaths, errors: str, validation: float, template: ChatTemplate) -> ChatCorpus:
     """Raises DataError naming file and line for what is no conversation."""
-    found = find(paths, lambda path: _conversations(path, errors), ChatCorpus.noun, validation)
+    found = scan_examples(paths, lambda path: _conversations(path, errors), ChatCorpus.noun, validation)
     return ChatCorpus(found, errors, template)
 
 
 # ---------------------------------------------------------------- who says what
 
 
-def said(
+def render_with_spans(
     template: ChatTemplate, talk: Conversation, specials: Iterable[str]
 ) -> tuple[str, tuple[tuple[int, int], ...]]:
     """The text of a conversation, and the character ranges [start, end) that the assistant says, in order.
@@ -145,7 +160,7 @@ def said(
     return rendered.text, tuple(spans)
 
 
-def masked(tokenizer: Tokenizer, text: str, spans: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
+def encode_with_mask(tokenizer: Tokenizer, text: str, spans: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
     """The ids of a text, and 1 for each that lies in a span.
 
     Every part is encoded by itself.  Where that would be another text (SentencePiece puts a space before each), the
@@ -170,7 +185,7 @@ def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 def _aligned(tokenizer: Tokenizer, ids: list[int], parts: list[tuple[str, int]]) -> list[int]:
     """1 for each token in a span, by the bytes that tokens add to the text."""
-    joiner = tokenizer.joiner(skip_specials=False)
+    joiner = tokenizer.incremental_decoder(skip_specials=False)
     sizes = [len(joiner(token)) for token in ids]
     mask, token = list[int](), 0
     for part, own in parts:
@@ -193,7 +208,7 @@ def _aligned(tokenizer: Tokenizer, ids: list[int], parts: list[tuple[str, int]])
 
 
 def _conversations(path: Path, errors: str) -> Iterator[Example[Conversation] | None]:
-    for number, content in objects_of(path, errors):
+    for number, content in read_json_objects(path, errors):
         messages, tools = content.get("messages"), content.get("tools")
         if not isinstance(messages, list) or not messages:
             raise DataError(

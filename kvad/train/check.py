@@ -21,41 +21,51 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvad.errors import counted
-from kvad.model.fresh import Fresh
+from kvad.errors import format_count
+from kvad.model.fresh import NoCache
 from kvad.model.transformer import Transformer
-from kvad.step import Step
+from kvad.step import ModelInput
 from kvad.text.base import Tokenizer
-from kvad.train.data import DocumentData, TrainingData
-from kvad.train.objective import Autocast, asked_logits, backward
-from kvad.train.pair_data import PairData
-from kvad.train.rows import Batch, Row, Segment, Shape, Use, alone, collate, owners, picked
+from kvad.train.data import DocumentDataset, TrainingData
+from kvad.train.objective import Autocast, accumulate_gradients, target_logits
+from kvad.train.pair_data import PairDataset
+from kvad.train.rows import (
+    Batch,
+    CollateConfig,
+    PackedRow,
+    PackingStats,
+    Segment,
+    collate_rows,
+    segment_ids,
+    select_rows,
+    split_segments,
+)
 from kvad.train.store import Ints
-from kvad.train.stream import SequentialData
+from kvad.train.stream import StreamingDataset
 
-__all__ = ["TOLERANCE", "Perturbed", "Report", "check_data"]
+__all__ = ["TOLERANCE", "PerturbationResult", "PackingReport", "check_packing"]
 
-LOOK = 64  # rows
+DEFAULT_ROWS = 64  # rows
 TOLERANCE = 1e-12  # of the largest gradient
-AT_MOST = 3  # documents of the fullest row that are changed in turn
+MAX_CHANGED_DOCUMENTS = 3  # documents of the fullest row that are changed in turn
 
-Checked = DocumentData | PairData | SequentialData
+CheckableData = DocumentDataset | PairDataset | StreamingDataset
 
 
 @dataclass(frozen=True)
-class Perturbed:
+class PerturbationResult:
     """Document ``document`` of the fullest row was changed: max |dlogit| of its own targets, of all others that must
     not see it, and of the ``later`` ones that may (not isolated)."""
 
     document: int
     side: str  # "tokens", "source" or "target"
-    own: float
-    others: float
-    later: float
+    own_change: float
+    leak: float
+    later_change: float
 
 
 @dataclass(frozen=True)
-class Report:
+class PackingReport:
     """``gradient``: max |difference| / max |gradient|, None where documents are not isolated; ``row``: the fullest one,
     a line per document; ``use``: None where the data says it otherwise."""
 
@@ -63,8 +73,8 @@ class Report:
     documents: int
     isolate: bool
     reset: bool
-    use: Use | None
-    perturbed: tuple[Perturbed, ...]
+    packing_stats: PackingStats | None
+    perturbed: tuple[PerturbationResult, ...]
     gradient: float | None
     loss_packed: float
     loss_alone: float | None
@@ -75,77 +85,89 @@ class Report:
         """What does not hold, in words; empty: all of it does."""
         found = []
         for each in self.perturbed:
-            if each.others != 0:  # NaN is not 0
-                found.append(f"document {each.document}'s {each.side} moves another one's logits by {each.others:.3g}")
-            if not each.own > 0:
+            if each.leak != 0:  # NaN is not 0
+                found.append(f"document {each.document}'s {each.side} moves another one's logits by {each.leak:.3g}")
+            if not each.own_change > 0:
                 found.append(f"document {each.document}'s own logits do not move: nothing can be seen by this model")
         if self.gradient is not None and not self.gradient <= TOLERANCE:
             found.append(f"packed gradients differ from those of documents alone by {self.gradient:.3g} of the largest")
         return tuple(found)
 
 
-def check_data(model: Transformer, data: Checked | TrainingData, tokenizer: Tokenizer, rows: int = 2) -> Report:
+def check_packing(
+    model: Transformer, data: CheckableData | TrainingData, tokenizer: Tokenizer, rows: int = 2
+) -> PackingReport:
     """``model``: weights of any kind, in float64; ``rows``: how many make the batch.
 
     Other data than of next tokens and pairs must isolate its documents, and make micro-batches of enough rows."""
     model.eval()
-    if not isinstance(data, Checked):
+    if not isinstance(data, CheckableData):
         return _check_batch(model, data.micro_batches(0)[0], tokenizer, rows)
     shape = replace(data.shape, device="cpu")
-    looked = data.rows(np.arange(max(LOOK, rows)))
+    looked = data.rows(np.arange(max(DEFAULT_ROWS, rows)))
     fullest = max(range(len(looked)), key=lambda row: len(looked[row]))
     chosen = [looked[fullest], *islice((row for n, row in enumerate(looked) if n != fullest), rows - 1)]
-    batch = collate(chosen, shape)
+    batch = collate_rows(chosen, shape)
     gradient = alone_loss = None
     packed_loss, packed = _gradient(model, [batch])
     if shape.isolate:
-        alone_loss, apart = _gradient(model, list(alone(batch)))
+        alone_loss, apart = _gradient(model, list(split_segments(batch)))
         gradient = float((packed - apart).abs().max() / apart.abs().max())
-    return Report(
+    return PackingReport(
         rows=len(chosen),
         documents=sum(map(len, chosen)),
         isolate=shape.isolate,
         reset=shape.reset,
-        use=data.use(),
+        packing_stats=data.packing_stats(),
         perturbed=tuple(_perturb(model, chosen, shape)),
         gradient=gradient,
         loss_packed=packed_loss,
         loss_alone=alone_loss,
-        row=tuple(_shown(part, number, tokenizer) for number, part in enumerate(chosen[0])),
+        row=tuple(_document_line(part, number, tokenizer) for number, part in enumerate(chosen[0])),
     )
 
 
-def _check_batch(model: Transformer, batch: Batch, tokenizer: Tokenizer, rows: int) -> Report:
+def _check_batch(model: Transformer, batch: Batch, tokenizer: Tokenizer, rows: int) -> PackingReport:
     """Of a Step as it stands: its documents are those that its mask keeps apart."""
-    owner, most = owners(batch.step)
-    per_row = owner.view(batch.step.lanes[0].rows, -1)
+    owner, most = segment_ids(batch.model_input)
+    per_row = owner.view(batch.model_input.sub_batches[0].num_seqs, -1)
     fullest = int(per_row.amax(1).sub(torch.arange(len(per_row)) * most).argmax())
     chosen = [fullest, *islice((row for row in range(len(per_row)) if row != fullest), rows - 1)]
-    batch = picked(batch, torch.tensor(chosen))
-    owner, most = owners(batch.step)
-    theirs = None if batch.step.source is None else owners(batch.step.source, most)[0]
-    before, last = _asked(model, batch), int(owner[: batch.step.lanes[0].new].max())
+    batch = select_rows(batch, torch.tensor(chosen))
+    owner, most = segment_ids(batch.model_input)
+    theirs = None if batch.model_input.encoder_input is None else segment_ids(batch.model_input.encoder_input, most)[0]
+    before, last = _target_logits(model, batch), int(owner[: batch.model_input.sub_batches[0].num_new_tokens].max())
     found, shown = [], list[str]()
     for document in range(last + 1):
         mine = owner == document
         source = None if theirs is None else (theirs == document)
-        held = None if source is None or batch.step.source is None else batch.step.source.tokens[source].numpy()
-        shown.append(_shown(Segment(batch.step.tokens[mine].numpy(), np.empty(0, np.int64), held), document, tokenizer))
+        held = (
+            None
+            if source is None or batch.model_input.encoder_input is None
+            else batch.model_input.encoder_input.token_ids[source].numpy()
+        )
+        shown.append(
+            _document_line(
+                Segment(batch.model_input.token_ids[mine].numpy(), np.empty(0, np.int64), held), document, tokenizer
+            )
+        )
         if document not in (0, last // 2, last):
             continue
-        for side, changed in _sides(batch.step, mine, source, model):
-            moved = (_asked(model, batch._replace(step=changed)) - before).abs().amax(dim=1)
-            own = mine[batch.step.wanted]
+        for side, changed in _sides(batch.model_input, mine, source, model):
+            moved = (_target_logits(model, batch._replace(model_input=changed)) - before).abs().amax(dim=1)
+            own = mine[batch.model_input.logit_indices]
             if own.any():
-                found.append(Perturbed(document, side, _most(moved[own]), _most(moved[~own]), 0.0))
-    apart = list(alone(batch))
+                found.append(
+                    PerturbationResult(document, side, _max_or_zero(moved[own]), _max_or_zero(moved[~own]), 0.0)
+                )
+    apart = list(split_segments(batch))
     (packed_loss, packed), (alone_loss, single) = _gradient(model, [batch]), _gradient(model, apart)
-    return Report(
+    return PackingReport(
         rows=len(chosen),
         documents=len(owner[owner >= 0].unique()),
         isolate=True,
         reset=True,
-        use=None,
+        packing_stats=None,
         perturbed=tuple(found),
         gradient=float((packed - single).abs().max() / single.abs().max()),
         loss_packed=packed_loss,
@@ -154,39 +176,41 @@ def _check_batch(model: Transformer, batch: Batch, tokenizer: Tokenizer, rows: i
     )
 
 
-def _sides(step: Step, mine: Tensor, theirs: Tensor | None, model: Transformer) -> list[tuple[str, Step]]:
+def _sides(step: ModelInput, mine: Tensor, theirs: Tensor | None, model: Transformer) -> list[tuple[str, ModelInput]]:
     """The step with another token in every place of a document: its source, then its own."""
     config = model.config
-    own = step._replace(tokens=torch.where(mine, (step.tokens + 1) % config.vocab, step.tokens))
-    if step.source is None or theirs is None:
+    own = step._replace(token_ids=torch.where(mine, (step.token_ids + 1) % config.vocab_size, step.token_ids))
+    if step.encoder_input is None or theirs is None:
         return [("tokens", own)]
-    vocab = config.vocab if config.source is None else config.source.vocab or config.vocab
-    read = step.source._replace(tokens=torch.where(theirs, (step.source.tokens + 1) % vocab, step.source.tokens))
-    return [("source", step._replace(source=read)), ("target", own)]
+    vocab = config.vocab_size if config.encoder_input is None else config.encoder_input.vocab_size or config.vocab_size
+    read = step.encoder_input._replace(
+        token_ids=torch.where(theirs, (step.encoder_input.token_ids + 1) % vocab, step.encoder_input.token_ids)
+    )
+    return [("source", step._replace(encoder_input=read)), ("target", own)]
 
 
 @torch.no_grad()
-def _asked(model: Transformer, batch: Batch) -> Tensor:
-    return asked_logits(model, batch, Fresh(model.config))
+def _target_logits(model: Transformer, batch: Batch) -> Tensor:
+    return target_logits(model, batch, NoCache(model.config))
 
 
 def _gradient(model: Transformer, batches: Sequence[Batch]) -> tuple[float, Tensor]:
     """Mean loss per target (nats), and the gradient of it, flat."""
     model.zero_grad(set_to_none=True)
     total = sum(len(batch.targets) for batch in batches)
-    memory, exact = Fresh(model.config), Autocast("fp32", "cpu")
-    summed = sum(backward(model, batch, memory, total, exact) for batch in batches)
+    memory, exact = NoCache(model.config), Autocast("fp32", "cpu")
+    summed = sum(accumulate_gradients(model, batch, memory, total, exact) for batch in batches)
     flat = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     model.zero_grad(set_to_none=True)
     return summed / total, flat
 
 
-def _perturb(model: Transformer, rows: Sequence[Row], shape: Shape) -> list[Perturbed]:
-    row, vocab = rows[0], model.config.vocab
+def _perturb(model: Transformer, rows: Sequence[PackedRow], shape: CollateConfig) -> list[PerturbationResult]:
+    row, vocab = rows[0], model.config.vocab_size
     last = len(row) - 1
     before, row_of, owner = _logits(model, rows, shape)
     found = []
-    for document in sorted({0, last // 2, last})[:AT_MOST]:
+    for document in sorted({0, last // 2, last})[:MAX_CHANGED_DOCUMENTS]:
         for side, changed in _changes(row[document], vocab, model):
             others = [*row[:document], changed, *row[document + 1 :]]
             after, _, _ = _logits(model, [others, *rows[1:]], shape)
@@ -195,47 +219,53 @@ def _perturb(model: Transformer, rows: Sequence[Row], shape: Shape) -> list[Pert
             later = (row_of == 0) & (owner > document)
             if shape.isolate:
                 later = torch.zeros_like(own)
-            elif row[0].source is not None:
+            elif row[0].encoder_tokens is not None:
                 later = (row_of == 0) & ~own  # all sources of the row are read by all of its targets
             if not own.any():
                 continue  # a last token that nothing follows
             rest = ~own & ~later
-            found.append(Perturbed(document, side, _most(moved[own]), _most(moved[rest]), _most(moved[later])))
+            found.append(
+                PerturbationResult(
+                    document, side, _max_or_zero(moved[own]), _max_or_zero(moved[rest]), _max_or_zero(moved[later])
+                )
+            )
     return found
 
 
 def _changes(part: Segment, vocab: int, model: Transformer) -> list[tuple[str, Segment]]:
-    if part.source is None:
+    if part.encoder_tokens is None:
         return [("tokens", part._replace(tokens=(part.tokens + 1) % vocab))]
-    source = (part.source + 1) % (vocab if model.config.source is None else model.config.source.vocab or vocab)
+    source = (part.encoder_tokens + 1) % (
+        vocab if model.config.encoder_input is None else model.config.encoder_input.vocab_size or vocab
+    )
     target = part._replace(tokens=(part.tokens + 1) % vocab)
-    return [("source", part._replace(source=source)), ("target", target)]
+    return [("source", part._replace(encoder_tokens=source)), ("target", target)]
 
 
 @torch.no_grad()
-def _logits(model: Transformer, rows: Sequence[Row], shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+def _logits(model: Transformer, rows: Sequence[PackedRow], shape: CollateConfig) -> tuple[Tensor, Tensor, Tensor]:
     """[N, V] of the wanted places, and of each its row and its document there."""
-    step = collate(rows, shape).step
-    logits = model.logits(model(step, Fresh(model.config)), step.wanted)
-    width = step.lanes[0].new
+    step = collate_rows(rows, shape).model_input
+    logits = model.logits(model(step, NoCache(model.config)), step.logit_indices)
+    width = step.sub_batches[0].num_new_tokens
     documents = torch.full((len(rows), width), -1)
     for number, row in enumerate(rows):
         owners = torch.repeat_interleave(torch.arange(len(row)), torch.tensor([len(part.tokens) for part in row]))
         documents[number, : len(owners)] = owners
-    return logits, step.wanted // width, documents.view(-1)[step.wanted]
+    return logits, step.logit_indices // width, documents.view(-1)[step.logit_indices]
 
 
-def _most(values: Tensor) -> float:
+def _max_or_zero(values: Tensor) -> float:
     return float(values.max()) if len(values) else 0.0
 
 
-def _shown(part: Segment, number: int, tokenizer: Tokenizer) -> str:
+def _document_line(part: Segment, number: int, tokenizer: Tokenizer) -> str:
     """One line: the document's number, its tokens, its text with the middle left out."""
 
     def text(ids: Ints) -> str:
         whole = " ".join(tokenizer.decode(ids.tolist(), skip_specials=False).split())
         return whole if len(whole) <= 72 else f"{whole[:44]} ... {whole[-23:]}"
 
-    if part.source is None:
-        return f"{number}  {counted(len(part.tokens), 'token')}: {text(part.tokens)}"
-    return f"{number}  {len(part.source)} + {len(part.tokens)} tokens: {text(part.source)}  ->  {text(part.tokens)}"
+    if part.encoder_tokens is None:
+        return f"{number}  {format_count(len(part.tokens), 'token')}: {text(part.tokens)}"
+    return f"{number}  {len(part.encoder_tokens)} + {len(part.tokens)} tokens: {text(part.encoder_tokens)}  ->  {text(part.tokens)}"

@@ -21,19 +21,19 @@ import numpy.typing as npt
 from kvad.text.base import Tokenizer
 from kvad.train.corpus import Progress
 
-__all__ = ["ColumnFiles", "Columned", "Encoded", "column_files", "column_sizes", "write_columns"]
+__all__ = ["ColumnFiles", "HasColumns", "EncodedColumns", "check_column_files", "column_sizes", "write_columns"]
 
-Encoded = tuple[list[int], Mapping[str, list[int]]]  # the ids of a text, and a value of each by column
+EncodedColumns = tuple[list[int], Mapping[str, list[int]]]  # the ids of a text, and a value of each by column
 
 
 @runtime_checkable
-class Columned(Protocol):
+class HasColumns(Protocol):
     """A corpus that knows more of a token than its id: ``columns`` says what, and as which numpy type."""
 
     @property
     def columns(self) -> Mapping[str, str]: ...
 
-    def encoded(self, tokenizer: Tokenizer, progress: Progress) -> Iterator[Encoded]:
+    def encoded(self, tokenizer: Tokenizer, progress: Progress) -> Iterator[EncodedColumns]:
         """Every text, as the model is to read it."""
         ...
 
@@ -57,12 +57,12 @@ def column_sizes(manifest: Mapping[str, Any]) -> dict[str, int]:
     return {f"{name}.bin": np.dtype(kind).itemsize * manifest["tokens"] for name, kind in columns}
 
 
-def column_files(folder: Path, manifest: Mapping[str, Any]) -> bool:
+def check_column_files(folder: Path, manifest: Mapping[str, Any]) -> bool:
     """Whether every column that the manifest names has a value for every token."""
     return all((folder / name).stat().st_size == size for name, size in column_sizes(manifest).items())
 
 
-def write_columns(folder: Path, columns: Mapping[str, str], texts: Iterable[Encoded]) -> Iterator[list[int]]:
+def write_columns(folder: Path, columns: Mapping[str, str], texts: Iterable[EncodedColumns]) -> Iterator[list[int]]:
     """The ids of each text, whose columns are written on the way."""
     with ExitStack() as stack:
         files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in columns}

@@ -16,176 +16,190 @@ from pathlib import Path
 import torch
 
 from kvad.checkpoint.atomic import write_bytes
-from kvad.checkpoint.compressor import StoredCompressor, model_fingerprint, open_compressor, save_compressor
-from kvad.checkpoint.open import model_of, open_checkpoint
-from kvad.checkpoint.opened import Opened, Training
-from kvad.config import mixers
+from kvad.checkpoint.compressor import StoredSummarizer, open_summarizer, sampled_fingerprint, save_summarizer_step
+from kvad.checkpoint.open import load_weights, open_checkpoint
+from kvad.checkpoint.opened import CheckpointHandle, TrainingState
+from kvad.config import attention_specs
 from kvad.errors import CheckpointError, ConfigError, MemoryPlanError, UsageError
-from kvad.model.compress import Compressor
+from kvad.model.compress import Summarizer
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import Tokenizer
 from kvad.train.config import RunConfig, TokenizerConfig
-from kvad.train.distil import Distillation
+from kvad.train.distil import SummaryDistillation
 from kvad.train.job import (
     METRICS,
     Clock,
-    check_differences,
-    eventful,
-    open_again,
-    progress,
-    teller,
+    check_resumable,
+    checkpoint_metadata,
+    event_callbacks,
+    notify_all,
+    reopen_data,
 )
-from kvad.train.material import Material, Named, as_json, from_json, named_for
-from kvad.train.memory import within
+from kvad.train.material import CorpusArgument, RunData, corpus_from_json, corpus_to_json, resolve_corpus
+from kvad.train.memory import translate_oom
 from kvad.train.metrics import MetricsFile
 from kvad.train.objective import Autocast, resolve_precision
-from kvad.train.optim import Optimization
-from kvad.train.refusals import TOKENS, check_begun, check_machine, check_place, check_run, check_writable, nothing_left
-from kvad.train.reports import Callback, Outcome
-from kvad.train.saver import Moment, Saver, left
-from kvad.train.speed import refuse
-from kvad.train.toml import RUN_FILE, run_file
-from kvad.train.trainer import State, Trainer
+from kvad.train.optim import OptimizersContainer
+from kvad.train.refusals import (
+    TOKENS_FOLDER,
+    check_device,
+    check_has_checkpoint,
+    check_is_run,
+    check_run_folder,
+    check_writable,
+    cleanup_on_error,
+)
+from kvad.train.reports import Callback, TrainingResult
+from kvad.train.saver import AsyncCheckpointer, CheckpointSnapshot, checkpoint_status
+from kvad.train.speed import check_acceleration
+from kvad.train.toml import RUN_FILE, format_run_file
+from kvad.train.trainer import Trainer, TrainerState
 
-__all__ = ["resume", "stored_run", "subject_of", "train"]
+__all__ = ["resume_summarizer", "read_summarizer_run", "load_teacher", "train_summarizer"]
 
 
-def train(
+def train_summarizer(
     config: RunConfig,
-    corpus: Named,
+    corpus: CorpusArgument,
     out: Path,
     *,
     overwrite: bool = False,
     callbacks: Sequence[Callback] = (),
     clock: Clock = time.monotonic,
-) -> Outcome:
+) -> TrainingResult:
     """Train a compressor for ``config.compress.model`` on text files and folders.
 
     Raises UsageError, DataError, ConfigError, CheckpointError before anything is written; SaveError, with the last
     checkpoint whole.
     """
-    earlier = check_place(config, corpus, out, overwrite)
+    earlier = check_run_folder(config, corpus, out, overwrite)
     check_writable(out)
-    check_machine(config.train)
-    refuse(config.train)
-    opened, tokenizer = subject_of(config)
-    tell = teller(callbacks)
-    named = named_for("compress", corpus)
-    material = Material(config, named, tell)
+    check_device(config.train)
+    check_acceleration(config.train)
+    opened, tokenizer = load_teacher(config)
+    tell = notify_all(callbacks)
+    named = resolve_corpus("compress", corpus)
+    material = RunData(config, named, tell)
     torch.manual_seed(config.train.seed)
-    compressor = Compressor(mixers(opened.config), config.compress.ratio, config.compress.hidden)
-    with nothing_left(out):
-        material.open(out / TOKENS, tokenizer)
-    run = _Run(config, named, out, opened, compressor, material, fresh=earlier)
-    return run.fit(State(), None, callbacks, clock)
+    compressor = Summarizer(attention_specs(opened.config), config.summarizer.ratio, config.summarizer.hidden_size)
+    with cleanup_on_error(out):
+        material.open(out / TOKENS_FOLDER, tokenizer)
+    run = _SummarizerRun(config, named, out, opened, compressor, material, fresh=earlier)
+    return run.fit(TrainerState(), None, callbacks, clock)
 
 
-def resume(
+def resume_summarizer(
     out: Path,
     *,
     config: RunConfig | None = None,
-    corpus: Named = (),
+    corpus: CorpusArgument = (),
     callbacks: Sequence[Callback] = (),
     clock: Clock = time.monotonic,
-) -> Outcome:
+) -> TrainingResult:
     """Go on from the newest checkpoint of a run, to the bit, as ``job.resume`` does for models.
 
     Raises ConfigError naming what differs, CheckpointError where there is no run, or the model is another now.
     """
-    run_config, paths = stored_run(out)
-    found = open_compressor(out)
+    run_config, paths = read_summarizer_run(out)
+    found = open_summarizer(out)
     config, corpus, state = config or run_config, corpus or paths, _training(found)
-    check_differences(run_config.to_dict(), config.to_dict())
-    check_machine(config.train)
-    opened, tokenizer = subject_of(config)
-    compressor = found.compressor(opened).requires_grad_(True)
-    tell = teller(callbacks)
-    named = named_for("compress", corpus)
-    material = Material(config, named, tell)
-    open_again(material, out, tokenizer, state, tell)
-    run = _Run(config, named, out, opened, compressor, material)
-    return run.fit(State(**state.state["progress"]), state, callbacks, clock)
+    check_resumable(run_config.to_dict(), config.to_dict())
+    check_device(config.train)
+    opened, tokenizer = load_teacher(config)
+    compressor = found.load(opened).requires_grad_(True)
+    tell = notify_all(callbacks)
+    named = resolve_corpus("compress", corpus)
+    material = RunData(config, named, tell)
+    reopen_data(material, out, tokenizer, state, tell)
+    run = _SummarizerRun(config, named, out, opened, compressor, material)
+    return run.fit(TrainerState(**state.state["progress"]), state, callbacks, clock)
 
 
-def stored_run(out: Path) -> tuple[RunConfig, Named]:
+def read_summarizer_run(out: Path) -> tuple[RunConfig, CorpusArgument]:
     """The configuration and the corpus of a run that can go on.  Raises CheckpointError where there is none."""
-    check_begun(out)
-    found = open_compressor(out)
+    check_has_checkpoint(out)
+    found = open_summarizer(out)
     state = _training(found).state
-    check_run(out)
+    check_is_run(out)
     try:
-        return RunConfig.from_dict(state["run"]), from_json(state["corpus"])
+        return RunConfig.from_dict(state["run"]), corpus_from_json(state["corpus"])
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{found.path}: its training state has no {error}") from error
 
 
-def _outgrown(state: State, left: str) -> MemoryPlanError:
-    hint = f"{left}; what takes less: a lower train.batch, a lower data.context"
+def _outgrown(state: TrainerState, left: str) -> MemoryPlanError:
+    hint = f"{left}; what takes less: a lower train.batch_size, a lower data.seq_len"
     return MemoryPlanError(f"out of memory in step {state.step + 1}", hint)
 
 
-def _training(found: StoredCompressor) -> Training:
+def _training(found: StoredSummarizer) -> TrainingState:
     if found.training is None:
         raise CheckpointError(f"{found.path} holds a compressor but no training state", "only a run can go on")
     return found.training
 
 
-def subject_of(config: RunConfig) -> tuple[Opened, Tokenizer]:
+def load_teacher(config: RunConfig) -> tuple[CheckpointHandle, Tokenizer]:
     """The model that is compressed, and its tokenizer, refused where they cannot be."""
-    wanted = config.compress
+    wanted = config.summarizer
     if wanted.model is None:
-        raise UsageError("compress.model: a compressor is trained for a model", "name its checkpoint: --init MODEL")
+        raise UsageError("summarizer.model: a compressor is trained for a model", "name its checkpoint: --init MODEL")
     if config.model or config.tokenizer != TokenizerConfig():
         table = "model" if config.model else "tokenizer"
         raise ConfigError(f"[{table}]: a compressor's model is {wanted.model}, with its own tokenizer", "leave it out")
     opened = open_checkpoint(wanted.model)
     if opened.config.kind != "decoder":
-        raise ConfigError(f"compress.model: {wanted.model} is an {opened.config.kind}", "only a decoder's cache is")
+        raise ConfigError(f"summarizer.model: {wanted.model} is an {opened.config.kind}", "only a decoder's cache is")
     if opened.tokenizer is None:
         raise ConfigError(
-            f"compress.model: {wanted.model} came without a tokenizer", "put its tokenizer.json beside it"
+            f"summarizer.model: {wanted.model} came without a tokenizer", "put its tokenizer.json beside it"
         )
-    if config.data.context > opened.config.limit:
-        limit = opened.config.limit
+    if config.data.seq_len > opened.config.max_seq_len:
+        limit = opened.config.max_seq_len
         raise ConfigError(
-            f"data.context: {config.data.context} is beyond the model's limit of {limit}", f"--context {limit} fits"
+            f"data.seq_len: {config.data.seq_len} is beyond the model's limit of {limit}", f"--context {limit} fits"
         )
-    wanted.check_context(config.data.context)
-    if config.data.packing not in ("auto", "split") or not (config.data.reset and config.data.isolate):
+    wanted.check_context(config.data.seq_len)
+    if config.data.packing not in ("auto", "split") or not (
+        config.data.reset_positions and config.data.isolate_documents
+    ):
         raise ConfigError("data: a compressor learns from rows cut from the corpus", "leave packing, reset and isolate")
     return opened, opened.tokenizer
 
 
-class _Run:
+class _SummarizerRun:
     """One run's parts, and how they become a checkpoint."""
 
     def __init__(
         self,
         config: RunConfig,
-        corpus: Named,
+        corpus: CorpusArgument,
         out: Path,
-        opened: Opened,
-        compressor: Compressor,
-        material: Material,
+        opened: CheckpointHandle,
+        compressor: Summarizer,
+        material: RunData,
         *,
         fresh: bool = False,
     ) -> None:
         train = config.train
         self.config, self.out, self.material, self.fresh = config, out, material, fresh
-        self.corpus, self.made_for = as_json(corpus), model_fingerprint(opened)
+        self.corpus, self.made_for = corpus_to_json(corpus), sampled_fingerprint(opened)
         self.compressor = compressor.to(train.device)
-        self.optimization = Optimization(self.compressor, config.optim, train)
-        self.model: Transformer = model_of(opened, "float32", train.device)
+        self.optimization = OptimizersContainer(self.compressor, config.optim, train)
+        self.model: Transformer = load_weights(opened, "float32", train.device)
 
-    def fit(self, state: State, stored: Training | None, callbacks: Sequence[Callback], clock: Clock) -> Outcome:
+    def fit(
+        self, state: TrainerState, stored: TrainingState | None, callbacks: Sequence[Callback], clock: Clock
+    ) -> TrainingResult:
         train = self.config.train
         if stored is not None:
-            self.optimization.restore(stored.tensors)
-        metrics = MetricsFile(self.out / METRICS, train.log_every)
-        write_bytes(self.out / RUN_FILE, run_file(self.config, self.corpus).encode())
+            self.optimization.load_state_tensors(stored.tensors)
+        metrics = MetricsFile(self.out / METRICS, train.log_interval)
+        write_bytes(self.out / RUN_FILE, format_run_file(self.config, self.corpus).encode())
         autocast = Autocast(resolve_precision(train.precision, train.device), train.device)
-        aim = Distillation(self.model, self.compressor, self.config.compress, autocast)
-        saver = Saver(lambda: self._moment(state), self._write, beside=train.save_beside, there=stored is not None)
+        aim = SummaryDistillation(self.model, self.compressor, self.config.summarizer, autocast)
+        saver = AsyncCheckpointer(
+            lambda: self._moment(state), self._write, async_save=train.async_save, has_checkpoint=stored is not None
+        )
         trainer = Trainer(
             self.compressor,
             aim,
@@ -194,34 +208,34 @@ class _Run:
             train,
             state,
             saver,
-            callbacks=[metrics, *eventful(self.out, train), *callbacks],
+            callbacks=[metrics, *event_callbacks(self.out, train), *callbacks],
             clock=clock,
-            whence=self.material.whence,
+            describe_rows=self.material.describe_rows,
         )
-        with metrics, within(lambda: _outgrown(state, left(saver.there))):
+        with metrics, translate_oom(lambda: _outgrown(state, checkpoint_status(saver.has_checkpoint))):
             return trainer.fit()
 
-    def _moment(self, state: State) -> Moment:
-        content = progress(self.config, self.corpus, self.material, state)
-        training = Training(self.optimization.tensors(), content)
-        with self.optimization.averaged():
+    def _moment(self, state: TrainerState) -> CheckpointSnapshot:
+        content = checkpoint_metadata(self.config, self.corpus, self.material, state)
+        training = TrainingState(self.optimization.state_tensors(), content)
+        with self.optimization.averaged_weights():
             weights = self.compressor.state_dict()
         best = state.best_step if self.config.train.keep_best else None
-        return Moment(state.step, weights, training, best)
+        return CheckpointSnapshot(state.step, weights, training, best)
 
-    def _write(self, moment: Moment) -> Path:
-        train, wanted = self.config.train, self.config.compress
+    def _write(self, moment: CheckpointSnapshot) -> Path:
+        train, wanted = self.config.train, self.config.summarizer
         said = {"ratio": self.compressor.ratio, "hidden": self.compressor.hidden}
-        said |= {"recent": wanted.recent, "sinks": wanted.sinks}
+        said |= {"recent": wanted.recent, "sinks": wanted.num_sinks}
         said |= {"val_loss": moment.training.state["progress"]["val_loss"]}
-        path = save_compressor(
+        path = save_summarizer_step(
             self.out,
             moment.step,
             moment.weights,
             self.made_for,
             said,
             moment.training,
-            keep=train.keep,
+            keep=train.keep_checkpoints,
             best=moment.best,
             fresh=self.fresh,
         )

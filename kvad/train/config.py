@@ -9,8 +9,8 @@ A run file has these tables::
     [objective]   kind: what the model learns to say                     ObjectiveConfig
     [optim]       name, lr, schedule, weight_decay, clip, ema, ...        OptimConfig (optim_config.py)
     [train]       steps, minutes, batch, precision, save_every, ...      TrainConfig
-    [watch]       check_cache, prompts, bleu, ...: what is looked at at evaluations    WatchConfig
-    [compress]    model, ratio, recent, ...: what objective.kind = "compress" trains, in the place of [model] and
+    [callbacks]       check_cache, prompts, bleu, ...: what is looked at at evaluations    WatchConfig
+    [summarizer]    model, ratio, recent, ...: what objective.kind = "compress" trains, in the place of [model] and
                   [tokenizer]                                            CompressConfig (adapt_config.py)
     [lora]        rank, alpha, targets, ...: adapters are trained beside a frozen model.init    LoraConfig
 
@@ -28,14 +28,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvad.config import ModelConfig, from_dict, override, to_dict
-from kvad.errors import ConfigError, nearest
-from kvad.train.adapt_config import CompressConfig, LoraConfig
+from kvad.errors import ConfigError, suggest
+from kvad.train.adapt_config import LoraConfig, SummarizerConfig
 from kvad.train.data_config import DataConfig, SourceConfig, TokenizerConfig
-from kvad.train.optim_config import OptimConfig, check
-from kvad.train.presets import PRESETS
+from kvad.train.optim_config import OptimConfig, require
+from kvad.train.presets import MODEL_PRESETS
 
 __all__ = [
-    "CompressConfig",
+    "SummarizerConfig",
     "DataConfig",
     "LoraConfig",
     "ObjectiveConfig",
@@ -44,9 +44,9 @@ __all__ = [
     "SourceConfig",
     "TokenizerConfig",
     "TrainConfig",
-    "WatchConfig",
-    "assigned",
-    "differences",
+    "CallbacksConfig",
+    "apply_overrides",
+    "config_differences",
 ]
 
 TABLES = ("model", "data", "tokenizer", "objective", "optim", "train", "watch", "compress", "lora")
@@ -67,25 +67,25 @@ class ObjectiveConfig:
     """
 
     kind: Literal["auto", "next-token", "seq2seq", "masked", "spans", "tag", "classify", "chat", "compress"] = "auto"
-    smoothing: float = 0.0
-    density: float = 0.15
-    mean_span: float = 3.0
-    sampling: float = 0.0
-    sampling_schedule: Literal["linear", "exponential", "sigmoid"] = "linear"
-    sampling_steps: int | None = None
-    template: str | None = None
+    label_smoothing: float = 0.0
+    noise_density: float = 0.15
+    mean_span_length: float = 3.0
+    scheduled_sampling: float = 0.0
+    scheduled_sampling_schedule: Literal["linear", "exponential", "sigmoid"] = "linear"
+    scheduled_sampling_steps: int | None = None
+    chat_template: str | None = None
     text_field: str = "text"
     label_field: str = "label"
-    hide: float = 0.0
+    input_mask_ratio: float = 0.0
 
     def __post_init__(self) -> None:
-        check(0 <= self.smoothing < 1, "objective.smoothing", self.smoothing, "in [0, 1)")
-        check(0 < self.density < 1, "objective.density", self.density, "between 0 and 1")
-        check(self.mean_span >= 1, "objective.mean_span", self.mean_span, "at least 1")
-        check(0 <= self.sampling <= 1, "objective.sampling", self.sampling, "in [0, 1]")
-        check(0 <= self.hide < 1, "objective.hide", self.hide, "in [0, 1)")
-        steps = self.sampling_steps
-        check(steps is None or steps >= 1, "objective.sampling_steps", steps, "at least 1")
+        require(0 <= self.label_smoothing < 1, "objective.label_smoothing", self.label_smoothing, "in [0, 1)")
+        require(0 < self.noise_density < 1, "objective.noise_density", self.noise_density, "between 0 and 1")
+        require(self.mean_span_length >= 1, "objective.mean_span_length", self.mean_span_length, "at least 1")
+        require(0 <= self.scheduled_sampling <= 1, "objective.scheduled_sampling", self.scheduled_sampling, "in [0, 1]")
+        require(0 <= self.input_mask_ratio < 1, "objective.input_mask_ratio", self.input_mask_ratio, "in [0, 1)")
+        steps = self.scheduled_sampling_steps
+        require(steps is None or steps >= 1, "objective.scheduled_sampling_steps", steps, "at least 1")
 
 
 @dataclass(frozen=True)
@@ -106,30 +106,30 @@ class TrainConfig:
 
     steps: int | None = None
     minutes: float | None = None
-    batch: int = 16
-    accumulate: int = 1
+    batch_size: int = 16
+    gradient_accumulation_steps: int = 1
     seed: int = 0
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     device: str = "cpu"
-    eval_every: int = 250
+    eval_interval: int = 250
     eval_tokens: int = 65536
-    save_every: int = 500
-    log_every: int = 10
-    keep: int = 2
+    save_interval: int = 500
+    log_interval: int = 10
+    keep_checkpoints: int = 2
     keep_best: bool = True
-    save_beside: bool = True
-    recompute: bool = False
+    async_save: bool = True
+    activation_checkpointing: bool = False
     compile: bool = False
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("batch", "accumulate", "eval_every", "save_every", "log_every", "keep"):
-            check(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
+        for name in ("batch_size", "gradient_accumulation_steps", "eval_interval", "save_interval", "log_interval", "keep_checkpoints"):
+            require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
         for name in ("steps", "minutes"):
             value = getattr(self, name)
-            check(value is None or value > 0, f"train.{name}", value, "above 0")
+            require(value is None or value > 0, f"train.{name}", value, "above 0")
         for name in ("eval_tokens", "seed"):
-            check(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
+            require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
         _check_precision(self.precision, self.device)
 
     @property
@@ -139,7 +139,7 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class WatchConfig:
+class CallbacksConfig:
     """What is looked at at every evaluation, on a copy of the weights (``kvad.lab.callbacks``): no number of the run
     changes.
 
@@ -150,32 +150,37 @@ class WatchConfig:
 
     check_cache: bool = False
     prompts: tuple[str, ...] = ()
-    prompt_tokens: int = 64
+    max_tokens: int = 64
     temperature: float = 0.0
-    bleu: int | None = None
+    bleu_samples: int | None = None
 
     def __post_init__(self) -> None:
-        check(self.prompt_tokens >= 1, "watch.prompt_tokens", self.prompt_tokens, "at least 1")
-        check(self.temperature >= 0, "watch.temperature", self.temperature, "0 or more")
-        check(self.bleu is None or self.bleu >= 1, "watch.bleu", self.bleu, "at least 1")
-        check("" not in self.prompts, "watch.prompts", list(self.prompts), "texts that are not empty")
-        for name in ("prompt_tokens", "temperature"):
-            if not self.prompts and getattr(self, name) != getattr(WatchConfig, name):
-                raise ConfigError(f"watch.{name}: means nothing without watch.prompts", "say what is to go on")
+        require(self.max_tokens >= 1, "callbacks.max_tokens", self.max_tokens, "at least 1")
+        require(self.temperature >= 0, "callbacks.temperature", self.temperature, "0 or more")
+        require(
+            self.bleu_samples is None or self.bleu_samples >= 1,
+            "callbacks.bleu_samples",
+            self.bleu_samples,
+            "at least 1",
+        )
+        require("" not in self.prompts, "callbacks.prompts", list(self.prompts), "texts that are not empty")
+        for name in ("max_tokens", "temperature"):
+            if not self.prompts and getattr(self, name) != getattr(CallbacksConfig, name):
+                raise ConfigError(f"watch.{name}: means nothing without callbacks.prompts", "say what is to go on")
 
     @property
-    def asked(self) -> tuple[str, ...]:
+    def requested(self) -> tuple[str, ...]:
         """The keys that ask for something to be looked at."""
-        return tuple(name for name in ("check_cache", "prompts", "bleu") if getattr(self, name))
+        return tuple(name for name in ("check_cache", "prompts", "bleu_samples") if getattr(self, name))
 
 
 # What may change on resume, as no number does.
-FREE = (
+RESUMABLE_KEYS = (
     *(
         f"train.{key}"
-        for key in ("log_every", "eval_every", "save_every", "keep", "keep_best", "save_beside", "tensorboard")
+        for key in ("log_interval", "eval_interval", "save_interval", "keep_checkpoints", "keep_best", "async_save", "tensorboard")
     ),
-    *(f"watch.{key.name}" for key in fields(WatchConfig)),
+    *(f"callbacks.{key.name}" for key in fields(CallbacksConfig)),
 )
 
 
@@ -189,8 +194,8 @@ class RunConfig:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    watch: WatchConfig = field(default_factory=WatchConfig)
-    compress: CompressConfig = field(default_factory=CompressConfig)
+    callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
+    summarizer: SummarizerConfig = field(default_factory=SummarizerConfig)
     lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
@@ -201,9 +206,9 @@ class RunConfig:
             raise ConfigError(
                 f"model.{others[0]}: the model is {init}, as it is", "leave it out, or leave model.init out"
             )
-        if self.objective.kind == "compress" and self.watch.asked:
+        if self.objective.kind == "compress" and self.callbacks.requested:
             raise ConfigError(
-                f"watch.{self.watch.asked[0]}: looks at a model, and a compressor is trained", "leave it out"
+                f"watch.{self.callbacks.requested[0]}: looks at a model, and a compressor is trained", "leave it out"
             )
         if self.lora is not None and init is None:
             raise ConfigError("[lora]: adapters stand beside a trained model", "name its checkpoint: --init MODEL")
@@ -219,7 +224,7 @@ class RunConfig:
         """Raises ConfigError naming the table and the key."""
         for name, table in content.items():
             if name not in TABLES:
-                raise ConfigError(f"unknown table [{name}]", nearest(name, TABLES))
+                raise ConfigError(f"unknown table [{name}]", suggest(name, TABLES))
             if not isinstance(table, Mapping):
                 raise ConfigError(f"{name}: expected a table, found {table!r}")
         return RunConfig(
@@ -229,8 +234,8 @@ class RunConfig:
             from_dict(ObjectiveConfig, content.get("objective", {}), "objective"),
             from_dict(OptimConfig, content.get("optim", {}), "optim"),
             from_dict(TrainConfig, content.get("train", {}), "train"),
-            from_dict(WatchConfig, content.get("watch", {}), "watch"),
-            from_dict(CompressConfig, content.get("compress", {}), "compress"),
+            from_dict(CallbacksConfig, content.get("watch", {}), "watch"),
+            from_dict(SummarizerConfig, content.get("compress", {}), "compress"),
             from_dict(LoraConfig, content["lora"], "lora") if "lora" in content else None,
         )
 
@@ -254,14 +259,14 @@ class RunConfig:
         table = _with_nulls(self.model)
         name = table.pop("preset", None if table.keys() & {"decoder", "encoder"} else "small")
         dotted = table.pop("set", {})
-        if name is not None and name not in PRESETS:
-            raise ConfigError(f"model.preset: {name!r} is not known", nearest(str(name), PRESETS))
-        base = {"embed": {}} if name is None else to_dict(PRESETS[name](vocab, self.data.context))
+        if name is not None and name not in MODEL_PRESETS:
+            raise ConfigError(f"model.preset: {name!r} is not known", suggest(str(name), MODEL_PRESETS))
+        base = {"embedding": {}} if name is None else to_dict(MODEL_PRESETS[name](vocab, self.data.seq_len))
         merged = override(_merge(base, table), dotted)
-        _reach(merged, "vocab", vocab, "the tokenizer's vocabulary")
-        _reach(merged, "limit", self.data.context, "data.context")
-        if isinstance(merged.get("source"), dict):
-            _reach(merged["source"], "limit", self.data.context, "data.context", "source.")
+        _require_at_least(merged, "vocab_size", vocab, "the tokenizer's vocabulary")
+        _require_at_least(merged, "max_seq_len", self.data.seq_len, "data.seq_len")
+        if isinstance(merged.get("encoder_input"), dict):
+            _require_at_least(merged["encoder_input"], "max_seq_len", self.data.seq_len, "data.seq_len", "encoder_input.")
         return ModelConfig.from_dict(merged)
 
 
@@ -276,10 +281,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not TOML: {error}") from error
 
 
-def assigned(content: Mapping[str, Any], pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
+def apply_overrides(content: Mapping[str, Any], pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
     """A run file's tables with ``("optim.lr", "1e-3")`` and the like put in.
 
-    A key begins with its table's name; one that does not is the model's (``decoder.layers``).  Values are JSON where
+    A key begins with its table's name; one that does not is the model's (``decoder.num_layers``).  Values are JSON where
     they can be, else text; of another kind than a key asks for, they are refused when the tables are read.  Raises
     ConfigError for a key that begins with neither.
     """
@@ -292,7 +297,7 @@ def assigned(content: Mapping[str, Any], pairs: Iterable[tuple[str, str]]) -> di
         name, _, inner = key.partition(".")
         if inner and name not in (*TABLES, *MODEL):
             raise ConfigError(
-                f"unknown key {key!r}: {name!r} is no table, and no part of a model", nearest(name, (*TABLES, *MODEL))
+                f"unknown key {key!r}: {name!r} is no table, and no part of a model", suggest(name, (*TABLES, *MODEL))
             )
         if name not in TABLES or not inner:
             name, inner = "model", key
@@ -306,15 +311,15 @@ def assigned(content: Mapping[str, Any], pairs: Iterable[tuple[str, str]]) -> di
     return made
 
 
-def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any], where: str = "") -> list[str]:
+def config_differences(stored: Mapping[str, Any], wanted: Mapping[str, Any], where: str = "") -> list[str]:
     """Dotted keys whose values differ, as ``"train.lr: 0.001 there, 0.01 here"``; FREE ones never do."""
     found: list[str] = []
     for key in sorted({*stored, *wanted}):
         dotted = f"{where}{key}"
         there, here = stored.get(key), wanted.get(key)
         if isinstance(there, Mapping) and isinstance(here, Mapping):
-            found += differences(there, here, f"{dotted}.")
-        elif there != here and dotted not in FREE:
+            found += config_differences(there, here, f"{dotted}.")
+        elif there != here and dotted not in RESUMABLE_KEYS:
             found.append(f"{dotted}: {there!r} there, {here!r} here")
     return found
 
@@ -338,7 +343,7 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _reach(table: dict[str, Any], key: str, least: int, what: str, where: str = "") -> None:
+def _require_at_least(table: dict[str, Any], key: str, least: int, what: str, where: str = "") -> None:
     if table.setdefault(key, least) < least:
         raise ConfigError(f"model.{where}{key}: {table[key]} is below {least}, {what}")
 

@@ -14,20 +14,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvad.errors import DataError, counted, nearest_file
+from kvad.errors import DataError, format_count, suggest_path
 from kvad.text.base import Tokenizer
-from kvad.train.readers import FORMATS, Piece, Reading, bare_suffix, blocks_of, format_of, opened
+from kvad.train.readers import (
+    FORMATS,
+    ReadOptions,
+    TextPiece,
+    bare_suffix,
+    detect_format,
+    open_decompressed,
+    read_blocks,
+)
 
-__all__ = ["PROBE_BYTES", "Corpus", "Framer", "Progress", "Source", "open_corpus", "read_text"]
+__all__ = ["PROBE_BYTES", "DocumentCorpus", "FrameFn", "Progress", "CorpusFile", "open_corpus", "read_document"]
 
-Framer = Callable[[int, list[int]], list[int]]  # (number of a text, its ids) -> the ids with what stands around them
+FrameFn = Callable[[int, list[int]], list[int]]  # (number of a text, its ids) -> the ids with what stands around them
 Progress = Callable[[int, int], None]  # (characters read, tokens made of them), in all
 
 PROBE_BYTES = 8192  # a zero byte among the first ones: not text
 
 
 @dataclass(frozen=True)
-class Source:
+class CorpusFile:
     """A file of documents: ``name`` is its path under what was named; ``sha256`` of its bytes as they lie ("" in a
     stream, whose files are told by name and size)."""
 
@@ -36,19 +44,19 @@ class Source:
     num_bytes: int
     sha256: str
 
-    def entry(self) -> dict[str, Any]:
+    def manifest_entry(self) -> dict[str, Any]:
         return {"name": self.name, "bytes": self.num_bytes, "sha256": self.sha256}
 
 
 @dataclass(frozen=True)
-class Corpus:
+class DocumentCorpus:
     """``skipped``: binary and empty files of the folders that were named.  ``lines``: every line that is not empty is
     a document, not every file.  ``format``, ``field``: as ``readers.py`` has them."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[CorpusFile, ...]
     skipped: int
     errors: str
-    lines: bool = False
+    one_per_line: bool = False
     format: str = "auto"
     field: str = "text"
 
@@ -65,18 +73,18 @@ class Corpus:
                 yield "".join(held)
                 held = []
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TextPiece]:
         """The documents in order, long ones in pieces."""
-        how = Reading(self.errors, self.field)
+        how = ReadOptions(self.errors, self.field)
         for source in self.sources:
-            yield from FORMATS[self._format_of(source.path)](source.path, how)
+            yield from FORMATS[self._file_format(source.path)](source.path, how)
 
     def settings(self) -> dict[str, Any]:
         """What decides the texts, and how they are framed."""
-        found: dict[str, Any] = {"errors": self.errors, "sources": [source.entry() for source in self.sources]}
-        if self.lines:
+        found: dict[str, Any] = {"errors": self.errors, "sources": [source.manifest_entry() for source in self.sources]}
+        if self.one_per_line:
             found["documents"] = "lines"
-        formats = {self._format_of(source.path) for source in self.sources} - {"text", "lines"}
+        formats = {self._file_format(source.path) for source in self.sources} - {"text", "lines"}
         if formats:
             found |= {"formats": sorted(formats), "field": self.field}
         return found
@@ -84,25 +92,25 @@ class Corpus:
     @property
     def whole_files(self) -> bool:
         """Whether every file is one document."""
-        return all(self._format_of(source.path) == "text" for source in self.sources)
+        return all(self._file_format(source.path) == "text" for source in self.sources)
 
-    def _format_of(self, path: Path) -> str:
-        found = format_of(path, self.format)
-        return "lines" if self.lines and found == "text" else found
+    def _file_format(self, path: Path) -> str:
+        found = detect_format(path, self.format)
+        return "lines" if self.one_per_line and found == "text" else found
 
-    def framer(self, tokenizer: Tokenizer) -> Framer:
+    def framer(self, tokenizer: Tokenizer) -> FrameFn:
         """Every document is opened by the separator.  Raises DataError for a tokenizer that has none."""
-        separator = tokenizer.specials.separator
+        separator = tokenizer.special_tokens.separator
         if separator is None:
             raise DataError(
                 "this tokenizer has no token that opens a document", "train one here, or give it <|endofdoc|>"
             )
         return lambda _number, ids: [separator, *ids]
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """One line about it."""
-        skipped = f"; {counted(self.skipped, 'binary or empty one')} left out" if self.skipped else ""
-        return f"corpus: {counted(len(self.sources), 'file')}, {self.num_bytes / 1e6:,.1f} MB{skipped}"
+        skipped = f"; {format_count(self.skipped, 'binary or empty one')} left out" if self.skipped else ""
+        return f"corpus: {format_count(len(self.sources), 'file')}, {self.num_bytes / 1e6:,.1f} MB{skipped}"
 
 
 def open_corpus(
@@ -114,7 +122,7 @@ def open_corpus(
     format: str = "auto",
     field: str = "text",
     hashed: bool = True,
-) -> Corpus:
+) -> DocumentCorpus:
     """Find the files and hash them (``hashed``: else their beginnings are looked at).
 
     Raises DataError for a path that is missing, unreadable, binary or empty, and for a corpus without text.
@@ -125,13 +133,13 @@ def open_corpus(
     sources, skipped = [], 0
     for named in paths:
         for path in _files(named, suffixes):
-            if (found := _look(path, hashed)).wrong:
+            if (found := _probe_file(path, hashed)).wrong:
                 if path == named:
                     raise DataError(f"{path} {found.wrong}", found.hint)
                 skipped += 1
                 continue
             name = path.name if path == named else f"{named.name}/{path.relative_to(named).as_posix()}"
-            sources.append(Source(path, name, found.num_bytes, found.sha256))
+            sources.append(CorpusFile(path, name, found.num_bytes, found.sha256))
     if not sources:
         which = f" ending in {', '.join(suffixes)}" if suffixes else ""
         where = ", ".join(map(str, paths))
@@ -140,13 +148,15 @@ def open_corpus(
         )
         raise DataError(
             f"no text files{which} in {where}",
-            f"{counted(skipped, 'file')} there {'is' if skipped == 1 else 'are'} empty or binary" if skipped else hint,
+            f"{format_count(skipped, 'file')} there {'is' if skipped == 1 else 'are'} empty or binary"
+            if skipped
+            else hint,
         )
     lines = lines or format == "lines"
-    return Corpus(tuple(sources), skipped, errors, lines, "auto" if format == "lines" else format, field)
+    return DocumentCorpus(tuple(sources), skipped, errors, lines, "auto" if format == "lines" else format, field)
 
 
-class _Look(NamedTuple):
+class _FileProbe(NamedTuple):
     """``wrong``: why a file is not text, and a ``hint``; else empty."""
 
     num_bytes: int
@@ -155,39 +165,39 @@ class _Look(NamedTuple):
     hint: str = ""
 
 
-def _look(path: Path, hashed: bool) -> _Look:
+def _probe_file(path: Path, hashed: bool) -> _FileProbe:
     """Read once: the beginning, as text, until it says something, and all of it where it is hashed."""
-    with opened(path) as file:
+    with open_decompressed(path) as file:
         first = file.read(PROBE_BYTES)
         if b"\0" in first:
-            return _Look(0, "", f"is binary (a zero byte at offset {first.index(0)}), not text")
+            return _FileProbe(0, "", f"is binary (a zero byte at offset {first.index(0)}), not text")
         while first and not first.strip():
             first = file.read(1 << 20)
     if not first:
-        return _Look(0, "", "is empty", "a corpus needs text")
+        return _FileProbe(0, "", "is empty", "a corpus needs text")
     try:
         if not hashed:
-            return _Look(path.stat().st_size, "")
+            return _FileProbe(path.stat().st_size, "")
         with path.open("rb") as file:
-            return _Look(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+            return _FileProbe(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
-def read_text(path: Path, errors: str = "strict") -> str:
+def read_document(path: Path, errors: str = "strict") -> str:
     """A file's text without its byte order mark.  Raises DataError naming file and byte."""
-    return "".join(blocks_of(path, errors))
+    return "".join(read_blocks(path, errors))
 
 
-def _near(missing: Path) -> str:
+def _suggest_file(missing: Path) -> str:
     """A hint: the name beside it that is like it, or where it was looked for."""
-    close = nearest_file(missing)
+    close = suggest_path(missing)
     return f"looked for {missing.absolute()}" if close is None else f"did you mean {str(close)!r}?"
 
 
 def _files(named: Path, suffixes: Sequence[str]) -> Iterator[Path]:
     if not named.exists():
-        raise DataError(f"no such file or folder: {named}", _near(named))
+        raise DataError(f"no such file or folder: {named}", _suggest_file(named))
     if not named.is_dir():
         yield named
         return

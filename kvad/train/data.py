@@ -32,32 +32,43 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from kvad.errors import ConfigError, DataError, counted
+from kvad.errors import ConfigError, DataError, format_count
 from kvad.train.config import RunConfig
-from kvad.train.mixture import Mixed, part_seed
-from kvad.train.packing import Fit, Packed, pack, windows
-from kvad.train.rows import Batch, Epochs, Row, RowSource, Segment, Shape, Use, collate, generator, texts_of
+from kvad.train.mixture import MixtureRows, source_seed
+from kvad.train.packing import PackedLayout, PackingMethod, pack_rows, split_windows
+from kvad.train.rows import (
+    Batch,
+    CollateConfig,
+    Epochs,
+    PackedRow,
+    PackingStats,
+    RowSource,
+    Segment,
+    collate_rows,
+    row_provenance,
+    seeded_rng,
+)
 from kvad.train.store import Ints, TokenStore
 
 __all__ = [
     "Batch",
-    "DocumentData",
+    "DocumentDataset",
     "Epochs",
-    "Order",
-    "Part",
-    "Split",
+    "RowOrder",
+    "MixtureSource",
+    "TokenSpans",
     "TrainingData",
-    "batch_of",
+    "build_batch",
     "evaluation_rows",
-    "generator",
-    "shape_of",
-    "split",
+    "seeded_rng",
+    "collate_config",
+    "split_validation",
 ]
 
 MANY_DOCUMENTS = 10  # from here on whole documents are held out
 
 
-class Part(NamedTuple):
+class MixtureSource(NamedTuple):
     """A source of a run's texts: those of the store from ``first`` to ``last``, and its share of the rows.
 
     ``held``: how many of its last ones are for validation only (0: a share is held out).
@@ -66,7 +77,7 @@ class Part(NamedTuple):
     first: int
     last: int
     weight: float = 1.0
-    held: int = 0
+    num_held_out: int = 0
 
 
 class TrainingData(Protocol):
@@ -89,12 +100,12 @@ class TrainingData(Protocol):
         """The validation split, or as much of it as the configuration asks for."""
         ...
 
-    def told(self) -> list[str]:
+    def summary(self) -> list[str]:
         """What a user should know of it, in lines."""
         ...
 
 
-class DocumentData:
+class DocumentDataset:
     """Documents, next token by next token.
 
     ``parts``: the sources of a mixture, whose rows are drawn by weight; none: the store is one.  Raises DataError where
@@ -102,115 +113,123 @@ class DocumentData:
     """
 
     def __init__(
-        self, store: TokenStore, config: RunConfig, parts: Sequence[Part] = (), vocab: int | None = None
+        self, store: TokenStore, config: RunConfig, parts: Sequence[MixtureSource] = (), vocab: int | None = None
     ) -> None:
         data, train = config.data, config.train
         self._data, self._train, self._store = data, train, store
-        self.shape = shape_of(config, vocab=vocab)
-        rows = train.batch * train.accumulate
-        parts = parts or [Part(0, store.num_documents)]
-        splits, self._sources = list[tuple[Split, Split]](), list[CircleRows | FittedRows]()
+        self.shape = collate_config(config, vocab=vocab)
+        rows = train.batch_size * train.gradient_accumulation_steps
+        parts = parts or [MixtureSource(0, store.num_documents)]
+        splits, self._sources = list[tuple[TokenSpans, TokenSpans]](), list[PackedRows | BestFitRows]()
         for number, part in enumerate(parts):
-            seed = train.seed if len(parts) == 1 else part_seed(train.seed, number)
-            splits.append(split(store, data.validation, seed, (part.first, part.last)))
-            self._sources.append(_rows_of(splits[-1][0], config, rows, seed))
-        self.validation = Split(store, np.concatenate([held.spans for _, held in splits]))
-        self.training = Split(store, np.concatenate([rest.spans for rest, _ in splits]))
+            seed = train.seed if len(parts) == 1 else source_seed(train.seed, number)
+            splits.append(split_validation(store, data.validation_fraction, seed, (part.first, part.last)))
+            self._sources.append(_build_rows(splits[-1][0], config, rows, seed))
+        self.validation = TokenSpans(store, np.concatenate([held.spans for _, held in splits]))
+        self.training = TokenSpans(store, np.concatenate([rest.spans for rest, _ in splits]))
         weights = [part.weight for part in parts]
-        self._rows: RowSource = self._sources[0] if len(parts) == 1 else Mixed(self._sources, weights, train.seed)
+        self._rows: RowSource = self._sources[0] if len(parts) == 1 else MixtureRows(self._sources, weights, train.seed)
         self.train_tokens, self.validation_tokens = len(self.training), len(self.validation)
-        self.tokens_per_step = rows * data.context
+        self.tokens_per_step = rows * data.seq_len
 
     def micro_batches(self, step: int) -> list[Batch]:
         train = self._train
-        rows = self.rows(np.arange(train.batch * train.accumulate) + step * train.batch * train.accumulate)
-        return [collate(rows[low : low + train.batch], self.shape) for low in range(0, len(rows), train.batch)]
+        rows = self.rows(
+            np.arange(train.batch_size * train.gradient_accumulation_steps)
+            + step * train.batch_size * train.gradient_accumulation_steps
+        )
+        return [
+            collate_rows(rows[low : low + train.batch_size], self.shape)
+            for low in range(0, len(rows), train.batch_size)
+        ]
 
-    def rows(self, numbers: Ints) -> list[Row]:
+    def rows(self, numbers: Ints) -> list[PackedRow]:
         """Rows by number, as segments (``rows.py``)."""
         return self._rows.rows(numbers)
 
-    def texts_of(self, number: int) -> list[int]:
-        return texts_of(self._rows, number)
+    def provenance(self, number: int) -> list[int]:
+        return row_provenance(self._rows, number)
 
     def evaluation(self) -> Iterator[Batch]:
         data, train = self._data, self._train
-        for starts, length in evaluation_rows(self.validation, data.context, train.eval_tokens, train.batch):
-            yield collate(self.validation.segments(starts, length), self.shape)
+        for starts, length in evaluation_rows(self.validation, data.seq_len, train.eval_tokens, train.batch_size):
+            yield collate_rows(self.validation.segments(starts, length), self.shape)
 
-    def use(self) -> Use:
+    def packing_stats(self) -> PackingStats:
         """Of the first epoch of all sources together."""
         uses = [source.use() for source in self._sources]
-        return Use(*(sum(each) for each in zip(*uses, strict=True)))
+        return PackingStats(*(sum(each) for each in zip(*uses, strict=True)))
 
-    def told(self) -> list[str]:
-        use = self.use()
+    def summary(self) -> list[str]:
+        use = self.packing_stats()
         packing = "split" if self._data.packing == "auto" else self._data.packing
-        packed = f"packed by {packing}: {counted(use.rows, 'row')} of {self._data.context:,} tokens, {use.told()}"
-        return [f"tokens: {self._store.num_tokens:,} in {counted(self._store.num_documents, 'document')}", packed]
+        packed = (
+            f"packed by {packing}: {format_count(use.rows, 'row')} of {self._data.seq_len:,} tokens, {use.summary()}"
+        )
+        return [f"tokens: {self._store.num_tokens:,} in {format_count(self._store.num_documents, 'document')}", packed]
 
 
-def shape_of(config: RunConfig, pad: int = 0, vocab: int | None = None) -> Shape:
+def collate_config(config: RunConfig, pad: int = 0, vocab: int | None = None) -> CollateConfig:
     """How a run's rows become Steps."""
     data = config.data
-    return Shape(data.context, pad, data.reset, data.isolate, config.train.device, vocab)
+    return CollateConfig(data.seq_len, pad, data.reset_positions, data.isolate_documents, config.train.device, vocab)
 
 
-def _rows_of(training: Split, config: RunConfig, rows: int, seed: int) -> CircleRows | FittedRows:
+def _build_rows(training: TokenSpans, config: RunConfig, rows: int, seed: int) -> PackedRows | BestFitRows:
     data = config.data
     if data.packing in ("auto", "split"):
-        return CircleRows(training, Order(data.order, len(training), data.context, rows, seed), data.context)
+        return PackedRows(training, RowOrder(data.order, len(training), data.seq_len, rows, seed), data.seq_len)
     if data.order == "windows":
         raise ConfigError(
             f'data.packing: {data.packing} is for whole documents, and order = "windows" draws rows at random',
             'order = "epochs" takes every document once',
         )
     assert data.packing in ("first-fit", "best-fit")
-    return FittedRows(training, data.packing, data.context, rows, seed)
+    return BestFitRows(training, data.packing, data.seq_len, rows, seed)
 
 
-class CircleRows:
+class PackedRows:
     """Rows cut from the circle."""
 
-    def __init__(self, training: Split, order: Order, context: int) -> None:
+    def __init__(self, training: TokenSpans, order: RowOrder, context: int) -> None:
         self._split, self._order, self._context = training, order, context
 
-    def rows(self, numbers: Ints) -> list[Row]:
+    def rows(self, numbers: Ints) -> list[PackedRow]:
         return self._split.segments(self._order.at(numbers), self._context)
 
-    def texts_of(self, number: int) -> list[int]:
+    def provenance(self, number: int) -> list[int]:
         (start,) = self._order.at(np.array([number]))
         return self._split.texts(int(start), self._context)
 
-    def use(self) -> Use:
+    def use(self) -> PackingStats:
         rows, tokens = self._order.rows_per_epoch, len(self._split)
-        return Use(rows, rows * self._context, rows * self._context, tokens - rows * self._context)
+        return PackingStats(rows, rows * self._context, rows * self._context, tokens - rows * self._context)
 
 
-class FittedRows:
+class BestFitRows:
     """Rows of whole documents, and of windows of those that are longer; packed anew in every epoch."""
 
-    def __init__(self, training: Split, fit: Fit, context: int, num_rows: int, seed: int) -> None:
+    def __init__(self, training: TokenSpans, fit: PackingMethod, context: int, num_rows: int, seed: int) -> None:
         self._split, self._fit, self._context, self._seed = training, fit, context, seed
         self._plan = lru_cache(2)(self._make)  # a step spans two epochs at most, but for tiny ones
         self._epochs = Epochs(None, num_rows, lambda epoch: self._plan(epoch).order)
 
-    def rows(self, numbers: Ints) -> list[Row]:
-        epochs, rows = self._epochs.at(numbers)
+    def rows(self, numbers: Ints) -> list[PackedRow]:
+        epochs, rows = self._epochs.epoch_and_row(numbers)
         return [self._row(self._plan(int(epoch)), int(row)) for epoch, row in zip(epochs, rows, strict=True)]
 
-    def texts_of(self, number: int) -> list[int]:
-        (epoch,), (row,) = self._epochs.at(np.array([number]))
+    def provenance(self, number: int) -> list[int]:
+        (epoch,), (row,) = self._epochs.epoch_and_row(np.array([number]))
         plan = self._plan(int(epoch))
         pieces = plan.packed.pieces[plan.packed.first[row] : plan.packed.first[row + 1]]
         return [self._split.text_at(int(plan.document[piece])) for piece in pieces]
 
-    def use(self) -> Use:
+    def use(self) -> PackingStats:
         packed = self._plan(0).packed
         taken = int(packed.lengths.sum())
-        return Use(packed.num_rows, packed.num_rows * self._context, taken, len(self._split) - taken)
+        return PackingStats(packed.num_rows, packed.num_rows * self._context, taken, len(self._split) - taken)
 
-    def _row(self, plan: _Plan, row: int) -> Row:
+    def _row(self, plan: _Plan, row: int) -> PackedRow:
         packed = plan.packed
         span = slice(packed.first[row], packed.first[row + 1])
         pieces, lengths = packed.pieces[span], packed.lengths[span, 0]
@@ -220,25 +239,27 @@ class FittedRows:
         ]
 
     def _make(self, epoch: int) -> _Plan:
-        random = generator(self._seed, epoch)
+        random = seeded_rng(self._seed, epoch)
         lengths = self._split.lengths
-        document, begin, end = windows(lengths, self._context, random.integers(1, self._context + 1, len(lengths)))
+        document, begin, end = split_windows(
+            lengths, self._context, random.integers(1, self._context + 1, len(lengths))
+        )
         mixed = random.permutation(len(document))
         document, begin, end = document[mixed], begin[mixed], end[mixed]
-        packed = pack((end - begin)[:, None], self._context, self._fit, crop=True)
+        packed = pack_rows((end - begin)[:, None], self._context, self._fit, crop=True)
         return _Plan(packed, document, begin, random.permutation(packed.num_rows))
 
 
 class _Plan(NamedTuple):
     """An epoch: piece i is of ``document[i]`` from ``begin[i]`` on; ``order``: its rows in the order they are taken."""
 
-    packed: Packed
+    packed: PackedLayout
     document: Ints
     begin: Ints
     order: Ints
 
 
-class Split:
+class TokenSpans:
     """Documents, or parts of them, as one circular stream of tokens.
 
     ``spans`` [n, 2]: first and last + 1 in the store, each within one document.
@@ -272,10 +293,10 @@ class Split:
         documents = np.cumsum(first & (column > 0), axis=1)
         return tokens[:, :-1], column - begun, documents, targets
 
-    def segments(self, starts: Ints, length: int) -> list[Row]:
+    def segments(self, starts: Ints, length: int) -> list[PackedRow]:
         """The same rows as segments: cut where a document begins."""
         tokens, _, documents, targets = self.rows(starts, length)
-        found: list[Row] = []
+        found: list[PackedRow] = []
         for row in range(len(starts)):
             cuts = [0, *(np.flatnonzero(np.diff(documents[row])) + 1).tolist(), length]
             spans = (slice(*pair) for pair in pairwise(cuts))
@@ -306,19 +327,19 @@ class Split:
         return int(self.store.take(self.store.offsets[:1])[0])
 
 
-def batch_of(rows: Split, starts: Ints, length: int, device: torch.device | str = "cpu") -> Batch:
+def build_batch(rows: TokenSpans, starts: Ints, length: int, device: torch.device | str = "cpu") -> Batch:
     """The rows that begin at ``starts``, as one Step; without ``documents`` where no row has a boundary."""
-    return collate(rows.segments(starts, length), Shape(length, device=device))
+    return collate_rows(rows.segments(starts, length), CollateConfig(length, device=device))
 
 
-class Order:
+class RowOrder:
     """Where the rows of a step begin."""
 
     def __init__(self, kind: str, num_tokens: int, context: int, num_rows: int, seed: int) -> None:
         """``num_rows``: rows of one optimizer step.  Raises DataError if the split is shorter than one row."""
         if num_tokens < context + 1:
             raise DataError(
-                f"the corpus is too short: {counted(num_tokens, 'token')} to train on, and a row of {context:,} needs "
+                f"the corpus is too short: {format_count(num_tokens, 'token')} to train on, and a row of {context:,} needs "
                 f"{context + 1:,}",
                 "use more text or a smaller --context",
             )
@@ -334,24 +355,24 @@ class Order:
     def at(self, numbers: Ints) -> Ints:
         """Where rows ``numbers`` [n] begin."""
         if self._kind != "windows":
-            return self._epochs.at(numbers)[1]
+            return self._epochs.epoch_and_row(numbers)[1]
         steps, inside = numbers // self._num_rows, numbers % self._num_rows
         starts = np.empty(len(numbers), np.int64)
         for step in np.unique(steps):
-            drawn = generator(self._seed, int(step)).integers(0, self._num_tokens - self._context, self._num_rows)
+            drawn = seeded_rng(self._seed, int(step)).integers(0, self._num_tokens - self._context, self._num_rows)
             starts[steps == step] = drawn[inside[steps == step]]
         return starts
 
     def _of_epoch(self, epoch: int) -> Ints:
-        random = generator(self._seed, epoch)
+        random = seeded_rng(self._seed, epoch)
         offset = random.integers(0, self._num_tokens)
         starts: Ints = (offset + random.permutation(self.rows_per_epoch) * self._context) % self._num_tokens
         return starts
 
 
-def split(
+def split_validation(
     store: TokenStore, validation: float, seed: int, documents: tuple[int, int] | None = None
-) -> tuple[Split, Split]:
+) -> tuple[TokenSpans, TokenSpans]:
     """Training and validation, of the store or of its ``documents`` from the first to the last.
 
     With MANY_DOCUMENTS whole documents are drawn until their share is reached; with fewer, or where no draw comes near
@@ -363,16 +384,16 @@ def split(
     wanted = (end - begin) * validation
     held = _draw(spans[:, 1] - spans[:, 0], wanted, seed) if len(spans) >= MANY_DOCUMENTS else None
     if held is not None:
-        return Split(store, spans[~held]), Split(store, spans[held])
+        return TokenSpans(store, spans[~held]), TokenSpans(store, spans[held])
     cut = end - int(wanted)
     if not begin + 1 < cut < end - 1:
         raise DataError(
-            f"the corpus is too short: {counted(end - begin, 'token')} cannot be split into training and validation",
+            f"the corpus is too short: {format_count(end - begin, 'token')} cannot be split into training and validation",
             "use more text",
         )
     before = np.minimum(spans, cut)
     after = np.maximum(spans, cut)
-    return Split(store, before[before[:, 0] < before[:, 1]]), Split(store, after[after[:, 0] < after[:, 1]])
+    return TokenSpans(store, before[before[:, 0] < before[:, 1]]), TokenSpans(store, after[after[:, 0] < after[:, 1]])
 
 
 def _draw(lengths: Ints, wanted: float, seed: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
@@ -384,7 +405,7 @@ def _draw(lengths: Ints, wanted: float, seed: int) -> np.ndarray[tuple[int], np.
     return held if left < wanted / 2 else None
 
 
-def evaluation_rows(rows: Split, context: int, tokens: int, batch: int) -> Iterator[tuple[Ints, int]]:
+def evaluation_rows(rows: TokenSpans, context: int, tokens: int, batch: int) -> Iterator[tuple[Ints, int]]:
     """(starts, length) of batches that cover a split once, or ``tokens`` of it, evenly spread (0 = all).
 
     Rows do not overlap; a last, shorter one takes what is left.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvad.train.optim_config import check
+from kvad.train.optim_config import require
 
 __all__ = ["DataConfig", "SourceConfig", "TokenizerConfig"]
 
@@ -22,8 +22,8 @@ class SourceConfig:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        check(len(self.paths) > 0, "data.sources.paths", list(self.paths), "at least one")
-        check(self.weight > 0, "data.sources.weight", self.weight, "above 0")
+        require(len(self.paths) > 0, "data.sources.paths", list(self.paths), "at least one")
+        require(self.weight > 0, "data.sources.weight", self.weight, "above 0")
 
 
 @dataclass(frozen=True)
@@ -45,26 +45,28 @@ class DataConfig:
     ``source_field`` and ``target_field`` are a pair.  ``sources``: a mixture, in the place of what is named.
     """
 
-    context: int = 256
-    suffixes: tuple[str, ...] = ()
-    documents: Literal["files", "lines"] = "files"
-    errors: Literal["strict", "replace"] = "strict"
-    validation: float = 0.1
+    seq_len: int = 256
+    file_suffixes: tuple[str, ...] = ()
+    document_unit: Literal["files", "lines"] = "files"
+    encoding_errors: Literal["strict", "replace"] = "strict"
+    validation_fraction: float = 0.1
     order: Literal["epochs", "windows", "sequential", "stream"] = "epochs"
     packing: Literal["auto", "split", "first-fit", "best-fit"] = "auto"
-    reset: bool = True
-    isolate: bool = True
+    reset_positions: bool = True
+    isolate_documents: bool = True
     format: Literal["auto", "text", "lines", "jsonl", "pairs"] = "auto"
-    field: str = "text"
+    text_field: str = "text"
     source_field: str = "source"
     target_field: str = "target"
-    shuffle: int = 1024
+    shuffle_buffer: int = 1024
     sources: tuple[SourceConfig, ...] = ()
 
     def __post_init__(self) -> None:
-        check(self.context >= 1, "data.context", self.context, "at least 1")
-        check(0 < self.validation < 1, "data.validation", self.validation, "between 0 and 1")
-        check(self.shuffle >= 1, "data.shuffle", self.shuffle, "at least 1")
+        require(self.seq_len >= 1, "data.seq_len", self.seq_len, "at least 1")
+        require(
+            0 < self.validation_fraction < 1, "data.validation_fraction", self.validation_fraction, "between 0 and 1"
+        )
+        require(self.shuffle_buffer >= 1, "data.shuffle_buffer", self.shuffle_buffer, "at least 1")
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,6 @@ class TokenizerConfig:
     kind: Literal["bpe", "byte", "char", "word"] = "bpe"
     path: str | None = None
     vocab_size: int = 4096
-    min_freq: int = 1
-    lower: bool = False
-    specials: tuple[str, ...] | None = None
+    min_frequency: int = 1
+    lowercase: bool = False
+    special_tokens: tuple[str, ...] | None = None

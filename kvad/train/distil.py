@@ -19,28 +19,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvad.model.compress import Compressor
-from kvad.model.fresh import Fresh
+from kvad.model.compress import Summarizer
+from kvad.model.fresh import NoCache
 from kvad.model.transformer import Transformer
-from kvad.ops.attend import Reading
-from kvad.ops.merge import Part, merge
-from kvad.ops.rotary import Angles, rotate_blocks
-from kvad.step import Mark, Memory, Reach, Rotary, Score, Step, View
-from kvad.train.config import CompressConfig
+from kvad.ops.attend import AttentionMask
+from kvad.ops.merge import AttentionPart, merge_attention
+from kvad.ops.rotary import RotaryCache, rotate_blocks
+from kvad.step import AttentionParams, AttentionPattern, CacheProtocol, CacheView, ModelInput, Rotary, TokenPositions
+from kvad.train.config import SummarizerConfig
 from kvad.train.data import Batch
-from kvad.train.objective import Autocast, Measured
+from kvad.train.objective import Autocast, EvalResult
 
-__all__ = ["Distillation"]
+__all__ = ["SummaryDistillation"]
 
 
-class Distillation:
+class SummaryDistillation:
     """What the loop trains a compressor by; ``model`` gets no gradient."""
 
-    def __init__(self, model: Transformer, compressor: Compressor, options: CompressConfig, autocast: Autocast) -> None:
+    def __init__(
+        self, model: Transformer, compressor: Summarizer, options: SummarizerConfig, autocast: Autocast
+    ) -> None:
         self.model = model.eval().requires_grad_(False)
         self._layers, self._options, self._autocast = compressor.by_layer(), options, autocast
 
-    def backward(self, batch: Batch, total: float) -> float:
+    def accumulate_gradients(self, batch: Batch, total: float) -> float:
         """Add the gradient of this batch's share of the loss; returns the loss times its targets."""
         summed, count = 0.0, len(batch.targets)
         for loss in self._losses(batch):
@@ -50,21 +52,21 @@ class Distillation:
         return summed
 
     @torch.no_grad()
-    def loss_of(self, batches: Iterable[Batch]) -> Measured:
+    def evaluate_loss(self, batches: Iterable[Batch]) -> EvalResult:
         """Mean loss, each batch by its targets, and how many targets there were."""
         summed, count = 0.0, 0
         for batch in batches:
             losses = [loss.item() for loss in self._losses(batch)]
             summed += math.fsum(losses) / len(losses) * len(batch.targets)
             count += len(batch.targets)
-        return Measured(summed / max(count, 1), count)
+        return EvalResult(summed / max(count, 1), count)
 
     def _losses(self, batch: Batch) -> Iterator[Tensor]:
         """Of each layer that has a compressor."""
-        rows = _Rows(batch.step, self._options)
-        recorder = _Recorder(Fresh(self.model.config), self._layers)
+        rows = _Rows(batch.model_input, self._options)
+        recorder = _Recorder(NoCache(self.model.config), self._layers)
         with torch.no_grad(), self._autocast():
-            self.model(batch.step, recorder)
+            self.model(batch.model_input, recorder)
         for number, layer in self._layers.items():
             seen = recorder.seen.pop(number)
             yield rows.loss(seen, layer)
@@ -73,37 +75,37 @@ class Distillation:
 # ---------------------------------------------------------------- what a layer saw
 
 
-class _Seen(NamedTuple):
+class _LayerRecord(NamedTuple):
     """q [T, H, D], k [T, K, D] not rotated, v [T, K, Dv], and the answer [T, H, Dv]."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    score: Score
+    score: AttentionParams
     out: Tensor
 
 
 class _Recorder:
     """A memory that keeps what the layers ``wanted`` ask of another, and what they are told."""
 
-    def __init__(self, memory: Memory, wanted: Iterable[int]) -> None:
+    def __init__(self, memory: CacheProtocol, wanted: Iterable[int]) -> None:
         self._memory, self._wanted = memory, frozenset(wanted)
-        self.seen: dict[int, _Seen] = {}
+        self.seen: dict[int, _LayerRecord] = {}
 
-    def open(self, step: Step) -> Sequence[View]:
+    def open(self, step: ModelInput) -> Sequence[CacheView]:
         views = self._memory.open(step)
-        return [_Ear(self.seen, n, view) if n in self._wanted else view for n, view in enumerate(views)]
+        return [_RecordingView(self.seen, n, view) if n in self._wanted else view for n, view in enumerate(views)]
 
 
-class _Ear:
-    def __init__(self, seen: dict[int, _Seen], layer: int, view: View) -> None:
+class _RecordingView:
+    def __init__(self, seen: dict[int, _LayerRecord], layer: int, view: CacheView) -> None:
         self._seen, self._layer, self._view = seen, layer, view
 
-    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: Score) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: AttentionParams) -> Tensor:
         assert k is not None and v is not None, "self-attention brings its own keys and values"
         out = self._view.attend(q, k, v, score)
         q, k, v, told = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v, out))
-        self._seen[self._layer] = _Seen(q, k, v, score, told)
+        self._seen[self._layer] = _LayerRecord(q, k, v, score, told)
         return out
 
     def write(self, k: Tensor, v: Tensor) -> None:
@@ -120,49 +122,51 @@ class _Span(NamedTuple):
     first: int
     low: int
     high: int
-    recent: Reading
-    older: Reading
-    exact: Reading | None
+    recent: AttentionMask
+    older: AttentionMask
+    exact: AttentionMask | None
 
 
 class _Rows:
     """The rows of one step, of one lane, cut into chunks and spans; shared by all layers."""
 
-    def __init__(self, step: Step, options: CompressConfig) -> None:
-        (lane,) = step.lanes
-        self.rows, self.length, self.ratio = lane.rows, lane.new, options.ratio
-        self.angles = Angles(step.positions)
+    def __init__(self, step: ModelInput, options: SummarizerConfig) -> None:
+        (lane,) = step.sub_batches
+        self.rows, self.length, self.ratio = lane.num_seqs, lane.num_new_tokens, options.ratio
+        self.angles = RotaryCache(step.positions)
         position = step.positions.view(self.rows, self.length)
-        document = None if step.documents is None else step.documents.view(self.rows, self.length)
+        document = None if step.document_ids is None else step.document_ids.view(self.rows, self.length)
         self.chunks = self.length // self.ratio
         whole = self.chunks * self.ratio
         cut = (self.rows, self.chunks, self.ratio)
         self.middle = position[:, :whole].view(cut).double().mean(-1)  # [R, C]
-        kept = torch.arange(self.chunks, device=position.device) < options.sinks // self.ratio
+        kept = torch.arange(self.chunks, device=position.device) < options.num_sinks // self.ratio
         kept = kept.expand(self.rows, -1)
         owner = None
         if document is not None:
             owners = document[:, :whole].view(cut)
             kept, owner = kept | (owners != owners[..., :1]).any(-1), owners[..., 0]
-        self._every = Mark(position, document)
-        self._exact = Mark(position[:, :whole].masked_fill(~kept.repeat_interleave(self.ratio, 1), -1), document)
-        self._older = Mark(self.middle.long().masked_fill(kept, -1), owner)
+        self._every = TokenPositions(position, document)
+        self._exact = TokenPositions(
+            position[:, :whole].masked_fill(~kept.repeat_interleave(self.ratio, 1), -1), document
+        )
+        self._older = TokenPositions(self.middle.long().masked_fill(kept, -1), owner)
         self.spans = list(self._cut(options, bool(kept.any())))
 
-    def _cut(self, options: CompressConfig, kept: bool) -> Iterator[_Span]:
-        reach = Reach()
-        for low in range(0, self.length, options.every):
+    def _cut(self, options: SummarizerConfig, kept: bool) -> Iterator[_Span]:
+        reach = AttentionPattern()
+        for low in range(0, self.length, options.interval):
             first = max(0, low - options.recent) // self.ratio * self.ratio
-            if first <= options.sinks:
+            if first <= options.num_sinks:
                 continue
-            high = min(low + options.every, self.length)
+            high = min(low + options.interval, self.length)
             queries, chunks = _part(self._every, low, high), first // self.ratio
-            recent = Reading(queries, _part(self._every, first, high), reach)
-            exact = Reading(queries, _part(self._exact, 0, first), reach) if kept else None
-            older = Reading(queries, _part(self._older, 0, chunks), reach)
+            recent = AttentionMask(queries, _part(self._every, first, high), reach)
+            exact = AttentionMask(queries, _part(self._exact, 0, first), reach) if kept else None
+            older = AttentionMask(queries, _part(self._older, 0, chunks), reach)
             yield _Span(first, low, high, recent, older, exact)
 
-    def loss(self, seen: _Seen, compress: torch.nn.Module) -> Tensor:
+    def loss(self, seen: _LayerRecord, compress: torch.nn.Module) -> Tensor:
         """Of one layer."""
         told = self._flat(seen.out)
         wrong = norm = told.new_zeros(())
@@ -172,7 +176,7 @@ class _Rows:
             norm = norm + right.square().sum()
         return wrong / norm.clamp(min=torch.finfo(norm.dtype).tiny)
 
-    def answers(self, seen: _Seen, compress: torch.nn.Module) -> Iterator[tuple[_Span, Tensor]]:
+    def answers(self, seen: _LayerRecord, compress: torch.nn.Module) -> Iterator[tuple[_Span, Tensor]]:
         """What attention answers to each span with summaries in the place of older tokens: [R, high - low, H, Dv]."""
         rotary, score = seen.score.rotary, seen.score
         q, k = seen.q, seen.k
@@ -183,15 +187,17 @@ class _Rows:
         key, value, weight = self._summaries(seen, rotary, compress)
         for span in self.spans:
             asked, count = q[:, span.low : span.high], span.first // self.ratio
-            older = span.older.weighing(weight[:, :, :count])
-            parts = [Part(asked, key[:, :, :count], value[:, :, :count], older)]
+            older = span.older.with_weight(weight[:, :, :count])
+            parts = [AttentionPart(asked, key[:, :, :count], value[:, :, :count], older)]
             if span.exact is not None:
-                parts.append(Part(asked, k[:, :, : span.first], v[:, :, : span.first], span.exact))
-            parts.append(Part(asked, k[:, :, span.first : span.high], v[:, :, span.first : span.high], span.recent))
-            yield span, merge(parts, score).out
+                parts.append(AttentionPart(asked, k[:, :, : span.first], v[:, :, : span.first], span.exact))
+            parts.append(
+                AttentionPart(asked, k[:, :, span.first : span.high], v[:, :, span.first : span.high], span.recent)
+            )
+            yield span, merge_attention(parts, score).out
 
     def _summaries(
-        self, seen: _Seen, rotary: Rotary | None, compress: torch.nn.Module
+        self, seen: _LayerRecord, rotary: Rotary | None, compress: torch.nn.Module
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Keys as a cache keeps them [R, K, C, D], values [R, K, C, Dv] and weights [R, K, C]."""
         short = []
@@ -211,5 +217,7 @@ class _Rows:
         return rows
 
 
-def _part(mark: Mark, low: int, high: int) -> Mark:
-    return Mark(mark.position[:, low:high], None if mark.document is None else mark.document[:, low:high])
+def _part(mark: TokenPositions, low: int, high: int) -> TokenPositions:
+    return TokenPositions(
+        mark.position[:, low:high], None if mark.document_id is None else mark.document_id[:, low:high]
+    )

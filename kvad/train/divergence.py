@@ -16,14 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["Trend"]
+__all__ = ["DivergenceDetector"]
 
 KEEP, PATIENCE, FIRST = 0.95, 50, 20
 SHARE, SPREADS, NATS, TIMES, MOST = 0.2, 3.0, 0.1, 2.0, 4.0
-GROWN = math.log(100)
+GROWTH_FACTOR = math.log(100)
 
 
-class Trend:
+class DivergenceDetector:
     """Told of every step.  ``state`` is all there is to it, numbers that a checkpoint keeps."""
 
     def __init__(self, state: Sequence[float] = ()) -> None:
@@ -39,13 +39,13 @@ class Trend:
         least = [self._lowest, self._lowest_at, self._least, self._least_at, self._settled]
         return [*averages, *least, self.high, self._grown, self._said]
 
-    def tell(self, step: int, loss: float, norm: float, lr: float) -> str | None:
+    def update(self, step: int, loss: float, norm: float, lr: float) -> str | None:
         """After a step of a finite loss; what to say, once."""
         self._add(step, loss, norm)
         margin = max(SHARE * self._lowest, SPREADS * self._spread, NATS)
         doubled = step > FIRST and self._loss > TIMES * self._settled + NATS
         self.high = self.high + 1 if doubled or self._loss > self._lowest + margin else 0
-        self._grown = self._grown + 1 if step > FIRST and self._norm > self._least + GROWN else 0
+        self._grown = self._grown + 1 if step > FIRST and self._norm > self._least + GROWTH_FACTOR else 0
         if self._said or max(self.high, self._grown) < PATIENCE:
             return None
         self._said = 1
@@ -59,7 +59,7 @@ class Trend:
             )
         return (
             f"it diverges: a {now} on average by step {step:,}, {least} at step {at:,}; "
-            f"a lower optim.lr (now {lr:.1e}) or a longer optim.warmup may help"
+            f"a lower optim.lr (now {lr:.1e}) or a longer optim.warmup_steps may help"
         )
 
     def _add(self, step: int, loss: float, norm: float) -> None:

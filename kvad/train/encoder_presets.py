@@ -20,51 +20,51 @@ from dataclasses import replace
 from functools import partial
 
 from kvad.config import (
-    Attention,
-    Embedding,
-    Head,
-    Layer,
-    LearnedPositions,
+    AttentionConfig,
+    EmbeddingConfig,
+    EncoderInputConfig,
+    HeadTransformConfig,
+    LanguageHeadConfig,
+    LayerConfig,
+    LearnedPositionsConfig,
     ModelConfig,
-    Norm,
-    Plain,
-    Source,
-    Stack,
-    T5Bias,
-    Transform,
+    NormConfig,
+    PlainMLPConfig,
+    StackConfig,
+    T5BiasConfig,
 )
 
 __all__ = ["ENCODER_PRESETS"]
 
 
 def _bert(vocab: int, context: int, *, width: int, layers: int, heads: int, hidden: int) -> ModelConfig:
-    norm = Norm("layer", 1e-12, bias=True)
-    mixer = Attention(heads, position=None, causal=False, bias=True, out_bias=True)
-    layer = Layer(mixer, Plain(hidden, "gelu", bias=True), norm)
+    norm = NormConfig("layer", 1e-12, bias=True)
+    mixer = AttentionConfig(heads, position=None, causal=False, qkv_bias=True, out_bias=True)
+    layer = LayerConfig(mixer, PlainMLPConfig(hidden, "gelu", bias=True), norm)
     return ModelConfig(
-        width=width,
-        vocab=vocab,
-        limit=context,
-        encoder=Stack(layers, {"L": layer}, norm_place="post", final_norm=False),
-        embed=Embedding(LearnedPositions(context), norm=norm, segments=2),
-        head=Head(bias=True, transform=Transform("gelu", norm=norm)),
+        hidden_size=width,
+        vocab_size=vocab,
+        max_seq_len=context,
+        encoder=StackConfig(layers, {"L": layer}, norm_position="post", final_norm=False),
+        embedding=EmbeddingConfig(LearnedPositionsConfig(context), norm=norm, num_token_types=2),
+        head=LanguageHeadConfig(bias=True, transform=HeadTransformConfig("gelu", norm=norm)),
     )
 
 
 def _t5(vocab: int, context: int, *, width: int, layers: int, heads: int, hidden: int) -> ModelConfig:
     """No biases, RMSNorm before each part, attention that divides by nothing, one table of relative positions in each
     stack, one table of tokens; logits times width^-0.5 (v1.0)."""
-    norm, mlp = Norm("rms", 1e-6), Plain(hidden, "relu")
-    own = Attention(heads, position=T5Bias(), scale="none")
-    seeing = replace(own, causal=False, position=T5Bias(bidirectional=True))
+    norm, mlp = NormConfig("rms", 1e-6), PlainMLPConfig(hidden, "relu")
+    own = AttentionConfig(heads, position=T5BiasConfig(), softmax_scale="none")
+    seeing = replace(own, causal=False, position=T5BiasConfig(bidirectional=True))
     return ModelConfig(
-        width=width,
-        vocab=vocab,
-        limit=context,
-        encoder=Stack(layers, {"L": Layer(seeing, mlp, norm)}),
-        decoder=Stack(layers, {"L": Layer(own, mlp, norm, cross=replace(seeing, position=None))}),
-        source=Source(context),
-        head=Head(scale=width**-0.5),
+        hidden_size=width,
+        vocab_size=vocab,
+        max_seq_len=context,
+        encoder=StackConfig(layers, {"L": LayerConfig(seeing, mlp, norm)}),
+        decoder=StackConfig(layers, {"L": LayerConfig(own, mlp, norm, cross_attention=replace(seeing, position=None))}),
+        encoder_input=EncoderInputConfig(context),
+        head=LanguageHeadConfig(logit_scale=width**-0.5),
     )
 
 

@@ -11,29 +11,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvad.train.config import TrainConfig
-from kvad.train.metrics import Logged
-from kvad.train.reports import EvalReport, MeasuredReport, Outcome, SamplesReport, StartReport, StepReport
+from kvad.train.metrics import LoggedSteps
+from kvad.train.reports import CallbackReport, EvalReport, SamplesReport, StartReport, StepReport, TrainingResult
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["Events", "require"]
+__all__ = ["TensorBoardCallback", "check_tensorboard"]
 
-FOLDER = "tensorboard"
+EVENTS_FOLDER = "tensorboard"
 
 
-def require(train: TrainConfig) -> None:
+def check_tensorboard(train: TrainConfig) -> None:
     """ModuleNotFoundError, before anything is done, where the package is asked for and missing."""
     if train.tensorboard:
         import tensorboard  # noqa: F401
 
 
-class Events(Logged):
+class TensorBoardCallback(LoggedSteps):
     """Of the run in ``out``: steps, and what evaluations found."""
 
-    def __init__(self, out: Path, log_every: int) -> None:
-        super().__init__(log_every)
-        self._folder = out / FOLDER
+    def __init__(self, out: Path, log_interval: int) -> None:
+        super().__init__(log_interval)
+        self._folder = out / EVENTS_FOLDER
         self._writer: SummaryWriter | None = None
 
     def on_start(self, report: StartReport) -> None:
@@ -67,11 +67,11 @@ class Events(Logged):
                              (">", sample.text)) if said for line in said.splitlines())  # fmt: skip
             self._writer.add_text(f"samples/{number}", text, report.step)
 
-    def on_measured(self, report: MeasuredReport) -> None:
+    def on_callback_report(self, report: CallbackReport) -> None:
         numbers = {name: value for name, value in report.values.items() if isinstance(value, int | float)}
         self._scalars({f"{report.what}/{name}": value for name, value in numbers.items()}, report.step)
 
-    def on_end(self, outcome: Outcome) -> None:
+    def on_end(self, outcome: TrainingResult) -> None:
         super().on_end(outcome)
         self.close()
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from kvad.train.objective import Objective
 from kvad.train.rows import Batch
 
-__all__ = ["Fault", "RandomState", "find_fault"]
+__all__ = ["NonFiniteReport", "RandomState", "locate_nonfinite"]
 
 
 class RandomState:
@@ -40,34 +40,36 @@ class RandomState:
             torch.cuda.set_rng_state(self._there, self._device)
 
 
-class Fault(NamedTuple):
+class NonFiniteReport(NamedTuple):
     """``what`` is not finite; ``batch``: in which of the micro-batches, from 0 (None: before any); ``row`` of it, from
     0, where a row can be told."""
 
-    what: str
+    tensor_name: str
     batch: int | None = None
     row: int | None = None
 
 
-def find_fault(model: nn.Module, objective: Objective, batches: Sequence[Batch], scaled: float) -> Fault | None:
+def locate_nonfinite(
+    model: nn.Module, objective: Objective, batches: Sequence[Batch], scaled: float
+) -> NonFiniteReport | None:
     """None where everything is finite this time.  Gradients are left as they fall; no parameter is changed."""
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
-            return Fault(f"the parameter {name}, since an earlier step")
+            return NonFiniteReport(f"the parameter {name}, since an earlier step")
     for number, batch in enumerate(batches):
         model.zero_grad(set_to_none=True)
-        with _looking(model) as seen:
-            loss = objective.backward(batch, scaled)
+        with _watch_modules(model) as seen:
+            loss = objective.accumulate_gradients(batch, scaled)
         if seen.output is not None:
-            return Fault(f"the output of {seen.output}", number, _row_of(batch, seen))
+            return NonFiniteReport(f"the output of {seen.output}", number, _row_index(batch, seen))
         if not math.isfinite(loss):
-            return Fault("the loss, of outputs that all are", number)
+            return NonFiniteReport("the loss, of outputs that all are", number)
         if seen.gradient is not None:
-            return Fault(f"the gradient of {seen.gradient}, in a backward pass of a finite loss", number)
+            return NonFiniteReport(f"the gradient of {seen.gradient}, in a backward pass of a finite loss", number)
     return None
 
 
-class _Seen:
+class _FirstNonFinite:
     """``output``: the module; ``at``: the first index of its output that is not finite, of ``size``."""
 
     output: str | None = None
@@ -76,8 +78,8 @@ class _Seen:
 
 
 @contextmanager
-def _looking(model: nn.Module) -> Iterator[_Seen]:
-    seen = _Seen()
+def _watch_modules(model: nn.Module) -> Iterator[_FirstNonFinite]:
+    seen = _FirstNonFinite()
 
     def at_output(name: str) -> Callable[..., None]:
         def look(_module: nn.Module, _inputs: object, output: object) -> None:
@@ -110,9 +112,9 @@ def _looking(model: nn.Module) -> Iterator[_Seen]:
             hook.remove()
 
 
-def _row_of(batch: Batch, seen: _Seen) -> int | None:
+def _row_index(batch: Batch, seen: _FirstNonFinite) -> int | None:
     """Outputs are flat: [T, ...] of the tokens, or of the source's."""
-    for step in (batch.step, batch.step.source):
-        if step is not None and len(step.tokens) == seen.size:
-            return seen.at // step.lanes[0].new
+    for step in (batch.model_input, batch.model_input.encoder_input):
+        if step is not None and len(step.token_ids) == seen.size:
+            return seen.at // step.sub_batches[0].num_new_tokens
     return None

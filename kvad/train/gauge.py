@@ -21,31 +21,37 @@ from kvad.config import ModelConfig
 from kvad.flops import training_pass
 from kvad.train.rows import Batch
 
-__all__ = ["Gauge", "Held", "gemm_peak", "held"]
+__all__ = ["ThroughputMeter", "MemoryUsage", "measure_gemm_peak", "memory_usage"]
 
-SIDES = {"cpu": 1024, "cuda": 8192}  # of the square matrices, where time allows
-SMALLEST = 512
+MATRIX_SIZES = {"cpu": 1024, "cuda": 8192}  # of the square matrices, where time allows
+MIN_MATRIX_SIZE = 512
 
 
 @dataclass(frozen=True)
-class Gauge:
+class ThroughputMeter:
     """Of a ``model``'s steps, held against ``peak`` FLOP/s; ``frozen``: only adapters are trained."""
 
     model: ModelConfig
     peak: float
     frozen: bool = False
 
-    def count(self, batches: Sequence[Batch]) -> int:
+    def count_flops(self, batches: Sequence[Batch]) -> int:
         """FLOPs of the forward and backward passes over micro-batches.  Integers only: nothing waits for a device."""
         return sum(self._of(batch) for batch in batches)
 
     def _of(self, batch: Batch) -> int:
-        (lane,) = batch.step.lanes
-        source = 0 if batch.step.source is None else batch.step.source.lanes[0].new
-        return training_pass(self.model, lane.rows, lane.new, len(batch.targets), source=source, frozen=self.frozen)
+        (lane,) = batch.model_input.sub_batches
+        source = (
+            0
+            if batch.model_input.encoder_input is None
+            else batch.model_input.encoder_input.sub_batches[0].num_new_tokens
+        )
+        return training_pass(
+            self.model, lane.num_seqs, lane.num_new_tokens, len(batch.targets), source=source, frozen=self.frozen
+        )
 
 
-def gemm_peak(device: str, precision: str, seconds: float = 0.4) -> float:
+def measure_gemm_peak(device: str, precision: str, seconds: float = 0.4) -> float:
     """FLOP/s of the fastest of several products of two square matrices, in about ``seconds`` in all.
 
     On a CPU it is the processor time of all threads that counts, so that other processes do not lower the peak.
@@ -53,7 +59,7 @@ def gemm_peak(device: str, precision: str, seconds: float = 0.4) -> float:
     """
     where = torch.device(device)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-    began, side, best = time.perf_counter(), SMALLEST, 0.0
+    began, side, best = time.perf_counter(), MIN_MATRIX_SIZE, 0.0
     while True:
         drawn = torch.Generator(where).manual_seed(0)
         matrix = torch.rand(side, side, generator=drawn, device=where).to(dtype)
@@ -62,7 +68,9 @@ def gemm_peak(device: str, precision: str, seconds: float = 0.4) -> float:
         best = max(best, 2 * side**3 / _timed(matrix))
         took = time.perf_counter() - before
         left = began + seconds - time.perf_counter()
-        if side >= SIDES.get(where.type, 8192) or left < 2 * 8 * took:  # two of the next size take 16 times as long
+        if (
+            side >= MATRIX_SIZES.get(where.type, 8192) or left < 2 * 8 * took
+        ):  # two of the next size take 16 times as long
             break
         side *= 2
     while time.perf_counter() - began < seconds:
@@ -83,21 +91,21 @@ def _timed(matrix: torch.Tensor) -> float:
     return max(time.process_time() - began, 1e-9) / torch.get_num_threads()
 
 
-class Held(NamedTuple):
+class MemoryUsage(NamedTuple):
     """Bytes, now and at most so far: of the process, or of a CUDA device what its tensors take."""
 
-    now: int | None
-    most: int | None
+    current: int | None
+    peak: int | None
 
 
-def held(device: str) -> Held:
+def memory_usage(device: str) -> MemoryUsage:
     """None where the system does not say."""
     if torch.device(device).type == "cuda":
-        return Held(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
+        return MemoryUsage(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
     now = _resident()
     most: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return Held(now, max(most, now or 0))  # the kernel counts both in batches, not to the byte
+    return MemoryUsage(now, max(most, now or 0))  # the kernel counts both in batches, not to the byte
 
 
 def _resident() -> int | None:

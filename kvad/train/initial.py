@@ -13,24 +13,24 @@ from __future__ import annotations
 
 from torch import nn
 
-from kvad.config import Head
+from kvad.config import LanguageHeadConfig
 from kvad.model.mixers import Attention
 from kvad.model.transformer import Transformer
 
-__all__ = ["initialise"]
+__all__ = ["init_weights"]
 
-TABLES = ("tokens.weight", "positions.weight", "segments.weight", "head.weight")
+EMBEDDING_TABLES = ("tokens.weight", "positions.weight", "token_types.weight", "head.weight")
 
 
-def initialise(model: Transformer) -> None:
+def init_weights(model: Transformer) -> None:
     """In the order of the parameters, from torch's random numbers; biases, norms and positions' logits stay."""
     head = model.config.head
-    table = model.config.width**-0.5 / (head.scale if isinstance(head, Head) else 1.0)
+    table = model.config.hidden_size**-0.5 / (head.logit_scale if isinstance(head, LanguageHeadConfig) else 1.0)
     for name, parameter in model.named_parameters():
-        if name.endswith(TABLES):
+        if name.endswith(EMBEDDING_TABLES):
             nn.init.normal_(parameter, std=table)
         elif parameter.dim() == 2 and name.endswith(".weight") and "norm" not in name:
             nn.init.xavier_uniform_(parameter)
     for module in model.modules():
-        if isinstance(module, Attention) and module.spec.scale == "none":
+        if isinstance(module, Attention) and module.spec.softmax_scale == "none":
             module.q.weight.data.mul_(module.head_dim**-0.5)

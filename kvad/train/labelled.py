@@ -13,26 +13,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvad.errors import DataError, nearest
+from kvad.errors import DataError, suggest
 from kvad.text.base import Tokenizer
-from kvad.train.columns import Encoded
-from kvad.train.examples import Example, ExampleCorpus, find, framing, labels_of
-from kvad.train.pairs import PairPaths, lines_of
-from kvad.train.readers import format_of
+from kvad.train.columns import EncodedColumns
+from kvad.train.examples import Example, ExampleCorpus, collect_labels, example_framing, scan_examples
+from kvad.train.pairs import PairPaths, read_lines
+from kvad.train.readers import detect_format
 from kvad.train.tagging import NO_LABEL
 
-__all__ = ["Labelled", "LabelledCorpus", "labelled_of", "objects_of", "open_labelled"]
+__all__ = ["LabeledText", "LabeledCorpus", "read_labeled_lines", "read_json_objects", "open_labeled"]
 
-FORM = "a labelled text is LABEL<tab>TEXT"
+FORMAT_HINT = "a labelled text is LABEL<tab>TEXT"
 
 
-class Labelled(NamedTuple):
+class LabeledText(NamedTuple):
     label: str
     text: str
 
 
 @dataclass(frozen=True)
-class LabelledCorpus(ExampleCorpus[Labelled]):
+class LabeledCorpus(ExampleCorpus[LabeledText]):
     """``text_field``, ``label_field``: names in JSONL; ``labels``: the labels, sorted."""
 
     text_field: str
@@ -42,15 +42,17 @@ class LabelledCorpus(ExampleCorpus[Labelled]):
     noun = "labelled text"
     columns = {"labels": "int32"}  # noqa: RUF012  (never written)
 
-    def read(self, path: Path) -> Iterator[Example[Labelled] | None]:
-        return labelled_of(path, self.errors, self.text_field, self.label_field)
+    def read(self, path: Path) -> Iterator[Example[LabeledText] | None]:
+        return read_labeled_lines(path, self.errors, self.text_field, self.label_field)
 
-    def texts_of(self, content: Labelled) -> Iterable[str]:
+    def tokenizer_texts(self, content: LabeledText) -> Iterable[str]:
         return [content.text]
 
-    def encoded_many(self, tokenizer: Tokenizer, many: list[tuple[Path, Example[Labelled]]]) -> Iterator[Encoded]:
+    def encode_batch(
+        self, tokenizer: Tokenizer, many: list[tuple[Path, Example[LabeledText]]]
+    ) -> Iterator[EncodedColumns]:
         number = {label: place for place, label in enumerate(self.labels)}
-        before, after = framing(tokenizer)
+        before, after = example_framing(tokenizer)
         rows = tokenizer.encode_batch(example.content.text for _, example in many)
         for (path, example), row in zip(many, rows, strict=True):
             ids = [*before, *row, *after]
@@ -63,43 +65,45 @@ class LabelledCorpus(ExampleCorpus[Labelled]):
         return {**super().settings(), "labels": list(self.labels), "fields": fields}
 
 
-def open_labelled(
+def open_labeled(
     paths: PairPaths, errors: str, validation: float, text_field: str = "text", label_field: str = "label"
-) -> LabelledCorpus:
+) -> LabeledCorpus:
     """Raises DataError naming file and line: of one that is no labelled text, and of a label that a file held out has
     and training has not."""
-    noun = LabelledCorpus.noun
-    found = find(paths, lambda path: labelled_of(path, errors, text_field, label_field), noun, validation)
-    corpus = LabelledCorpus(found, errors, text_field, label_field)
+    noun = LabeledCorpus.noun
+    found = scan_examples(
+        paths, lambda path: read_labeled_lines(path, errors, text_field, label_field), noun, validation
+    )
+    corpus = LabeledCorpus(found, errors, text_field, label_field)
     seen = ((path, [(each.line, each.content.label)]) for path, each in corpus.examples())
-    found, labels = labels_of(seen, found, "label")
-    return LabelledCorpus(found, errors, text_field, label_field, labels)
+    found, labels = collect_labels(seen, found, "label")
+    return LabeledCorpus(found, errors, text_field, label_field, labels)
 
 
-def labelled_of(
+def read_labeled_lines(
     path: Path, errors: str, text_field: str = "text", label_field: str = "label"
-) -> Iterator[Example[Labelled] | None]:
+) -> Iterator[Example[LabeledText] | None]:
     """Of one file; None for an empty text.  Raises DataError naming file and line."""
-    if format_of(path, "auto") == "jsonl":
-        for number, content in objects_of(path, errors):
+    if detect_format(path, "auto") == "jsonl":
+        for number, content in read_json_objects(path, errors):
             text = _value(path, number, content, text_field, (str,), "a text")
             label = _value(path, number, content, label_field, (str, int), "a text or a whole number")
-            yield Example(number, Labelled(str(label), str(text))) if str(text).strip() else None
+            yield Example(number, LabeledText(str(label), str(text))) if str(text).strip() else None
         return
-    for number, line in enumerate(lines_of(path, errors), 1):
+    for number, line in enumerate(read_lines(path, errors), 1):
         if not line.strip():
             continue
         label, tab, text = line.partition("\t")
         if not tab or "\t" in text:
-            raise DataError(f"{path}, line {number}: {'two tabs or more' if tab else 'no tab'}, and {FORM}")
+            raise DataError(f"{path}, line {number}: {'two tabs or more' if tab else 'no tab'}, and {FORMAT_HINT}")
         if not label.strip():
-            raise DataError(f"{path}, line {number}: the label is empty, and {FORM}")
-        yield Example(number, Labelled(label.strip(), text)) if text.strip() else None
+            raise DataError(f"{path}, line {number}: the label is empty, and {FORMAT_HINT}")
+        yield Example(number, LabeledText(label.strip(), text)) if text.strip() else None
 
 
-def objects_of(path: Path, errors: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_json_objects(path: Path, errors: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a JSONL file with the numbers of their lines; empty lines are left out.  Raises DataError."""
-    for number, line in enumerate(lines_of(path, errors), 1):
+    for number, line in enumerate(read_lines(path, errors), 1):
         if not line.strip():
             continue
         try:
@@ -113,7 +117,7 @@ def objects_of(path: Path, errors: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _value(path: Path, number: int, content: dict[str, Any], name: str, kinds: tuple[type, ...], what: str) -> Any:
     if name not in content:
-        raise DataError(f"{path}, line {number}: no field {name!r}", nearest(name, content) if content else "")
+        raise DataError(f"{path}, line {number}: no field {name!r}", suggest(name, content) if content else "")
     value = content[name]
     if not isinstance(value, kinds) or isinstance(value, bool):
         raise DataError(f"{path}, line {number}: {name} must be {what}, found {json.dumps(value)[:40]}")

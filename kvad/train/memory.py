@@ -37,15 +37,38 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvad.config import Attention, Classes, Gated, Layer, ModelConfig, Rope, Stack, head_dim, table_width
-from kvad.errors import MemoryPlanError, counted
+from kvad.config import (
+    AttentionConfig,
+    ClassificationHeadConfig,
+    GatedMLPConfig,
+    LayerConfig,
+    ModelConfig,
+    RopeConfig,
+    StackConfig,
+    embedding_size,
+    head_dim,
+)
+from kvad.errors import MemoryPlanError, format_count
 from kvad.train.config import RunConfig
 
-__all__ = ["outgrown", "require", "saved_bytes", "shown", "state_bytes", "training_bytes", "training_parts", "within"]
+__all__ = [
+    "out_of_memory_error",
+    "require_training_memory",
+    "saved_bytes",
+    "human_readable_bytes",
+    "state_bytes",
+    "training_bytes",
+    "training_parts",
+    "translate_oom",
+]
 
-LOGITS = 1 << 24  # SLICE of ops/entropy.py, which imports torch; a test holds them equal
-FROZEN = 0.7  # adapters beside q and v; of test_memory.py's shapes 0.67 to 0.95, and 0.81 to 1.09 beside all
-HALF = 0.6  # of the activations, where autocast multiplies in bf16: the stream and the norms stay float32
+LOGIT_CHUNK_ELEMENTS = 1 << 24  # SLICE of ops/entropy.py, which imports torch; a test holds them equal
+FROZEN_ACTIVATION_RATIO = (
+    0.7  # adapters beside q and v; of test_memory.py's shapes 0.67 to 0.95, and 0.81 to 1.09 beside all
+)
+AUTOCAST_ACTIVATION_RATIO = (
+    0.6  # of the activations, where autocast multiplies in bf16: the stream and the norms stay float32
+)
 
 
 def training_bytes(
@@ -72,17 +95,21 @@ def training_parts(
     learned: int | None = None,
 ) -> dict[str, int]:
     """The same by what it is for."""
-    tokens = batch * run.data.context
+    tokens = batch * run.data.seq_len
     stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
-    layers = [(stack, stack.layer(index)) for stack in stacks for index in range(stack.layers)]
-    each = [_kept(model, stack, layer, run.data.context) for stack, layer in layers]
-    masks = run.data.context * (1 if len(stacks) == 1 else 3)
-    kept = 4 * tokens * ((model.width * len(each) + max(each) if run.train.recompute else sum(each)) + masks)
-    answers = len(model.head.labels) if isinstance(model.head, Classes) else model.vocab
-    asked = int(tokens * run.objective.density) if run.objective.kind == "masked" else tokens
-    logits = 8 * min(asked * answers, max(LOGITS, answers))
-    kept = kept if learned is None else int(FROZEN * kept)
-    activations = int(HALF * kept) + 2 * parameters if half else kept
+    layers = [(stack, stack.layer_config(index)) for stack in stacks for index in range(stack.num_layers)]
+    each = [_saved_elements(model, stack, layer, run.data.seq_len) for stack, layer in layers]
+    masks = run.data.seq_len * (1 if len(stacks) == 1 else 3)
+    kept = (
+        4
+        * tokens
+        * ((model.hidden_size * len(each) + max(each) if run.train.activation_checkpointing else sum(each)) + masks)
+    )
+    answers = len(model.head.labels) if isinstance(model.head, ClassificationHeadConfig) else model.vocab_size
+    asked = int(tokens * run.objective.noise_density) if run.objective.kind == "masked" else tokens
+    logits = 8 * min(asked * answers, max(LOGIT_CHUNK_ELEMENTS, answers))
+    kept = kept if learned is None else int(FROZEN_ACTIVATION_RATIO * kept)
+    activations = int(AUTOCAST_ACTIVATION_RATIO * kept) + 2 * parameters if half else kept
     row = 48 if len(stacks) == 1 else 80
     own = parameters if learned is None else learned
     optimizer = state_bytes(model, run, parameters, learned) - 4 * (parameters + own)
@@ -90,11 +117,11 @@ def training_parts(
         "weights": 4 * parameters,
         "gradients": 4 * own,
         "optimizer": optimizer,
-        "copy": saved_bytes(model, run, parameters, learned) if run.train.save_beside else 0,
-        "rows": row * tokens * run.train.accumulate,
+        "copy": saved_bytes(model, run, parameters, learned) if run.train.async_save else 0,
+        "rows": row * tokens * run.train.gradient_accumulation_steps,
         "activations": activations,
         "logits": logits,
-        "watch": max(0, 4 * parameters - activations - logits) if run.watch.asked else 0,
+        "watch": max(0, 4 * parameters - activations - logits) if run.callbacks.requested else 0,
     }
 
 
@@ -102,43 +129,47 @@ def state_bytes(model: ModelConfig, run: RunConfig, parameters: int, learned: in
     """Bytes of weights, and of gradients, what the optimizer remembers and averages of those that are trained."""
     optim = run.optim
     each = {"adamw": 12, "muon": 8, "adafactor": 4 if optim.beta1 is None else 8}[optim.name]
-    each += 4 * (optim.average + (optim.ema > 0))
-    tables = 4 * model.vocab * table_width(model) if optim.name == "muon" and parameters and learned is None else 0
+    each += 4 * (optim.average_last + (optim.ema_decay > 0))
+    tables = (
+        4 * model.vocab_size * embedding_size(model) if optim.name == "muon" and parameters and learned is None else 0
+    )
     return 4 * parameters + each * (parameters if learned is None else learned) + tables
 
 
 def saved_bytes(model: ModelConfig, run: RunConfig, parameters: int, learned: int | None = None) -> int:
     """Bytes of a checkpoint's tensors: what is trained, what the optimizer remembers, and with averages those too."""
     own = parameters if learned is None else learned
-    averaged = run.optim.ema > 0 or run.optim.average > 0
+    averaged = run.optim.ema_decay > 0 or run.optim.average_last > 0
     return state_bytes(model, run, parameters, learned) - 4 * parameters + 4 * own * averaged
 
 
-def _kept(model: ModelConfig, stack: Stack, layer: Layer, context: int) -> int:
+def _saved_elements(model: ModelConfig, stack: StackConfig, layer: LayerConfig, context: int) -> int:
     """Elements per token that a layer keeps for its backward pass."""
-    kept = (4 if stack.norm_place == "post" else 5) * model.width + _attended(model, layer.mixer, context)
-    if layer.cross is not None:
-        kept += 2 * model.width + _attended(model, layer.cross, context)
-    ways = 4 if isinstance(layer.mlp, Gated) else 1 if layer.mlp.activation == "relu" else 2
-    return kept + ways * layer.mlp.hidden
+    kept = (4 if stack.norm_position == "post" else 5) * model.hidden_size + _attention_elements(
+        model, layer.attention, context
+    )
+    if layer.cross_attention is not None:
+        kept += 2 * model.hidden_size + _attention_elements(model, layer.cross_attention, context)
+    ways = 4 if isinstance(layer.mlp, GatedMLPConfig) else 1 if layer.mlp.activation == "relu" else 2
+    return kept + ways * layer.mlp.intermediate_size
 
 
-def _attended(model: ModelConfig, mixer: Attention, context: int) -> int:
+def _attention_elements(model: ModelConfig, mixer: AttentionConfig, context: int) -> int:
     """Of one attention, without its input."""
     dim = head_dim(model, mixer)
-    heads, kv_heads, value_dim = mixer.heads, mixer.kv_heads or mixer.heads, mixer.value_dim or dim
-    times = 2 if isinstance(mixer.position, Rope) else 1
+    heads, kv_heads, value_dim = mixer.num_heads, mixer.num_kv_heads or mixer.num_heads, mixer.value_dim or dim
+    times = 2 if isinstance(mixer.position, RopeConfig) else 1
     attention = times * (heads + kv_heads) * dim + (2 * heads + kv_heads) * value_dim
-    if mixer.softcap is not None or mixer.sinks:
+    if mixer.logit_softcap is not None or mixer.sink_logits:
         attention += 4 * heads * context
-    elif value_dim != dim or not (mixer.position is None or isinstance(mixer.position, Rope)):
+    elif value_dim != dim or not (mixer.position is None or isinstance(mixer.position, RopeConfig)):
         attention += heads * context
     if model.dropout.attention:
         attention += 3 * heads * context
     return attention
 
 
-def require(
+def require_training_memory(
     model: ModelConfig,
     run: RunConfig,
     parameters: int,
@@ -155,7 +186,7 @@ def require(
     def need(batch: int) -> int:
         return training_bytes(model, run, parameters, batch, half=half, learned=learned)
 
-    batch = run.train.batch
+    batch = run.train.batch_size
     if available is None or need(batch) <= available:
         return
     low, high = 0, batch  # low fits or is 0; high does not fit
@@ -163,19 +194,19 @@ def require(
         middle = (low + high) // 2
         low, high = (middle, high) if need(middle) <= available else (low, middle)
     hint = f"what would fit: --batch {low} (more rows to a step: --accumulate)"
-    if not run.train.recompute:
-        hint += "; --set train.recompute=true keeps fewer activations"
-    if run.train.save_beside:
-        hint += "; train.save_beside=false keeps no copy of what is saved"
-    state = shown(state_bytes(model, run, parameters, learned))
+    if not run.train.activation_checkpointing:
+        hint += "; --set train.activation_checkpointing=true keeps fewer activations"
+    if run.train.async_save:
+        hint += "; train.async_save=false keeps no copy of what is saved"
+    state = human_readable_bytes(state_bytes(model, run, parameters, learned))
     raise MemoryPlanError(
-        f"training on {counted(batch, 'row')} of {counted(run.data.context, 'token')} at a time needs about "
-        f"{shown(need(batch))} (weights, gradients and moments {state}) and {shown(available)} is available",
+        f"training on {format_count(batch, 'row')} of {format_count(run.data.seq_len, 'token')} at a time needs about "
+        f"{human_readable_bytes(need(batch))} (weights, gradients and moments {state}) and {human_readable_bytes(available)} is available",
         hint if low else "not even --batch 1 fits: a smaller --context, --accumulate or model would",
     )
 
 
-def outgrown(
+def out_of_memory_error(
     model: ModelConfig,
     run: RunConfig,
     parameters: int,
@@ -187,20 +218,22 @@ def outgrown(
 ) -> MemoryPlanError:
     """What to say of memory that ran out after all: the plan, what is ``left`` of the run, and what to lower."""
     train = run.train
-    planned = training_parts(model, run, parameters, train.batch, half=half, learned=learned)
-    told = ", ".join(f"{name} {shown(size)}" for name, size in planned.items() if size)
-    ways = ["a lower train.batch (more rows to a step: train.accumulate)"] * (train.batch > 1)
-    ways += ["a lower data.context"] + ["train.recompute=true"] * (not train.recompute)
-    ways += ["train.precision=bf16"] * (not half) + ["train.save_beside=false"] * train.save_beside
+    planned = training_parts(model, run, parameters, train.batch_size, half=half, learned=learned)
+    told = ", ".join(f"{name} {human_readable_bytes(size)}" for name, size in planned.items() if size)
+    ways = ["a lower train.batch_size (more rows to a step: train.gradient_accumulation_steps)"] * (
+        train.batch_size > 1
+    )
+    ways += ["a lower data.seq_len"] + ["train.activation_checkpointing=true"] * (not train.activation_checkpointing)
+    ways += ["train.precision=bf16"] * (not half) + ["train.async_save=false"] * train.async_save
     return MemoryPlanError(
-        f"out of memory {where}, with {counted(train.batch, 'row')} of {counted(run.data.context, 'token')} at a time; "
-        f"planned were {shown(sum(planned.values()))}: {told}",
+        f"out of memory {where}, with {format_count(train.batch_size, 'row')} of {format_count(run.data.seq_len, 'token')} at a time; "
+        f"planned were {human_readable_bytes(sum(planned.values()))}: {told}",
         f"{left}; what takes less: {', '.join(ways)}",
     )
 
 
 @contextmanager
-def within(say: Callable[[], MemoryPlanError]) -> Iterator[None]:
+def translate_oom(say: Callable[[], MemoryPlanError]) -> Iterator[None]:
     """What runs out of memory in the block is raised as ``say`` has it."""
     try:
         yield
@@ -212,6 +245,6 @@ def within(say: Callable[[], MemoryPlanError]) -> Iterator[None]:
         raise say() from error
 
 
-def shown(num_bytes: int) -> str:
+def human_readable_bytes(num_bytes: int) -> str:
     """``12.5 MiB``."""
     return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

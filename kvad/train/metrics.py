@@ -17,20 +17,20 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from kvad.checkpoint.atomic import refused, write_bytes
+from kvad.checkpoint.atomic import disk_error, write_bytes
 from kvad.errors import KvadError, SaveError
 from kvad.train.reports import (
     Callback,
+    CallbackReport,
     EvalReport,
-    MeasuredReport,
-    Outcome,
     SamplesReport,
     StartReport,
     StepReport,
+    TrainingResult,
     WarningReport,
 )
 
-__all__ = ["Logged", "MetricsFile", "Speed", "read_metrics"]
+__all__ = ["LoggedSteps", "MetricsFile", "SpeedMeter", "read_metrics"]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -46,12 +46,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-class Logged(Callback):
+class LoggedSteps(Callback):
     """Which steps are logged: the first, every ``log_every``-th, each that is evaluated, and the last before a run
     ends, however it does.  A run that is done has evaluated its last step before it saves it: no kill leaves it out."""
 
-    def __init__(self, log_every: int) -> None:
-        self._log_every = log_every
+    def __init__(self, log_interval: int) -> None:
+        self._log_interval = log_interval
         self._left: StepReport | None = None  # of the newest step, until it is logged
 
     def log(self, report: StepReport) -> None:
@@ -66,21 +66,21 @@ class Logged(Callback):
 
     def on_step(self, report: StepReport) -> None:
         self._left = report
-        if report.step == 1 or report.step % self._log_every == 0:
+        if report.step == 1 or report.step % self._log_interval == 0:
             self.catch_up()
 
     def on_eval(self, report: EvalReport) -> None:
         self.catch_up()
 
-    def on_end(self, outcome: Outcome) -> None:
+    def on_end(self, outcome: TrainingResult) -> None:
         self.catch_up()
 
 
-class MetricsFile(Logged):
+class MetricsFile(LoggedSteps):
     """Appends lines, each handed to the system at once."""
 
-    def __init__(self, path: Path, log_every: int) -> None:
-        super().__init__(log_every)
+    def __init__(self, path: Path, log_interval: int) -> None:
+        super().__init__(log_interval)
         self.path = path
         self._file: TextIO | None = None
         self._step = 0  # how many are done
@@ -106,13 +106,13 @@ class MetricsFile(Logged):
     def on_samples(self, report: SamplesReport) -> None:
         self._write("samples", dataclasses.asdict(report))
 
-    def on_measured(self, report: MeasuredReport) -> None:
+    def on_callback_report(self, report: CallbackReport) -> None:
         self._write("measured", {"step": report.step, "what": report.what, **report.values})
 
     def on_warning(self, report: WarningReport) -> None:
         self._write("warning", dataclasses.asdict(report))
 
-    def on_end(self, outcome: Outcome) -> None:
+    def on_end(self, outcome: TrainingResult) -> None:
         super().on_end(outcome)
         if outcome.reason == "done":
             self._write("end", {**dataclasses.asdict(outcome), "checkpoint": outcome.checkpoint.name})
@@ -140,7 +140,7 @@ class MetricsFile(Logged):
             self._file.write(_lines([{"kind": kind, **values}]))
             self._file.flush()
         except OSError as error:
-            raise refused(self.path, error) from error
+            raise disk_error(self.path, error) from error
 
 
 def _step(line: dict[str, Any]) -> float:
@@ -154,7 +154,7 @@ def _lines(contents: Iterable[dict[str, Any]]) -> str:
     return "".join(json.dumps(content, ensure_ascii=False) + "\n" for content in contents)
 
 
-class Speed:
+class SpeedMeter:
     """Tokens and FLOPs per second and seconds per step, as a mean in which the last dozen steps or so count."""
 
     def __init__(self, keep: float = 0.92) -> None:

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvad.train.rows import Row, RowSource, generator, texts_of
+from kvad.train.rows import PackedRow, RowSource, row_provenance, seeded_rng
 from kvad.train.store import Ints
 
-__all__ = ["BLOCK", "Mixed", "part_seed"]
+__all__ = ["BLOCK", "MixtureRows", "source_seed"]
 
 BLOCK = 1024
 _DRAWS, _PARTS = 1, 2  # what a seed is taken apart for
 
 
-class Mixed:
+class MixtureRows:
     """``weights``: shares of the rows, in any unit."""
 
     def __init__(self, sources: Sequence[RowSource], weights: Sequence[float], seed: int) -> None:
@@ -27,18 +27,18 @@ class Mixed:
         self._upto = np.cumsum(weights) / sum(weights)
         self._before: list[Ints] = [np.zeros(len(sources), np.int64)]  # per block: rows of each source before it
 
-    def rows(self, numbers: Ints) -> list[Row]:
+    def rows(self, numbers: Ints) -> list[PackedRow]:
         which, inside = self.assign(numbers)
-        found: list[Row] = [()] * len(numbers)
+        found: list[PackedRow] = [()] * len(numbers)
         for source in np.unique(which):
             mine = np.flatnonzero(which == source)
             for at, row in zip(mine.tolist(), self._sources[source].rows(inside[mine]), strict=True):
                 found[at] = row
         return found
 
-    def texts_of(self, number: int) -> list[int]:
+    def provenance(self, number: int) -> list[int]:
         which, inside = (int(found[0]) for found in self.assign(np.array([number])))
-        return texts_of(self._sources[which], inside)
+        return row_provenance(self._sources[which], inside)
 
     def assign(self, numbers: Ints) -> tuple[Ints, Ints]:
         """The source of each row, and its number among that source's rows, [n] each."""
@@ -55,7 +55,7 @@ class Mixed:
         return which, inside
 
     def _drawn(self, block: int) -> Ints:
-        chances = generator(self._seed, _DRAWS, block).random(BLOCK)
+        chances = seeded_rng(self._seed, _DRAWS, block).random(BLOCK)
         drawn: Ints = np.searchsorted(self._upto, chances, side="right").clip(max=len(self._upto) - 1)
         return drawn
 
@@ -66,6 +66,6 @@ class Mixed:
         return self._before[block]
 
 
-def part_seed(seed: int, part: int) -> int:
+def source_seed(seed: int, part: int) -> int:
     """The seed of one source of a mixture, so that no two have the same order."""
-    return int(generator(seed, _PARTS, part).integers(1 << 62))
+    return int(seeded_rng(seed, _PARTS, part).integers(1 << 62))

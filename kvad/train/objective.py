@@ -23,69 +23,69 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvad.config import Classes
-from kvad.model.fresh import Fresh
-from kvad.model.heads import Language
+from kvad.config import ClassificationHeadConfig
+from kvad.model.fresh import NoCache
+from kvad.model.heads import LanguageHead
 from kvad.model.transformer import Transformer
-from kvad.ops.entropy import learn
-from kvad.step import Memory, Step
+from kvad.ops.entropy import cross_entropy_backward
+from kvad.step import CacheProtocol, ModelInput
 from kvad.train.data import Batch
 
 __all__ = [
     "Autocast",
-    "Measured",
-    "NextToken",
+    "EvalResult",
+    "CrossEntropyObjective",
     "Objective",
-    "asked_logits",
-    "backward",
-    "loss_of",
-    "measure",
+    "target_logits",
+    "accumulate_gradients",
+    "evaluate_loss",
+    "evaluate",
     "resolve_precision",
-    "slices",
+    "logit_chunks",
 ]
 
 LOGIT_BUDGET = 1 << 22  # elements of [positions, C] made at a time, but where ops/entropy.py learns
 
 
-class Measured(NamedTuple):
+class EvalResult(NamedTuple):
     """Of a validation split: mean loss per target (nats), how many targets there were, and of how many the likeliest
     answer was right (None: nobody asked)."""
 
     loss: float
     targets: int
-    right: int | None = None
+    num_correct: int | None = None
 
     @property
     def accuracy(self) -> float | None:
-        return None if self.right is None else self.right / max(self.targets, 1)
+        return None if self.num_correct is None else self.num_correct / max(self.targets, 1)
 
 
 class Objective(Protocol):
     """By what the loop trains."""
 
-    def backward(self, batch: Batch, total: float) -> float:
+    def accumulate_gradients(self, batch: Batch, total: float) -> float:
         """Add the gradient of this batch's summed loss / ``total`` targets (fewer, by the loss scale of fp16); returns
         the summed loss."""
         ...
 
-    def loss_of(self, batches: Iterable[Batch]) -> Measured:
+    def evaluate_loss(self, batches: Iterable[Batch]) -> EvalResult:
         """What the model makes of them, without a gradient."""
         ...
 
 
-class NextToken:
+class CrossEntropyObjective:
     """Cross entropy of what the data asks, without a cache: of documents' next tokens, of targets that are read after
     their sources, of hidden tokens, of tags."""
 
     def __init__(self, model: Transformer, autocast: Autocast, smoothing: float = 0.0) -> None:
-        self._model, self._memory, self._autocast = model, Fresh(model.config), autocast
+        self._model, self._memory, self._autocast = model, NoCache(model.config), autocast
         self._smoothing = smoothing
 
-    def backward(self, batch: Batch, total: float) -> float:
-        return backward(self._model, batch, self._memory, total, self._autocast, self._smoothing)
+    def accumulate_gradients(self, batch: Batch, total: float) -> float:
+        return accumulate_gradients(self._model, batch, self._memory, total, self._autocast, self._smoothing)
 
-    def loss_of(self, batches: Iterable[Batch]) -> Measured:
-        return measure(self._model, batches, self._memory, self._autocast)
+    def evaluate_loss(self, batches: Iterable[Batch]) -> EvalResult:
+        return evaluate(self._model, batches, self._memory, self._autocast)
 
 
 class Autocast:
@@ -115,19 +115,19 @@ def resolve_precision(precision: str, device: str) -> str:
     return "bf16" if native.get("amx_bf16") or (native.get("avx512_bf16") and not slow) else "fp32"
 
 
-def backward(
-    model: Transformer, batch: Batch, memory: Memory, total: float, autocast: Autocast, smoothing: float = 0.0
+def accumulate_gradients(
+    model: Transformer, batch: Batch, memory: CacheProtocol, total: float, autocast: Autocast, smoothing: float = 0.0
 ) -> float:
     """Add the gradient of this batch's summed loss / ``total``; returns the summed loss (nats)."""
     with autocast():
-        read = _read(model, model(batch.step, memory), batch.step)
+        read = _read(model, model(batch.model_input, memory), batch.model_input)
     leaf = read.detach().requires_grad_()
     head = model.head
-    if isinstance(head, Language) and head.spec.softcap is None:
-        summed = _learned(model, head, leaf, batch, total, autocast, smoothing)
+    if isinstance(head, LanguageHead) and head.spec.logit_softcap is None:
+        summed = _fused_backward(model, head, leaf, batch, total, autocast, smoothing)
     else:
         summed = 0.0
-        for logits, targets in _asked(model, leaf, batch, autocast):
+        for logits, targets in _target_logit_chunks(model, leaf, batch, autocast):
             loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
             (loss / total).backward()
             summed += loss.item()
@@ -136,20 +136,26 @@ def backward(
     return summed
 
 
-def _learned(
-    model: Transformer, head: Language, leaf: Tensor, batch: Batch, total: float, autocast: Autocast, smoothing: float
+def _fused_backward(
+    model: Transformer,
+    head: LanguageHead,
+    leaf: Tensor,
+    batch: Batch,
+    total: float,
+    autocast: Autocast,
+    smoothing: float,
 ) -> float:
     """The same of a head that is a product with a matrix: without a graph of its logits (``ops/entropy.py``)."""
     with autocast():
-        read = head.before(leaf.index_select(0, batch.step.wanted))
-    weight = model.table if head.weight is None else head.weight
-    summed, gradient = learn(
+        read = head.pre_logits(leaf.index_select(0, batch.model_input.logit_indices))
+    weight = model.token_embedding if head.weight is None else head.weight
+    summed, gradient = cross_entropy_backward(
         read.detach(),
         weight,
         head.bias,
         batch.targets,
         total,
-        scale=head.spec.scale,
+        scale=head.spec.logit_scale,
         smoothing=smoothing,
         dtype=autocast.dtype,
     )
@@ -157,61 +163,67 @@ def _learned(
     return summed
 
 
-def loss_of(model: Transformer, batches: Iterable[Batch], memory: Memory, autocast: Autocast) -> tuple[float, int]:
+def evaluate_loss(
+    model: Transformer, batches: Iterable[Batch], memory: CacheProtocol, autocast: Autocast
+) -> tuple[float, int]:
     """Mean loss per target (nats), and how many targets there were."""
-    found = measure(model, batches, memory, autocast)
+    found = evaluate(model, batches, memory, autocast)
     return found.loss, found.targets
 
 
 @torch.no_grad()
-def measure(model: Transformer, batches: Iterable[Batch], memory: Memory, autocast: Autocast) -> Measured:
+def evaluate(model: Transformer, batches: Iterable[Batch], memory: CacheProtocol, autocast: Autocast) -> EvalResult:
     """Loss and accuracy over all targets of the batches."""
     summed, count, right = 0.0, 0, 0
     for batch in batches:
         with autocast():
-            read = _read(model, model(batch.step, memory), batch.step)
-        for logits, targets in _asked(model, read, batch, autocast):
+            read = _read(model, model(batch.model_input, memory), batch.model_input)
+        for logits, targets in _target_logit_chunks(model, read, batch, autocast):
             summed += F.cross_entropy(logits, targets, reduction="sum").item()
             right += int((logits.argmax(dim=-1) == targets).sum())
         count += len(batch.targets)
-    return Measured(summed / max(count, 1), count, right)
+    return EvalResult(summed / max(count, 1), count, right)
 
 
-def slices(model: Transformer, hidden: Tensor, at: Tensor, autocast: Autocast) -> Iterator[Tensor]:
+def logit_chunks(model: Transformer, hidden: Tensor, at: Tensor, autocast: Autocast) -> Iterator[Tensor]:
     """hidden [T, E], at [N] -> logits [n, C] in float32 at least, of as many positions at a time as LOGIT_BUDGET
     allows.  Of a head that answers for whole texts, ``at`` are their first tokens, in ascending order."""
     head = model.config.head
-    size = max(1, LOGIT_BUDGET // (len(head.labels) if isinstance(head, Classes) else model.config.vocab))
+    size = max(
+        1, LOGIT_BUDGET // (len(head.labels) if isinstance(head, ClassificationHeadConfig) else model.config.vocab_size)
+    )
     for some in at.split(size):
         with autocast():
             logits = model.logits(hidden, some)
         yield logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def asked_logits(model: Transformer, batch: Batch, memory: Memory) -> Tensor:
+def target_logits(model: Transformer, batch: Batch, memory: CacheProtocol) -> Tensor:
     """[N, C]: what the model says where the batch asks, one row per target."""
-    read = _read(model, model(batch.step, memory), batch.step)
-    return torch.cat([logits for logits, _ in _asked(model, read, batch, Autocast("fp32", "cpu"))])
+    read = _read(model, model(batch.model_input, memory), batch.model_input)
+    return torch.cat([logits for logits, _ in _target_logit_chunks(model, read, batch, Autocast("fp32", "cpu"))])
 
 
-def _asked(model: Transformer, read: Tensor, batch: Batch, autocast: Autocast) -> Iterator[tuple[Tensor, Tensor]]:
+def _target_logit_chunks(
+    model: Transformer, read: Tensor, batch: Batch, autocast: Autocast
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Logits and targets, a slice at a time."""
     low = 0
-    for logits in slices(model, read, batch.step.wanted, autocast):
+    for logits in logit_chunks(model, read, batch.model_input.logit_indices, autocast):
         yield logits, batch.targets[low : low + len(logits)]
         low += len(logits)
 
 
-def _read(model: Transformer, hidden: Tensor, step: Step) -> Tensor:
+def _read(model: Transformer, hidden: Tensor, step: ModelInput) -> Tensor:
     """What the head reads [T, E]: the hidden states; of a head that answers for a whole text by the mean of its hidden
     states, that mean at the text's first token."""
     head = model.config.head
-    if not (isinstance(head, Classes) and head.per == "row" and head.pool == "mean"):
+    if not (isinstance(head, ClassificationHeadConfig) and head.level == "row" and head.pool == "mean"):
         return hidden
-    owner = torch.searchsorted(step.wanted, torch.arange(len(hidden), device=hidden.device), right=True) - 1
-    inside = torch.ones_like(owner, dtype=torch.bool) if step.documents is None else step.documents >= 0
+    owner = torch.searchsorted(step.logit_indices, torch.arange(len(hidden), device=hidden.device), right=True) - 1
+    inside = torch.ones_like(owner, dtype=torch.bool) if step.document_ids is None else step.document_ids >= 0
     wide = hidden[inside].to(torch.promote_types(hidden.dtype, torch.float32))
-    shape = (len(step.wanted), hidden.shape[1])
+    shape = (len(step.logit_indices), hidden.shape[1])
     summed = torch.zeros(shape, dtype=wide.dtype, device=wide.device).index_add(0, owner[inside], wide)
     means = summed / torch.bincount(owner[inside], minlength=shape[0]).unsqueeze(1)
-    return torch.zeros_like(hidden).index_copy(0, step.wanted, means.to(hidden.dtype))
+    return torch.zeros_like(hidden).index_copy(0, step.logit_indices, means.to(hidden.dtype))

@@ -20,31 +20,31 @@ from torch import Tensor, nn
 
 from kvad.errors import CheckpointError, ConfigError
 from kvad.train.adafactor import Adafactor
-from kvad.train.averaging import Averages
+from kvad.train.averaging import WeightAverager
 from kvad.train.config import OptimConfig, TrainConfig
 from kvad.train.scaling import LossScale
 from kvad.train.schedules import Schedule
 
-__all__ = ["Optimization", "by_muon", "decays"]
+__all__ = ["OptimizersContainer", "uses_muon", "uses_weight_decay"]
 
-Named = list[tuple[str, nn.Parameter]]
+NamedParameters = list[tuple[str, nn.Parameter]]
 
 
-def decays(name: str, parameter: Tensor) -> bool:
+def uses_weight_decay(name: str, parameter: Tensor) -> bool:
     return parameter.dim() >= 2 and "relative" not in name.split(".") and not _of_norm(name)
 
 
-def by_muon(name: str, parameter: Tensor) -> bool:
+def uses_muon(name: str, parameter: Tensor) -> bool:
     """Whether it is a matrix of a layer."""
     layers = name.startswith(("decoder.layers.", "encoder.layers."))
-    return layers and parameter.dim() == 2 and decays(name, parameter)
+    return layers and parameter.dim() == 2 and uses_weight_decay(name, parameter)
 
 
 def _of_norm(name: str) -> bool:
     return any("norm" in part for part in name.split("."))
 
 
-class Optimization:
+class OptimizersContainer:
     """What makes a step of a gradient: ``begin``, then gradients are added, then ``norm`` and ``step``.
 
     ``width``: the model's, for ``optim.factor``.  ConfigError for what cannot be made for this model.
@@ -53,58 +53,58 @@ class Optimization:
     def __init__(self, model: nn.Module, config: OptimConfig, train: TrainConfig, width: int | None = None) -> None:
         self._config = config
         self.schedule = Schedule(config, train, width)
-        self._named: Named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._named: NamedParameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.optimizers = _make_optimizers(self._named, config)
         self.scale = LossScale() if train.precision == "fp16" else None
-        self.averages = Averages(self._named, config) if config.ema or config.average else None
+        self.averages = WeightAverager(self._named, config) if config.ema_decay or config.average_last else None
 
-    def begin(self, step: int, elapsed: float) -> float:
+    def begin_step(self, step: int, elapsed: float) -> float:
         """Of optimizer step ``step`` (from 0): no gradient yet; its learning rate."""
-        rate = self.schedule.rate(step, elapsed)
+        rate = self.schedule.lr(step, elapsed)
         for optimizer in self.optimizers:
-            matrices = isinstance(optimizer, torch.optim.Muon) and self._config.matrix_lr is not None
+            matrices = isinstance(optimizer, torch.optim.Muon) and self._config.muon_lr is not None
             for group in optimizer.param_groups:
-                group["lr"] = rate * (self._config.matrix_lr / self.schedule.peak) if matrices else rate  # type: ignore[operator]
+                group["lr"] = rate * (self._config.muon_lr / self.schedule.peak) if matrices else rate  # type: ignore[operator]
             optimizer.zero_grad(set_to_none=True)
         return rate
 
-    def scaled(self, total: int) -> float:
+    def scaled_total(self, total: int) -> float:
         """What an objective divides its summed loss by, so that the gradient is as large as the loss scale says."""
         return total if self.scale is None else total / self.scale.scale
 
-    def norm(self) -> float:
+    def clip_grad_norm(self) -> float:
         """Of the gradient, unscaled; it is at most ``clip`` from then on."""
         parameters = [parameter for _, parameter in self._named]
         if self.scale is not None:
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad.div_(self.scale.scale)
-        return float(nn.utils.clip_grad_norm_(parameters, self._config.clip))
+        return float(nn.utils.clip_grad_norm_(parameters, self._config.max_grad_norm))
 
-    def usable(self, norm: float) -> bool:
+    def can_continue(self, norm: float) -> bool:
         """Whether training can go on from a gradient of this norm: not finite, it may be the loss scale's fault."""
-        return norm < float("inf") or (self.scale is not None and not self.scale.exhausted)
+        return norm < float("inf") or (self.scale is not None and not self.scale.at_minimum)
 
     def step(self, norm: float) -> None:
         """Nothing is changed by a gradient whose ``norm`` is not finite, but the loss scale."""
-        if self.scale is None or self.scale.settle(norm):
+        if self.scale is None or self.scale.update(norm):
             for optimizer in self.optimizers:
                 optimizer.step()
         if self.averages is not None:
-            self.averages.tell()
+            self.averages.update()
 
-    def evaluated(self, loss: float) -> None:
+    def on_evaluation(self, loss: float) -> None:
         """Tell the schedule what an evaluation has found."""
         if self.schedule.plateau is not None:
-            self.schedule.plateau.tell(loss)
+            self.schedule.plateau.observe(loss)
 
-    def averaged(self) -> AbstractContextManager[None]:
+    def averaged_weights(self) -> AbstractContextManager[None]:
         """Within it the model's parameters are what is evaluated and saved: an average, where [optim] asks for one."""
-        return nullcontext() if self.averages is None else self.averages.installed()
+        return nullcontext() if self.averages is None else self.averages.applied()
 
     # ------------------------------------------------------------ what a checkpoint keeps
 
-    def tensors(self) -> dict[str, Tensor]:
+    def state_tensors(self) -> dict[str, Tensor]:
         """``{"exp_avg.NAME": ..., "exp_avg_sq.NAME": ..., "step.NAME": ...}`` and the like, as far as there is a state.
 
         Beside them ``plateau``, ``loss_scale`` (float64), and what :meth:`Averages.tensors` says.
@@ -118,9 +118,9 @@ class Optimization:
             found["plateau"] = torch.tensor(self.schedule.plateau.state, dtype=torch.float64)
         if self.scale is not None:
             found["loss_scale"] = torch.tensor(self.scale.state, dtype=torch.float64)
-        return found if self.averages is None else {**found, **self.averages.tensors()}
+        return found if self.averages is None else {**found, **self.averages.state_tensors()}
 
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """The reverse, into memory of its own.  Raises CheckpointError for a state that does not fit the model.
 
         A parameter of which nothing is stored has had no gradient yet.
@@ -129,7 +129,7 @@ class Optimization:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    state = _state_of(optimizer, names[parameter], parameter, tensors)
+                    state = _read_state(optimizer, names[parameter], parameter, tensors)
                     if state:
                         optimizer.state[parameter] = state
         if self.schedule.plateau is not None:
@@ -139,7 +139,7 @@ class Optimization:
             size, good = _numbers(tensors, "loss_scale", 2)
             self.scale.state = size, good
         if self.averages is not None:
-            self.averages.restore(tensors)
+            self.averages.load_state_tensors(tensors)
 
 
 def _numbers(tensors: Mapping[str, Tensor], name: str, count: int) -> list[float]:
@@ -149,7 +149,7 @@ def _numbers(tensors: Mapping[str, Tensor], name: str, count: int) -> list[float
     return [float(number) for number in found.tolist()]
 
 
-def _state_of(
+def _read_state(
     optimizer: torch.optim.Optimizer, name: str, parameter: Tensor, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """One parameter's, copied; none at all is none yet."""
@@ -184,42 +184,42 @@ def _shapes(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, to
 # ---------------------------------------------------------------- optimizers
 
 
-def _make_optimizers(named: Named, config: OptimConfig) -> list[torch.optim.Optimizer]:
+def _make_optimizers(named: NamedParameters, config: OptimConfig) -> list[torch.optim.Optimizer]:
     """Their learning rates are set at each step's beginning."""
     if config.name == "adafactor":
-        assert config.decay_rate and config.update_clip and config.scale_by_parameter is not None
+        assert config.decay_rate and config.clip_threshold and config.scale_parameter is not None
         made: torch.optim.Optimizer = Adafactor(
             _groups(named, config.weight_decay),
             lr=1.0,
             beta1=config.beta1,
             decay_rate=config.decay_rate,
-            update_clip=config.update_clip,
-            scale_by_parameter=config.scale_by_parameter,
+            update_clip=config.clip_threshold,
+            scale_by_parameter=config.scale_parameter,
         )
         return [made]
     if config.name == "adamw":
         return [_adamw(named, config)]
-    matrices = [parameter for name, parameter in named if by_muon(name, parameter)]
+    matrices = [parameter for name, parameter in named if uses_muon(name, parameter)]
     if not matrices:
         raise ConfigError("optim.name: muon is for matrices of layers, and there is none to train here", "use adamw")
     assert config.momentum is not None
     muon = torch.optim.Muon(
         matrices, weight_decay=config.weight_decay, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"
     )
-    others = [(name, parameter) for name, parameter in named if not by_muon(name, parameter)]
+    others = [(name, parameter) for name, parameter in named if not uses_muon(name, parameter)]
     return [muon, _adamw(others, config)] if others else [muon]
 
 
-def _groups(named: Named, weight_decay: float) -> list[dict[str, object]]:
+def _groups(named: NamedParameters, weight_decay: float) -> list[dict[str, object]]:
     """What decays, and what does not; a group without parameters is left out."""
     groups: list[dict[str, object]] = [
-        {"params": [p for n, p in named if decays(n, p)], "weight_decay": weight_decay},
-        {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
+        {"params": [p for n, p in named if uses_weight_decay(n, p)], "weight_decay": weight_decay},
+        {"params": [p for n, p in named if not uses_weight_decay(n, p)], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
 
-def _adamw(named: Named, config: OptimConfig) -> torch.optim.AdamW:
+def _adamw(named: NamedParameters, config: OptimConfig) -> torch.optim.AdamW:
     """Fused where torch has it for the parameters' device (CPU and CUDA)."""
     assert config.beta1 is not None and config.beta2 is not None and config.eps is not None
     fused = all(p.device.type in ("cpu", "cuda") for _, p in named)

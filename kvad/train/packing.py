@@ -29,13 +29,13 @@ import numpy as np
 
 from kvad.train.store import Ints
 
-__all__ = ["POOL", "Fit", "Packed", "pack", "windows"]
+__all__ = ["OPEN_ROWS", "PackingMethod", "PackedLayout", "pack_rows", "split_windows"]
 
-POOL = 4096
-Fit = Literal["first-fit", "best-fit"]
+OPEN_ROWS = 4096
+PackingMethod = Literal["first-fit", "best-fit"]
 
 
-class Packed(NamedTuple):
+class PackedLayout(NamedTuple):
     """Row r takes ``pieces[first[r] : first[r + 1]]`` in this order, ``lengths`` [n, sides] tokens of each."""
 
     first: Ints
@@ -47,12 +47,12 @@ class Packed(NamedTuple):
         return len(self.first) - 1
 
 
-def pack(lengths: Ints, context: int, fit: Fit, *, crop: bool) -> Packed:
+def pack_rows(lengths: Ints, context: int, fit: PackingMethod, *, crop: bool) -> PackedLayout:
     """Rows of pieces with ``lengths`` [n, sides].  ``crop``: a piece may lose its end (best-fit of documents)."""
     assert not lengths.size or int(lengths.max()) <= context, "what is longer is cut, or left out, before"
     rows: list[list[tuple[int, int]]] = []  # (piece, tokens it may have; -1: all)
-    for low in range(0, len(lengths), POOL):
-        pool = lengths[low : low + POOL]
+    for low in range(0, len(lengths), OPEN_ROWS):
+        pool = lengths[low : low + OPEN_ROWS]
         cropped = crop and fit == "best-fit"
         packed = _best_fit_crop(pool[:, 0], context) if cropped else _fit(pool, context, fit)
         rows += [[(low + piece, tokens) for piece, tokens in row] for row in packed]
@@ -60,10 +60,10 @@ def pack(lengths: Ints, context: int, fit: Fit, *, crop: bool) -> Packed:
     first = np.cumsum([0, *map(len, rows)])
     pieces, kept = (np.array([item[i] for item in flat], np.int64) for i in (0, 1))
     taken = lengths[pieces] if len(pieces) else np.empty((0, lengths.shape[1]), np.int64)
-    return Packed(first, pieces, np.where(kept[:, None] < 0, taken, kept[:, None]))
+    return PackedLayout(first, pieces, np.where(kept[:, None] < 0, taken, kept[:, None]))
 
 
-def windows(lengths: Ints, context: int, offsets: Ints) -> tuple[Ints, Ints, Ints]:
+def split_windows(lengths: Ints, context: int, offsets: Ints) -> tuple[Ints, Ints, Ints]:
     """Documents of ``lengths`` [n] as pieces of at most ``context`` tokens: (document, begin, end) of each.
 
     One that is longer is cut at ``offsets`` [n] (1 .. context) and then every ``context`` tokens::
@@ -86,7 +86,7 @@ def _decreasing(lengths: Ints) -> Ints:
     return by
 
 
-def _fit(lengths: Ints, context: int, fit: Fit) -> list[list[tuple[int, int]]]:
+def _fit(lengths: Ints, context: int, fit: PackingMethod) -> list[list[tuple[int, int]]]:
     """The longest piece first: into the first row that has room, or the one that has the least."""
     room = np.full((lengths.shape[1], len(lengths)), context)
     rows: list[list[tuple[int, int]]] = []

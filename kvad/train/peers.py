@@ -24,61 +24,61 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kvad.errors import ConfigError, NumericalError, UsageError
-from kvad.parallel.links import DAY, Talks, answered, gloo
+from kvad.parallel.links import IDLE_TIMEOUT, Backend, create_gloo_group, wait_for
 from kvad.train.config import TrainConfig
 
-__all__ = ["ALONE", "Peers", "peers_of"]
+__all__ = ["SINGLE_PROCESS", "DataParallelGroup", "init_data_parallel"]
 
-BUCKET = 1 << 22  # numbers of gradients that are sent together
-RUN = "torchrun --nproc-per-node {} -m kvad train ..."
+REDUCE_BUCKET_ELEMENTS = 1 << 22  # numbers of gradients that are sent together
+TORCHRUN_HINT = "torchrun --nproc-per-node {} -m kvad train ..."
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Peers:
+class DataParallelGroup:
     """This process is ``rank`` of ``size``; ``device``: where a tensor lies when the ``group`` sends it."""
 
     rank: int = 0
     size: int = 1
-    group: Talks | None = None
+    group: Backend | None = None
     device: str = "cpu"
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this one reports, evaluates for all, and saves."""
         return self.rank == 0
 
     # ------------------------------------------------------------ what is refused
 
-    def check(self, train: TrainConfig) -> None:
+    def check_divisible(self, train: TrainConfig) -> None:
         """ConfigError where the micro-batches cannot be shared evenly."""
-        if train.accumulate % self.size:
+        if train.gradient_accumulation_steps % self.size:
             raise ConfigError(
-                f"train.accumulate: {train.accumulate} micro-batches cannot be shared evenly by {self.size} ranks",
-                f"a multiple of {self.size}, as in --accumulate {-(-train.accumulate // self.size) * self.size}",
+                f"train.gradient_accumulation_steps: {train.gradient_accumulation_steps} micro-batches cannot be shared evenly by {self.size} ranks",
+                f"a multiple of {self.size}, as in --accumulate {-(-train.gradient_accumulation_steps // self.size) * self.size}",
             )
 
-    def check_resumed(self, ranks: int) -> None:
+    def check_world_size(self, ranks: int) -> None:
         """ConfigError where a run of so many ranks is to go on with another number of them."""
         if ranks != self.size:
-            how = RUN.format(ranks) if ranks > 1 else "kvad train ..., without torchrun"
+            how = TORCHRUN_HINT.format(ranks) if ranks > 1 else "kvad train ..., without torchrun"
             raise ConfigError(f"cannot resume with another configuration: ranks: {ranks} there, {self.size} here", how)
 
-    def check_same(self, key: Callable[[], str]) -> None:
+    def check_data_equal(self, key: Callable[[], str]) -> None:
         """ConfigError where ranks would make different tokens, by the ``key`` of them."""
-        if self.size > 1 and len(set(self.words(key()))) > 1:
+        if self.size > 1 and len(set(self.all_gather_text(key()))) > 1:
             raise ConfigError(
                 "the ranks have not read the same texts with the same tokenizer",
                 "do the files change meanwhile? A tokenizer that is trained already: --tokenizer PATH",
             )
 
-    def check_alike(self, model: nn.Module, step: int) -> None:
+    def check_weights_equal(self, model: nn.Module, step: int) -> None:
         """NumericalError where the ranks' weights are not the same numbers any more."""
         if self.size == 1:
             return
         sums = torch.stack([p.detach().sum(dtype=torch.float64) for p in model.parameters()])
-        first, *others = (each.view(torch.int64) for each in self.every(sums))
+        first, *others = (each.view(torch.int64) for each in self.all_gather(sums))
         if not all(torch.equal(first, other) for other in others):
             raise NumericalError(
                 f"step {step}: the weights of the ranks differ, and are to be equal",
@@ -87,15 +87,15 @@ class Peers:
 
     # ------------------------------------------------------------ a step
 
-    def share(self, batches: Sequence[T]) -> Sequence[T]:
+    def local_batches(self, batches: Sequence[T]) -> Sequence[T]:
         """Those of a step that this rank learns from."""
         return batches if self.size == 1 else batches[self.rank :: self.size]
 
-    def number(self, mine: int) -> int:
+    def global_index(self, mine: int) -> int:
         """Which of the step's micro-batches a rank's own is."""
         return self.rank + mine * self.size
 
-    def add_up(self, model: nn.Module, summed: float) -> float:
+    def all_reduce_gradients(self, model: nn.Module, summed: float) -> float:
         """Each gradient becomes the sum of the ranks' (None where no rank has one); -> ``summed`` of all ranks."""
         if self.size == 1:
             return summed
@@ -120,32 +120,32 @@ class Peers:
 
     # ------------------------------------------------------------ what is decided alike
 
-    def any(self, said: bool) -> bool:
+    def any_rank(self, said: bool) -> bool:
         """Whether any rank says so."""
         return said if self.size == 1 else bool(self._sum(torch.tensor([float(said)])).item())
 
-    def of_first(self, number: float) -> float:
+    def broadcast_scalar(self, number: float) -> float:
         """Rank 0's."""
         if self.size == 1:
             return number
-        return float(self._sum(torch.tensor([number if self.leads else 0.0], dtype=torch.float64)).item())
+        return float(self._sum(torch.tensor([number if self.is_main else 0.0], dtype=torch.float64)).item())
 
     def clock(self, clock: Callable[[], float]) -> Callable[[], float]:
         """Rank 0's, for all."""
-        return clock if self.size == 1 else lambda: self.of_first(clock())
+        return clock if self.size == 1 else lambda: self.broadcast_scalar(clock())
 
     @contextmanager
-    def in_turn(self) -> Iterator[None]:
+    def main_first(self) -> Iterator[None]:
         """The block is rank 0's first; when it is through, the others'."""
-        if not self.leads:
-            self.any(False)
+        if not self.is_main:
+            self.any_rank(False)
         yield
-        if self.leads:
-            self.any(False)
+        if self.is_main:
+            self.any_rank(False)
 
     # ------------------------------------------------------------ what each has
 
-    def every(self, x: Tensor) -> list[Tensor]:
+    def all_gather(self, x: Tensor) -> list[Tensor]:
         """x of every rank, by rank; of one shape everywhere."""
         if self.group is None:
             return [x]
@@ -154,23 +154,23 @@ class Peers:
         self._ask(self.group.allgather, [parts], [there])
         return [part.to(x.device) for part in parts]
 
-    def words(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         """What every rank says, by rank."""
         if self.size == 1:
             return [text]
         said = text.encode()
-        lengths = [int(each) for each in self.every(torch.tensor([len(said)]))]
+        lengths = [int(each) for each in self.all_gather(torch.tensor([len(said)]))]
         padded = torch.tensor([*said, *bytes(max(lengths) + 1 - len(said))], dtype=torch.uint8)
-        found = zip(self.every(padded), lengths, strict=True)
+        found = zip(self.all_gather(padded), lengths, strict=True)
         return [bytes(each[:length].tolist()).decode() for each, length in found]
 
-    def random(self, device: str) -> dict[str, Tensor]:
+    def random_state(self, device: str) -> dict[str, Tensor]:
         """The state of all ranks' random numbers, as a checkpoint keeps it: ``rng``, ``rng.1``, ...; of a GPU's
         ``rng_device`` ..."""
         states = {"rng": torch.get_rng_state()}
         if torch.device(device).type == "cuda":
             states["rng_device"] = torch.cuda.get_rng_state(device)
-        return {_of(name, rank): x for name, own in states.items() for rank, x in enumerate(self.every(own))}
+        return {_of(name, rank): x for name, own in states.items() for rank, x in enumerate(self.all_gather(own))}
 
     def restore_random(self, tensors: Mapping[str, Tensor], device: str) -> None:
         """The reverse, of this rank."""
@@ -186,13 +186,13 @@ class Peers:
         return x
 
     def _ask(self, call: Callable[..., Any], *given: Any) -> None:
-        answered(f"rank {self.rank} of {self.size}", call, *given)
+        wait_for(f"rank {self.rank} of {self.size}", call, *given)
 
 
-ALONE = Peers()
+SINGLE_PROCESS = DataParallelGroup()
 
 
-def peers_of(environment: Mapping[str, str], train: TrainConfig) -> Peers:
+def init_data_parallel(environment: Mapping[str, str], train: TrainConfig) -> DataParallelGroup:
     """Those that ``torchrun`` has started with this process, connected; alone where it has not.
 
     gloo on the CPU, nccl on GPUs, of which rank r takes the r-th.  Raises UsageError and ConfigError for what cannot be
@@ -200,25 +200,29 @@ def peers_of(environment: Mapping[str, str], train: TrainConfig) -> Peers:
     """
     size = _number(environment, "WORLD_SIZE", 1)
     if size == 1:
-        return ALONE
+        return SINGLE_PROCESS
     rank = _number(environment, "RANK", None)
     if not {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
-        raise UsageError(f"WORLD_SIZE is {size}, and MASTER_ADDR or MASTER_PORT is missing", RUN.format(size))
+        raise UsageError(f"WORLD_SIZE is {size}, and MASTER_ADDR or MASTER_PORT is missing", TORCHRUN_HINT.format(size))
     here = _number(environment, "LOCAL_WORLD_SIZE", size)
     if here != size:
-        raise ConfigError(f"{size} ranks, {here} of them here: all ranks are to be of one machine", RUN.format(size))
-    Peers(rank, size).check(train)
+        raise ConfigError(
+            f"{size} ranks, {here} of them here: all ranks are to be of one machine", TORCHRUN_HINT.format(size)
+        )
+    DataParallelGroup(rank, size).check_divisible(train)
     gpu = torch.device(train.device).type == "cuda"
     if gpu:
         _take_gpu(train.device, _number(environment, "LOCAL_RANK", rank))
     store = _store(environment, rank, size)
     if not gpu:
-        return Peers(rank, size, gloo(store, rank, size))
+        return DataParallelGroup(rank, size, create_gloo_group(store, rank, size))
     kind: Any = dist.ProcessGroupNCCL  # not in a torch for the CPU
     options = kind.Options()
-    options._timeout = timedelta(seconds=DAY)
-    peers = Peers(rank, size, kind(store, rank, size, options), train.device)
-    peers.any(False)  # what nccl needs for its first word it waits for minutes only: said now, while no rank is at work
+    options._timeout = timedelta(seconds=IDLE_TIMEOUT)
+    peers = DataParallelGroup(rank, size, kind(store, rank, size, options), train.device)
+    peers.any_rank(
+        False
+    )  # what nccl needs for its first word it waits for minutes only: said now, while no rank is at work
     return peers
 
 
@@ -244,7 +248,7 @@ def _number(environment: Mapping[str, str], name: str, usual: int | None) -> int
     if text is None and usual is not None:
         return usual
     if text is None or not text.isdecimal():
-        raise UsageError(f"{name}: expected a number, found {text!r}", RUN.format(2))
+        raise UsageError(f"{name}: expected a number, found {text!r}", TORCHRUN_HINT.format(2))
     return int(text)
 
 
@@ -256,7 +260,7 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """In their order, of one dtype each."""
     found, size = list[Tensor](), 0
     for gradient in gradients:
-        if found and (size + gradient.numel() > BUCKET or gradient.dtype != found[0].dtype):
+        if found and (size + gradient.numel() > REDUCE_BUCKET_ELEMENTS or gradient.dtype != found[0].dtype):
             yield found
             found, size = [], 0
         found.append(gradient)

@@ -18,41 +18,41 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvad.config import ModelConfig, mixers
-from kvad.model.compress import Compressor
-from kvad.step import Lane, Step
-from kvad.train.compress import subject_of
+from kvad.config import ModelConfig, attention_specs
+from kvad.model.compress import Summarizer
+from kvad.step import ModelInput, SubBatch
+from kvad.train.compress import load_teacher
 from kvad.train.config import RunConfig
 from kvad.train.data import TrainingData
-from kvad.train.distil import Distillation
-from kvad.train.gauge import Gauge, gemm_peak
-from kvad.train.masking import MaskedData
-from kvad.train.material import Material, Named, named_for
+from kvad.train.distil import SummaryDistillation
+from kvad.train.gauge import ThroughputMeter, measure_gemm_peak
+from kvad.train.masking import MaskedLMDataset
+from kvad.train.material import CorpusArgument, RunData, resolve_corpus
 from kvad.train.memory import saved_bytes, training_bytes, training_parts
 from kvad.train.objective import Autocast, Objective, resolve_precision
-from kvad.train.objectives import fitting, make_objective
-from kvad.train.optim import Optimization
-from kvad.train.refusals import check_machine
+from kvad.train.objectives import build_objective, resolve_objective
+from kvad.train.optim import OptimizersContainer
+from kvad.train.refusals import check_device
 from kvad.train.rows import Batch
-from kvad.train.spans import SpanData
-from kvad.train.speed import prepare, refuse
-from kvad.train.start import absolute, at_beginning, count_parameters, start_of
+from kvad.train.spans import SpanCorruptionDataset
+from kvad.train.speed import apply_acceleration, check_acceleration
+from kvad.train.start import build_new_model, count_parameters, load_initial, resolve_paths
 
-__all__ = ["TrainingPlan", "Trial", "plan", "rows_of"]
+__all__ = ["TrainingPlan", "TrialTiming", "plan_training", "first_rows"]
 
-SECONDS = 10.0  # that a trial's passes take at most, about
-AGAIN = 4  # times, where they are soon done
+TRIAL_SECONDS = 10.0  # that a trial's passes take at most, about
+MAX_REPEATS = 4  # times, where they are soon done
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrialTiming:
     """What was measured: ``seconds`` forwards and backwards over ``rows`` rows, and of an optimizer's ``update``.
     ``utilisation``: the rows' FLOPs a second over those of a matrix product (None: not counted)."""
 
     rows: int
     seconds: float
     update: float
-    utilisation: float | None
+    utilization: float | None
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,12 @@ class TrainingPlan:
     epochs: float | None
     step_flops: int | None
     gemm_flops: float
-    trial: Trial | None
+    trial: TrialTiming | None
     step_seconds: float | None
     seconds: float | None
-    evaluating: float | None
+    eval_seconds: float | None
     checkpoint: int
-    kept: int
+    num_checkpoints: int
     device: str
     precision: str
     threads: int
@@ -106,15 +106,17 @@ class TrainingPlan:
         return None if self.memory is None else sum(self.memory.values())
 
 
-def plan(config: RunConfig, corpus: Named, available: int | None, tell: Callable[[str], None]) -> TrainingPlan:
+def plan_training(
+    config: RunConfig, corpus: CorpusArgument, available: int | None, tell: Callable[[str], None]
+) -> TrainingPlan:
     """``available``: bytes that may be taken (None: nobody knows).  Raises as ``job.train``, but for memory."""
-    check_machine(config.train)
+    check_device(config.train)
     with tempfile.TemporaryDirectory() as folder:
         subject = (_compressor if config.objective.kind == "compress" else _model)(config, corpus, Path(folder), tell)
         return _planned(subject, available)
 
 
-class _Subject(NamedTuple):
+class _PlannedModel(NamedTuple):
     """What would be trained; ``make``: the trained module and its objective."""
 
     config: RunConfig
@@ -133,71 +135,77 @@ class _Subject(NamedTuple):
         return resolve_precision(self.config.train.precision, self.config.train.device)
 
 
-def _model(config: RunConfig, corpus: Named, folder: Path, tell: Callable[[str], None]) -> _Subject:
-    config = absolute(config)
-    start = start_of(config)
-    config = fitting(config, config.resolve(vocab=1).kind if start is None else start.model_config.kind)
-    material = Material(
-        config, named_for(config.objective.kind, corpus), tell, start=None if start is None else start.opened
+def _model(config: RunConfig, corpus: CorpusArgument, folder: Path, tell: Callable[[str], None]) -> _PlannedModel:
+    config = resolve_paths(config)
+    start = load_initial(config)
+    config = resolve_objective(config, config.resolve(vocab=1).kind if start is None else start.model_config.kind)
+    material = RunData(
+        config, resolve_corpus(config.objective.kind, corpus), tell, start=None if start is None else start.opened
     )
     tokenizer = material.make_tokenizer() if start is None else start.tokenizer
-    model = material.shaped(config.resolve(tokenizer.vocab_size)) if start is None else start.model_config
+    model = material.with_objective_head(config.resolve(tokenizer.vocab_size)) if start is None else start.model_config
     material.open(folder / "data", tokenizer)
     every, trained = (count_parameters(model),) * 2 if start is None else start.parameters
 
     def make() -> tuple[nn.Module, Objective]:
-        made = at_beginning(config, model, start)
-        prepare(made, config.train)
+        made = build_new_model(config, model, start)
+        apply_acceleration(made, config.train)
         autocast = Autocast(resolve_precision(config.train.precision, config.train.device), config.train.device)
-        return made, make_objective(config, made, autocast)
+        return made, build_objective(config, made, autocast)
 
-    return _Subject(config, model, every, trained, material.data, make)
+    return _PlannedModel(config, model, every, trained, material.data, make)
 
 
-def _compressor(config: RunConfig, corpus: Named, folder: Path, tell: Callable[[str], None]) -> _Subject:
-    refuse(config.train)
-    opened, tokenizer = subject_of(config)
-    material = Material(config, named_for("compress", corpus), tell)
+def _compressor(config: RunConfig, corpus: CorpusArgument, folder: Path, tell: Callable[[str], None]) -> _PlannedModel:
+    check_acceleration(config.train)
+    opened, tokenizer = load_teacher(config)
+    material = RunData(config, resolve_corpus("compress", corpus), tell)
     material.open(folder / "data", tokenizer)
-    wanted, train = config.compress, config.train
-    compressor = Compressor(mixers(opened.config), wanted.ratio, wanted.hidden)
+    wanted, train = config.summarizer, config.train
+    compressor = Summarizer(attention_specs(opened.config), wanted.ratio, wanted.hidden_size)
     trained = sum(parameter.numel() for parameter in compressor.parameters())
 
     def make() -> tuple[nn.Module, Objective]:
-        from kvad.checkpoint.open import model_of
+        from kvad.checkpoint.open import load_weights
 
-        model = model_of(opened, "float32", train.device)
+        model = load_weights(opened, "float32", train.device)
         autocast = Autocast(resolve_precision(train.precision, train.device), train.device)
-        return compressor, Distillation(model, compressor.to(train.device), wanted, autocast)
+        return compressor, SummaryDistillation(model, compressor.to(train.device), wanted, autocast)
 
-    return _Subject(config, opened.config, count_parameters(opened.config) + trained, trained, material.data, make)
+    return _PlannedModel(config, opened.config, count_parameters(opened.config) + trained, trained, material.data, make)
 
 
 # ---------------------------------------------------------------- the plan
 
 
-def _planned(subject: _Subject, available: int | None) -> TrainingPlan:
+def _planned(subject: _PlannedModel, available: int | None) -> TrainingPlan:
     config, data, train = subject.config, subject.data, subject.config.train
     memory, fits = (None, None) if subject.compressor else _memory(subject, available)
-    peak = gemm_peak(train.device, subject.precision)
-    gauge = Gauge(subject.model, peak, frozen=config.lora is not None)
+    peak = measure_gemm_peak(train.device, subject.precision)
+    gauge = ThroughputMeter(subject.model, peak, frozen=config.lora is not None)
     batches = data.micro_batches(0)
-    counted = None if subject.compressor else gauge.count(batches)
+    counted = None if subject.compressor else gauge.count_flops(batches)
     known = data.train_tokens > 0
     per_step = data.tokens_per_step
-    if not known and batches[0].step.source is not None:  # what pairs bring is known of those that were read only
+    if (
+        not known and batches[0].model_input.encoder_input is not None
+    ):  # what pairs bring is known of those that were read only
         per_step = sum(len(batch.targets) for batch in batches)
-    read = data.read_per_step if isinstance(data, (MaskedData, SpanData)) else per_step
+    read = data.read_per_step if isinstance(data, (MaskedLMDataset, SpanCorruptionDataset)) else per_step
     trial = None
-    if fits is None or fits >= train.batch:
+    if fits is None or fits >= train.batch_size:
         trial = _trial(subject, batches[0], gauge)
-    seconds = None if trial is None else train.accumulate * trial.seconds * train.batch / trial.rows + trial.update
+    seconds = (
+        None
+        if trial is None
+        else train.gradient_accumulation_steps * trial.seconds * train.batch_size / trial.rows + trial.update
+    )
     judged = min(train.eval_tokens or data.validation_tokens, data.validation_tokens)
     evaluation = None if trial is None or seconds is None else (seconds - trial.update) / 3 * judged / read
     steps = _steps(config, seconds, evaluation)
     evaluating = None
     if steps is not None and evaluation is not None:
-        evaluating = -(-steps // train.eval_every) * evaluation  # one at the end, too
+        evaluating = -(-steps // train.eval_interval) * evaluation  # one at the end, too
     return TrainingPlan(
         objective=config.objective.kind,
         kind=subject.model.kind,
@@ -208,9 +216,9 @@ def _planned(subject: _Subject, available: int | None) -> TrainingPlan:
         fits=fits,
         train_tokens=data.train_tokens if known else None,
         validation_tokens=data.validation_tokens,
-        batch=train.batch,
-        accumulate=train.accumulate,
-        context=config.data.context,
+        batch=train.batch_size,
+        accumulate=train.gradient_accumulation_steps,
+        context=config.data.seq_len,
         tokens_per_step=per_step,
         steps=steps,
         minutes=train.minutes,
@@ -220,18 +228,18 @@ def _planned(subject: _Subject, available: int | None) -> TrainingPlan:
         trial=trial,
         step_seconds=seconds,
         seconds=None if steps is None or seconds is None or evaluating is None else steps * seconds + evaluating,
-        evaluating=evaluating,
+        eval_seconds=evaluating,
         checkpoint=_checkpoint(subject),
-        kept=train.keep + train.keep_best,
+        num_checkpoints=train.keep_checkpoints + train.keep_best,
         device=train.device,
         precision=subject.precision,
         threads=torch.get_num_threads(),
     )
 
 
-def _memory(subject: _Subject, available: int | None) -> tuple[dict[str, int], int | None]:
+def _memory(subject: _PlannedModel, available: int | None) -> tuple[dict[str, int], int | None]:
     """(parts, the most rows of a micro-batch that fit, as many as are asked or fewer).  Only the CPU is asked."""
-    config, batch = subject.config, subject.config.train.batch
+    config, batch = subject.config, subject.config.train.batch_size
     half = subject.precision == "bf16"
     learned = None if config.lora is None else subject.trained
     parts = training_parts(subject.model, config, subject.parameters, batch, half=half, learned=learned)
@@ -247,11 +255,11 @@ def _steps(config: RunConfig, seconds: float | None, evaluation: float | None) -
     train = config.train
     if train.minutes is None or seconds is None or evaluation is None:
         return train.last_step if train.minutes is None else None
-    by_clock = max(1, int(60 * train.minutes / (seconds + evaluation / train.eval_every)))
+    by_clock = max(1, int(60 * train.minutes / (seconds + evaluation / train.eval_interval)))
     return by_clock if train.last_step is None else min(by_clock, train.last_step)
 
 
-def _checkpoint(subject: _Subject) -> int:
+def _checkpoint(subject: _PlannedModel) -> int:
     """Bytes; of adapters and compressors they alone."""
     whole = subject.config.lora is None and not subject.compressor
     return saved_bytes(subject.model, subject.config, subject.parameters, None if whole else subject.trained)
@@ -260,38 +268,40 @@ def _checkpoint(subject: _Subject) -> int:
 # ---------------------------------------------------------------- the trial
 
 
-def _trial(subject: _Subject, batch: Batch, gauge: Gauge) -> Trial:
+def _trial(subject: _PlannedModel, batch: Batch, gauge: ThroughputMeter) -> TrialTiming:
     """Of real rows: one to begin with, then as many as are expected to take ``SECONDS`` together; the fastest of
     several times, if that is soon done."""
     module, objective = subject.make()
     train, model = subject.config.train, subject.model
-    optimization = Optimization(module, subject.config.optim, train, None if subject.compressor else model.width)
+    optimization = OptimizersContainer(
+        module, subject.config.optim, train, None if subject.compressor else model.hidden_size
+    )
     module.train()
 
     def timed(some: Batch) -> tuple[float, float]:
-        optimization.begin(0, 0.0)
+        optimization.begin_step(0, 0.0)
         began = _now(train.device)
-        objective.backward(some, optimization.scaled(len(some.targets)))
+        objective.accumulate_gradients(some, optimization.scaled_total(len(some.targets)))
         passed = _now(train.device)
-        optimization.step(optimization.norm())
+        optimization.step(optimization.clip_grad_norm())
         return passed - began, _now(train.device) - passed
 
-    rows = batch.step.lanes[0].rows
-    timed(rows_of(batch, 1))  # makes what a first step makes
-    one, update = timed(rows_of(batch, 1))
-    chosen = min(rows, max(1, int(SECONDS / max(one, 1e-9))))
-    some = rows_of(batch, chosen)
+    rows = batch.model_input.sub_batches[0].num_seqs
+    timed(first_rows(batch, 1))  # makes what a first step makes
+    one, update = timed(first_rows(batch, 1))
+    chosen = min(rows, max(1, int(TRIAL_SECONDS / max(one, 1e-9))))
+    some = first_rows(batch, chosen)
     best, spent = one, one
     if chosen > 1:
         best, update = timed(some)
         spent += best
-    for _ in range(AGAIN):
-        if spent + best > SECONDS / 3:
+    for _ in range(MAX_REPEATS):
+        if spent + best > TRIAL_SECONDS / 3:
             break
         seconds, other = timed(some)
         spent, best, update = spent + seconds, min(best, seconds), min(update, other)
-    share = None if subject.compressor else gauge.count([some]) / best / gauge.peak
-    return Trial(chosen, best, update, share)
+    share = None if subject.compressor else gauge.count_flops([some]) / best / gauge.peak
+    return TrialTiming(chosen, best, update, share)
 
 
 def _now(device: str) -> float:
@@ -300,27 +310,29 @@ def _now(device: str) -> float:
     return time.perf_counter()
 
 
-def rows_of(batch: Batch, count: int) -> Batch:
+def first_rows(batch: Batch, count: int) -> Batch:
     """The first rows of a micro-batch."""
-    step = _first(batch.step, count)
-    source = None if batch.step.source is None else _first(batch.step.source, count)
-    mixed = None if batch.mixed is None else batch.mixed[batch.mixed < len(step.tokens)]
-    return Batch(step._replace(source=source), batch.targets[: len(step.wanted)], mixed)
+    step = _first(batch.model_input, count)
+    source = None if batch.model_input.encoder_input is None else _first(batch.model_input.encoder_input, count)
+    mixed = (
+        None if batch.sampled_indices is None else batch.sampled_indices[batch.sampled_indices < len(step.token_ids)]
+    )
+    return Batch(step._replace(encoder_input=source), batch.targets[: len(step.logit_indices)], mixed)
 
 
-def _first(step: Step, count: int) -> Step:
-    (lane,) = step.lanes
-    size = count * lane.new
+def _first(step: ModelInput, count: int) -> ModelInput:
+    (lane,) = step.sub_batches
+    size = count * lane.num_new_tokens
 
     def cut(values: Tensor | None) -> Tensor | None:
         return None if values is None else values[:size]
 
     return step._replace(
-        tokens=step.tokens[:size],
+        token_ids=step.token_ids[:size],
         positions=step.positions[:size],
-        lanes=(Lane(count, lane.new, lane.read),),
-        wanted=step.wanted[step.wanted < size],
-        documents=cut(step.documents),
-        limits=cut(step.limits),
-        order=cut(step.order),
+        sub_batches=(SubBatch(count, lane.num_new_tokens, lane.num_read_slots),),
+        logit_indices=step.logit_indices[step.logit_indices < size],
+        document_ids=cut(step.document_ids),
+        max_seq_lens=cut(step.max_seq_lens),
+        causal_order=cut(step.causal_order),
     )

@@ -20,28 +20,32 @@ from pathlib import Path
 from typing import Any
 
 from kvad.checkpoint.atomic import new_folder
-from kvad.errors import ConfigError, DataError, UsageError, counted
+from kvad.errors import ConfigError, DataError, UsageError, format_count
 from kvad.schema import to_dict
 from kvad.text.tokenizer import Tokenizer, load_tokenizer
 from kvad.train.chats import ChatCorpus
 from kvad.train.columns import column_sizes
 from kvad.train.config import DataConfig, RunConfig, TokenizerConfig
-from kvad.train.corpus import Corpus, Progress
+from kvad.train.corpus import DocumentCorpus, Progress
 from kvad.train.examples import ExampleCorpus
-from kvad.train.feeds import FramedCorpus
-from kvad.train.objectives import TOPOLOGY
+from kvad.train.feeds import FramedDocuments
+from kvad.train.objectives import OBJECTIVE_TOPOLOGY
 from kvad.train.pairs import PairCorpus
-from kvad.train.store import MANIFEST, OFFSETS, TEMPLATE, TOKENIZER, TokenStore, fill_store, is_prepared
+from kvad.train.store import MANIFEST, OFFSETS, TEMPLATE, TOKENIZER, TokenStore, is_prepared, write_store
 
-__all__ = ["Prepared", "asked_for", "check_free", "prepare"]
+__all__ = ["PreparedData", "tokenizer_matches", "check_writable_target", "prepare_data"]
 
 VERSION = 1
-HOLDS = {"next-token": "documents", "compress": "documents", "seq2seq": "pairs"}  # others: by their objective's name
+CONTENT_KINDS = {
+    "next-token": "documents",
+    "compress": "documents",
+    "seq2seq": "pairs",
+}  # others: by their objective's name
 
-AnyCorpus = Corpus | PairCorpus | FramedCorpus | ExampleCorpus[Any]
+AnyCorpus = DocumentCorpus | PairCorpus | FramedDocuments | ExampleCorpus[Any]
 
 
-class Prepared:
+class PreparedData:
     """A folder that ``kvad data prepare`` made.  Raises DataError for one that cannot be used."""
 
     def __init__(self, folder: Path) -> None:
@@ -66,14 +70,14 @@ class Prepared:
     @property
     def objective(self) -> str:
         """What learns from it, where nothing else is said."""
-        return next((name for name, kind in HOLDS.items() if kind == self.kind), self.kind)
+        return next((name for name, kind in CONTENT_KINDS.items() if kind == self.kind), self.kind)
 
     @property
     def pairs(self) -> bool:
         return self.kind == "pairs"
 
     @property
-    def num_held(self) -> int:
+    def num_held_out(self) -> int:
         """Pairs or examples at the end that are for validation only."""
         return int(self.manifest["held"])
 
@@ -94,22 +98,22 @@ class Prepared:
 
     def check_kind(self, objective: str) -> None:
         """DataError where it holds another thing than ``objective`` reads."""
-        wanted = HOLDS.get(objective, objective)
+        wanted = CONTENT_KINDS.get(objective, objective)
         if self.kind != wanted:
             named = ("documents", "pairs")
             held = self.kind if self.kind in named else f"{self.noun}s for objective {self.kind}"
             reads = f"this model reads {wanted}" if wanted in named else f"objective {objective} has a form of its own"
             hint = f"prepare them with --objective {objective}"
-            if objective != "compress" and TOPOLOGY[self.objective] == TOPOLOGY[objective]:
+            if objective != "compress" and OBJECTIVE_TOPOLOGY[self.objective] == OBJECTIVE_TOPOLOGY[objective]:
                 hint = f"--objective {self.objective} reads it; else prepare the texts with --objective {objective}"
             raise DataError(f"{self.folder} holds {held}, and {reads}", hint)
 
-    def check_held(self, data: DataConfig) -> None:
+    def check_validation_split(self, data: DataConfig) -> None:
         """ConfigError where a run asks for another share of examples than was held out."""
         share = self.manifest.get("validation")
-        if share is not None and data.validation not in (share, DataConfig().validation):
+        if share is not None and data.validation_fraction not in (share, DataConfig().validation_fraction):
             raise ConfigError(
-                f"data.validation: {data.validation}, and {self.folder} holds out a share of {share}",
+                f"data.validation_fraction: {data.validation_fraction}, and {self.folder} holds out a share of {share}",
                 "leave it out, or prepare the files again with another",
             )
 
@@ -127,13 +131,13 @@ class Prepared:
 
     def check_tokens(self) -> None:
         """DataError where a token lies beyond the vocabulary, whatever the manifest says.  Reads all tokens."""
-        found = self.store.place_beyond(self.tokenizer.vocab_size)
+        found = self.store.find_out_of_vocabulary(self.tokenizer.vocab_size)
         if found is None:
             return
         text = f"{self.noun} {found.text + 1:,}"
         if self.pairs:
             text = f"the {'target' if found.text % 2 else 'source'} of pair {found.text // 2 + 1:,}"
-        where = f"token {found.place + 1:,} of {text}, at byte {found.byte:,} of {found.shard}"
+        where = f"token {found.offset + 1:,} of {text}, at byte {found.byte:,} of {found.shard}"
         raise self._beyond(found.token, f"the first is {where}")
 
     def _beyond(self, token: int, where: str) -> DataError:
@@ -141,14 +145,14 @@ class Prepared:
         told = f"{self.folder} holds token id {token:,}, beyond the vocabulary of {vocab:,}: {where}"
         return DataError(told, "prepare it again")
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """One line about it."""
-        texts = counted(self.manifest["documents"] // (2 if self.pairs else 1), self.noun)
-        held = f", {self.num_held:,} of them for validation" if self.num_held else ""
+        texts = format_count(self.manifest["documents"] // (2 if self.pairs else 1), self.noun)
+        held = f", {self.num_held_out:,} of them for validation" if self.num_held_out else ""
         return f"prepared: {self.folder}, {self.manifest['tokens']:,} tokens in {texts}{held}"
 
 
-def prepare(
+def prepare_data(
     config: RunConfig,
     texts: AnyCorpus,
     tokenizer: Tokenizer,
@@ -163,19 +167,19 @@ def prepare(
     Raises UsageError where something is there (``overwrite``: prepared data gives way), DataError for what cannot be
     read, SaveError if the disk refuses.
     """
-    check_free(out, overwrite)
+    check_writable_target(out, overwrite)
     texts.framer(tokenizer)
     pairs = isinstance(texts, PairCorpus)
-    kind = "pairs" if pairs else "documents" if isinstance(texts, Corpus) else config.objective.kind
+    kind = "pairs" if pairs else "documents" if isinstance(texts, DocumentCorpus) else config.objective.kind
     more = {
         "prepared": VERSION,
         "kind": kind,
-        "held": texts.num_held if isinstance(texts, (PairCorpus, ExampleCorpus)) else 0,
+        "held": texts.num_held_out if isinstance(texts, (PairCorpus, ExampleCorpus)) else 0,
         "vocab": tokenizer.vocab_size,
         "tokenizer_config": to_dict(config.tokenizer),
     }
     if isinstance(texts, ExampleCorpus):
-        share = None if texts.found.files_held else config.data.validation
+        share = None if texts.found.held_out_files else config.data.validation_fraction
         more |= {"noun": texts.noun, "validation": share, "labels": list(getattr(texts, "labels", ()))}
     tell(f"tokens: {tokenizer.kind}, vocabulary {tokenizer.vocab_size:,}")
     with new_folder(out) as new:
@@ -183,10 +187,10 @@ def prepare(
         for name, text in (texts.template_files(tokenizer) if isinstance(texts, ChatCorpus) else {}).items():
             (new / TEMPLATE / name).parent.mkdir(parents=True, exist_ok=True)
             (new / TEMPLATE / name).write_text(text, "utf-8")
-        return fill_store(new, texts, tokenizer, more, progress=progress)
+        return write_store(new, texts, tokenizer, more, progress=progress)
 
 
-def check_free(out: Path, overwrite: bool) -> None:
+def check_writable_target(out: Path, overwrite: bool) -> None:
     """UsageError where something is there that may not give way."""
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out} is a file, and prepared data is a folder", "choose another --out")
@@ -195,7 +199,7 @@ def check_free(out: Path, overwrite: bool) -> None:
         raise UsageError(f"{out} is not empty", hint)
 
 
-def asked_for(prepared: Prepared, wanted: TokenizerConfig) -> bool:
+def tokenizer_matches(prepared: PreparedData, wanted: TokenizerConfig) -> bool:
     """Whether a run that says ``wanted`` of its tokenizer may use these tokens: it says nothing, or what made them."""
     return wanted == TokenizerConfig() or to_dict(wanted) == prepared.manifest["tokenizer_config"]
 

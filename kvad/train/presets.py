@@ -51,41 +51,45 @@ from dataclasses import replace
 from functools import partial
 
 from kvad.config import (
-    Attention,
-    Embedding,
-    Gated,
-    Head,
-    Layer,
-    LearnedPositions,
+    AttentionConfig,
+    EmbeddingConfig,
+    EncoderInputConfig,
+    GatedMLPConfig,
+    LanguageHeadConfig,
+    LayerConfig,
+    LearnedPositionsConfig,
     ModelConfig,
-    Norm,
-    Plain,
-    SinusoidalPositions,
-    Source,
-    Stack,
+    NormConfig,
+    PlainMLPConfig,
+    SinusoidalPositionsConfig,
+    StackConfig,
 )
 from kvad.train.encoder_presets import ENCODER_PRESETS
 
-__all__ = ["PRESETS"]
+__all__ = ["MODEL_PRESETS"]
 
 
 def _decoder(
     vocab: int, context: int, *, width: int, layers: int, heads: int, kv_heads: int, hidden: int
 ) -> ModelConfig:
-    layer = Layer(Attention(heads, kv_heads), Gated(hidden))
-    return ModelConfig(width=width, vocab=vocab, limit=context, decoder=Stack(layers, {"L": layer}))
+    layer = LayerConfig(AttentionConfig(heads, kv_heads), GatedMLPConfig(hidden))
+    return ModelConfig(
+        hidden_size=width, vocab_size=vocab, max_seq_len=context, decoder=StackConfig(layers, {"L": layer})
+    )
 
 
 def _shakespeare(vocab: int, context: int) -> ModelConfig:
-    layer = Layer(Attention(4), Plain(512, "gelu"), Norm("layer", bias=False))
-    return ModelConfig(width=128, vocab=vocab, limit=context, decoder=Stack(4, {"L": layer}))
+    layer = LayerConfig(AttentionConfig(4), PlainMLPConfig(512, "gelu"), NormConfig("layer", bias=False))
+    return ModelConfig(hidden_size=128, vocab_size=vocab, max_seq_len=context, decoder=StackConfig(4, {"L": layer}))
 
 
 def _gpt2(vocab: int, context: int) -> ModelConfig:
-    attention = Attention(12, position=None, bias=True, out_bias=True)
-    layer = Layer(attention, Plain(3072, "gelu_tanh", bias=True), Norm("layer", bias=True))
-    embed = Embedding(LearnedPositions(context))
-    return ModelConfig(width=768, vocab=vocab, limit=context, decoder=Stack(12, {"L": layer}), embed=embed)
+    attention = AttentionConfig(12, position=None, qkv_bias=True, out_bias=True)
+    layer = LayerConfig(attention, PlainMLPConfig(3072, "gelu_tanh", bias=True), NormConfig("layer", bias=True))
+    embed = EmbeddingConfig(LearnedPositionsConfig(context))
+    return ModelConfig(
+        hidden_size=768, vocab_size=vocab, max_seq_len=context, decoder=StackConfig(12, {"L": layer}), embedding=embed
+    )
 
 
 def _transformer(
@@ -94,29 +98,29 @@ def _transformer(
     """Post-norm, ReLU, sinusoidal positions, one table of tokens scaled by sqrt(width) for source, target and output
     (sec. 3.4).  Biases everywhere, as most implementations have them; the paper writes them for the MLP (eq. 2) only.
     """
-    norm = Norm("layer", eps=1e-5 if marian else 1e-6, bias=True)  # the paper gives none; 1e-6 is tensor2tensor's
-    mlp = Plain(hidden, "relu", bias=True)
-    own = Attention(heads, position=None, bias=True, out_bias=True)
+    norm = NormConfig("layer", eps=1e-5 if marian else 1e-6, bias=True)  # the paper gives none; 1e-6 is tensor2tensor's
+    mlp = PlainMLPConfig(hidden, "relu", bias=True)
+    own = AttentionConfig(heads, position=None, qkv_bias=True, out_bias=True)
     seeing = replace(own, causal=False)
-    positions = SinusoidalPositions(form="concat") if marian else SinusoidalPositions()
-    embed = Embedding(positions, scale=math.sqrt(width))
+    positions = SinusoidalPositionsConfig(form="concat") if marian else SinusoidalPositionsConfig()
+    embed = EmbeddingConfig(positions, scale=math.sqrt(width))
 
-    def stack(layer: Layer) -> Stack:
-        return Stack(layers, {"L": layer}, norm_place="post", final_norm=False)
+    def stack(layer: LayerConfig) -> StackConfig:
+        return StackConfig(layers, {"L": layer}, norm_position="post", final_norm=False)
 
     return ModelConfig(
-        width=width,
-        vocab=vocab,
-        limit=context,
-        encoder=stack(Layer(seeing, mlp, norm)),
-        decoder=stack(Layer(own, mlp, norm, cross=seeing)),
-        embed=embed,
-        source=Source(limit=context, embed=embed),
-        head=Head(bias=marian),
+        hidden_size=width,
+        vocab_size=vocab,
+        max_seq_len=context,
+        encoder=stack(LayerConfig(seeing, mlp, norm)),
+        decoder=stack(LayerConfig(own, mlp, norm, cross_attention=seeing)),
+        embedding=embed,
+        encoder_input=EncoderInputConfig(max_seq_len=context, embedding=embed),
+        head=LanguageHeadConfig(bias=marian),
     )
 
 
-PRESETS: dict[str, Callable[[int, int], ModelConfig]] = {
+MODEL_PRESETS: dict[str, Callable[[int, int], ModelConfig]] = {
     "tiny": partial(_decoder, width=128, layers=4, heads=4, kv_heads=2, hidden=352),
     "small": partial(_decoder, width=256, layers=6, heads=8, kv_heads=4, hidden=704),
     "demo": partial(_decoder, width=384, layers=4, heads=6, kv_heads=3, hidden=1536),

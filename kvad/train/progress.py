@@ -13,22 +13,22 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvad.errors import counted
+from kvad.errors import format_count
 from kvad.train.reports import (
     Callback,
+    CallbackReport,
     EvalReport,
-    MeasuredReport,
-    Outcome,
     SamplesReport,
     StartReport,
     StepReport,
+    TrainingResult,
     WarningReport,
 )
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Meter", "PlainProgress", "clock"]
+__all__ = ["ProgressMeter", "PlainProgress", "format_seconds"]
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -52,20 +52,20 @@ class PlainProgress(Callback):
         self.start, self._told = report, 0.0
         again = f", from step {report.step:,}" if report.step else ""
         self._print(
-            f"model: {counted(report.parameters, 'parameter')} in {report.precision} on {report.device}, "
-            f"{counted(report.tokens_per_step, 'token')} a step{again}"
+            f"model: {format_count(report.parameters, 'parameter')} in {report.precision} on {report.device}, "
+            f"{format_count(report.tokens_per_step, 'token')} a step{again}"
         )
 
     def on_step(self, report: StepReport) -> None:
         self.last = report
         if report.elapsed - self._told >= SECONDS_BETWEEN_LINES:
             self._told = report.elapsed
-            self._print(self.line())
+            self._print(self.status_line())
 
     def on_eval(self, report: EvalReport) -> None:
         self.val_loss, self.best, self.accuracy = report.val_loss, report.best, report.accuracy
         if self.last is not None:
-            self._print(self.line())
+            self._print(self.status_line())
 
     def on_samples(self, report: SamplesReport) -> None:
         """Each source, what stands beside it, and what the model says."""
@@ -74,16 +74,16 @@ class PlainProgress(Callback):
                 if text or mark != "=":  # a text that goes on has nothing beside it
                     self._print(f"  {mark} {' '.join(text.split())}")
 
-    def on_measured(self, report: MeasuredReport) -> None:
+    def on_callback_report(self, report: CallbackReport) -> None:
         self._print(f"  {report.words}")
 
     def on_warning(self, report: WarningReport) -> None:
         self._print(f"warning: {report.text}")
 
-    def on_end(self, outcome: Outcome) -> None:
+    def on_end(self, outcome: TrainingResult) -> None:
         self._print(f"saved: {outcome.checkpoint}")
 
-    def line(self) -> str:
+    def status_line(self) -> str:
         start, last = self.start, self.last
         assert start is not None and last is not None, "on_start and on_step come first"
         limit = f"/{start.steps:,}" if start.steps is not None else ""
@@ -94,7 +94,7 @@ class PlainProgress(Callback):
             parts.append(f"right {self.accuracy:.1%}")
         parts += [f"lr {last.lr:.1e}", f"norm {last.grad_norm:.3g}", f"{last.tokens_per_second:,.0f} tokens/s"]
         if last.eta is not None:
-            parts.append(f"{clock(last.eta)} left")
+            parts.append(f"{format_seconds(last.eta)} left")
         return "  ".join(parts)
 
     def close(self) -> None:
@@ -104,22 +104,22 @@ class PlainProgress(Callback):
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-class Meter:
+class ProgressMeter:
     """Tells of characters and tokens so far (a ``corpus.Progress``), when ``every`` so many seconds have passed."""
 
-    def __init__(self, tell: Callable[[str], object], every: float = SECONDS_BETWEEN_LINES) -> None:
-        self._tell, self._every = tell, every
+    def __init__(self, log: Callable[[str], object], interval: float = SECONDS_BETWEEN_LINES) -> None:
+        self._log, self._interval = log, interval
         self._began = self._told = time.monotonic()
 
     def __call__(self, chars: int, tokens: int) -> None:
         now = time.monotonic()
-        if now - self._told >= self._every:
+        if now - self._told >= self._interval:
             self._told = now
             speed = tokens / max(now - self._began, 1e-9)
-            self._tell(f"{chars / 1e6:,.1f} M characters, {tokens:,} tokens, {speed:,.0f} a second")
+            self._log(f"{chars / 1e6:,.1f} M characters, {tokens:,} tokens, {speed:,.0f} a second")
 
 
-def clock(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """``75`` -> ``1:15``; ``3700`` -> ``1:01:40``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -27,30 +27,30 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
-from kvad.errors import DataError, nearest
-from kvad.text.base import CUT_CHARS, cut
+from kvad.errors import DataError, suggest
+from kvad.text.base import MAX_PIECE_CHARS, split_text
 
 __all__ = [
     "COMPRESSED",
     "FORMATS",
-    "Piece",
-    "Reader",
-    "Reading",
+    "TextPiece",
+    "FormatReader",
+    "ReadOptions",
     "bare_suffix",
-    "blocks_of",
-    "format_of",
-    "lines_of",
-    "objects_of",
-    "opened",
+    "read_blocks",
+    "detect_format",
+    "read_lines",
+    "read_json_fields",
+    "open_decompressed",
 ]
 
 COMPRESSED = (".gz", ".zst")
 JSON_LINES = (".jsonl", ".ndjson")
-TALKS = "messages are conversations: kvad train --objective chat, kvad eval --task chat"
-BLOCK = 1 << 20  # bytes read at a time
+CHAT_HINT = "messages are conversations: kvad train --objective chat, kvad eval --task chat"
+READ_CHUNK = 1 << 20  # bytes read at a time
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A text, or a part of one: whether it begins and whether it ends a document."""
 
     text: str
@@ -58,14 +58,14 @@ class Piece(NamedTuple):
     closes: bool = True
 
 
-class Reading(NamedTuple):
+class ReadOptions(NamedTuple):
     """How to read: ``errors`` of bytes that are not UTF-8 (``strict``, ``replace``), ``field`` of an object's text."""
 
     errors: str = "strict"
     field: str = "text"
 
 
-Reader = Callable[[Path, Reading], Iterator[Piece]]
+FormatReader = Callable[[Path, ReadOptions], Iterator[TextPiece]]
 
 
 def bare_suffix(path: Path) -> str:
@@ -73,13 +73,13 @@ def bare_suffix(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
 
 
-def format_of(path: Path, wanted: str) -> str:
+def detect_format(path: Path, wanted: str) -> str:
     """The format of a file of documents; ``auto`` goes by its name."""
     return wanted if wanted != "auto" else "jsonl" if bare_suffix(path) in JSON_LINES else "text"
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def open_decompressed(path: Path) -> Iterator[BinaryIO]:
     """A file's bytes, decompressed.  Raises DataError naming it, in the block too."""
     try:
         with path.open("rb") as raw:
@@ -92,13 +92,13 @@ def opened(path: Path) -> Iterator[BinaryIO]:
                 yield raw
     except FileNotFoundError:
         raise DataError(f"no such file: {path}") from None
-    except (EOFError, zlib.error, gzip.BadGzipFile, _DamagedError) as error:
+    except (EOFError, zlib.error, gzip.BadGzipFile, _DamagedFileError) as error:
         raise DataError(f"{path} is damaged or cut short: {error}", "compress it again") from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
-class _DamagedError(Exception):
+class _DamagedFileError(Exception):
     pass
 
 
@@ -131,30 +131,30 @@ def _zstd(path: Path, raw: BinaryIO) -> BinaryIO:
 
         def _decompress(self) -> bool:
             """Some more of it; False at the end."""
-            block = self.compressed or raw.read(BLOCK)
+            block = self.compressed or raw.read(READ_CHUNK)
             if not block:
                 if not self.whole:
-                    raise _DamagedError("the last frame does not end")
+                    raise _DamagedFileError("the last frame does not end")
                 return False
             try:
                 self.held = self.frame.decompress(block)
             except zstandard.ZstdError as error:
-                raise _DamagedError(str(error)) from None
+                raise _DamagedFileError(str(error)) from None
             self.compressed, self.whole = self.frame.unused_data, self.frame.eof
             if self.whole:
                 self.frame = zstandard.ZstdDecompressor().decompressobj()
             return True
 
-    return io.BufferedReader(Frames(), BLOCK)
+    return io.BufferedReader(Frames(), READ_CHUNK)
 
 
-def blocks_of(path: Path, errors: str) -> Iterator[str]:
+def read_blocks(path: Path, errors: str) -> Iterator[str]:
     """A file's text a block at a time, without its byte order mark.  Raises DataError naming file, line and byte."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
     offset, line, first = 0, 1, True
-    with opened(path) as file:
+    with open_decompressed(path) as file:
         while True:
-            block = file.read(BLOCK)
+            block = file.read(READ_CHUNK)
             kept = len(decoder.getstate()[0])
             try:
                 text = decoder.decode(block, final=not block)
@@ -174,10 +174,10 @@ def blocks_of(path: Path, errors: str) -> Iterator[str]:
                 return
 
 
-def lines_of(path: Path, errors: str) -> Iterator[str]:
+def read_lines(path: Path, errors: str) -> Iterator[str]:
     """Lines without their ends and without the byte order mark; only a newline ends a line."""
     offset = 0
-    with opened(path) as file:
+    with open_decompressed(path) as file:
         for number, raw in enumerate(file, 1):
             try:
                 line = raw.decode("utf-8", errors)
@@ -191,9 +191,9 @@ def lines_of(path: Path, errors: str) -> Iterator[str]:
             yield line.removesuffix("\n").removesuffix("\r").removeprefix("\ufeff" if number == 1 else "")
 
 
-def objects_of(path: Path, errors: str, *fields: str) -> Iterator[tuple[str, ...]]:
+def read_json_fields(path: Path, errors: str, *fields: str) -> Iterator[tuple[str, ...]]:
     """The texts of ``fields`` of every object of a file of JSON lines.  Raises DataError naming file and line."""
-    for number, line in enumerate(lines_of(path, errors), 1):
+    for number, line in enumerate(read_lines(path, errors), 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
@@ -205,47 +205,47 @@ def objects_of(path: Path, errors: str, *fields: str) -> Iterator[tuple[str, ...
             raise DataError(f"{where}, is {type(found).__name__}, not an object", "a JSON object a line")
         for field in fields:
             if field not in found:
-                hint = TALKS if "messages" in found else nearest(field, map(str, found))
+                hint = CHAT_HINT if "messages" in found else suggest(field, map(str, found))
                 raise DataError(f"{where}, has no field {field!r}", hint)
             if not isinstance(found[field], str):
                 raise DataError(f"{where}: the field {field!r} is {type(found[field]).__name__}, not a text")
         yield tuple(found[field] for field in fields)
 
 
-def _text(path: Path, how: Reading) -> Iterator[Piece]:
+def _text(path: Path, how: ReadOptions) -> Iterator[TextPiece]:
     held, opens = "", True
-    for block in blocks_of(path, how.errors):
+    for block in read_blocks(path, how.errors):
         held += block
-        if len(held) > 2 * CUT_CHARS:
-            *whole, held = cut(held)
+        if len(held) > 2 * MAX_PIECE_CHARS:
+            *whole, held = split_text(held)
             for text in whole:
-                yield Piece(text, opens, closes=False)
+                yield TextPiece(text, opens, closes=False)
                 opens = False
-    *whole, held = cut(held)
+    *whole, held = split_text(held)
     for text in whole:
-        yield Piece(text, opens, closes=False)
+        yield TextPiece(text, opens, closes=False)
         opens = False
-    yield Piece(held, opens)
+    yield TextPiece(held, opens)
 
 
-def _pieces(text: str) -> Iterator[Piece]:
-    whole = list(cut(text))
+def _pieces(text: str) -> Iterator[TextPiece]:
+    whole = list(split_text(text))
     for number, part in enumerate(whole):
-        yield Piece(part, number == 0, number == len(whole) - 1)
+        yield TextPiece(part, number == 0, number == len(whole) - 1)
 
 
-def _lines(path: Path, how: Reading) -> Iterator[Piece]:
+def _lines(path: Path, how: ReadOptions) -> Iterator[TextPiece]:
     if bare_suffix(path) in JSON_LINES:
         raise DataError(f"{path} is named like JSON lines", "--format jsonl, or --format text")
-    for line in lines_of(path, how.errors):
+    for line in read_lines(path, how.errors):
         if line.strip():
             yield from _pieces(line)
 
 
-def _jsonl(path: Path, how: Reading) -> Iterator[Piece]:
-    for (text,) in objects_of(path, how.errors, how.field):
+def _jsonl(path: Path, how: ReadOptions) -> Iterator[TextPiece]:
+    for (text,) in read_json_fields(path, how.errors, how.field):
         if text.strip():
             yield from _pieces(text)
 
 
-FORMATS: dict[str, Reader] = {"text": _text, "lines": _lines, "jsonl": _jsonl}
+FORMATS: dict[str, FormatReader] = {"text": _text, "lines": _lines, "jsonl": _jsonl}

@@ -9,39 +9,39 @@ from pathlib import Path
 
 import torch
 
-from kvad.checkpoint.folder import CONFIG, locate, steps_of
+from kvad.checkpoint.folder import CONFIG, list_steps, locate
 from kvad.errors import CheckpointError, ConfigError, SaveError, UsageError
-from kvad.train.config import RunConfig, TrainConfig, WatchConfig
-from kvad.train.events import require as require_events
-from kvad.train.material import Named
+from kvad.train.config import CallbacksConfig, RunConfig, TrainConfig
+from kvad.train.events import check_tensorboard as require_events
+from kvad.train.material import CorpusArgument
 from kvad.train.pairs import PairPaths
 from kvad.train.reports import Callback
 from kvad.train.store import MANIFEST, is_prepared, is_store
 from kvad.train.toml import RUN_FILE, is_run_file
 
 __all__ = [
-    "TOKENS",
-    "check_begun",
-    "check_machine",
-    "check_out",
-    "check_place",
-    "check_run",
-    "check_watched",
+    "TOKENS_FOLDER",
+    "check_has_checkpoint",
+    "check_device",
+    "check_output_folder",
+    "check_run_folder",
+    "check_is_run",
+    "check_callbacks",
     "check_writable",
-    "nothing_left",
+    "cleanup_on_error",
 ]
 
-TOKENS = "data"  # where in a run's folder its tokens lie
+TOKENS_FOLDER = "data"  # where in a run's folder its tokens lie
 
-TEXTS = (".json", ".jsonl", ".svg", ".toml")  # what a run's folder holds that a corpus would take for text
+RUN_TEXT_SUFFIXES = (".json", ".jsonl", ".svg", ".toml")  # what a run's folder holds that a corpus would take for text
 
 
-def check_place(config: RunConfig, corpus: Named, out: Path, overwrite: bool) -> bool:
+def check_run_folder(config: RunConfig, corpus: CorpusArgument, out: Path, overwrite: bool) -> bool:
     """Whether ``out`` holds a run that is to give way.  UsageError where it may not, and where a new run would write
     over anything that is no run's: the texts that it is to read, a folder of the same name as its tokens'."""
-    tokens, run_file = out / TOKENS, out / RUN_FILE
+    tokens, run_file = out / TOKENS_FOLDER, out / RUN_FILE
     for source in (corpus, *([Path(path) for path in each.paths] for each in config.data.sources)):
-        check_out(out, source, config.data.suffixes)
+        check_output_folder(out, source, config.data.file_suffixes)
         for path in _paths(source):
             if path.resolve().is_relative_to(tokens.resolve()):
                 raise UsageError(
@@ -54,13 +54,13 @@ def check_place(config: RunConfig, corpus: Named, out: Path, overwrite: bool) ->
             f"{run_file} is there, and a run of {out} writes its configuration there",
             "give it another name, or choose another --out",
         )
-    return _holds_run(out, overwrite)
+    return _has_run(out, overwrite)
 
 
-def _paths(named: Named) -> Sequence[Path]:
+def _paths(named: CorpusArgument) -> Sequence[Path]:
     if not isinstance(named, PairPaths):
         return named
-    return [path for item in (*named.files, *named.held) for path in item]
+    return [path for item in (*named.files, *named.held_out) for path in item]
 
 
 def _is_tokens(folder: Path) -> bool:
@@ -72,9 +72,9 @@ def _is_tokens(folder: Path) -> bool:
     return all(part.name.isdigit() and is_store(part) for part in folder.iterdir())
 
 
-def _holds_run(out: Path, overwrite: bool) -> bool:
+def _has_run(out: Path, overwrite: bool) -> bool:
     """Whether a folder holds a run already.  UsageError where it may not give way."""
-    earlier = steps_of(out)
+    earlier = list_steps(out)
     if earlier and not overwrite:
         raise UsageError(
             f"{out} already holds a run ({earlier[-1].name})",
@@ -83,30 +83,30 @@ def _holds_run(out: Path, overwrite: bool) -> bool:
     return bool(earlier)
 
 
-def check_begun(out: Path) -> None:
+def check_has_checkpoint(out: Path) -> None:
     """CheckpointError for the folder of a run that ended before its first checkpoint."""
-    if steps_of(out) or (out / CONFIG).is_file():
+    if list_steps(out) or (out / CONFIG).is_file():
         return
     if (out / RUN_FILE).is_file():
         again = f"start it again: kvad train {out / RUN_FILE} CORPUS --out {out} (its second line says what CORPUS was)"
         raise CheckpointError(f"{out} holds a run that has no checkpoint yet", again)
 
 
-def check_run(out: Path) -> None:
+def check_is_run(out: Path) -> None:
     """CheckpointError for one of a run's checkpoints, its best for one: a run goes on from its newest."""
-    if not steps_of(out):
-        run = next((path for path in locate(out).parents if steps_of(path)), None)
+    if not list_steps(out):
+        run = next((path for path in locate(out).parents if list_steps(path)), None)
         raise CheckpointError(
             f"{out} is a checkpoint, not a run", f"a run goes on from its newest: --resume --out {run or 'RUN'}"
         )
 
 
-def check_out(out: Path, corpus: Named, suffixes: Sequence[str]) -> None:
+def check_output_folder(out: Path, corpus: CorpusArgument, suffixes: Sequence[str]) -> None:
     """A folder, or none yet, that no corpus of folders would read as text in a later run."""
-    there = _there(out)
+    there = _nearest_existing(out)
     if not there.is_dir():
         raise UsageError(f"{there} is a file, and a run needs a folder", "choose another folder for --out")
-    if suffixes and not set(suffixes) & set(TEXTS):
+    if suffixes and not set(suffixes) & set(RUN_TEXT_SUFFIXES):
         return
     for folder in () if isinstance(corpus, PairPaths) else corpus:
         if not folder.is_dir() or not out.resolve().is_relative_to(folder.resolve()):
@@ -123,7 +123,7 @@ def check_writable(out: Path) -> None:
     """A folder that can be made and written into; it is made, and taken away again.
 
     UsageError where a file is in its way, SaveError where the disk refuses."""
-    missing, there = _missing(out), _there(out)
+    missing, there = _missing(out), _nearest_existing(out)
     if not there.is_dir():
         raise UsageError(f"{there} is a file, and {out} is to be a folder", "choose another --out")
     try:
@@ -132,12 +132,12 @@ def check_writable(out: Path) -> None:
     except OSError as error:
         raise SaveError(f"cannot write {out}: {error.strerror or error}", "choose another --out") from error
     finally:
-        _take_away(missing)
+        _remove_empty(missing)
 
 
-def check_watched(watch: WatchConfig, callbacks: Sequence[Callback]) -> None:
+def check_callbacks(watch: CallbacksConfig, callbacks: Sequence[Callback]) -> None:
     """UsageError for what [watch] asks and no listener answers: training itself runs no engine."""
-    left = [key for key in watch.asked if key not in {callback.watches for callback in callbacks}]
+    left = [key for key in watch.requested if key not in {callback.handles for callback in callbacks}]
     if left:
         raise UsageError(
             f"watch.{left[0]}: no listener answers it", "callbacks=kvad.lab.callbacks.watchers(config.watch)"
@@ -145,17 +145,17 @@ def check_watched(watch: WatchConfig, callbacks: Sequence[Callback]) -> None:
 
 
 @contextmanager
-def nothing_left(out: Path) -> Iterator[None]:
+def cleanup_on_error(out: Path) -> Iterator[None]:
     """If the block fails, the folders that it made on the way to ``out`` go again, as far as they are empty."""
     missing = _missing(out)
     try:
         yield
     except BaseException:
-        _take_away(missing)
+        _remove_empty(missing)
         raise
 
 
-def _there(out: Path) -> Path:
+def _nearest_existing(out: Path) -> Path:
     """It, or the nearest above it that is there."""
     return next(path for path in (out, *out.absolute().parents) if path.exists())
 
@@ -165,14 +165,14 @@ def _missing(out: Path) -> list[Path]:
     return [path for path in (out, *out.parents) if not path.exists()]
 
 
-def _take_away(folders: Sequence[Path]) -> None:
+def _remove_empty(folders: Sequence[Path]) -> None:
     """Those that are empty."""
     for path in folders:
         with suppress(OSError):
             path.rmdir()
 
 
-def check_machine(train: TrainConfig) -> None:
+def check_device(train: TrainConfig) -> None:
     """ConfigError for a device that cannot be used, ModuleNotFoundError for an extra that is not installed."""
     device = train.device
     require_events(train)

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
-    from kvad.checkpoint.generation import Generation
+    from kvad.checkpoint.generation import GenerationConfig
     from kvad.model.transformer import Transformer
     from kvad.text.base import Tokenizer
     from kvad.train.data import TrainingData
 
-__all__ = ["Callback", "EvalReport", "MeasuredReport", "Outcome", "Sample", "SamplesReport", "StartReport"]
-__all__ += ["StepReport", "Subject", "WarningReport"]
+__all__ = ["Callback", "EvalReport", "CallbackReport", "TrainingResult", "TextSample", "SamplesReport", "StartReport"]
+__all__ += ["StepReport", "TrainingContext", "WarningReport"]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class EvalReport:
 
 
 @dataclass(frozen=True)
-class Sample:
+class TextSample:
     """What a model makes of a held-out ``source``, and the ``target`` that stands beside it."""
 
     source: str
@@ -89,11 +89,11 @@ class SamplesReport:
     """With an evaluation, where the model answers sources."""
 
     step: int
-    samples: tuple[Sample, ...]
+    samples: tuple[TextSample, ...]
 
 
 @dataclass(frozen=True)
-class MeasuredReport:
+class CallbackReport:
     """What a listener found out about the model at ``step``: ``what`` it measured, numbers by name, and the same in
     ``words``."""
 
@@ -112,7 +112,7 @@ class WarningReport:
 
 
 @dataclass(frozen=True)
-class Subject:
+class TrainingContext:
     """What a listener needs that runs the model itself.  It must change nothing of it: no weight, no random number.
 
     ``tell`` hands what it found to every listener, by its method's name (``on_measured``, ``on_samples``).
@@ -120,13 +120,13 @@ class Subject:
 
     model: Transformer
     tokenizer: Tokenizer
-    generation: Generation
+    generation: GenerationConfig
     data: TrainingData
-    tell: Callable[[str, object], None]
+    log: Callable[[str, object], None]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingResult:
     """``reason``: the run is done, or Ctrl-C ended it early; either way ``checkpoint`` holds its last step.
 
     ``best``: the lowest validation loss, found at ``best_step``.
@@ -149,12 +149,12 @@ class Callback:
     ``watches``: the key of [watch] that it answers, if it does.
     """
 
-    watches: ClassVar[str | None] = None
+    handles: ClassVar[str | None] = None
 
     def on_stage(self, text: str) -> None:
         """Before training: one line about what is being prepared."""
 
-    def on_model(self, subject: Subject) -> None:
+    def on_model(self, subject: TrainingContext) -> None:
         """Before ``on_start``: what is trained."""
 
     def on_start(self, report: StartReport) -> None: ...
@@ -165,11 +165,11 @@ class Callback:
 
     def on_samples(self, report: SamplesReport) -> None: ...
 
-    def on_measured(self, report: MeasuredReport) -> None: ...
+    def on_callback_report(self, report: CallbackReport) -> None: ...
 
     def on_warning(self, report: WarningReport) -> None: ...
 
     def on_save(self, path: Path, step: int) -> None:
         """The checkpoint of an earlier step, or of this one, is there."""
 
-    def on_end(self, outcome: Outcome) -> None: ...
+    def on_end(self, outcome: TrainingResult) -> None: ...

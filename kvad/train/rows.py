@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from kvad.errors import DataError
-from kvad.step import Lane, Step
+from kvad.step import ModelInput, SubBatch
 from kvad.train.store import Ints
 
-__all__ = ["Batch", "Epochs", "Row", "RowSource", "Segment", "Shape", "Traced", "Use"]
-__all__ += ["alone", "collate", "generator", "owners", "picked", "texts_of"]
+__all__ = ["Batch", "Epochs", "PackedRow", "RowSource", "Segment", "CollateConfig", "HasProvenance", "PackingStats"]
+__all__ += ["split_segments", "collate_rows", "seeded_rng", "segment_ids", "select_rows", "row_provenance"]
 
 PADDING = -1  # the document of what is left over
 
@@ -39,9 +39,9 @@ class Batch(NamedTuple):
     ``mixed`` [M]: places of a decoder's input that are to hold what the model itself says there (``sampling.py``).
     """
 
-    step: Step
+    model_input: ModelInput
     targets: Tensor
-    mixed: Tensor | None = None
+    sampled_indices: Tensor | None = None
 
 
 class Segment(NamedTuple):
@@ -49,36 +49,36 @@ class Segment(NamedTuple):
 
     tokens: Ints
     targets: Ints
-    source: Ints | None = None
+    encoder_tokens: Ints | None = None
 
 
-Row = Sequence[Segment]
+PackedRow = Sequence[Segment]
 
 
 class RowSource(Protocol):
     """Rows without an end, by number: which one is which is a function of the seed."""
 
-    def rows(self, numbers: Ints) -> list[Row]:
+    def rows(self, numbers: Ints) -> list[PackedRow]:
         """Rows ``numbers`` [n], ascending from step to step."""
         ...
 
 
 @runtime_checkable
-class Traced(Protocol):
+class HasProvenance(Protocol):
     """Data that can say what its rows are made of."""
 
-    def texts_of(self, number: int) -> list[int]:
+    def provenance(self, number: int) -> list[int]:
         """The texts of row ``number`` of a run, by their place in the corpus; a pair is one."""
         ...
 
 
-def texts_of(data: object, number: int) -> list[int]:
+def row_provenance(data: object, number: int) -> list[int]:
     """[] of what is not :class:`Traced`."""
-    return data.texts_of(number) if isinstance(data, Traced) else []
+    return data.provenance(number) if isinstance(data, HasProvenance) else []
 
 
 @dataclass(frozen=True)
-class Shape:
+class CollateConfig:
     """How rows become Steps.  ``pad``: the token of what is left over; ``vocab``: what no token id may reach."""
 
     context: int
@@ -89,25 +89,25 @@ class Shape:
     vocab: int | None = None
 
 
-class Use(NamedTuple):
+class PackingStats(NamedTuple):
     """What packing made of the tokens: ``places`` of the rows, how many are ``taken``, tokens ``cropped`` (lost)."""
 
     rows: int
-    places: int
-    taken: int
-    cropped: int = 0
+    capacity: int
+    num_used: int
+    num_cropped: int = 0
 
-    def told(self) -> str:
-        lost = self.cropped / max(1, self.taken + self.cropped)
-        filled = self.taken / max(1, self.places)
+    def summary(self) -> str:
+        lost = self.num_cropped / max(1, self.num_used + self.num_cropped)
+        filled = self.num_used / max(1, self.capacity)
         return f"{filled:.1%} of the places taken, {1 - filled:.1%} padding, {lost:.1%} of the tokens cropped"
 
 
-def collate(rows: Sequence[Row], shape: Shape) -> Batch:
+def collate_rows(rows: Sequence[PackedRow], shape: CollateConfig) -> Batch:
     """One Step of the rows, as wide as the fullest of them.  DataError for a token id beyond the vocabulary."""
-    has_source = rows[0][0].source is not None
+    has_source = rows[0][0].encoder_tokens is not None
     step = _side([[segment.tokens for segment in row] for row in rows], shape)
-    width = step.lanes[0].new
+    width = step.sub_batches[0].num_new_tokens
     targets = np.full((len(rows), width), -1)
     for number, row in enumerate(rows):
         flat = np.concatenate([segment.targets for segment in row])
@@ -115,95 +115,99 @@ def collate(rows: Sequence[Row], shape: Shape) -> Batch:
     flat = targets.reshape(-1)
     _check(flat, shape)
     wanted = np.flatnonzero(flat >= 0)
-    step = step._replace(wanted=torch.from_numpy(wanted).to(shape.device))
+    step = step._replace(logit_indices=torch.from_numpy(wanted).to(shape.device))
     if has_source:
         source = _side([[_source(segment) for segment in row] for row in rows], shape)
-        if (step.documents is None) != (source.documents is None):  # cross-attention compares both
+        if (step.document_ids is None) != (source.document_ids is None):  # cross-attention compares both
             step, source = _numbered(step), _numbered(source)
-        step = step._replace(source=source)
+        step = step._replace(encoder_input=source)
     return Batch(step, torch.from_numpy(flat[wanted]).to(shape.device))
 
 
-def alone(batch: Batch) -> Iterator[Batch]:
+def split_segments(batch: Batch) -> Iterator[Batch]:
     """Every segment of an isolated batch as a batch of its own: same tokens, positions and targets, nobody beside it.
 
     One without a target is left out.
     """
-    step, source = batch.step, batch.step.source
-    most = max(len(step.tokens), 0 if source is None else len(source.tokens))
-    own, there = owners(step, most)[0], None if source is None else owners(source, most)[0]
-    wanted = torch.zeros(len(step.tokens), dtype=torch.bool)
-    wanted[step.wanted.cpu()] = True
-    place = torch.zeros(len(step.tokens), dtype=torch.int64)
-    place[step.wanted.cpu()] = torch.arange(len(step.wanted))
+    step, source = batch.model_input, batch.model_input.encoder_input
+    most = max(len(step.token_ids), 0 if source is None else len(source.token_ids))
+    own, there = segment_ids(step, most)[0], None if source is None else segment_ids(source, most)[0]
+    wanted = torch.zeros(len(step.token_ids), dtype=torch.bool)
+    wanted[step.logit_indices.cpu()] = True
+    place = torch.zeros(len(step.token_ids), dtype=torch.int64)
+    place[step.logit_indices.cpu()] = torch.arange(len(step.logit_indices))
     for owner in own[own >= 0].unique().tolist():
         at = (own == owner).nonzero().view(-1)
         targets = batch.targets.cpu()[place[at[wanted[at]]]]
         if not len(targets):
             continue
-        single = _taken(step, at)._replace(wanted=wanted[at].nonzero().view(-1).to(step.tokens.device), source=None)
+        single = _taken(step, at)._replace(
+            logit_indices=wanted[at].nonzero().view(-1).to(step.token_ids.device), encoder_input=None
+        )
         if source is not None and there is not None:
-            single = single._replace(source=_taken(source, (there == owner).nonzero().view(-1)))
+            single = single._replace(encoder_input=_taken(source, (there == owner).nonzero().view(-1)))
         yield Batch(single, targets.to(batch.targets.device))
 
 
-def owners(step: Step, most: int | None = None) -> tuple[Tensor, int]:
+def segment_ids(step: ModelInput, most: int | None = None) -> tuple[Tensor, int]:
     """([T] which segment of an isolated batch a token belongs to, ``most`` to a row; -1 for padding, that ``most``)."""
-    lane = step.lanes[0]
-    most = len(step.tokens) if most is None else most
-    row = torch.arange(lane.rows).repeat_interleave(lane.new) * most
-    if step.documents is None:
+    lane = step.sub_batches[0]
+    most = len(step.token_ids) if most is None else most
+    row = torch.arange(lane.num_seqs).repeat_interleave(lane.num_new_tokens) * most
+    if step.document_ids is None:
         return row, most
-    documents = step.documents.cpu()
+    documents = step.document_ids.cpu()
     return (row + documents).masked_fill(documents < 0, -1), most
 
 
-def picked(batch: Batch, rows: Tensor) -> Batch:
+def select_rows(batch: Batch, rows: Tensor) -> Batch:
     """The batch with ``rows`` [n] of its rows alone, in that order; of one lane on each side."""
-    step = batch.step
-    wanted = torch.full((len(step.tokens),), -1)
-    wanted[step.wanted.cpu()] = torch.arange(len(step.wanted))
-    kept = wanted.view(-1, step.lanes[0].new)[rows].view(-1)
+    step = batch.model_input
+    wanted = torch.full((len(step.token_ids),), -1)
+    wanted[step.logit_indices.cpu()] = torch.arange(len(step.logit_indices))
+    kept = wanted.view(-1, step.sub_batches[0].num_new_tokens)[rows].view(-1)
     at = (kept >= 0).nonzero().view(-1)
-    chosen = _rows_of(step, rows)._replace(wanted=at.to(step.tokens.device))
-    source = None if step.source is None else _rows_of(step.source, rows)
-    return Batch(chosen._replace(source=source), batch.targets[kept[at].to(batch.targets.device)])
+    chosen = _select_input_rows(step, rows)._replace(logit_indices=at.to(step.token_ids.device))
+    source = None if step.encoder_input is None else _select_input_rows(step.encoder_input, rows)
+    return Batch(chosen._replace(encoder_input=source), batch.targets[kept[at].to(batch.targets.device)])
 
 
-def _rows_of(step: Step, rows: Tensor) -> Step:
-    width = step.lanes[0].new
+def _select_input_rows(step: ModelInput, rows: Tensor) -> ModelInput:
+    width = step.sub_batches[0].num_new_tokens
 
     def take(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.view(-1, width)[rows.to(x.device)].view(-1)
 
-    tokens, positions = take(step.tokens), take(step.positions)
+    tokens, positions = take(step.token_ids), take(step.positions)
     assert tokens is not None and positions is not None
     return step._replace(
-        tokens=tokens,
+        token_ids=tokens,
         positions=positions,
-        documents=take(step.documents),
-        order=take(step.order),
-        limits=take(step.limits),
-        lanes=(Lane(len(rows), width, width),),
+        document_ids=take(step.document_ids),
+        causal_order=take(step.causal_order),
+        max_seq_lens=take(step.max_seq_lens),
+        sub_batches=(SubBatch(len(rows), width, width),),
     )
 
 
-def _taken(step: Step, at: Tensor) -> Step:
+def _taken(step: ModelInput, at: Tensor) -> ModelInput:
     def take(x: Tensor | None) -> Tensor | None:
         return None if x is None else x[at.to(x.device)]
 
-    tokens, positions = take(step.tokens), take(step.positions)
+    tokens, positions = take(step.token_ids), take(step.positions)
     assert tokens is not None and positions is not None
-    nothing = step.wanted[:0]
-    return Step(tokens, positions, (Lane(1, len(at), len(at)),), nothing, limits=take(step.limits))
+    nothing = step.logit_indices[:0]
+    return ModelInput(
+        tokens, positions, (SubBatch(1, len(at), len(at)),), nothing, max_seq_lens=take(step.max_seq_lens)
+    )
 
 
 def _source(segment: Segment) -> Ints:
-    assert segment.source is not None, "all segments are pairs, or none is"
-    return segment.source
+    assert segment.encoder_tokens is not None, "all segments are pairs, or none is"
+    return segment.encoder_tokens
 
 
-def _side(rows: Sequence[Sequence[Ints]], shape: Shape) -> Step:
+def _side(rows: Sequence[Sequence[Ints]], shape: CollateConfig) -> ModelInput:
     """The tokens of one side, rows of segments; nothing is wanted yet."""
     width = max(sum(map(len, row)) for row in rows)
     place = np.arange(width)
@@ -222,25 +226,25 @@ def _side(rows: Sequence[Sequence[Ints]], shape: Shape) -> Step:
     def tensor(values: Ints) -> Tensor:
         return torch.from_numpy(values.reshape(-1)).to(shape.device)
 
-    step = Step(
-        tokens=tensor(tokens),
+    step = ModelInput(
+        token_ids=tensor(tokens),
         positions=tensor(positions),
-        lanes=(Lane(len(rows), width, width),),
-        wanted=tensor(np.empty(0, np.int64)),
-        limits=torch.full((tokens.size,), shape.context, device=shape.device),
+        sub_batches=(SubBatch(len(rows), width, width),),
+        logit_indices=tensor(np.empty(0, np.int64)),
+        max_seq_lens=torch.full((tokens.size,), shape.context, device=shape.device),
     )
     if not documents.any():  # one segment in every row, and no padding
         return step
     if shape.isolate:
-        return step._replace(documents=tensor(documents))
-    return step._replace(order=tensor(np.where(documents < 0, -1, place)))
+        return step._replace(document_ids=tensor(documents))
+    return step._replace(causal_order=tensor(np.where(documents < 0, -1, place)))
 
 
-def _numbered(step: Step) -> Step:
-    return step if step.documents is not None else step._replace(documents=torch.zeros_like(step.tokens))
+def _numbered(step: ModelInput) -> ModelInput:
+    return step if step.document_ids is not None else step._replace(document_ids=torch.zeros_like(step.token_ids))
 
 
-def _check(tokens: Ints, shape: Shape) -> None:
+def _check(tokens: Ints, shape: CollateConfig) -> None:
     if shape.vocab is not None and tokens.size and int(tokens.max()) >= shape.vocab:
         raise DataError(
             f"token id {int(tokens.max()):,} is beyond the model's vocabulary of {shape.vocab:,}",
@@ -266,9 +270,9 @@ class Epochs:
 
     def rows(self, step: int) -> Ints:
         """Of optimizer step ``step`` (from 0), [num_rows]; a step may span epochs."""
-        return self.at(np.arange(step * self._num_rows, (step + 1) * self._num_rows))[1]
+        return self.epoch_and_row(np.arange(step * self._num_rows, (step + 1) * self._num_rows))[1]
 
-    def at(self, numbers: Ints) -> tuple[Ints, Ints]:
+    def epoch_and_row(self, numbers: Ints) -> tuple[Ints, Ints]:
         """Epochs and rows, [n] each, of ``numbers`` [n]."""
         epochs, inside = self._split(numbers)
         rows = np.empty(len(numbers), np.int64)
@@ -291,6 +295,6 @@ class Epochs:
         return self._kept
 
 
-def generator(seed: int, *numbers: int) -> np.random.Generator:
+def seeded_rng(seed: int, *numbers: int) -> np.random.Generator:
     """Random numbers that are a function of the run's seed and other integers."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *numbers])))

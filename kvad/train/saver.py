@@ -21,37 +21,42 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvad.checkpoint.opened import Training
+from kvad.checkpoint.opened import TrainingState
 from kvad.errors import NumericalError
 
-__all__ = ["Moment", "Saver", "left"]
+__all__ = ["CheckpointSnapshot", "AsyncCheckpointer", "checkpoint_status"]
 
 
-def left(there: bool) -> str:
+def checkpoint_status(there: bool) -> str:
     """What a run that fails has, in words; ``there``: whether it has a checkpoint."""
     return "the last checkpoint is whole" if there else "there is no checkpoint yet"
 
 
-class Moment(NamedTuple):
+class CheckpointSnapshot(NamedTuple):
     """A run between two steps: what a checkpoint is made of.  ``best``: the step that is the best so far, if any."""
 
     step: int
     weights: Mapping[str, Tensor]
-    training: Training
+    training: TrainingState
     best: int | None
 
 
-class Saver:
+class AsyncCheckpointer:
     """``take`` gives the run as it stands, nothing copied; ``write`` makes a checkpoint of it and returns its folder.
 
     ``beside``: written by a thread, from a copy; else at once.  ``there``: whether the run has a checkpoint.
     """
 
     def __init__(
-        self, take: Callable[[], Moment], write: Callable[[Moment], Path], *, beside: bool, there: bool = False
+        self,
+        snapshot: Callable[[], CheckpointSnapshot],
+        write: Callable[[CheckpointSnapshot], Path],
+        *,
+        async_save: bool,
+        has_checkpoint: bool = False,
     ) -> None:
-        self.there = there
-        self._take, self._write, self._beside = take, write, beside
+        self.has_checkpoint = has_checkpoint
+        self._snapshot, self._write, self._async_save = snapshot, write, async_save
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -61,9 +66,9 @@ class Saver:
         """Begin a checkpoint of this moment.  Raises SaveError of the one before, or of this one where it is written at
         once; NumericalError for weights that are not finite."""
         self.wait()
-        moment = self._take()
+        moment = self._snapshot()
         _check_finite(moment)
-        if not self._beside:
+        if not self._async_save:
             self._keep(self._write(moment), moment.step)
             return
         copied = self._copied(moment)
@@ -90,18 +95,18 @@ class Saver:
             self._thread.join()
             self._thread = None
 
-    def _run(self, moment: Moment) -> None:
+    def _run(self, moment: CheckpointSnapshot) -> None:
         try:
             self._keep(self._write(moment), moment.step)
         except BaseException as error:  # raised again by wait
             self._error = error
 
     def _keep(self, folder: Path, step: int) -> None:
-        self.there = True
+        self.has_checkpoint = True
         self._written.append((folder, step))
 
-    def _copied(self, moment: Moment) -> Moment:
-        training = Training(self._copy("training", moment.training.tensors), moment.training.state)
+    def _copied(self, moment: CheckpointSnapshot) -> CheckpointSnapshot:
+        training = TrainingState(self._copy("training", moment.training.tensors), moment.training.state)
         return moment._replace(weights=self._copy("weights", moment.weights), training=training)
 
     @torch.no_grad()
@@ -116,7 +121,7 @@ class Saver:
         return found
 
 
-def _check_finite(moment: Moment) -> None:
+def _check_finite(moment: CheckpointSnapshot) -> None:
     """Of what is evaluated, and of what is trained where that is another."""
     raw = {name: tensor for name, tensor in moment.training.tensors.items() if name.startswith("raw.")}
     for name, tensor in {**raw, **moment.weights}.items():

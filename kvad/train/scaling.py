@@ -19,7 +19,7 @@ class LossScale:
     def __init__(self, scale: float = START, patience: int = PATIENCE) -> None:
         self.scale, self.good, self._patience = scale, 0, patience
 
-    def settle(self, norm: float) -> bool:
+    def update(self, norm: float) -> bool:
         """Of a step's gradient, its norm: whether the step is to be taken.  Changes the scale for the next one."""
         if not math.isfinite(norm):
             self.scale, self.good = self.scale / 2, 0
@@ -30,7 +30,7 @@ class LossScale:
         return True
 
     @property
-    def exhausted(self) -> bool:
+    def at_minimum(self) -> bool:
         """Whether a gradient that is not finite cannot be the scale's fault any more."""
         return self.scale <= 1.0
 

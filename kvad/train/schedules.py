@@ -26,9 +26,9 @@ from typing import Any
 from kvad.errors import ConfigError
 from kvad.train.config import OptimConfig, TrainConfig
 
-__all__ = ["Plateau", "Schedule", "learning_rate", "paced_by"]
+__all__ = ["Plateau", "Schedule", "learning_rate", "schedule_differences"]
 
-THRESHOLD = 1e-4  # a loss is better where it is lower by more than this share of the best
+MIN_IMPROVEMENT = 1e-4  # a loss is better where it is lower by more than this share of the best
 
 
 class Plateau:
@@ -42,9 +42,9 @@ class Plateau:
         self._patience, self._decrease = patience, decrease
         self.scale, self.best, self.bad = 1.0, math.inf, 0
 
-    def tell(self, loss: float) -> None:
+    def observe(self, loss: float) -> None:
         """After an evaluation; a loss that is no number is no better one."""
-        if loss < self.best * (1 - THRESHOLD):
+        if loss < self.best * (1 - MIN_IMPROVEMENT):
             self.best, self.bad = loss, 0
             return
         self.bad += 1
@@ -68,18 +68,20 @@ class Schedule:
         self._warmup = _warmup(config, train)
         self.peak = self._peak(width)
         self.plateau: Plateau | None = None
-        if config.patience is not None and config.decrease is not None:
-            self.plateau = Plateau(config.patience, config.decrease)
+        if config.plateau_patience is not None and config.plateau_factor is not None:
+            self.plateau = Plateau(config.plateau_patience, config.plateau_factor)
 
     def _peak(self, width: int | None) -> float:
         if self._config.lr is not None:
             return self._config.lr
-        assert self._config.factor is not None, "OptimConfig has looked"
+        assert self._config.noam_factor is not None, "OptimConfig has looked"
         if width is None:
-            raise ConfigError("optim.factor: what is trained has no width that the rate could follow from", "set lr")
-        return self._config.factor / math.sqrt(width * self._warmup)
+            raise ConfigError(
+                "optim.noam_factor: what is trained has no width that the rate could follow from", "set lr"
+            )
+        return self._config.noam_factor / math.sqrt(width * self._warmup)
 
-    def rate(self, step: int, elapsed: float) -> float:
+    def lr(self, step: int, elapsed: float) -> float:
         """Of optimizer step ``step`` (from 0), ``elapsed`` seconds into training."""
         config, train, warmup, lr = self._config, self._train, self._warmup, self.peak
         now = step + 1
@@ -88,7 +90,7 @@ class Schedule:
         if config.schedule == "inverse-sqrt":
             return lr * min(now / warmup, math.sqrt(warmup / now))
         share = elapsed / (60 * train.minutes) if train.minutes is not None else 0.0
-        if step < warmup and (config.warmup is not None or share < 0.1):
+        if step < warmup and (config.warmup_steps is not None or share < 0.1):
             return lr * now / (warmup + 1)
         if config.schedule == "constant":
             return lr
@@ -96,9 +98,9 @@ class Schedule:
         if self.plateau is not None:
             return max(config.min_lr, lr * self.plateau.scale)
         last = train.last_step
-        if config.decay_share is not None:  # the share is of the whole run, warmup and all
+        if config.decay_fraction is not None:  # the share is of the whole run, warmup and all
             done = max(step / last if last is not None else 0.0, share)
-            fall = min(1.0, max(0.0, (done - (1 - config.decay_share)) / config.decay_share))
+            fall = min(1.0, max(0.0, (done - (1 - config.decay_fraction)) / config.decay_fraction))
             return lr - (lr - config.min_lr) * (math.sqrt(fall) if config.decay_form == "sqrt" else fall)
         through = (step - warmup) / max(1, last - warmup) if last is not None else 0.0
         ratio = min(1.0, max(0.0, through, share))
@@ -108,8 +110,8 @@ class Schedule:
 
 
 def _warmup(config: OptimConfig, train: TrainConfig) -> int:
-    if config.warmup is not None:
-        return config.warmup
+    if config.warmup_steps is not None:
+        return config.warmup_steps
     return min(100, math.ceil((train.last_step or 1000) / 10))
 
 
@@ -117,12 +119,12 @@ def learning_rate(
     config: OptimConfig, train: TrainConfig, step: int, elapsed: float, width: int | None = None
 ) -> float:
     """Of optimizer step ``step`` (from 0), ``elapsed`` seconds into training; a plateau's before any evaluation."""
-    return Schedule(config, train, width).rate(step, elapsed)
+    return Schedule(config, train, width).lr(step, elapsed)
 
 
-def paced_by(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+def schedule_differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """What may change on resume, but not where evaluations decide the rate: as ``config.differences`` says it."""
     if stored["optim"]["schedule"] != "plateau":
         return []
     there, here = stored["train"]["eval_every"], wanted["train"]["eval_every"]
-    return [] if there == here else [f"train.eval_every: {there} there, {here} here (optim.schedule = 'plateau')"]
+    return [] if there == here else [f"train.eval_interval: {there} there, {here} here (optim.schedule = 'plateau')"]

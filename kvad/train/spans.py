@@ -20,33 +20,33 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvad.checkpoint.generation import Generation
+from kvad.checkpoint.generation import GenerationConfig
 from kvad.errors import ConfigError, DataError
-from kvad.step import Lane, Step
+from kvad.step import ModelInput, SubBatch
 from kvad.text.base import Tokenizer
 from kvad.train.config import ObjectiveConfig
 from kvad.train.data import Batch, TrainingData
-from kvad.train.masking import EVALUATION, TRAINING, draws
-from kvad.train.rows import texts_of
+from kvad.train.masking import EVAL_STREAM, TRAIN_STREAM, row_rng
+from kvad.train.rows import row_provenance
 from kvad.train.store import Ints
 
 __all__ = [
     "SENTINELS",
-    "SpanData",
-    "Speech",
-    "corrupted",
-    "pair_batch",
-    "raw_length",
-    "sentinels_of",
-    "sizes",
-    "speech_of",
+    "SpanCorruptionDataset",
+    "SpanTokens",
+    "corrupt_spans",
+    "build_pair_batch",
+    "max_raw_length",
+    "sentinel_ids",
+    "span_counts",
+    "span_tokens",
 ]
 
 SENTINELS = tuple(f"<extra_id_{number}>" for number in range(100))  # as many as T5 has
 PADDING = -1  # the document of what is left over
 
 
-class Speech(NamedTuple):
+class SpanTokens(NamedTuple):
     """The tokens that a corrupted text needs beside its own."""
 
     start: int
@@ -55,18 +55,18 @@ class Speech(NamedTuple):
     sentinels: tuple[int, ...]
 
 
-def sentinels_of(tokenizer: Tokenizer) -> tuple[int, ...]:
+def sentinel_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Ids of <extra_id_0>, <extra_id_1>, ... as far as the tokenizer has them."""
-    names, found = tokenizer.specials.names(), list[int]()
+    names, found = tokenizer.special_tokens.names(), list[int]()
     while (name := f"<extra_id_{len(found)}>") in names:
         found.append(names[name])
     return tuple(found)
 
 
-def speech_of(tokenizer: Tokenizer, needed: int) -> Speech:
+def span_tokens(tokenizer: Tokenizer, needed: int) -> SpanTokens:
     """Raises DataError for a tokenizer without EOS, without what could begin a target, or with fewer than ``needed``
     sentinels."""
-    specials, sentinels = tokenizer.specials, sentinels_of(tokenizer)
+    specials, sentinels = tokenizer.special_tokens, sentinel_ids(tokenizer)
     start = specials.pad if specials.bos is None else specials.bos
     if specials.eos is None or start is None:
         raise DataError("this tokenizer has no EOS, or neither BOS nor padding to begin a target", "train one here")
@@ -74,18 +74,18 @@ def speech_of(tokenizer: Tokenizer, needed: int) -> Speech:
         raise DataError(
             f"this tokenizer has {len(sentinels)} sentinels (<extra_id_0>, ...), and a row of this context needs "
             f"{needed}",
-            "a shorter --context, a larger objective.mean_span, or a tokenizer trained here",
+            "a shorter --context, a larger objective.mean_span_length, or a tokenizer trained here",
         )
-    return Speech(start, specials.eos, start if specials.pad is None else specials.pad, sentinels)
+    return SpanTokens(start, specials.eos, start if specials.pad is None else specials.pad, sentinels)
 
 
-def generation_of(speech: Speech) -> Generation:
+def span_generation_config(speech: SpanTokens) -> GenerationConfig:
     """What a checkpoint says about generating."""
-    return Generation(
-        start=speech.start,
-        stops=(speech.eos,),
-        source_end=speech.eos,
-        pad=speech.pad,
+    return GenerationConfig(
+        decoder_start_token_id=speech.start,
+        eos_token_ids=(speech.eos,),
+        source_eos_token_id=speech.eos,
+        pad_token_id=speech.pad,
         sampling={"temperature": 0.0},
     )
 
@@ -93,29 +93,29 @@ def generation_of(speech: Speech) -> Generation:
 # ---------------------------------------------------------------- one text
 
 
-def sizes(length: int, density: float, mean_span: float) -> tuple[int, int]:
+def span_counts(length: int, density: float, mean_span: float) -> tuple[int, int]:
     """(tokens that are cut out, spans) of a text of ``length`` >= 2 tokens; something always stays before each span."""
     cut = min(max(round(length * density), 1), length - 1)
     return cut, min(max(round(cut / mean_span), 1), cut, length - cut)
 
 
-def raw_length(context: int, options: ObjectiveConfig) -> int:
+def max_raw_length(context: int, options: ObjectiveConfig) -> int:
     """The longest text whose source and target both have at most ``context`` tokens.  ConfigError where none has."""
     longest = 0
     for length in range(2, 4 * context):
-        cut, spans = sizes(length, options.density, options.mean_span)
+        cut, spans = span_counts(length, options.noise_density, options.mean_span_length)
         if max(length - cut + spans + 1, cut + spans + 2) <= context:
             longest = length
     if not longest:
-        raise ConfigError(f"data.context: {context} tokens are too few for objective spans", "at least 5")
+        raise ConfigError(f"data.seq_len: {context} tokens are too few for objective spans", "at least 5")
     return longest
 
 
-def corrupted(
-    ids: Sequence[int], options: ObjectiveConfig, speech: Speech, random: np.random.Generator
+def corrupt_spans(
+    ids: Sequence[int], options: ObjectiveConfig, speech: SpanTokens, random: np.random.Generator
 ) -> tuple[list[int], list[int]]:
     """(source, target), both ended by EOS."""
-    cut, spans = sizes(len(ids), options.density, options.mean_span)
+    cut, spans = span_counts(len(ids), options.noise_density, options.mean_span_length)
     stay, gone = _parts(len(ids) - cut, spans, random), _parts(cut, spans, random)
     source, target, at = list[int](), list[int](), 0
     for sentinel, kept, lost in zip(speech.sentinels, stay, gone, strict=False):
@@ -135,8 +135,8 @@ def _parts(total: int, count: int, random: np.random.Generator) -> list[int]:
 # ---------------------------------------------------------------- rows of them
 
 
-def pair_batch(
-    rows: Sequence[Sequence[tuple[list[int], list[int]]]], speech: Speech, limit: int, device: torch.device | str
+def build_pair_batch(
+    rows: Sequence[Sequence[tuple[list[int], list[int]]]], speech: SpanTokens, limit: int, device: torch.device | str
 ) -> Batch:
     """Rows of (source, target) as one Step: each pair a document of its own, the target shifted right."""
     sources, targets = [[s for s, _ in row] for row in rows], [[t for _, t in row] for row in rows]
@@ -145,12 +145,12 @@ def pair_batch(
     source, _ = _side(sources, speech.pad, limit, device)
     said = torch.tensor([token for row in targets for text in row for token in text], dtype=torch.int64)
     wanted = torch.from_numpy(taken).to(device)
-    return Batch(step._replace(wanted=wanted, source=source), said.to(device))
+    return Batch(step._replace(logit_indices=wanted, encoder_input=source), said.to(device))
 
 
 def _side(
     rows: Sequence[Sequence[Sequence[int]]], pad: int, limit: int, device: torch.device | str
-) -> tuple[Step, Ints]:
+) -> tuple[ModelInput, Ints]:
     """One side of the rows, side by side, and the flat places that are taken."""
     width = max(1, *(sum(map(len, row)) for row in rows))
     tokens = np.full((len(rows), width), pad)
@@ -162,19 +162,19 @@ def _side(
             tokens[number, here], positions[number, here], documents[number, here] = text, range(len(text)), document
             low += len(text)
     flat = [torch.from_numpy(values.reshape(-1)).to(device) for values in (tokens, positions, documents)]
-    step = Step(
-        tokens=flat[0],
+    step = ModelInput(
+        token_ids=flat[0],
         positions=flat[1],
-        lanes=(Lane(len(rows), width, width),),
-        wanted=torch.empty(0, dtype=torch.int64, device=device),
-        documents=flat[2],
-        limits=torch.full_like(flat[0], limit),
+        sub_batches=(SubBatch(len(rows), width, width),),
+        logit_indices=torch.empty(0, dtype=torch.int64, device=device),
+        document_ids=flat[2],
+        max_seq_lens=torch.full_like(flat[0], limit),
     )
     taken: Ints = np.flatnonzero(documents >= 0)
     return step, taken
 
 
-class SpanData:
+class SpanCorruptionDataset:
     """Rows of documents with spans cut out of them."""
 
     def __init__(
@@ -192,50 +192,54 @@ class SpanData:
 
         Raises DataError for a tokenizer that lacks what a corrupted text needs.
         """
-        _, spans = sizes(raw, options.density, options.mean_span)
-        self.speech = speech_of(tokenizer, spans + 1)
+        _, spans = span_counts(raw, options.noise_density, options.mean_span_length)
+        self.speech = span_tokens(tokenizer, spans + 1)
         self._rows, self._options, self._seed = rows, options, seed
         self._context, self._raw, self._step_rows = context, raw, step_rows
         self.train_tokens, self.validation_tokens = rows.train_tokens, rows.validation_tokens
-        cut, spans = sizes(raw, options.density, options.mean_span)
+        cut, spans = span_counts(raw, options.noise_density, options.mean_span_length)
         self.tokens_per_step = step_rows * (cut + spans + 2)
         self.read_per_step = rows.tokens_per_step
 
     def micro_batches(self, step: int) -> list[Batch]:
         number, batches = step * self._step_rows, []
         for batch in self._rows.micro_batches(step):
-            batches.append(self._corrupted(batch, TRAINING, number))
-            number += sum(lane.rows for lane in batch.step.lanes)
+            batches.append(self._corrupted(batch, TRAIN_STREAM, number))
+            number += sum(lane.num_seqs for lane in batch.model_input.sub_batches)
         return batches
 
     def evaluation(self) -> Iterator[Batch]:
         number = 0
         for batch in self._rows.evaluation():
-            yield self._corrupted(batch, EVALUATION, number)
-            number += sum(lane.rows for lane in batch.step.lanes)
+            yield self._corrupted(batch, EVAL_STREAM, number)
+            number += sum(lane.num_seqs for lane in batch.model_input.sub_batches)
 
-    def texts_of(self, number: int) -> list[int]:
-        return texts_of(self._rows, number)
+    def provenance(self, number: int) -> list[int]:
+        return row_provenance(self._rows, number)
 
-    def told(self) -> list[str]:
-        cut, spans = sizes(self._raw, self._options.density, self._options.mean_span)
+    def summary(self) -> list[str]:
+        cut, spans = span_counts(self._raw, self._options.noise_density, self._options.mean_span_length)
         corrupt = f"corrupted: of {self._raw} tokens {cut} are cut out in {spans} spans"
         return [
-            *self._rows.told(),
+            *self._rows.summary(),
             f"{corrupt}: sources of {self._raw - cut + spans + 1}, targets of {cut + spans + 2}",
         ]
 
     def _corrupted(self, batch: Batch, stream: int, first: int) -> Batch:
-        (lane,) = batch.step.lanes
-        tokens = batch.step.tokens.view(lane.rows, lane.new).tolist()
-        documents = batch.step.documents
-        owners = [[0] * lane.new] * lane.rows if documents is None else documents.view(lane.rows, lane.new).tolist()
+        (lane,) = batch.model_input.sub_batches
+        tokens = batch.model_input.token_ids.view(lane.num_seqs, lane.num_new_tokens).tolist()
+        documents = batch.model_input.document_ids
+        owners = (
+            [[0] * lane.num_new_tokens] * lane.num_seqs
+            if documents is None
+            else documents.view(lane.num_seqs, lane.num_new_tokens).tolist()
+        )
         rows = []
         for number, (row, owner) in enumerate(zip(tokens, owners, strict=True)):
-            random = draws(self._seed, stream, first + number)
+            random = row_rng(self._seed, stream, first + number)
             texts = [text for text in _documents(row, owner) if len(text) > 1]  # one token alone cannot lose a span
-            rows.append([corrupted(text, self._options, self.speech, random) for text in texts])
-        return pair_batch(rows, self.speech, self._context, batch.step.tokens.device)
+            rows.append([corrupt_spans(text, self._options, self.speech, random) for text in texts])
+        return build_pair_batch(rows, self.speech, self._context, batch.model_input.token_ids.device)
 
 
 def _documents(tokens: list[int], owners: list[int]) -> Iterator[list[int]]:

@@ -14,41 +14,41 @@ from torch import nn
 
 from kvad.errors import ConfigError
 from kvad.model.mixers import Attention
-from kvad.model.parts import Gated, Norm, Plain
+from kvad.model.parts import GatedMLP, Norm, PlainMLP
 from kvad.model.transformer import Transformer
-from kvad.ops.compiled import compiled, fault
+from kvad.ops.compiled import compile_error, lazy_compile
 from kvad.train.config import TrainConfig
 
-__all__ = ["prepare", "refuse"]
+__all__ = ["apply_acceleration", "check_acceleration"]
 
 
-def prepare(model: Transformer, train: TrainConfig) -> None:
+def apply_acceleration(model: Transformer, train: TrainConfig) -> None:
     """Change a model, before its first step.  ConfigError where torch finds no compiler."""
     for stack in (model.encoder, model.decoder):
         if stack is not None:
-            stack.recompute = train.recompute
+            stack.checkpoint_activations = train.activation_checkpointing
     if not train.compile:
         return
-    why = fault(train.device)
+    why = compile_error(train.device)
     if why is not None:
         raise ConfigError(f"train.compile: torch compiles nothing for {train.device} here: {why}", "leave it out")
     for module in model.modules():
-        if isinstance(module, (Norm, Plain, Gated)):
+        if isinstance(module, (Norm, PlainMLP, GatedMLP)):
             _compile(module, "forward")
         elif isinstance(module, Attention):
             _compile(module, "project")
 
 
-def refuse(train: TrainConfig) -> None:
+def check_acceleration(train: TrainConfig) -> None:
     """ConfigError for a run whose model is frozen, where neither would mean anything."""
-    for name in ("recompute", "compile"):
+    for name in ("activation_checkpointing", "compile"):
         if getattr(train, name):
             raise ConfigError(f"train.{name}: means nothing to objective 'compress', whose model is frozen")
 
 
 def _compile(module: nn.Module, name: str) -> None:
     plain: Callable[..., Any] = getattr(module, name)
-    setattr(module, name, _InTraining(module, plain, compiled(plain)))
+    setattr(module, name, _InTraining(module, plain, lazy_compile(plain)))
 
 
 class _InTraining:

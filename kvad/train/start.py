@@ -23,68 +23,84 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvad.checkpoint.adapter import Adapted, AdapterForm, base_fingerprint, form_of, open_adapter, save_adapter_step
-from kvad.checkpoint.export import words_of
+from kvad.checkpoint.adapter import (
+    AdaptedCheckpoint,
+    AdapterFormat,
+    adapter_format,
+    base_fingerprint,
+    open_adapter,
+    save_adapter_step,
+)
+from kvad.checkpoint.export import read_tokenizer_files
 from kvad.checkpoint.folder import is_run, locate
-from kvad.checkpoint.generation import GENERATION, Generation, generation_file
-from kvad.checkpoint.imported import Imported
-from kvad.checkpoint.linears import adaptable, targeted
+from kvad.checkpoint.generation import GENERATION_FILE, GenerationConfig, generation_json
+from kvad.checkpoint.imported import HFCheckpoint
+from kvad.checkpoint.linears import match_targets, trainable_linears
 from kvad.checkpoint.native import save_step
 from kvad.checkpoint.open import open_checkpoint
-from kvad.checkpoint.opened import Opened
-from kvad.checkpoint.theirs import Layout, choose_layout
-from kvad.config import Classes, Head, ModelConfig, Pooled
-from kvad.errors import CheckpointError, ConfigError, counted
-from kvad.model.lora import Factors, adapt, factors_of, restore
+from kvad.checkpoint.opened import CheckpointHandle
+from kvad.checkpoint.theirs import HFLayout, choose_layout
+from kvad.config import ClassificationHeadConfig, LanguageHeadConfig, ModelConfig, PoolingHeadConfig
+from kvad.errors import CheckpointError, ConfigError, format_count
+from kvad.model.lora import LoraFactors, adapter_factors, add_adapters, load_factors
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import Tokenizer, load_tokenizer
 from kvad.train.config import RunConfig, TokenizerConfig
-from kvad.train.initial import initialise
-from kvad.train.objectives import headed
-from kvad.train.saver import Moment
+from kvad.train.initial import init_weights
+from kvad.train.objectives import with_head
+from kvad.train.saver import CheckpointSnapshot
 from kvad.train.store import TOKENIZER, is_prepared
 
-__all__ = ["Adapters", "Start", "Whole", "absolute", "at_beginning", "count_parameters", "restored", "said_by"]
-__all__ += ["shortened", "start_again", "start_of", "tokenizer_at", "whole_as", "words_at"]
+__all__ = [
+    "AdapterCheckpointWriter",
+    "InitialModel",
+    "FullCheckpointWriter",
+    "resolve_paths",
+    "build_new_model",
+    "count_parameters",
+    "load_adapted",
+    "generation_config_from",
+]
+__all__ += ["clamp_seq_len", "resume_initial", "load_initial", "load_tokenizer_from", "writer_like", "tokenizer_path"]
 
 
-def absolute(config: RunConfig) -> RunConfig:
+def resolve_paths(config: RunConfig) -> RunConfig:
     """The same with the path of its model.init written out, so that a run finds it from anywhere."""
     if config.init is None or not Path(config.init).expanduser().is_dir():
         return config
     return replace(config, model={"init": str(Path(config.init).expanduser().resolve())})
 
 
-def shortened(config: RunConfig) -> RunConfig:
+def clamp_seq_len(config: RunConfig) -> RunConfig:
     """The same with rows no longer than the model holds that it goes on from, or compresses the cache of: for a
     ``data.context`` that nobody said.  Raises as ``open_checkpoint``."""
-    name = config.init or config.compress.model
+    name = config.init or config.summarizer.model
     if name is None:
         return config
-    context = min(config.data.context, _longest(open_checkpoint(name).config))
-    return replace(config, data=replace(config.data, context=context))
+    context = min(config.data.seq_len, _longest(open_checkpoint(name).config))
+    return replace(config, data=replace(config.data, seq_len=context))
 
 
 def _longest(model: ModelConfig) -> int:
-    return model.limit if model.source is None else min(model.limit, model.source.limit)
+    return model.max_seq_len if model.encoder_input is None else min(model.max_seq_len, model.encoder_input.max_seq_len)
 
 
 @dataclass(frozen=True)
-class Whole:
+class FullCheckpointWriter:
     """A checkpoint's form: config, way of generating, tokenizer, and everything that is written beside the weights.
 
     ``files``: small files that are written as they are; ``tokenizer`` None where it is among them."""
 
     config: ModelConfig
-    layout: Layout | None
-    generation: Generation
+    layout: HFLayout | None
+    generation: GenerationConfig
     tokenizer: Tokenizer | None
     files: Mapping[str, bytes]
     origin: str | None = None
 
-    def talking(self, files: Mapping[str, bytes], said: Generation) -> Whole:
+    def with_chat_template(self, files: Mapping[str, bytes], said: GenerationConfig) -> FullCheckpointWriter:
         """The same with a chat template in ``files``, and with what ends a turn among ``said.stops``."""
-        ends = {GENERATION: _ending(self.files.get(GENERATION), said)}
+        ends = {GENERATION_FILE: _ending(self.files.get(GENERATION_FILE), said)}
         exact = self.layout is not None and self.layout.exact
         return replace(self, generation=said, files={**self.files, **files, **(ends if exact else {})})
 
@@ -92,7 +108,7 @@ class Whole:
         """What of the model is written, nothing copied."""
         return model.state_dict()
 
-    def save(self, run: Path, moment: Moment, *, keep: int, fresh: bool) -> Path:
+    def save(self, run: Path, moment: CheckpointSnapshot, *, keep: int, fresh: bool) -> Path:
         """As ``native.save_step``."""
         return save_step(
             run,
@@ -112,23 +128,23 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Adapters:
+class AdapterCheckpointWriter:
     """The same of adapters: they alone are written."""
 
-    form: AdapterForm
+    form: AdapterFormat
     config: RunConfig
 
-    def talking(self, files: Mapping[str, bytes], said: Generation) -> Adapters:
+    def with_chat_template(self, files: Mapping[str, bytes], said: GenerationConfig) -> AdapterCheckpointWriter:
         """As :meth:`Whole.talking`, in the adapter's folder."""
-        ends = {GENERATION: _ending(None, said)}
-        return replace(self, form=replace(self.form, words={**self.form.words, **files, **ends}))
+        ends = {GENERATION_FILE: _ending(None, said)}
+        return replace(self, form=replace(self.form, tokenizer_files={**self.form.tokenizer_files, **files, **ends}))
 
     def weights(self, model: Transformer) -> dict[str, Tensor]:
         """As :meth:`Whole.weights`: of every adapted part ``NAME.a`` and ``NAME.b``."""
-        pairs = factors_of(model).items()
+        pairs = adapter_factors(model).items()
         return {f"{name}.{side}": getattr(pair, side) for name, pair in pairs for side in "ab"}
 
-    def save(self, run: Path, moment: Moment, *, keep: int, fresh: bool) -> Path:
+    def save(self, run: Path, moment: CheckpointSnapshot, *, keep: int, fresh: bool) -> Path:
         """As ``adapter.save_adapter_step``."""
         lora, found = self.config.lora, moment.weights
         assert lora is not None
@@ -137,10 +153,10 @@ class Adapters:
             run,
             moment.step,
             self.form,
-            {name: Factors(found[f"{name}.a"], found[f"{name}.b"], lora.scale) for name in names},
+            {name: LoraFactors(found[f"{name}.a"], found[f"{name}.b"], lora.scale) for name in names},
             rank=lora.rank,
             alpha=lora.alpha,
-            rslora=lora.rslora,
+            rslora=lora.use_rslora,
             dropout=lora.dropout,
             training=moment.training,
             keep=keep,
@@ -150,13 +166,13 @@ class Adapters:
 
 
 @dataclass(frozen=True)
-class Start:
+class InitialModel:
     """What a run begins with: the model that ``config.init`` names, and the tokenizer that it came with.
 
     ``answers``: the model with a new head for the labels of the data, where its own is for something else."""
 
     config: RunConfig
-    opened: Opened
+    opened: CheckpointHandle
     tokenizer: Tokenizer
     answers: ModelConfig | None = None
 
@@ -164,10 +180,10 @@ class Start:
     def model_config(self) -> ModelConfig:
         return self.opened.config if self.answers is None else self.answers
 
-    def answering(self, kind: str, labels: tuple[str, ...]) -> Start:
+    def with_head_for(self, kind: str, labels: tuple[str, ...]) -> InitialModel:
         """The same for objective ``kind`` and the ``labels`` of the data.  ConfigError where no head can answer."""
         own = self.opened.config
-        model = headed(own, kind, labels)
+        model = with_head(own, kind, labels)
         if model == own:
             return self
         if self.config.lora is not None:
@@ -178,18 +194,18 @@ class Start:
         return replace(self, answers=model)
 
     @property
-    def generation(self) -> Generation:
+    def generation(self) -> GenerationConfig:
         """As :func:`said_by` reads it."""
-        return said_by(self.opened)
+        return generation_config_from(self.opened)
 
     @cached_property
     def fingerprint(self) -> str:
         return base_fingerprint(self.opened)
 
     @cached_property
-    def parts(self) -> list[str]:
+    def adapted_modules(self) -> list[str]:
         """The adapted parts; [] where all weights are trained."""
-        return [] if self.config.lora is None else targeted(self.model_config, self.config.lora.names)
+        return [] if self.config.lora is None else match_targets(self.model_config, self.config.lora.target_names)
 
     @property
     def parameters(self) -> tuple[int, int]:
@@ -198,25 +214,27 @@ class Start:
         every = count_parameters(config)
         if self.config.lora is None:
             return every, every
-        shapes = adaptable(self.model_config)
-        learned = sum(self.config.lora.rank * sum(shapes[part]) for part in self.parts)
+        shapes = trainable_linears(self.model_config)
+        learned = sum(self.config.lora.rank * sum(shapes[part]) for part in self.adapted_modules)
         return every + learned, learned
 
-    def told(self) -> list[str]:
+    def summary(self) -> list[str]:
         """What a user should know of it."""
         kind, lines = self.model_config.kind, []
         every, learned = self.parameters
-        lines.append(f"model: {self.config.init}, {kind} of {every - learned * bool(self.parts):,} parameters")
+        lines.append(
+            f"model: {self.config.init}, {kind} of {every - learned * bool(self.adapted_modules):,} parameters"
+        )
         if self.config.lora is not None:
             lines.append(
-                f"adapters: rank {self.config.lora.rank} beside {counted(len(self.parts), 'linear part')}, "
+                f"adapters: rank {self.config.lora.rank} beside {format_count(len(self.adapted_modules), 'linear part')}, "
                 f"{learned:,} parameters ({learned / every:.2%}) are trained"
             )
-        if self.answers is not None and isinstance(self.answers.head, Classes):
-            lines.append(f"head: a new one, for {counted(len(self.answers.head.labels), 'label')}")
+        if self.answers is not None and isinstance(self.answers.head, ClassificationHeadConfig):
+            lines.append(f"head: a new one, for {format_count(len(self.answers.head.labels), 'label')}")
         return lines
 
-    def begun(self) -> dict[str, str]:
+    def state_record(self) -> dict[str, str]:
         """What the run's state says of it."""
         assert self.config.init is not None
         return {"model": self.config.init, "fingerprint": self.fingerprint}
@@ -234,19 +252,19 @@ class Start:
             loaded = {name: loaded[name] for name in model.state_dict()}
         model.load_state_dict(loaded, assign=True)
         if lora is not None:
-            adapt(model, self.parts, lora.rank, lora.scale, lora.dropout)
+            add_adapters(model, self.adapted_modules, lora.rank, lora.scale, lora.dropout)
         return model
 
-    def form(self) -> Whole | Adapters:
+    def checkpoint_writer(self) -> FullCheckpointWriter | AdapterCheckpointWriter:
         """How its checkpoints are written.  CheckpointError for adapters that its layout cannot hold."""
         if self.answers is not None:
-            return _whole_of(self.opened, self.answers)
+            return _full_writer(self.opened, self.answers)
         if self.config.lora is None:
-            return whole_as(self.opened)
+            return writer_like(self.opened)
         assert self.config.init is not None
-        form = form_of(self.opened, self.config.init, self.fingerprint)
-        form.check(self.parts)
-        return Adapters(form, self.config)
+        form = adapter_format(self.opened, self.config.init, self.fingerprint)
+        form.check(self.adapted_modules)
+        return AdapterCheckpointWriter(form, self.config)
 
 
 def count_parameters(model: ModelConfig) -> int:
@@ -255,16 +273,16 @@ def count_parameters(model: ModelConfig) -> int:
         return sum(parameter.numel() for parameter in Transformer(model).parameters())
 
 
-def at_beginning(config: RunConfig, model: ModelConfig, start: Start | None) -> Transformer:
+def build_new_model(config: RunConfig, model: ModelConfig, start: InitialModel | None) -> Transformer:
     """What a new run trains, on its device: as ``start`` has it, or at random from ``train.seed``."""
     torch.manual_seed(config.train.seed)
     made = Transformer(model) if start is None else start.model()
     if start is None and model.kind != "decoder":
-        initialise(made)
+        init_weights(made)
     return made.to(config.train.device)
 
 
-def start_of(config: RunConfig) -> Start | None:
+def load_initial(config: RunConfig) -> InitialModel | None:
     """What a new run begins with; None of one that begins at random.
 
     Raises CheckpointError for what is no whole checkpoint, ConfigError for one that cannot be trained so.
@@ -274,7 +292,7 @@ def start_of(config: RunConfig) -> Start | None:
     return _start(config, open_checkpoint(config.init))
 
 
-def start_again(config: RunConfig, out: Path, begun: Mapping[str, Any]) -> Start:
+def resume_initial(config: RunConfig, out: Path, begun: Mapping[str, Any]) -> InitialModel:
     """What a run of adapters goes on beside.  CheckpointError where the model is gone, or another by now."""
     assert config.init is not None and config.lora is not None
     try:
@@ -290,109 +308,113 @@ def start_again(config: RunConfig, out: Path, begun: Mapping[str, Any]) -> Start
     return start
 
 
-def restored(start: Start, out: Path) -> Transformer:
+def load_adapted(start: InitialModel, out: Path) -> Transformer:
     """The model beside the adapters of a run's newest checkpoint."""
     model = start.model()
-    restore(model, open_adapter(out).factors(start.opened))
+    load_factors(model, open_adapter(out).factors(start.opened))
     return model
 
 
-def whole_as(opened: Opened) -> Whole:
+def writer_like(opened: CheckpointHandle) -> FullCheckpointWriter:
     """The form that a checkpoint is in already: its config, its words and what it says about generating, as they are.
     Of an adapter with its base, the base's."""
-    if isinstance(opened, Adapted):
+    if isinstance(opened, AdaptedCheckpoint):
         opened = opened.base
-    files, layout, origin = words_of(opened.path), None, opened.origin
-    if isinstance(opened, Imported):
-        layout, origin = Layout(opened.family, opened.fields.content, exact=True), None
-        there = opened.path / GENERATION
-        files |= {GENERATION: there.read_bytes()} if there.is_file() else {}
-    return Whole(opened.config, layout, opened.generation, None, files, origin)
+    files, layout, origin = read_tokenizer_files(opened.path), None, opened.origin
+    if isinstance(opened, HFCheckpoint):
+        layout, origin = HFLayout(opened.family, opened.fields.content, exact=True), None
+        there = opened.path / GENERATION_FILE
+        files |= {GENERATION_FILE: there.read_bytes()} if there.is_file() else {}
+    return FullCheckpointWriter(opened.config, layout, opened.generation, None, files, origin)
 
 
-def _ending(before: bytes | None, said: Generation) -> bytes:
+def _ending(before: bytes | None, said: GenerationConfig) -> bytes:
     """``generation_config.json`` with all tokens that end an answer."""
-    content = generation_file(said) or {} if before is None else json.loads(before)
-    return json.dumps({**content, "eos_token_id": list(said.stops)}, indent=2).encode()
+    content = generation_json(said) or {} if before is None else json.loads(before)
+    return json.dumps({**content, "eos_token_id": list(said.eos_token_ids)}, indent=2).encode()
 
 
-def words_at(path: str | Path) -> Path:
+def tokenizer_path(path: str | Path) -> Path:
     """The folder or file of a tokenizer that is named; of a run, its newest checkpoint's; of prepared data, its own."""
     if is_prepared(Path(path)):
         return Path(path) / TOKENIZER
     return locate(Path(path)) if is_run(Path(path)) else Path(path)
 
 
-def tokenizer_at(path: str | Path) -> Tokenizer:
+def load_tokenizer_from(path: str | Path) -> Tokenizer:
     """The tokenizer of a file, a folder, a run or prepared data.  Raises TokenizerError."""
-    return load_tokenizer(words_at(path))
+    return load_tokenizer(tokenizer_path(path))
 
 
-def _whole_of(opened: Opened, config: ModelConfig) -> Whole:
+def _full_writer(opened: CheckpointHandle, config: ModelConfig) -> FullCheckpointWriter:
     """With another head: in the layout of its own family, else of any other that can hold it, else kvad's own."""
-    if isinstance(opened, Adapted):
+    if isinstance(opened, AdaptedCheckpoint):
         opened = opened.base
-    said, words = replace(opened.generation, pool=None, unit=False), words_of(opened.path)
+    said, words = replace(opened.generation, pooling=None, normalize=False), read_tokenizer_files(opened.path)
     for family in (opened.origin, None):
         try:
-            return Whole(config, choose_layout(config, said, family), said, None, words)
+            return FullCheckpointWriter(config, choose_layout(config, said, family), said, None, words)
         except CheckpointError:
             continue
-    return Whole(config, None, said, None, words)
+    return FullCheckpointWriter(config, None, said, None, words)
 
 
 def _new_head(config: ModelConfig, keep: tuple[str, ...]) -> dict[str, Tensor]:
     """The parameters of a head that begins, but for those that begin with ``keep``."""
     fresh = Transformer(config)
-    initialise(fresh)
+    init_weights(fresh)
     head = {name: tensor for name, tensor in fresh.state_dict().items() if name.startswith("head.")}
     return {name: tensor for name, tensor in head.items() if not name.startswith(keep or ("-",))}
 
 
 def _pooler(own: ModelConfig, wanted: ModelConfig) -> tuple[str, ...]:
     """The part of a head that both have: BERT's pooler, which a model without labels answers by."""
-    same = isinstance(own.head, Pooled) and isinstance(wanted.head, Classes) and own.head.transform is not None
+    same = (
+        isinstance(own.head, PoolingHeadConfig)
+        and isinstance(wanted.head, ClassificationHeadConfig)
+        and own.head.transform is not None
+    )
     return ("head.transform.",) if same and own.head.transform == wanted.head.transform else ()
 
 
-def said_by(opened: Opened) -> Generation:
+def generation_config_from(opened: CheckpointHandle) -> GenerationConfig:
     """What a checkpoint says about generating, with the token that opens a target where it is said as a text's."""
     said = opened.generation
-    if said.start is not None or opened.config.kind != "encoder-decoder":
+    if said.decoder_start_token_id is not None or opened.config.kind != "encoder-decoder":
         return said
-    return replace(said, start=said.bos)
+    return replace(said, decoder_start_token_id=said.bos_token_id)
 
 
-def _start(config: RunConfig, opened: Opened) -> Start:
+def _start(config: RunConfig, opened: CheckpointHandle) -> InitialModel:
     model, name = opened.config, config.init
-    if model.kind != "encoder" and not isinstance(model.head, Head):
+    if model.kind != "encoder" and not isinstance(model.head, LanguageHeadConfig):
         raise ConfigError(f"model.init: {name} has no head over a vocabulary", "a language model has one")
     if opened.tokenizer is None:
         raise ConfigError(f"model.init: {name} came without a tokenizer", "put its tokenizer.json beside it")
-    if config.data.context > (longest := _longest(model)):
+    if config.data.seq_len > (longest := _longest(model)):
         raise ConfigError(
-            f"data.context: {config.data.context} is beyond the limit of {name}, {longest}", f"--context {longest} fits"
+            f"data.seq_len: {config.data.seq_len} is beyond the limit of {name}, {longest}", f"--context {longest} fits"
         )
-    if config.lora is not None and isinstance(opened, Adapted):
+    if config.lora is not None and isinstance(opened, AdaptedCheckpoint):
         raise ConfigError(
             f"model.init: {name} is an adapter already", "merge it first: kvad merge BASE ADAPTER --out DIR"
         )
-    _check_words(config.tokenizer, opened.tokenizer, str(name))
-    start = Start(config, opened, opened.tokenizer)
+    _check_vocabulary(config.tokenizer, opened.tokenizer, str(name))
+    start = InitialModel(config, opened, opened.tokenizer)
     if model.kind == "encoder-decoder":
         if opened.tokenizer.languages:
             raise ConfigError(f"model.init: {name} marks languages, and pairs of texts name none")
-        if start.generation.start is None or not start.generation.stops:
+        if start.generation.decoder_start_token_id is None or not start.generation.eos_token_ids:
             raise ConfigError(f"model.init: {name} does not say which tokens begin and end a target")
     return start
 
 
-def _check_words(wanted: TokenizerConfig, tokenizer: Tokenizer, name: str) -> None:
+def _check_vocabulary(wanted: TokenizerConfig, tokenizer: Tokenizer, name: str) -> None:
     """ConfigError for another tokenizer than the model's."""
     if wanted == TokenizerConfig():
         return
     if wanted != TokenizerConfig(path=wanted.path):
         raise ConfigError(f"[tokenizer]: {name} has its own tokenizer", "leave the table out")
     assert wanted.path is not None
-    if tokenizer_at(wanted.path).fingerprint() != tokenizer.fingerprint():
+    if load_tokenizer_from(wanted.path).fingerprint() != tokenizer.fingerprint():
         raise ConfigError(f"tokenizer.path: {wanted.path} is not the tokenizer of {name}", "leave it out")

@@ -29,53 +29,53 @@ import numpy.typing as npt
 
 from kvad.checkpoint.atomic import new_folder
 from kvad.text.base import Tokenizer
-from kvad.train.columns import Columned, ColumnFiles, column_files, write_columns
-from kvad.train.corpus import Framer, Progress, Source
-from kvad.train.readers import Piece
+from kvad.train.columns import ColumnFiles, HasColumns, check_column_files, write_columns
+from kvad.train.corpus import CorpusFile, FrameFn, Progress
+from kvad.train.readers import TextPiece
 
 __all__ = [
     "MANIFEST",
     "OFFSETS",
     "TEMPLATE",
     "TOKENIZER",
-    "Beyond",
-    "Encoded",
-    "Texts",
+    "OutOfVocabulary",
+    "EncodedPiece",
+    "TextSource",
     "TokenStore",
-    "changed_sources",
-    "damaged_files",
-    "encoded",
-    "fill_store",
+    "find_changed_sources",
+    "find_corrupt_files",
+    "encode_pieces",
+    "write_store",
     "is_prepared",
     "is_store",
-    "joined_key",
+    "combined_fingerprint",
     "open_store",
-    "store_key",
+    "store_fingerprint",
 ]
 
 MANIFEST, OFFSETS = "manifest.json", "offsets.bin"
 TOKENIZER, TEMPLATE = "tokenizer", "template"  # folders of prepared data (prepared.py)
 SHARD_TOKENS = 1 << 27
 BATCH_CHARS = 1 << 22  # documents encoded together
-SCANNED = 1 << 20  # tokens looked at together
+SCAN_CHUNK = 1 << 20  # tokens looked at together
 
 Ints = npt.NDArray[np.int64]
 
 
-class Texts(Protocol):
+class TextSource(Protocol):
     """What a store is made of: a :class:`~kvad.train.corpus.Corpus`, or one of pairs."""
 
     @property
-    def sources(self) -> tuple[Source, ...]: ...
+    def sources(self) -> tuple[CorpusFile, ...]: ...
 
-    def pieces(self) -> Iterator[Piece]: ...
+    def pieces(self) -> Iterator[TextPiece]: ...
 
     def settings(self) -> dict[str, Any]: ...
 
-    def framer(self, tokenizer: Tokenizer) -> Framer: ...
+    def framer(self, tokenizer: Tokenizer) -> FrameFn: ...
 
 
-class Encoded(NamedTuple):
+class EncodedPiece(NamedTuple):
     """A piece of a text as tokens, framed; ``number``: of the text, from 0."""
 
     number: int
@@ -84,13 +84,13 @@ class Encoded(NamedTuple):
     closes: bool
 
 
-class Beyond(NamedTuple):
+class OutOfVocabulary(NamedTuple):
     """A token id that no vocabulary of the run has: ``place`` in the text ``text``, both from 0, at ``byte`` of a
     shard."""
 
     token: int
     text: int
-    place: int
+    offset: int
     shard: str
     byte: int
 
@@ -105,23 +105,25 @@ class TokenStore:
         self._columns = ColumnFiles(folder, manifest)
         self._starts = np.cumsum([0, *(len(shard) for shard in self._shards)])
         self.offsets: Ints = np.fromfile(folder / OFFSETS, "<u8").astype(np.int64)
-        self.cuts: Ints = np.array(manifest.get("cuts", []), np.int64)
+        self.document_starts: Ints = np.array(manifest.get("cuts", []), np.int64)
 
     @staticmethod
-    def joined(stores: Sequence[TokenStore]) -> TokenStore:
+    def concat(stores: Sequence[TokenStore]) -> TokenStore:
         """Several as one, one behind the other, without copying a token."""
         if len(stores) == 1:
             return stores[0]
         made = TokenStore.__new__(TokenStore)
         keys = [store.fingerprint for store in stores]
-        made.fingerprint = joined_key(keys)
+        made.fingerprint = combined_fingerprint(keys)
         made.manifest = {"key": made.fingerprint, "joined": keys}
         made._shards = [shard for store in stores for shard in store._shards]
         made._starts = np.cumsum([0, *(len(shard) for shard in made._shards)])
         before = np.cumsum([0, *(store.num_tokens for store in stores)])
         moved = [store.offsets[:-1] + first for store, first in zip(stores, before, strict=False)]
         made.offsets = np.concatenate([*moved, before[-1:]])
-        made.cuts = np.concatenate([store.cuts + first for store, first in zip(stores, before, strict=False)])
+        made.document_starts = np.concatenate(
+            [store.document_starts + first for store, first in zip(stores, before, strict=False)]
+        )
         return made
 
     @property
@@ -132,11 +134,11 @@ class TokenStore:
     def num_documents(self) -> int:
         return len(self.offsets) - 1
 
-    def place_beyond(self, vocab: int) -> Beyond | None:
+    def find_out_of_vocabulary(self, vocab: int) -> OutOfVocabulary | None:
         """Where the first token id beyond a vocabulary stands; None where none does.  Reads all tokens."""
         for number, shard in enumerate(self._shards):
-            for low in range(0, len(shard), SCANNED):
-                tokens = shard[low : low + SCANNED]
+            for low in range(0, len(shard), SCAN_CHUNK):
+                tokens = shard[low : low + SCAN_CHUNK]
                 if tokens.max() < vocab:
                     continue
                 inside = low + int(np.argmax(tokens >= vocab))
@@ -144,7 +146,7 @@ class TokenStore:
                 text = int(np.searchsorted(self.offsets, at, side="right")) - 1
                 byte = inside * shard.dtype.itemsize
                 name = self.manifest["shards"][number]["file"]
-                return Beyond(int(shard[inside]), text, at - int(self.offsets[text]), name, byte)
+                return OutOfVocabulary(int(shard[inside]), text, at - int(self.offsets[text]), name, byte)
         return None
 
     def column(self, name: str, at: Ints) -> Ints:
@@ -164,7 +166,7 @@ class TokenStore:
 
 def open_store(
     folder: Path,
-    corpus: Texts,
+    corpus: TextSource,
     tokenizer: Tokenizer,
     *,
     accept: Callable[[TokenStore], object] = lambda store: None,
@@ -175,24 +177,24 @@ def open_store(
     ``accept`` looks at the tokens before they appear as ``folder``; where it raises, nothing of them is left.  Raises
     DataError for text that cannot be read, SaveError if the disk refuses (an old store is then whole).
     """
-    key = store_key(corpus, tokenizer)
-    if (manifest := _usable(folder, key)) is not None:
+    key = store_fingerprint(corpus, tokenizer)
+    if (manifest := _usable_manifest(folder, key)) is not None:
         store = TokenStore(folder, manifest)
         accept(store)
         return store, True
     corpus.framer(tokenizer)  # refuses a tokenizer that cannot frame them, before anything is made
     with new_folder(folder) as new:
-        store = TokenStore(new, fill_store(new, corpus, tokenizer, progress=progress))
+        store = TokenStore(new, write_store(new, corpus, tokenizer, progress=progress))
         accept(store)
     return store, False
 
 
 def is_prepared(path: Path) -> bool:
     """Whether a path is a folder that ``kvad data prepare`` made, of any version."""
-    return "prepared" in _said(path)
+    return "prepared" in _read_manifest(path)
 
 
-def _said(folder: Path) -> dict[str, Any]:
+def _read_manifest(folder: Path) -> dict[str, Any]:
     """Its manifest; empty where it has none that can be read."""
     try:
         found = json.loads((folder / MANIFEST).read_bytes())
@@ -201,28 +203,34 @@ def _said(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def fill_store(
-    folder: Path, corpus: Texts, tokenizer: Tokenizer, more: dict[str, Any] | None = None, *, progress: Progress
+def write_store(
+    folder: Path, corpus: TextSource, tokenizer: Tokenizer, more: dict[str, Any] | None = None, *, progress: Progress
 ) -> dict[str, Any]:
     """Write the corpus as tokens into an empty folder; -> its manifest, with ``more`` in it."""
-    columns = dict(corpus.columns) if isinstance(corpus, Columned) else {}
-    if isinstance(corpus, Columned):
+    columns = dict(corpus.columns) if isinstance(corpus, HasColumns) else {}
+    if isinstance(corpus, HasColumns):
         texts = enumerate(write_columns(folder, columns, corpus.encoded(tokenizer, progress)))
-        pieces: Iterator[Encoded] = (Encoded(number, ids, True, True) for number, ids in texts)
+        pieces: Iterator[EncodedPiece] = (EncodedPiece(number, ids, True, True) for number, ids in texts)
     else:
-        pieces = encoded(corpus, tokenizer, progress)
-    vocab = max(each.vocab_size for each in (tokenizer, tokenizer.source) if each is not None)
+        pieces = encode_pieces(corpus, tokenizer, progress)
+    vocab = max(each.vocab_size for each in (tokenizer, tokenizer.source_tokenizer) if each is not None)
     counts = _write(folder, pieces, _dtype(vocab))
     if columns:
         digests = {f"{name}.bin": _digest(folder / f"{name}.bin") for name in columns}
         more = {"columns": columns, "column_hashes": digests, **(more or {})}
     more = more or {}
-    manifest = {"format": 1, "key": store_key(corpus, tokenizer), **_settings(corpus, tokenizer), **more, **counts}
+    manifest = {
+        "format": 1,
+        "key": store_fingerprint(corpus, tokenizer),
+        **_settings(corpus, tokenizer),
+        **more,
+        **counts,
+    }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     return manifest
 
 
-def damaged_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
+def find_corrupt_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
     """Names of a store's files that are not what its manifest says; reads all of them."""
     wanted = {shard["file"]: shard["sha256"] for shard in manifest["shards"]} | {OFFSETS: manifest["offsets"]}
     wanted |= manifest.get("column_hashes", {})
@@ -242,17 +250,17 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def store_key(corpus: Texts, tokenizer: Tokenizer) -> str:
+def store_fingerprint(corpus: TextSource, tokenizer: Tokenizer) -> str:
     """sha256 (hex) of all that decides the tokens: the store's ``fingerprint``, known before it is made."""
     return hashlib.sha256(json.dumps(_settings(corpus, tokenizer), sort_keys=True).encode()).hexdigest()
 
 
-def joined_key(keys: Sequence[str]) -> str:
+def combined_fingerprint(keys: Sequence[str]) -> str:
     """The fingerprint of several stores as one."""
     return keys[0] if len(keys) == 1 else hashlib.sha256(json.dumps(list(keys)).encode()).hexdigest()
 
 
-def changed_sources(folder: Path, corpus: Texts) -> list[str]:
+def find_changed_sources(folder: Path, corpus: TextSource) -> list[str]:
     """Names of files that were changed, added or removed since the store in ``folder`` was made."""
     try:
         before = {s["name"]: s["sha256"] for s in json.loads((folder / MANIFEST).read_bytes())["sources"]}
@@ -262,7 +270,7 @@ def changed_sources(folder: Path, corpus: Texts) -> list[str]:
     return [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
 
 
-def _settings(corpus: Texts, tokenizer: Tokenizer) -> dict[str, Any]:
+def _settings(corpus: TextSource, tokenizer: Tokenizer) -> dict[str, Any]:
     return {"tokenizer": tokenizer.fingerprint(), **corpus.settings()}
 
 
@@ -272,10 +280,10 @@ def _dtype(vocab: int) -> str:
 
 def is_store(folder: Path) -> bool:
     """Whether kvad made it, of whatever texts."""
-    return {"key", "shards"} <= _said(folder).keys()
+    return {"key", "shards"} <= _read_manifest(folder).keys()
 
 
-def _usable(folder: Path, key: str) -> dict[str, Any] | None:
+def _usable_manifest(folder: Path, key: str) -> dict[str, Any] | None:
     """The manifest of a whole store of exactly these tokens; None asks for a new one."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
@@ -283,16 +291,16 @@ def _usable(folder: Path, key: str) -> dict[str, Any] | None:
             return None
         size = np.dtype(manifest["dtype"]).itemsize
         whole = all((folder / s["file"]).stat().st_size == s["tokens"] * size for s in manifest["shards"])
-        whole = whole and column_files(folder, manifest)
+        whole = whole and check_column_files(folder, manifest)
         whole = whole and (folder / OFFSETS).stat().st_size == 8 * (manifest["documents"] + 1)
         return dict(manifest) if whole else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def encoded(
-    corpus: Texts, tokenizer: Tokenizer, progress: Progress = lambda chars, tokens: None, skip: int = 0
-) -> Iterator[Encoded]:
+def encode_pieces(
+    corpus: TextSource, tokenizer: Tokenizer, progress: Progress = lambda chars, tokens: None, skip: int = 0
+) -> Iterator[EncodedPiece]:
     """Every piece's ids, framed, but for the first ``skip`` pieces, which are read and not encoded.
 
     Pieces are encoded many at a time, on all cores where the tokenizer has several, while the next ones are read.
@@ -300,7 +308,7 @@ def encoded(
     frame = corpus.framer(tokenizer)
     chars = tokens = 0
     with ThreadPoolExecutor(1) as pool:
-        running: tuple[list[tuple[int, Piece]], Future[list[list[int]]]] | None = None
+        running: tuple[list[tuple[int, TextPiece]], Future[list[list[int]]]] | None = None
         for batch in chain(_batches(corpus.pieces(), skip), (None,)):
             begun = None
             if batch is not None:
@@ -312,26 +320,26 @@ def encoded(
                 progress(chars, tokens)
                 for (number, piece), ids in zip(pieces, rows, strict=True):
                     framed = frame(number, ids) if piece.opens else ids
-                    yield Encoded(number, framed, piece.opens, piece.closes)
+                    yield EncodedPiece(number, framed, piece.opens, piece.closes)
             running = begun
 
 
-def _encode(tokenizer: Tokenizer, batch: Sequence[tuple[int, Piece]]) -> list[list[int]]:
+def _encode(tokenizer: Tokenizer, batch: Sequence[tuple[int, TextPiece]]) -> list[list[int]]:
     """The ids of pieces; of pairs, whose sources may be read with another vocabulary, each side by its own."""
-    if tokenizer.source is None:
+    if tokenizer.source_tokenizer is None:
         return tokenizer.encode_batch([piece.text for _, piece in batch])
-    sides = {0: tokenizer.source, 1: tokenizer}
+    sides = {0: tokenizer.source_tokenizer, 1: tokenizer}
     each = {side: iter(words.encode_batch(_side(batch, side))) for side, words in sides.items()}
     return [next(each[number % 2]) for number, _ in batch]
 
 
-def _side(batch: Sequence[tuple[int, Piece]], side: int) -> list[str]:
+def _side(batch: Sequence[tuple[int, TextPiece]], side: int) -> list[str]:
     return [piece.text for number, piece in batch if number % 2 == side]
 
 
-def _batches(pieces: Iterator[Piece], skip: int) -> Iterator[list[tuple[int, Piece]]]:
+def _batches(pieces: Iterator[TextPiece], skip: int) -> Iterator[list[tuple[int, TextPiece]]]:
     """Pieces with the numbers of their texts, about BATCH_CHARS characters at a time."""
-    waiting, chars, number = list[tuple[int, Piece]](), 0, -1
+    waiting, chars, number = list[tuple[int, TextPiece]](), 0, -1
     for place, piece in enumerate(pieces):
         number += piece.opens
         if place < skip:
@@ -373,7 +381,7 @@ class _Shards:
             self._file = None
 
 
-def _write(folder: Path, pieces: Iterable[Encoded], dtype: str) -> dict[str, Any]:
+def _write(folder: Path, pieces: Iterable[EncodedPiece], dtype: str) -> dict[str, Any]:
     """The shards and the offsets; -> what the manifest says of them."""
     offsets, cuts, count = [0], list[int](), 0
     shards = _Shards(folder, dtype)

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 from kvad.errors import DataError
 from kvad.text.base import Tokenizer
-from kvad.train.columns import Encoded
-from kvad.train.examples import Example, ExampleCorpus, find, framing, labels_of
-from kvad.train.pairs import PairPaths, lines_of
+from kvad.train.columns import EncodedColumns
+from kvad.train.examples import Example, ExampleCorpus, collect_labels, example_framing, scan_examples
+from kvad.train.pairs import PairPaths, read_lines
 
-__all__ = ["NO_LABEL", "Sentence", "TagCorpus", "gap_of", "open_tagging", "sentences_of"]
+__all__ = ["NO_LABEL", "Sentence", "TagCorpus", "word_separator", "open_tagging", "read_sentences"]
 
 NO_LABEL = -1
 
@@ -32,7 +32,7 @@ NO_LABEL = -1
 class Sentence(NamedTuple):
     """Words and the tag of each; word i stands on the line ``first + i``."""
 
-    first: int
+    first_line: int
     words: tuple[str, ...]
     tags: tuple[str, ...]
 
@@ -47,18 +47,20 @@ class TagCorpus(ExampleCorpus[Sentence]):
     columns = {"labels": "int32"}  # noqa: RUF012  (never written)
 
     def read(self, path: Path) -> Iterator[Example[Sentence] | None]:
-        return sentences_of(path, self.errors)
+        return read_sentences(path, self.errors)
 
-    def texts_of(self, content: Sentence) -> Iterable[str]:
+    def tokenizer_texts(self, content: Sentence) -> Iterable[str]:
         return [" ".join(content.words)]
 
-    def encoded_many(self, tokenizer: Tokenizer, many: list[tuple[Path, Example[Sentence]]]) -> Iterator[Encoded]:
+    def encode_batch(
+        self, tokenizer: Tokenizer, many: list[tuple[Path, Example[Sentence]]]
+    ) -> Iterator[EncodedColumns]:
         number = {label: place for place, label in enumerate(self.labels)}
         sentences = [example.content for _, example in many]
-        gap = gap_of(tokenizer, next((each.words for each in sentences if len(each.words) > 1), ("a", "b")))
+        gap = word_separator(tokenizer, next((each.words for each in sentences if len(each.words) > 1), ("a", "b")))
         spelled = (f"{gap if place else ''}{word}" for each in sentences for place, word in enumerate(each.words))
         pieces = iter(tokenizer.encode_batch(spelled))
-        before, after = framing(tokenizer)
+        before, after = example_framing(tokenizer)
         for sentence in sentences:
             ids, labels = list(before), [NO_LABEL] * len(before)
             for tag, piece in zip(sentence.tags, pieces, strict=False):
@@ -70,7 +72,7 @@ class TagCorpus(ExampleCorpus[Sentence]):
         return {**super().settings(), "labels": list(self.labels)}
 
 
-def gap_of(tokenizer: Tokenizer, words: tuple[str, ...]) -> str:
+def word_separator(tokenizer: Tokenizer, words: tuple[str, ...]) -> str:
     """What stands before a word that is encoded alone, so that its tokens are those of the whole sentence.
 
     A space for byte-level BPE and for characters; nothing for WordPiece, which has none, and for SentencePiece, which
@@ -87,22 +89,22 @@ def gap_of(tokenizer: Tokenizer, words: tuple[str, ...]) -> str:
 def open_tagging(paths: PairPaths, errors: str, validation: float) -> TagCorpus:
     """Raises DataError naming file and line: of one that is not WORD<tab>TAG, and of a tag that a file held out has and
     training has not."""
-    found = find(paths, lambda path: sentences_of(path, errors), TagCorpus.noun, validation)
+    found = scan_examples(paths, lambda path: read_sentences(path, errors), TagCorpus.noun, validation)
     corpus = TagCorpus(found, errors)
     seen = (
-        (path, [(each.content.first + place, tag) for place, tag in enumerate(each.content.tags)])
+        (path, [(each.content.first_line + place, tag) for place, tag in enumerate(each.content.tags)])
         for path, each in corpus.examples()
     )
-    found, tags = labels_of(seen, found, "tag")
+    found, tags = collect_labels(seen, found, "tag")
     return TagCorpus(found, errors, tags)
 
 
-def sentences_of(path: Path, errors: str) -> Iterator[Example[Sentence]]:
+def read_sentences(path: Path, errors: str) -> Iterator[Example[Sentence]]:
     """Of one file.  Raises DataError naming file and line."""
     words: list[str] = []
     tags: list[str] = []
     number = 0
-    for number, line in enumerate(lines_of(path, errors), 1):
+    for number, line in enumerate(read_lines(path, errors), 1):
         if line.strip():
             word, tag = _columns(path, number, line)
             words.append(word)

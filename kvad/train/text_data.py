@@ -19,25 +19,25 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from kvad.errors import ConfigError, DataError, counted
-from kvad.step import Lane, Step
+from kvad.errors import ConfigError, DataError, format_count
+from kvad.step import ModelInput, SubBatch
 from kvad.train.config import RunConfig
-from kvad.train.data import Batch, Epochs, generator
-from kvad.train.packing import pack
+from kvad.train.data import Batch, Epochs, seeded_rng
+from kvad.train.packing import pack_rows
 from kvad.train.store import Ints, TokenStore
 
-__all__ = ["TextData", "TextRows"]
+__all__ = ["ExampleDataset", "ExampleRows"]
 
 PADDING = -1  # the document of what is left over
 
 
-class TextRows:
+class ExampleRows:
     """Texts of a store packed into rows of ``context`` tokens.  ``column``: what is asked of them."""
 
     def __init__(self, store: TokenStore, texts: Ints, context: int, pad: int, column: str) -> None:
         self._store, self._context, self._pad, self._column = store, context, pad, column
         lengths = store.offsets[texts + 1] - store.offsets[texts]
-        packed = pack(lengths[:, None], context, "first-fit", crop=False)
+        packed = pack_rows(lengths[:, None], context, "first-fit", crop=False)
         self._texts, self._first = texts[packed.pieces], packed.first
         self.num_tokens = int(lengths.sum())
         self.num_targets = sum(self._asked(text)[0].size for text in texts.tolist())
@@ -46,11 +46,11 @@ class TextRows:
         return len(self._first) - 1
 
     @property
-    def utilisation(self) -> float:
+    def utilization(self) -> float:
         """Share of the rows' places that are taken."""
         return self.num_tokens / (len(self) * self._context)
 
-    def texts_of(self, row: int) -> list[int]:
+    def example_indices(self, row: int) -> list[int]:
         """By their place in the store."""
         found: list[int] = self._texts[self._first[row] : self._first[row + 1]].tolist()
         return found
@@ -85,18 +85,18 @@ class TextRows:
                 targets.append(answers)
                 low += len(at)
         flat = [torch.from_numpy(values.reshape(-1)).to(device) for values in (tokens, positions, documents)]
-        step = Step(
-            tokens=flat[0],
+        step = ModelInput(
+            token_ids=flat[0],
             positions=flat[1],
-            lanes=(Lane(len(packed), width, width),),
-            wanted=torch.from_numpy(np.concatenate(wanted)).to(device),
-            documents=flat[2],
-            limits=torch.full_like(flat[0], self._context),
+            sub_batches=(SubBatch(len(packed), width, width),),
+            logit_indices=torch.from_numpy(np.concatenate(wanted)).to(device),
+            document_ids=flat[2],
+            max_seq_lens=torch.full_like(flat[0], self._context),
         )
         return Batch(step, torch.from_numpy(np.concatenate(targets)).to(device))
 
 
-class TextData:
+class ExampleDataset:
     """The last ``held`` texts for validation, the rest to train on; ``noun``: what a text is called.
 
     Raises DataError where nothing is left, ConfigError for a configuration that documents alone can have.
@@ -107,25 +107,25 @@ class TextData:
         if data.order != "epochs":
             raise ConfigError(f"data.order: {data.order} is for documents", f"{noun}s are taken in epochs")
         (column,) = store.manifest["columns"]
-        self._train, self._store, self._noun, self._context = train, store, noun, data.context
+        self._train, self._store, self._noun, self._context = train, store, noun, data.seq_len
         lengths = np.diff(store.offsets)
-        fits = lengths <= data.context
+        fits = lengths <= data.seq_len
         cut = len(lengths) - held
         self._left_out, self._longest = int((~fits).sum()), int(lengths.max())
-        shuffled = generator(train.seed, 0).permutation(cut)
+        shuffled = seeded_rng(train.seed, 0).permutation(cut)
         chosen = {"training": shuffled[fits[shuffled]], "validation": cut + np.flatnonzero(fits[cut:])}
         for name, texts in chosen.items():
             if not len(texts):
                 count = cut if name == "training" else held
                 raise DataError(
-                    f"no {noun} is left for {name}: {counted(count, noun)}, none of which fits a context of "
-                    f"{data.context}",
+                    f"no {noun} is left for {name}: {format_count(count, noun)}, none of which fits a context of "
+                    f"{data.seq_len}",
                     f"use more {noun}s or a larger --context",
                 )
-        self.training, self.validation = (TextRows(store, t, data.context, pad, column) for t in chosen.values())
-        rows = train.batch * train.accumulate
+        self.training, self.validation = (ExampleRows(store, t, data.seq_len, pad, column) for t in chosen.values())
+        rows = train.batch_size * train.gradient_accumulation_steps
         self._epochs = Epochs(
-            len(self.training), rows, lambda epoch: generator(train.seed, 1 + epoch).permutation(len(self.training))
+            len(self.training), rows, lambda epoch: seeded_rng(train.seed, 1 + epoch).permutation(len(self.training))
         )
         self.train_tokens, self.validation_tokens = self.training.num_targets, self.validation.num_targets
         self.tokens_per_step = round(rows * self.train_tokens / len(self.training))
@@ -143,11 +143,11 @@ class TextData:
         return int(ends[0]) if len(ends) == 1 else None
 
     def micro_batches(self, step: int) -> list[Batch]:
-        rows = self._epochs.rows(step).reshape(self._train.accumulate, self._train.batch)
+        rows = self._epochs.rows(step).reshape(self._train.gradient_accumulation_steps, self._train.batch_size)
         return [self.training.batch(some, self._train.device) for some in rows]
 
-    def texts_of(self, number: int) -> list[int]:
-        return self.training.texts_of(int(self._epochs.at(np.array([number]))[1][0]))
+    def provenance(self, number: int) -> list[int]:
+        return self.training.example_indices(int(self._epochs.epoch_and_row(np.array([number]))[1][0]))
 
     def evaluation(self) -> Iterator[Batch]:
         """All rows, or as many, evenly spread, as have ``eval_tokens`` targets."""
@@ -156,19 +156,19 @@ class TextData:
         if 0 < tokens < self.validation_tokens:
             chosen = max(1, count * tokens // self.validation_tokens)
             rows = np.arange(chosen) * count // chosen
-        for low in range(0, len(rows), self._train.batch):
-            yield self.validation.batch(rows[low : low + self._train.batch], self._train.device)
+        for low in range(0, len(rows), self._train.batch_size):
+            yield self.validation.batch(rows[low : low + self._train.batch_size], self._train.device)
 
-    def told(self) -> list[str]:
+    def summary(self) -> list[str]:
         store, count = self._store, len(self.training)
-        lines = [f"tokens: {store.num_tokens:,} in {counted(store.num_documents, self._noun)}"]
+        lines = [f"tokens: {store.num_tokens:,} in {format_count(store.num_documents, self._noun)}"]
         if self._left_out:
             lines.append(
-                f"left out: {counted(self._left_out, self._noun)} longer than the context of {self._context} "
-                f"(the longest has {counted(self._longest, 'token')})"
+                f"left out: {format_count(self._left_out, self._noun)} longer than the context of {self._context} "
+                f"(the longest has {format_count(self._longest, 'token')})"
             )
         lines.append(
-            f"packed: {counted(count, 'row')} of {self._context} tokens, {self.training.utilisation:.1%} of the places "
-            f"taken, {counted(self.train_tokens, 'target')} to train on and {self.validation_tokens:,} to judge by"
+            f"packed: {format_count(count, 'row')} of {self._context} tokens, {self.training.utilization:.1%} of the places "
+            f"taken, {format_count(self.train_tokens, 'target')} to train on and {self.validation_tokens:,} to judge by"
         )
         return lines

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvad.train.config import RunConfig
 
-__all__ = ["RUN_FILE", "dumps", "is_run_file", "run_file"]
+__all__ = ["RUN_FILE", "dumps", "is_run_file", "format_run_file"]
 
 RUN_FILE = "run.toml"
 HEAD = "# What this run was configured as."
@@ -24,13 +24,13 @@ HEAD = "# What this run was configured as."
 BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def run_file(config: RunConfig, corpus: Any = None) -> str:
+def format_run_file(config: RunConfig, corpus: Any = None) -> str:
     """``kvad train FILE CORPUS --out FOLDER`` trains so again.  ``corpus``: what it was trained on, as a comment."""
     tables = config.to_dict()
     compressing = config.objective.kind == "compress"
     unused = {"compress": not compressing, "model": compressing, "tokenizer": compressing or config.init is not None}
     kept = {
-        name: _nulls(table) if name == "model" else _said(table)
+        name: _nulls(table) if name == "model" else _drop_none(table)
         for name, table in tables.items()
         if not unused.get(name, False) or (name == "tokenizer" and config.tokenizer.path is not None)
     }
@@ -48,9 +48,11 @@ def is_run_file(path: Path) -> bool:
         return False
 
 
-def _said(table: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_none(table: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        key: _said(value) if isinstance(value, Mapping) else value for key, value in table.items() if value is not None
+        key: _drop_none(value) if isinstance(value, Mapping) else value
+        for key, value in table.items()
+        if value is not None
     }
 
 

@@ -21,33 +21,33 @@ import torch
 from torch import nn
 
 from kvad.errors import DataError, NumericalError
-from kvad.ops.heap import kept
+from kvad.ops.heap import keep_freed_memory
 from kvad.train.config import TrainConfig
 from kvad.train.data import Batch, TrainingData
-from kvad.train.divergence import Trend
-from kvad.train.fault import Fault, RandomState, find_fault
-from kvad.train.gauge import Gauge, held
-from kvad.train.metrics import Speed
+from kvad.train.divergence import DivergenceDetector
+from kvad.train.fault import NonFiniteReport, RandomState, locate_nonfinite
+from kvad.train.gauge import ThroughputMeter, memory_usage
+from kvad.train.metrics import SpeedMeter
 from kvad.train.objective import Objective, resolve_precision
-from kvad.train.optim import Optimization
-from kvad.train.peers import ALONE, Peers
+from kvad.train.optim import OptimizersContainer
+from kvad.train.peers import SINGLE_PROCESS, DataParallelGroup
 from kvad.train.reports import (
     Callback,
     EvalReport,
-    Outcome,
-    Sample,
     SamplesReport,
     StartReport,
     StepReport,
+    TextSample,
+    TrainingResult,
     WarningReport,
 )
-from kvad.train.saver import Saver, left
+from kvad.train.saver import AsyncCheckpointer, checkpoint_status
 
-__all__ = ["State", "Trainer"]
+__all__ = ["TrainerState", "Trainer"]
 
 
 @dataclass
-class State:
+class TrainerState:
     """How far a run has come: what a checkpoint keeps beside weights and moments."""
 
     step: int = 0
@@ -69,36 +69,36 @@ class Trainer:
 
     model: nn.Module
     objective: Objective
-    optimization: Optimization
+    optimization: OptimizersContainer
     data: TrainingData
     config: TrainConfig
-    state: State
-    saver: Saver
-    sample: Callable[[], tuple[Sample, ...]] | None = None
+    state: TrainerState
+    checkpointer: AsyncCheckpointer
+    sample_fn: Callable[[], tuple[TextSample, ...]] | None = None
     callbacks: Sequence[Callback] = ()
     clock: Callable[[], float] = time.monotonic
-    gauge: Gauge | None = None
-    whence: Callable[[range], str] | None = None
-    peers: Peers = ALONE
+    throughput: ThroughputMeter | None = None
+    describe_rows: Callable[[range], str] | None = None
+    data_parallel: DataParallelGroup = SINGLE_PROCESS
 
     def __post_init__(self) -> None:
         self.precision = resolve_precision(self.config.precision, self.config.device)
-        self.speed, self.flops = Speed(), 0
-        self.trend, self.clock = Trend(self.state.trend), self.peers.clock(self.clock)
+        self.speed, self.flops = SpeedMeter(), 0
+        self.trend, self.clock = DivergenceDetector(self.state.trend), self.data_parallel.clock(self.clock)
         self.checkpoint = Path()  # the newest that this run has told of
 
-    def fit(self) -> Outcome:
+    def fit(self) -> TrainingResult:
         """Train to the end, or to the end of the step in which SIGINT or SIGTERM comes; then save."""
         began = self.clock() - self.state.elapsed
         self._tell("on_start", self._start_report())
-        with _stop_signals() as stop, kept():
+        with _stop_signals() as stop, keep_freed_memory():
             try:
                 checkpoint = self._run(stop, began)
             except NumericalError as error:
-                self.saver.close()  # what is in flight may become the first checkpoint
+                self.checkpointer.close()  # what is in flight may become the first checkpoint
                 raise NumericalError(error.message, self._cure(error.hint)) from error
             finally:
-                self.saver.close()
+                self.checkpointer.close()
         outcome = self._outcome(checkpoint)
         self._tell("on_end", outcome)
         return outcome
@@ -107,18 +107,18 @@ class Trainer:
         """All steps; -> the folder of the last one."""
         config, state = self.config, self.state
         saved: int | None = None  # the step of the last save that was begun
-        self.peers.check_alike(self.model, state.step)
-        while not self.peers.any(stop.is_set()) and not self._is_over():
+        self.data_parallel.check_weights_equal(self.model, state.step)
+        while not self.data_parallel.any_rank(stop.is_set()) and not self._is_over():
             before = self.clock()
             lr, norm, tokens = self._step()
             self.speed.add(tokens, self.clock() - before, self.flops)
             state.elapsed = self.clock() - began
             self._tell("on_step", self._step_report(lr, norm))
             self._watch(lr, norm)
-            if state.step % config.eval_every == 0 or self._is_over():
+            if state.step % config.eval_interval == 0 or self._is_over():
                 self._evaluate()  # before the save, so that a resume does not do it again
-            if state.step % config.save_every == 0 or (config.keep_best and state.best_step == state.step):
-                self.saver.save()
+            if state.step % config.save_interval == 0 or (config.keep_best and state.best_step == state.step):
+                self.checkpointer.save()
                 saved = state.step
             self._tell_saved()
             state.elapsed = self.clock() - began
@@ -126,8 +126,8 @@ class Trainer:
             self._evaluate()
             saved = None
         if saved != state.step:
-            self.saver.save()
-        self.saver.wait()
+            self.checkpointer.save()
+        self.checkpointer.wait()
         self._tell_saved()
         return self.checkpoint
 
@@ -137,18 +137,18 @@ class Trainer:
         random = RandomState(self.config.device)
         batches = self._batches()
         total = sum(len(batch.targets) for batch in batches)
-        mine = self.peers.share(batches)
-        self.flops = 0 if self.gauge is None else self.gauge.count(mine)
+        mine = self.data_parallel.local_batches(batches)
+        self.flops = 0 if self.throughput is None else self.throughput.count_flops(mine)
         self.model.train()
-        lr = self.optimization.begin(state.step, state.elapsed)
-        scaled = self.optimization.scaled(total)
-        summed = sum(self.objective.backward(batch, scaled) for batch in mine)
-        summed = self.peers.add_up(self.model, summed)
-        norm = self.optimization.norm()
-        if not math.isfinite(summed) or not self.optimization.usable(norm):
+        lr = self.optimization.begin_step(state.step, state.elapsed)
+        scaled = self.optimization.scaled_total(total)
+        summed = sum(self.objective.accumulate_gradients(batch, scaled) for batch in mine)
+        summed = self.data_parallel.all_reduce_gradients(self.model, summed)
+        norm = self.optimization.clip_grad_norm()
+        if not math.isfinite(summed) or not self.optimization.can_continue(norm):
             random.restore()
-            fault = find_fault(self.model, self.objective, mine, scaled)
-            said = self.peers.words("" if fault is None else self._told(fault, batches))
+            fault = locate_nonfinite(self.model, self.objective, mine, scaled)
+            said = self.data_parallel.all_gather_text("" if fault is None else self._told(fault, batches))
             told = next(filter(None, said), "done again, all of it is finite: is this machine sound?")
             raise NumericalError(f"step {state.step + 1}: loss {summed / total}, gradient norm {norm}; {told}")
         self.optimization.step(norm)
@@ -158,16 +158,16 @@ class Trainer:
     def _cure(self, hint: str) -> str:
         """What is left of a run that numbers end, and what to do; ``hint``: where it is said already."""
         lower = "train with a lower learning rate" + ("" if self.precision == "fp32" else " or in fp32")
-        return f"{left(self.saver.there)}; {hint or lower}"
+        return f"{checkpoint_status(self.checkpointer.has_checkpoint)}; {hint or lower}"
 
     def _batches(self) -> list[Batch]:
         """Of the next step.  DataError names step and texts."""
         try:
             return self.data.micro_batches(self.state.step)
         except DataError as error:
-            rows = self.config.batch * self.config.accumulate
+            rows = self.config.batch_size * self.config.gradient_accumulation_steps
             numbers = range(self.state.step * rows, (self.state.step + 1) * rows)
-            whence = "" if self.whence is None else self.whence(numbers)
+            whence = "" if self.describe_rows is None else self.describe_rows(numbers)
             where = f"step {self.state.step + 1}{f', of {whence}' if whence else ''}"
             raise DataError(f"{where}: {error.message}", error.hint) from error
 
@@ -175,22 +175,25 @@ class Trainer:
         """Warn of a run that diverges."""
         state = self.state
         assert state.loss is not None
-        warning = self.trend.tell(state.step, state.loss, norm, lr)
+        warning = self.trend.update(state.step, state.loss, norm, lr)
         state.trend = self.trend.state
         if warning is not None:
             self._tell("on_warning", WarningReport(state.step, warning))
 
-    def _told(self, fault: Fault, batches: Sequence[Batch]) -> str:
+    def _told(self, fault: NonFiniteReport, batches: Sequence[Batch]) -> str:
         """Of a step that is not finite: what, and where."""
         if fault.batch is None:
-            return f"not finite is {fault.what}"
-        counts, number = [batch.step.lanes[0].rows for batch in batches], self.peers.number(fault.batch)
+            return f"not finite is {fault.tensor_name}"
+        counts, number = (
+            [batch.model_input.sub_batches[0].num_seqs for batch in batches],
+            self.data_parallel.global_index(fault.batch),
+        )
         first = self.state.step * sum(counts) + sum(counts[:number])
         numbers = range(first, first + counts[number])
-        words = f"first not finite is {fault.what}, of micro-batch {number + 1} of {len(batches)}"
+        words = f"first not finite is {fault.tensor_name}, of micro-batch {number + 1} of {len(batches)}"
         if fault.row is not None:
             numbers, words = range(first + fault.row, first + fault.row + 1), f"{words}, row {fault.row + 1}"
-        whence = "" if self.whence is None else self.whence(numbers)
+        whence = "" if self.describe_rows is None else self.describe_rows(numbers)
         return f"{words} ({whence})" if whence else words
 
     def _is_over(self) -> bool:
@@ -204,20 +207,20 @@ class Trainer:
         """Of the weights that a checkpoint says are the model's."""
         self.model.eval()
         state = self.state
-        self.peers.check_alike(self.model, state.step)
-        with self.optimization.averaged():
-            found = self.objective.loss_of(self.data.evaluation())
-            state.val_loss, state.val_step = self.peers.of_first(found.loss), state.step
+        self.data_parallel.check_weights_equal(self.model, state.step)
+        with self.optimization.averaged_weights():
+            found = self.objective.evaluate_loss(self.data.evaluation())
+            state.val_loss, state.val_step = self.data_parallel.broadcast_scalar(found.loss), state.step
             if state.best is None or state.val_loss < state.best:
                 state.best, state.best_step = state.val_loss, state.step
             self._tell("on_eval", EvalReport(state.step, state.val_loss, found.targets, state.best, found.accuracy))
-            if self.sample is not None:
-                self._tell("on_samples", SamplesReport(state.step, self.sample()))
-        self.optimization.evaluated(state.val_loss)
+            if self.sample_fn is not None:
+                self._tell("on_samples", SamplesReport(state.step, self.sample_fn()))
+        self.optimization.on_evaluation(state.val_loss)
 
     def _tell_saved(self) -> None:
         """Of checkpoints that are there by now."""
-        for path, step in self.saver.finished():
+        for path, step in self.checkpointer.finished():
             self.checkpoint = path
             for callback in self.callbacks:
                 callback.on_save(path, step)
@@ -239,13 +242,13 @@ class Trainer:
             device=self.config.device,
             threads=torch.get_num_threads(),
             torch=torch.__version__,
-            gemm_flops=None if self.gauge is None else self.gauge.peak,
+            gemm_flops=None if self.throughput is None else self.throughput.peak,
         )
 
     def _step_report(self, lr: float, norm: float) -> StepReport:
         state = self.state
         assert state.loss is not None
-        speed, memory = self.speed, held(self.config.device)
+        speed, memory = self.speed, memory_usage(self.config.device)
         return StepReport(
             step=state.step,
             loss=state.loss,
@@ -255,9 +258,9 @@ class Trainer:
             elapsed=state.elapsed,
             tokens_per_second=speed.tokens_per_second,
             eta=self._eta(),
-            mfu=None if self.gauge is None else speed.flops_per_second / self.gauge.peak,
-            memory=memory.now,
-            memory_peak=memory.most,
+            mfu=None if self.throughput is None else speed.flops_per_second / self.throughput.peak,
+            memory=memory.current,
+            memory_peak=memory.peak,
         )
 
     def _eta(self) -> float | None:
@@ -269,10 +272,10 @@ class Trainer:
             left.append(60 * config.minutes - state.elapsed)
         return max(0.0, min(left)) if left else None
 
-    def _outcome(self, checkpoint: Path) -> Outcome:
+    def _outcome(self, checkpoint: Path) -> TrainingResult:
         s = self.state
         reason: Literal["done", "interrupted"] = "done" if self._is_over() else "interrupted"
-        return Outcome(reason, s.step, s.loss, s.val_loss, s.best, s.tokens, s.elapsed, checkpoint, s.best_step)
+        return TrainingResult(reason, s.step, s.loss, s.val_loss, s.best, s.tokens, s.elapsed, checkpoint, s.best_step)
 
 
 @contextmanager

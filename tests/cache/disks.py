@@ -5,7 +5,7 @@ import os
 import random
 from pathlib import Path
 
-from kvad.cache.disk import Disk
+from kvad.cache.disk import FileSystem
 
 OPERATIONS = (
     "create",
@@ -24,7 +24,7 @@ OPERATIONS = (
 OPERATIONS += ("folder", "scan", "touch", "lock")
 
 
-class _Watched(Disk):
+class _Watched(FileSystem):
     """Tells :meth:`before` of every operation."""
 
     def before(self, name, *args):
@@ -34,7 +34,7 @@ class _Watched(Disk):
 def _watch(name):
     def operation(self, *args):
         self.before(name, *args)
-        return getattr(Disk, name)(self, *args)
+        return getattr(FileSystem, name)(self, *args)
 
     operation.__name__ = name
     return operation
@@ -85,13 +85,13 @@ class ForgetfulDisk(_Watched):
         getattr(self, f"_{name}", lambda *args: None)(*args)
 
     def create(self, path):
-        file = Disk.create(self, path)
+        file = FileSystem.create(self, path)
         self._paths[file] = path
         self._dirty.add(path)
         return file
 
     def open(self, path):
-        file = Disk.open(self, path)
+        file = FileSystem.open(self, path)
         self._paths[file] = path
         return file
 

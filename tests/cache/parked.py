@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvad.cache.disk import DISK, Disk
+from kvad.cache.disk import REAL_FILE_SYSTEM, FileSystem
 from kvad.cache.entry import Section
-from kvad.cache.parkfiles import Done, ParkFiles
-from kvad.cache.worker import Worker
+from kvad.cache.parkfiles import SwapFiles, SwapResult
+from kvad.cache.worker import IoThread
 
 
 def as_section(copy: bytes) -> list[Section]:
@@ -21,10 +21,10 @@ def as_bytes(sections: Sequence[Section]) -> bytes:
     return bytes(section.data)
 
 
-class LateWorker(Worker):
+class LateWorker(IoThread):
     """No thread: jobs are done when somebody says so."""
 
-    def put(self, job: Callable[[], None]) -> None:
+    def restore(self, job: Callable[[], None]) -> None:
         self._jobs.waiting.append(job)
 
     def work(self, count: int) -> None:
@@ -36,24 +36,24 @@ class LateWorker(Worker):
         return True
 
 
-class LateFiles(ParkFiles):
+class LateFiles(SwapFiles):
     """As many jobs are done when somebody looks as ``jobs`` says, and all that are needed to wait."""
 
-    def __init__(self, folder: Path, jobs: Callable[[], int], disk: Disk = DISK) -> None:
+    def __init__(self, folder: Path, jobs: Callable[[], int], disk: FileSystem = REAL_FILE_SYSTEM) -> None:
         self.jobs, self.work = jobs, (late := LateWorker("late")).work
         super().__init__(folder, disk=disk, worker=late)
 
-    def done(self) -> list[Done]:
+    def pop_finished(self) -> list[SwapResult]:
         self.work(self.jobs())
-        return super().done()
+        return super().pop_finished()
 
-    def wait(self) -> list[Done]:
+    def wait(self) -> list[SwapResult]:
         while self._hand.done.empty():
             self.work(1)
         return super().wait()
 
 
-class UnluckyDisk(Disk):
+class UnluckyDisk(FileSystem):
     """Reads and writes that fail now and then, and files that are changed behind our back."""
 
     def __init__(self, rng: random.Random, fail: float = 0.0, spoil: float = 0.0) -> None:

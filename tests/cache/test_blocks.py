@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import pytest
 
-from kvad.cache.blocks import BlockPool, Prefix, Prefixes, digest
+from kvad.cache.blocks import BlockPool, PrefixIndex, PrefixNode, digest
 
 
 def tokens(*values: int) -> bytes:
     return array("q", values).tobytes()
 
 
-def prefix_of(prefixes: Prefixes, *blocks: bytes, root: bytes = b"") -> Prefix:
+def prefix_of(prefixes: PrefixIndex, *blocks: bytes, root: bytes = b"") -> PrefixNode:
     prefix = prefixes.root(root)
     for block in blocks:
         assert prefix is not None
@@ -26,89 +26,89 @@ def prefix_of(prefixes: Prefixes, *blocks: bytes, root: bytes = b"") -> Prefix:
 
 def test_blocks_are_taken_in_order_and_the_reserved_ones_never() -> None:
     pool = BlockPool(6)
-    assert (pool.total, pool.free, pool.live, pool.available) == (4, 4, 0, 4)
-    assert [pool.take() for _ in range(4)] == [(2, False), (3, False), (4, False), (5, False)]
-    assert (pool.free, pool.live, pool.available) == (0, 4, 0)
+    assert (pool.total, pool.num_free, pool.num_live, pool.num_available) == (4, 4, 0, 4)
+    assert [pool.allocate() for _ in range(4)] == [(2, False), (3, False), (4, False), (5, False)]
+    assert (pool.num_free, pool.num_live, pool.num_available) == (0, 4, 0)
     pool.check()
 
 
 def test_unpublished_blocks_are_reused_first_and_the_last_released_first_of_all() -> None:
     pool = BlockPool(7)
     for _ in range(3):
-        pool.take()
+        pool.allocate()
     for block in (4, 3, 2):  # a row gives its blocks back in reverse
-        pool.release(block)
-    assert [pool.take()[0] for _ in range(5)] == [2, 3, 4, 5, 6]
+        pool.decref(block)
+    assert [pool.allocate()[0] for _ in range(5)] == [2, 3, 4, 5, 6]
     pool.check()
 
 
 def test_published_blocks_are_evicted_last_and_the_least_recently_released_first() -> None:
-    pool, prefixes = BlockPool(6), Prefixes()
+    pool, prefixes = BlockPool(6), PrefixIndex()
     chain = [prefix_of(prefixes, *[tokens(i) for i in range(n)]) for n in (1, 2, 3)]
     for prefix in chain:
-        block, _ = pool.take()
+        block, _ = pool.allocate()
         assert pool.publish(block, prefix)
     for block in (4, 3, 2):
-        pool.release(block)
-    assert (pool.free, pool.evictable, pool.live) == (1, 3, 0)
-    assert [pool.take() for _ in range(4)] == [(5, False), (4, True), (3, True), (2, True)]
+        pool.decref(block)
+    assert (pool.num_free, pool.evictable, pool.num_live) == (1, 3, 0)
+    assert [pool.allocate() for _ in range(4)] == [(5, False), (4, True), (3, True), (2, True)]
     assert pool.evictions == 3 and pool.evictable == 0
     assert all(pool.find(prefix) is None for prefix in chain)
     pool.check()
 
 
 def test_a_claimed_block_is_not_evicted_and_goes_to_the_end_of_the_list() -> None:
-    pool, prefixes = BlockPool(5), Prefixes()
+    pool, prefixes = BlockPool(5), PrefixIndex()
     for n in (1, 2, 3):
-        pool.publish(pool.take()[0], prefix_of(prefixes, *[tokens(i) for i in range(n)]))
+        pool.publish(pool.allocate()[0], prefix_of(prefixes, *[tokens(i) for i in range(n)]))
     for block in (2, 3, 4):
-        pool.release(block)
-    pool.acquire(2)
-    pool.acquire(2)
-    assert (pool.live, pool.evictable, pool.refs[2]) == (1, 2, 2)
-    pool.release(2)
-    assert pool.live == 1
-    pool.release(2)
-    assert [pool.take()[0] for _ in range(3)] == [3, 4, 2]
+        pool.decref(block)
+    pool.incref(2)
+    pool.incref(2)
+    assert (pool.num_live, pool.evictable, pool.refs[2]) == (1, 2, 2)
+    pool.decref(2)
+    assert pool.num_live == 1
+    pool.decref(2)
+    assert [pool.allocate()[0] for _ in range(3)] == [3, 4, 2]
 
 
 def test_the_second_block_of_a_prefix_is_not_published() -> None:
-    pool, prefixes = BlockPool(5), Prefixes()
+    pool, prefixes = BlockPool(5), PrefixIndex()
     prefix = prefix_of(prefixes, tokens(1, 2))
-    first, second = pool.take()[0], pool.take()[0]
+    first, second = pool.allocate()[0], pool.allocate()[0]
     assert pool.publish(first, prefix)
     assert not pool.publish(second, prefix)
     assert pool.find(prefix) == first
-    pool.release(second)
-    assert pool.take() == (second, False)
+    pool.decref(second)
+    assert pool.allocate() == (second, False)
 
 
 def test_withdraw_is_the_inverse_of_publish() -> None:
-    pool, prefixes = BlockPool(5), Prefixes()
+    pool, prefixes = BlockPool(5), PrefixIndex()
     live, idle = prefix_of(prefixes, tokens(1)), prefix_of(prefixes, tokens(2))
     for prefix in (live, idle):
-        pool.publish(pool.take()[0], prefix)
-    pool.release(3)
-    pool.withdraw(2)
-    pool.withdraw(3)
+        pool.publish(pool.allocate()[0], prefix)
+    pool.decref(3)
+    pool.unpublish(2)
+    pool.unpublish(3)
     assert pool.find(live) is pool.find(idle) is None
-    assert (pool.free, pool.evictable, pool.live) == (2, 0, 1)
-    assert pool.take() == (3, False)
+    assert (pool.num_free, pool.evictable, pool.num_live) == (2, 0, 1)
+    assert pool.allocate() == (3, False)
     pool.check()
 
 
 def test_our_own_bugs_are_asserted() -> None:
-    pool, prefixes = BlockPool(4), Prefixes()
-    block, _ = pool.take()
-    pool.release(block)
+    pool, prefixes = BlockPool(4), PrefixIndex()
+    block, _ = pool.allocate()
+    pool.decref(block)
     with pytest.raises(AssertionError, match="released twice"):
-        pool.release(block)
+        pool.decref(block)
     with pytest.raises(AssertionError, match="free: nobody may claim it"):
-        pool.acquire(block)
+        pool.incref(block)
     with pytest.raises(AssertionError, match="cannot be published"):
         pool.publish(block, prefix_of(prefixes, tokens(1)))
     with pytest.raises(AssertionError, match="not published"):
-        pool.withdraw(block)
+        pool.unpublish(block)
 
 
 def doctor_refs(pool: BlockPool) -> None:
@@ -144,10 +144,10 @@ def doctor_order(pool: BlockPool) -> None:
     [doctor_refs, doctor_double, doctor_lost, doctor_reserved, doctor_evictable, doctor_index, doctor_order],
 )
 def test_check_catches_a_doctored_state(doctor: Callable[[BlockPool], None]) -> None:
-    pool, prefixes = BlockPool(7), Prefixes()
+    pool, prefixes = BlockPool(7), PrefixIndex()
     for n in (1, 2, 3):
-        pool.publish(pool.take()[0], prefix_of(prefixes, *[tokens(i) for i in range(n)]))
-    pool.release(4)
+        pool.publish(pool.allocate()[0], prefix_of(prefixes, *[tokens(i) for i in range(n)]))
+    pool.decref(4)
     pool.check()
     doctor(pool)
     with pytest.raises(AssertionError):
@@ -158,7 +158,7 @@ def test_check_catches_a_doctored_state(doctor: Callable[[BlockPool], None]) -> 
 
 
 def test_a_history_has_one_prefix_and_its_depth_counts_blocks() -> None:
-    prefixes = Prefixes()
+    prefixes = PrefixIndex()
     one = prefix_of(prefixes, tokens(1), tokens(2))
     assert prefix_of(prefixes, tokens(1), tokens(2)) is one
     assert one.depth == 2 and one.parent is not None and one.parent.depth == 1
@@ -170,7 +170,7 @@ def test_a_history_has_one_prefix_and_its_depth_counts_blocks() -> None:
 
 
 def test_a_digest_chains_its_parent() -> None:
-    prefixes = Prefixes()
+    prefixes = PrefixIndex()
     root = prefix_of(prefixes)
     one = prefix_of(prefixes, tokens(7))
     assert root.digest == digest(b"root:")
@@ -178,7 +178,7 @@ def test_a_digest_chains_its_parent() -> None:
 
 
 def test_a_prefix_lives_as_long_as_someone_holds_it() -> None:
-    prefixes = Prefixes()
+    prefixes = PrefixIndex()
     tip = prefix_of(prefixes, tokens(1), tokens(2))
     parent = tip.parent
     assert parent is not None
@@ -188,7 +188,7 @@ def test_a_prefix_lives_as_long_as_someone_holds_it() -> None:
 
 
 def test_a_very_long_chain_is_dropped_without_recursion() -> None:
-    prefixes = Prefixes()
+    prefixes = PrefixIndex()
     prefix = prefixes.root(b"")
     for at in range(200_000):
         assert prefix is not None
@@ -201,8 +201,8 @@ def test_a_very_long_chain_is_dropped_without_recursion() -> None:
 def test_collisions_are_never_mistaken_for_equality(values: int) -> None:
     """The hash has only a few values: find and extend give this very history's prefix, or none."""
     rng = random.Random(values)
-    prefixes = Prefixes(lambda data: bytes([digest(data)[0] % values]))
-    held: dict[tuple[int, ...], Prefix] = {}
+    prefixes = PrefixIndex(lambda data: bytes([digest(data)[0] % values]))
+    held: dict[tuple[int, ...], PrefixNode] = {}
     root = prefixes.root(b"")
     assert root is not None
     held[()] = root

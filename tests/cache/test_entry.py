@@ -7,9 +7,9 @@ import stat
 import numpy as np
 import pytest
 
-from kvad.cache.entry import Section, open_entry, read_header, write_entry
-from kvad.cache.identity import Identity
-from kvad.errors import EntryError
+from kvad.cache.entry import Section, open_container, read_header, write_container
+from kvad.cache.identity import CacheFingerprint
+from kvad.errors import StorageError
 from tests.cache.disks import FailingDisk, ForgetfulDisk
 
 IDENTITY = {"model": "m", "keys": "float32"}
@@ -25,14 +25,16 @@ def sections(seed=0):
 
 
 def write(path, seed=0, durable=True, **more):
-    return write_entry(path, "session", IDENTITY, {"tokens": 4, "seed": seed}, sections(seed), durable=durable, **more)
+    return write_container(
+        path, "session", IDENTITY, {"tokens": 4, "seed": seed}, sections(seed), durable=durable, **more
+    )
 
 
 def seed_of(path, **more):
     """The seed of a whole entry."""
-    with open_entry(path, **more) as entry:
+    with open_container(path, **more) as entry:
         entry.check()
-        seed = entry.header.facts["seed"]
+        seed = entry.header.metadata["seed"]
         for section in sections(seed):
             assert bytes(entry.read(section.name)) == bytes(section.data)
         return seed
@@ -42,7 +44,7 @@ def test_what_is_read_is_what_was_written(tmp_path):
     path = tmp_path / "a"
     assert write(path) == path.stat().st_size
     header = read_header(path)
-    assert (header.kind, header.identity, header.facts) == ("session", IDENTITY, {"tokens": 4, "seed": 0})
+    assert (header.kind, header.fingerprint, header.metadata) == ("session", IDENTITY, {"tokens": 4, "seed": 0})
     assert header.sections["keys"].shape == (5, 3) and header.nbytes == path.stat().st_size
     assert seed_of(path) == 0
     assert os.listdir(tmp_path) == ["a"] and stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -56,9 +58,9 @@ def test_every_flipped_byte_is_seen(tmp_path):
             changed = bytearray(raw)
             changed[at] ^= bit
             (tmp_path / "b").write_bytes(changed)
-            with pytest.raises(EntryError) as caught:
+            with pytest.raises(StorageError) as caught:
                 seed_of(tmp_path / "b")
-            assert caught.value.why in ("torn", "alien")
+            assert caught.value.reason in ("torn", "alien")
 
 
 def test_every_cut_and_every_longer_file_is_seen(tmp_path):
@@ -66,26 +68,26 @@ def test_every_cut_and_every_longer_file_is_seen(tmp_path):
     raw = (tmp_path / "a").read_bytes()
     for end in range(len(raw)):
         (tmp_path / "b").write_bytes(raw[:end])
-        with pytest.raises(EntryError):
+        with pytest.raises(StorageError):
             seed_of(tmp_path / "b")
     (tmp_path / "b").write_bytes(raw + b"\0")
-    with pytest.raises(EntryError, match="its header says"):
+    with pytest.raises(StorageError, match="its header says"):
         seed_of(tmp_path / "b")
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_torn(tmp_path):
     write(tmp_path / "a")
-    with open_entry(tmp_path / "a") as entry:
+    with open_container(tmp_path / "a") as entry:
         os.truncate(tmp_path / "a", entry.header.sections["tokens"].offset + 1)
         entry.read("keys")
-        with pytest.raises(EntryError, match="tokens was cut"):
+        with pytest.raises(StorageError, match="tokens was cut"):
             entry.read("tokens")
 
 
 @pytest.mark.parametrize("raw", [b"", b"KVADKV", b"KVADKV99" + bytes(100), b"#!/bin/sh\n" * 20, bytes(4096)])
 def test_what_is_not_ours_is_left_alone(tmp_path, raw):
     (tmp_path / "a").write_bytes(raw)
-    with pytest.raises(EntryError):
+    with pytest.raises(StorageError):
         read_header(tmp_path / "a")
     assert (tmp_path / "a").read_bytes() == raw
 
@@ -93,14 +95,14 @@ def test_what_is_not_ours_is_left_alone(tmp_path, raw):
 def test_a_header_cannot_ask_for_more_than_the_file_has(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"KVADKV01" + (1 << 60).to_bytes(8, "little") + bytes(64))
-    with pytest.raises(EntryError, match="header is cut"):
+    with pytest.raises(StorageError, match="header is cut"):
         read_header(path)
 
 
 def test_missing_is_said(tmp_path):
-    with pytest.raises(EntryError, match="does not exist") as caught:
+    with pytest.raises(StorageError, match="does not exist") as caught:
         read_header(tmp_path / "a")
-    assert caught.value.why == "missing"
+    assert caught.value.reason == "missing"
 
 
 def test_a_link_is_not_followed(tmp_path):
@@ -146,17 +148,17 @@ def test_after_a_power_cut_an_entry_is_whole_or_refused(tmp_path, durable):
         disk.power_cut()
         try:
             assert seed_of(path / "a") in ((seed,) if durable else (0, seed))
-        except EntryError:
+        except StorageError:
             assert not durable  # it was acknowledged
             lost += 1
     assert (lost > 0) is not durable, "this disk forgets nothing: the test shows nothing"
 
 
 def test_identities_say_which_part_differs():
-    here = Identity(model="a" * 32, policy="full", keys="float32")
-    assert not list(here.differs(dict(here.parts)))
-    assert list(here.differs({**here.parts, "policy": "window(64)"})) == ["policy: full here, window(64) there"]
-    assert list(here.differs({**here.parts, "model": "b" * 32})) == ["model"]
-    assert list(here.differs({**here.parts, "shape": "x"})) == ["shape: none here, x there"]
-    assert here.digest() == Identity(keys="float32", policy="full", model="a" * 32).digest()
-    assert here.digest() != Identity(model="a" * 32, policy="full", keys="float16").digest()
+    here = CacheFingerprint(model="a" * 32, policy="full", keys="float32")
+    assert not list(here.differences(dict(here.parts)))
+    assert list(here.differences({**here.parts, "policy": "window(64)"})) == ["policy: full here, window(64) there"]
+    assert list(here.differences({**here.parts, "model": "b" * 32})) == ["model"]
+    assert list(here.differences({**here.parts, "shape": "x"})) == ["shape: none here, x there"]
+    assert here.digest() == CacheFingerprint(keys="float32", policy="full", model="a" * 32).digest()
+    assert here.digest() != CacheFingerprint(model="a" * 32, policy="full", keys="float16").digest()

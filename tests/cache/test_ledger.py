@@ -6,35 +6,39 @@ from collections.abc import Callable
 
 import pytest
 
-from kvad.cache.ledger import Ledger, Placed, Span
-from kvad.cache.sizing import CacheConfig, Group, groups
-from kvad.config import MixerSpec
+from kvad.cache.ledger import BlockAllocation, KVCacheManager, TokenSpan
+from kvad.cache.sizing import CacheConfig, CacheGroup, build_groups
+from kvad.config import AttentionSpec
 
-FULL = MixerSpec(True, None, 1, 8, 8)
-W5 = MixerSpec(True, 5, 1, 8, 8)  # sees itself and 4 before: a hit at h needs positions h - 4 .. h - 1
-
-
-def paged(*mixers: MixerSpec, rows: int = 4, capacity: int = 40, chunk: int = 8, blocks: int | None = None) -> Ledger:
-    config = CacheConfig(block_size=4, rows=rows, capacity=capacity, chunk=chunk, blocks=blocks)
-    return Ledger(groups(mixers or (FULL,), config), prefix=True, seats=rows)
+FULL = AttentionSpec(True, None, 1, 8, 8)
+W5 = AttentionSpec(True, 5, 1, 8, 8)  # sees itself and 4 before: a hit at h needs positions h - 4 .. h - 1
 
 
-def contiguous(*mixers: MixerSpec, capacity: int = 12, chunk: int = 4) -> Ledger:
-    config = CacheConfig(layout="contiguous", rows=3, capacity=capacity, chunk=chunk)
-    return Ledger(groups(mixers or (FULL,), config), prefix=True, seats=3)
+def paged(
+    *mixers: AttentionSpec, rows: int = 4, capacity: int = 40, chunk: int = 8, blocks: int | None = None
+) -> KVCacheManager:
+    config = CacheConfig(
+        block_size=4, max_num_seqs=rows, max_seq_len=capacity, prefill_chunk_size=chunk, num_blocks=blocks
+    )
+    return KVCacheManager(build_groups(mixers or (FULL,), config), prefix_caching=True, max_num_seqs=rows)
 
 
-def write(ledger: Ledger, row: int, tokens: list[int]) -> Placed:
-    placed = ledger.reserve([Span(row, ledger.length(row), len(tokens))])
+def contiguous(*mixers: AttentionSpec, capacity: int = 12, chunk: int = 4) -> KVCacheManager:
+    config = CacheConfig(layout="contiguous", max_num_seqs=3, max_seq_len=capacity, prefill_chunk_size=chunk)
+    return KVCacheManager(build_groups(mixers or (FULL,), config), prefix_caching=True, max_num_seqs=3)
+
+
+def write(ledger: KVCacheManager, row: int, tokens: list[int]) -> BlockAllocation:
+    placed = ledger.allocate_slots([TokenSpan(row, ledger.seq_len(row), len(tokens))])
     assert placed is not None
     ledger.commit(row, tokens)
     ledger.check()
     return placed
 
 
-def seat(ledger: Ledger, row: int, tokens: list[int], *, chunk: int = 8) -> int:
+def seat(ledger: KVCacheManager, row: int, tokens: list[int], *, chunk: int = 8) -> int:
     """Admit a row and compute all of its tokens; returns what the prefix cache gave."""
-    hit = ledger.admit(row, tokens, b"")
+    hit = ledger.add_sequence(row, tokens, b"")
     assert hit is not None
     for start in range(hit, len(tokens), chunk):
         write(ledger, row, tokens[start : start + chunk])
@@ -46,98 +50,98 @@ def seat(ledger: Ledger, row: int, tokens: list[int], *, chunk: int = 8) -> int:
 
 def test_a_row_grows_block_by_block() -> None:
     ledger = paged()
-    assert ledger.admit(0, [1, 2, 3], b"") == 0
+    assert ledger.add_sequence(0, [1, 2, 3], b"") == 0
     placed = write(ledger, 0, [1, 2, 3])
     assert placed.slots == ([8, 9, 10],)  # block 2, after empty and bin
-    assert placed.tables == ([[2]],)
-    assert placed.moves.clear == ((2,),) and placed.moves.copy == ((),)
+    assert placed.block_tables == ([[2]],)
+    assert placed.block_ops.clear == ((2,),) and placed.block_ops.copy == ((),)
     placed = write(ledger, 0, [4])
-    assert (placed.slots, placed.moves.clear) == (([11],), ((),))
+    assert (placed.slots, placed.block_ops.clear) == (([11],), ((),))
     placed = write(ledger, 0, [5])
-    assert (placed.slots, placed.tables, placed.moves.clear) == (([12],), ([[2, 3]],), ((3,),))
+    assert (placed.slots, placed.block_tables, placed.block_ops.clear) == (([12],), ([[2, 3]],), ((3,),))
     placed = write(ledger, 0, [6, 7, 8, 9, 10])
     assert placed.slots == ([13, 14, 15, 16, 17],)
-    assert placed.moves.clear == ((4,),)
-    assert ledger.length(0) == 10
+    assert placed.block_ops.clear == ((4,),)
+    assert ledger.seq_len(0) == 10
 
 
 def test_spans_are_placed_in_their_order() -> None:
     ledger = paged()
     for row in (0, 1, 2):
-        ledger.admit(row, [7], b"")
-    placed = ledger.reserve([Span(2, 0, 2), Span(0, 0, 5), Span(1, 0, 1)])
+        ledger.add_sequence(row, [7], b"")
+    placed = ledger.allocate_slots([TokenSpan(2, 0, 2), TokenSpan(0, 0, 5), TokenSpan(1, 0, 1)])
     assert placed is not None
-    assert placed.tables == ([[2], [3, 4], [5]],)
+    assert placed.block_tables == ([[2], [3, 4], [5]],)
     assert placed.slots == ([8, 9, 12, 13, 14, 15, 16, 20],)
-    assert placed.moves.clear == ((2, 3, 4, 5),)
+    assert placed.block_ops.clear == ((2, 3, 4, 5),)
 
 
 def test_reserve_is_all_or_nothing() -> None:
     ledger = paged(blocks=3)
     for row in (0, 1):
-        ledger.admit(row, [7], b"")
+        ledger.add_sequence(row, [7], b"")
     before = ledger.stats()
-    assert ledger.reserve([Span(0, 0, 8), Span(1, 0, 8)]) is None
+    assert ledger.allocate_slots([TokenSpan(0, 0, 8), TokenSpan(1, 0, 8)]) is None
     assert ledger.stats() == before
     ledger.check()
-    placed = ledger.reserve([Span(0, 0, 8), Span(1, 0, 4)])
-    assert placed is not None and placed.tables == ([[2, 3], [4]],)
+    placed = ledger.allocate_slots([TokenSpan(0, 0, 8), TokenSpan(1, 0, 4)])
+    assert placed is not None and placed.block_tables == ([[2, 3], [4]],)
 
 
 def test_a_taken_seat_admits_nobody() -> None:
     ledger = paged()
-    assert ledger.admit(1, [1], b"") == 0
-    assert ledger.admit(1, [1], b"") is None
+    assert ledger.add_sequence(1, [1], b"") == 0
+    assert ledger.add_sequence(1, [1], b"") is None
 
 
 def test_a_window_holds_what_its_next_query_needs_and_no_block_more() -> None:
     ledger = paged(W5, chunk=4)
-    ledger.admit(0, [0], b"")
+    ledger.add_sequence(0, [0], b"")
     tables = []
     for start in range(0, 24, 4):
         placed = write(ledger, 0, list(range(start, start + 4)))
-        tables.append(list(placed.tables[0][0]))
+        tables.append(list(placed.block_tables[0][0]))
     # At start 8 the first query sees 4..8: block 0 (positions 0..3) is dropped.  It is published, so it is not reused
     # before the pool's unused blocks.
     assert tables == [[2], [2, 3], [3, 4], [4, 5], [5, 6], [6, 7]]
     placed = write(ledger, 0, [24])
-    assert placed.tables == ([[7, 8]],)  # query 24 sees 20..24
+    assert placed.block_tables == ([[7, 8]],)  # query 24 sees 20..24
     placed = write(ledger, 0, [25])
-    assert placed.tables == ([[7, 8]],)  # 25 sees 21..25: still in block 7
+    assert placed.block_tables == ([[7, 8]],)  # 25 sees 21..25: still in block 7
 
 
 def test_a_contiguous_row_is_one_block_and_a_window_a_ring_in_it() -> None:
     ledger = contiguous(W5, FULL)  # ring of 5 + 4 - 1 = 8 slots
     assert [group.block_size for group in ledger.groups] == [8, 12]
-    ledger.admit(1, [0], b"")
+    ledger.add_sequence(1, [0], b"")
     write(ledger, 1, [0, 1, 2, 3])
     write(ledger, 1, [4, 5, 6])
     placed = write(ledger, 1, [7, 8, 9])
     assert placed.slots == ([2 * 8 + 7, 2 * 8 + 0, 2 * 8 + 1], [2 * 12 + 7, 2 * 12 + 8, 2 * 12 + 9])
-    assert placed.tables == ([[2]], [[2]]) and placed.moves.clear == ((), ())
+    assert placed.block_tables == ([[2]], [[2]]) and placed.block_ops.clear == ((), ())
     placed = write(ledger, 1, [10])
     assert placed.slots == ([2 * 8 + 2], [2 * 12 + 10])
 
 
 def test_a_group_never_hands_out_a_row_more_than_it_may_hold() -> None:
     ledger = paged(capacity=8)
-    ledger.admit(0, [0], b"")
+    ledger.add_sequence(0, [0], b"")
     write(ledger, 0, list(range(8)))
     with pytest.raises(AssertionError, match="outgrows"):
-        ledger.reserve([Span(0, 8, 1)])
+        ledger.allocate_slots([TokenSpan(0, 8, 1)])
     ring = contiguous(W5)
-    ring.admit(0, [0], b"")
+    ring.add_sequence(0, [0], b"")
     write(ring, 0, [0, 1, 2, 3])
     write(ring, 0, [4])
     with pytest.raises(AssertionError, match="outgrows a ring"):
-        ring.reserve([Span(0, 5, 6)])
+        ring.allocate_slots([TokenSpan(0, 5, 6)])
 
 
 def test_a_span_starts_at_its_rows_end() -> None:
     ledger = paged()
-    ledger.admit(0, [0], b"")
+    ledger.add_sequence(0, [0], b"")
     with pytest.raises(AssertionError, match="does not start"):
-        ledger.reserve([Span(0, 1, 1)])
+        ledger.allocate_slots([TokenSpan(0, 1, 1)])
 
 
 def test_capacity_is_the_longest_row_alone() -> None:
@@ -169,13 +173,13 @@ def test_a_hit_covers_full_blocks_and_at_most_all_tokens_but_one(asked: int, hit
     ledger = paged()
     known = list(range(100, 114))  # 14 tokens: 3 full blocks
     seat(ledger, 0, known)
-    assert ledger.admit(1, [*known, 1, 2][:asked], b"") == hit
+    assert ledger.add_sequence(1, [*known, 1, 2][:asked], b"") == hit
     ledger.check()
-    placed = ledger.reserve([Span(1, hit, 1)])
+    placed = ledger.allocate_slots([TokenSpan(1, hit, 1)])
     assert placed is not None
     shared = hit // 4
-    assert placed.tables[0][0] == [*range(2, 2 + shared), 6]  # row 0 has blocks 2..5
-    assert placed.moves.clear == ((6,),)
+    assert placed.block_tables[0][0] == [*range(2, 2 + shared), 6]  # row 0 has blocks 2..5
+    assert placed.block_ops.clear == ((6,),)
 
 
 def test_a_hit_of_exactly_n_is_cut_to_leave_one_block_to_compute() -> None:
@@ -183,8 +187,8 @@ def test_a_hit_of_exactly_n_is_cut_to_leave_one_block_to_compute() -> None:
     seat(ledger, 0, list(range(8)))
     assert seat(ledger, 1, list(range(8))) == 4
     # Row 1's second block is a twin of row 0's: it is not published a second time, and is reused first.
-    ledger.release(1)
-    ledger.release(0)
+    ledger.free(1)
+    ledger.free(0)
     assert (ledger.stats().evictable, ledger.stats().free) == ((2,), (8 * 4 + 6,))
 
 
@@ -192,7 +196,7 @@ def test_a_hit_of_exactly_n_is_cut_to_leave_one_block_to_compute() -> None:
 def test_a_hit_covers_no_more_than_asked(most: int | None, hit: int) -> None:
     ledger = paged()
     seat(ledger, 0, list(range(14)))
-    assert ledger.admit(1, list(range(16)), b"", most) == hit
+    assert ledger.add_sequence(1, list(range(16)), b"", most) == hit
 
 
 def test_generated_tokens_are_published_too() -> None:
@@ -200,62 +204,62 @@ def test_generated_tokens_are_published_too() -> None:
     seat(ledger, 0, [1, 2])
     for token in (3, 4, 5):
         write(ledger, 0, [token])
-    ledger.release(0)
-    assert ledger.admit(1, [1, 2, 3, 4, 9], b"") == 4
+    ledger.free(0)
+    assert ledger.add_sequence(1, [1, 2, 3, 4, 9], b"") == 4
 
 
 def test_only_the_same_root_hits() -> None:
     ledger = paged()
     seat(ledger, 0, list(range(9)))
-    assert ledger.admit(1, list(range(9)), b"another adapter") == 0
-    assert ledger.admit(2, list(range(9)), b"") == 8
+    assert ledger.add_sequence(1, list(range(9)), b"another adapter") == 0
+    assert ledger.add_sequence(2, list(range(9)), b"") == 8
 
 
 def test_only_the_same_history_hits() -> None:
     ledger = paged()
     seat(ledger, 0, [1, 1, 1, 1, 2, 2, 2, 2, 3])
-    assert ledger.admit(1, [9, 9, 9, 9, 2, 2, 2, 2, 3], b"") == 0
-    assert ledger.admit(2, [1, 1, 1, 1, 9, 2, 2, 2, 3], b"") == 4
+    assert ledger.add_sequence(1, [9, 9, 9, 9, 2, 2, 2, 2, 3], b"") == 0
+    assert ledger.add_sequence(2, [1, 1, 1, 1, 9, 2, 2, 2, 3], b"") == 4
 
 
 def test_tails_are_evicted_before_heads() -> None:
     ledger = paged(blocks=3)
     seat(ledger, 0, list(range(12)))
-    ledger.release(0)
+    ledger.free(0)
     assert ledger.stats().evictable == (3,)
     seat(ledger, 1, [50, 51, 52])
     assert ledger.stats().evictions == (1,)
-    assert ledger.admit(2, list(range(12)), b"") == 8
+    assert ledger.add_sequence(2, list(range(12)), b"") == 8
 
 
 def test_the_least_recently_used_prefix_goes_first() -> None:
     ledger = paged(blocks=3)
     for first in (10, 20, 30):
         seat(ledger, 0, [first, 1, 2, 3])
-        ledger.release(0)
-    ledger.admit(0, [10, 1, 2, 3, 4], b"")  # used again
-    ledger.release(0)
+        ledger.free(0)
+    ledger.add_sequence(0, [10, 1, 2, 3, 4], b"")  # used again
+    ledger.free(0)
     seat(ledger, 0, [5, 5])
-    ledger.release(0)
-    assert [ledger.admit(row, [first, 1, 2, 3, 4], b"") for row, first in enumerate((10, 20, 30))] == [4, 0, 4]
+    ledger.free(0)
+    assert [ledger.add_sequence(row, [first, 1, 2, 3, 4], b"") for row, first in enumerate((10, 20, 30))] == [4, 0, 4]
 
 
 def test_a_live_prefix_is_never_evicted() -> None:
     ledger = paged(blocks=3)
     seat(ledger, 0, list(range(9)))
-    assert ledger.admit(1, list(range(8)), b"") == 4
-    assert ledger.reserve([Span(1, 4, 4)]) is None
-    ledger.release(0)
-    placed = ledger.reserve([Span(1, 4, 4)])  # block 4 was free (half full), block 3 stays evictable
-    assert placed is not None and placed.tables == ([[2, 4]],)
+    assert ledger.add_sequence(1, list(range(8)), b"") == 4
+    assert ledger.allocate_slots([TokenSpan(1, 4, 4)]) is None
+    ledger.free(0)
+    placed = ledger.allocate_slots([TokenSpan(1, 4, 4)])  # block 4 was free (half full), block 3 stays evictable
+    assert placed is not None and placed.block_tables == ([[2, 4]],)
 
 
 def test_a_preempted_row_finds_its_blocks_again() -> None:
     ledger = paged(blocks=5)
     tokens = list(range(11))
     seat(ledger, 0, tokens)
-    ledger.release(0)
-    assert ledger.admit(0, tokens, b"") == 8
+    ledger.free(0)
+    assert ledger.add_sequence(0, tokens, b"") == 8
     assert ledger.stats().hit_tokens == 8
 
 
@@ -264,13 +268,13 @@ def test_a_window_needs_only_its_last_blocks_for_a_hit() -> None:
     ledger = paged(W5, chunk=4, rows=2)  # 2 rows x 3 blocks
     tokens = list(range(20))
     seat(ledger, 0, tokens, chunk=4)
-    ledger.release(0)
+    ledger.free(0)
     # 6 usable blocks, 5 published.  Two new blocks: the free one, then the least recent: logical block 0.
     seat(ledger, 1, [90, 91, 92, 93, 94])
-    ledger.release(1)
-    assert ledger.admit(0, [*tokens, 1], b"") == 20  # needs 16..19 only: logical block 4
-    placed = ledger.reserve([Span(0, 20, 1)])
-    assert placed is not None and len(placed.tables[0][0]) == 2
+    ledger.free(1)
+    assert ledger.add_sequence(0, [*tokens, 1], b"") == 20  # needs 16..19 only: logical block 4
+    placed = ledger.allocate_slots([TokenSpan(0, 20, 1)])
+    assert placed is not None and len(placed.block_tables[0][0]) == 2
 
 
 def test_the_hit_is_the_longest_that_every_group_can_serve() -> None:
@@ -282,77 +286,81 @@ def test_the_hit_is_the_longest_that_every_group_can_serve() -> None:
     assert len(chain) == 5
     gone = local.find(chain[3])
     assert gone is not None
-    local.withdraw(gone)  # positions 12..15 are gone from the windowed group
-    assert ledger.admit(1, [*tokens, 1], b"") == 20  # the last 4 tokens are there
-    ledger.release(1)
-    assert ledger.admit(1, tokens, b"") == 12  # 16 would need 12..15; 12 needs 8..11
-    ledger.release(1)
+    local.unpublish(gone)  # positions 12..15 are gone from the windowed group
+    assert ledger.add_sequence(1, [*tokens, 1], b"") == 20  # the last 4 tokens are there
+    ledger.free(1)
+    assert ledger.add_sequence(1, tokens, b"") == 12  # 16 would need 12..15; 12 needs 8..11
+    ledger.free(1)
     lost = full.find(chain[2])
     assert lost is not None
-    full.withdraw(lost)
-    assert ledger.admit(1, [*tokens, 1], b"") == 8  # full attention needs every block
+    full.unpublish(lost)
+    assert ledger.add_sequence(1, [*tokens, 1], b"") == 8  # full attention needs every block
 
 
 def test_contiguous_rows_publish_nothing() -> None:
     ledger = contiguous(W5, FULL)
-    assert not ledger.prefix
+    assert not ledger.prefix_caching
     seat(ledger, 0, list(range(12)), chunk=4)
-    ledger.release(0)
-    assert ledger.admit(0, list(range(12)), b"") == 0
+    ledger.free(0)
+    assert ledger.add_sequence(0, list(range(12)), b"") == 0
     assert ledger.stats().evictable == (0, 0)
 
 
 def test_prefix_reuse_can_be_off() -> None:
-    ledger = Ledger(groups([FULL], CacheConfig(block_size=4, rows=2, capacity=16)), prefix=False, seats=2)
+    ledger = KVCacheManager(
+        build_groups([FULL], CacheConfig(block_size=4, max_num_seqs=2, max_seq_len=16)),
+        prefix_caching=False,
+        max_num_seqs=2,
+    )
     seat(ledger, 0, list(range(9)))
-    assert ledger.admit(1, list(range(9)), b"") == 0
+    assert ledger.add_sequence(1, list(range(9)), b"") == 0
 
 
 def test_blocks_are_published_no_further_than_logits_have_vouched() -> None:
     ledger = paged()
-    ledger.admit(0, [0], b"")
-    ledger.reserve([Span(0, 0, 8)])
+    ledger.add_sequence(0, [0], b"")
+    ledger.allocate_slots([TokenSpan(0, 0, 8)])
     ledger.commit(0, list(range(8)), 0)
-    assert ledger.admit(1, list(range(9)), b"") == 0
-    ledger.release(1)
-    ledger.reserve([Span(0, 8, 6)])
+    assert ledger.add_sequence(1, list(range(9)), b"") == 0
+    ledger.free(1)
+    ledger.allocate_slots([TokenSpan(0, 8, 6)])
     ledger.commit(0, list(range(8, 14)), 11)
-    assert ledger.admit(1, list(range(20)), b"") == 8
-    ledger.release(1)
+    assert ledger.add_sequence(1, list(range(20)), b"") == 8
+    ledger.free(1)
     write(ledger, 0, [14])
-    assert ledger.admit(1, list(range(20)), b"") == 12
+    assert ledger.add_sequence(1, list(range(20)), b"") == 12
 
 
 def test_a_faulted_row_leaves_nothing_to_find() -> None:
     ledger = paged()
     seat(ledger, 0, list(range(8)))
     seat(ledger, 1, [*range(8), 50, 51, 52, 53])
-    ledger.release(1, publish=False)
+    ledger.free(1, publish=False)
     ledger.check()
     assert ledger.stats().evictable == (0,)
-    assert ledger.admit(1, list(range(14)), b"") == 0
+    assert ledger.add_sequence(1, list(range(14)), b"") == 0
     write(ledger, 0, [8, 9])  # row 0 has its blocks still, and goes on
-    assert ledger.length(0) == 10
+    assert ledger.seq_len(0) == 10
 
 
 def test_dropped_prefixes_are_forgotten_and_live_rows_go_on() -> None:
     ledger = paged()
     seat(ledger, 0, list(range(9)))
     seat(ledger, 1, [7] * 9)
-    ledger.release(1)
-    ledger.drop_prefixes()
+    ledger.free(1)
+    ledger.reset_prefix_cache()
     ledger.check()
     assert ledger.stats().evictable == (0,)
     write(ledger, 0, [9, 10, 11, 12])
-    ledger.release(0)
-    assert ledger.admit(0, list(range(13)), b"") == 0
+    ledger.free(0)
+    assert ledger.add_sequence(0, list(range(13)), b"") == 0
 
 
 def test_statistics() -> None:
     ledger = paged(blocks=5)
     seat(ledger, 0, list(range(9)))
     seat(ledger, 1, list(range(6)))
-    ledger.admit(2, [9] * 9, b"")
+    ledger.add_sequence(2, [9] * 9, b"")
     stats = ledger.stats()
     assert (stats.total, stats.used, stats.free, stats.evictable) == ((5,), (4,), (1,), (0,))
     assert (stats.hits, stats.misses, stats.hit_tokens) == (1, 2, 4)
@@ -368,11 +376,11 @@ def test_a_fork_shares_blocks_until_someone_writes() -> None:
     ledger.check()
     assert ledger.stats().used == (2,)
     placed = write(ledger, 1, [7])  # the child copies the half-full block ...
-    assert placed.moves.copy == (((3, 4, 2),),) and placed.moves.clear == ((),)
-    assert (placed.tables, placed.slots) == (([[2, 4]],), ([4 * 4 + 2],))
+    assert placed.block_ops.copy == (((3, 4, 2),),) and placed.block_ops.clear == ((),)
+    assert (placed.block_tables, placed.slots) == (([[2, 4]],), ([4 * 4 + 2],))
     placed = write(ledger, 0, [8])  # ... and its parent has it alone again
-    assert placed.moves.copy == ((),)
-    assert (placed.tables, placed.slots) == (([[2, 3]],), ([3 * 4 + 2],))
+    assert placed.block_ops.copy == ((),)
+    assert (placed.block_tables, placed.slots) == (([[2, 3]],), ([3 * 4 + 2],))
 
 
 def test_the_parent_copies_when_it_writes_first() -> None:
@@ -380,10 +388,10 @@ def test_the_parent_copies_when_it_writes_first() -> None:
     seat(ledger, 0, [1, 2, 3, 4, 5, 6])
     ledger.fork(0, 1, 5)  # the child owns one slot of the block
     placed = write(ledger, 0, [7])
-    assert placed.moves.copy == (((3, 4, 2),),)
+    assert placed.block_ops.copy == (((3, 4, 2),),)
     placed = write(ledger, 1, [8])
-    assert placed.moves.copy == ((),)
-    assert (placed.tables, placed.slots) == (([[2, 3]],), ([3 * 4 + 1],))
+    assert placed.block_ops.copy == ((),)
+    assert (placed.block_tables, placed.slots) == (([[2, 3]],), ([3 * 4 + 1],))
 
 
 def test_three_sharers_make_two_copies() -> None:
@@ -391,10 +399,10 @@ def test_three_sharers_make_two_copies() -> None:
     seat(ledger, 0, [1, 2, 3])
     ledger.fork(0, 1, 3)
     ledger.fork(0, 2, 2)
-    placed = ledger.reserve([Span(2, 2, 1), Span(0, 3, 1), Span(1, 3, 1)])
+    placed = ledger.allocate_slots([TokenSpan(2, 2, 1), TokenSpan(0, 3, 1), TokenSpan(1, 3, 1)])
     assert placed is not None
-    assert placed.moves.copy == (((2, 3, 2), (2, 4, 3)),)
-    assert placed.tables == ([[3], [4], [2]],)
+    assert placed.block_ops.copy == (((2, 3, 2), (2, 4, 3)),)
+    assert placed.block_tables == ([[3], [4], [2]],)
 
 
 def test_copies_count_in_all_or_nothing() -> None:
@@ -403,31 +411,33 @@ def test_copies_count_in_all_or_nothing() -> None:
     ledger.fork(0, 1, 3)
     ledger.fork(0, 2, 3)
     before = ledger.stats()
-    assert ledger.reserve([Span(0, 3, 1), Span(1, 3, 1), Span(2, 3, 1)]) is None
+    assert ledger.allocate_slots([TokenSpan(0, 3, 1), TokenSpan(1, 3, 1), TokenSpan(2, 3, 1)]) is None
     assert ledger.stats() == before
-    assert ledger.reserve([Span(0, 3, 1)]) is not None
+    assert ledger.allocate_slots([TokenSpan(0, 3, 1)]) is not None
 
 
 def test_a_published_block_is_never_written() -> None:
     ledger = paged()
     seat(ledger, 0, [1, 2, 3, 4, 5, 6, 7, 8])
-    assert ledger.rewind(0, 6) == 6
+    assert ledger.truncate(0, 6) == 6
     placed = write(ledger, 0, [9])
-    assert placed.moves.copy == (((3, 4, 2),),)
-    ledger.release(0)
-    assert ledger.admit(0, [1, 2, 3, 4, 5, 6, 7, 8, 9], b"") == 8  # the published one is as it was
+    assert placed.block_ops.copy == (((3, 4, 2),),)
+    ledger.free(0)
+    assert ledger.add_sequence(0, [1, 2, 3, 4, 5, 6, 7, 8, 9], b"") == 8  # the published one is as it was
 
 
 def test_the_source_of_a_copy_is_not_handed_on_in_the_same_step() -> None:
     """Moves clears before it copies: with one block to spare, the source must not become row 1's new block."""
     ledger = paged(blocks=3)
     seat(ledger, 0, [1, 2, 3, 4])
-    ledger.rewind(0, 3)
-    ledger.admit(1, [9], b"")
-    assert ledger.reserve([Span(0, 3, 1), Span(1, 0, 8)]) is None  # 1 for the copy, 2 new: only 2 there
-    placed = ledger.reserve([Span(0, 3, 1), Span(1, 0, 4)])
+    ledger.truncate(0, 3)
+    ledger.add_sequence(1, [9], b"")
+    assert (
+        ledger.allocate_slots([TokenSpan(0, 3, 1), TokenSpan(1, 0, 8)]) is None
+    )  # 1 for the copy, 2 new: only 2 there
+    placed = ledger.allocate_slots([TokenSpan(0, 3, 1), TokenSpan(1, 0, 4)])
     assert placed is not None
-    assert placed.moves.copy == (((2, 3, 3),),) and placed.moves.clear == ((4,),)
+    assert placed.block_ops.copy == (((2, 3, 3),),) and placed.block_ops.clear == ((4,),)
     ledger.check()
     assert ledger.stats().evictable == (1,)
 
@@ -437,7 +447,7 @@ def test_a_fork_at_a_blocks_edge_copies_nothing() -> None:
     seat(ledger, 0, [1, 2, 3, 4, 5])
     ledger.fork(0, 1, 4)
     placed = write(ledger, 1, [9])
-    assert placed.moves.copy == ((),) and placed.tables == ([[2, 4]],)
+    assert placed.block_ops.copy == ((),) and placed.block_tables == ([[2, 4]],)
 
 
 def test_a_fork_of_nothing_is_an_empty_row() -> None:
@@ -445,8 +455,8 @@ def test_a_fork_of_nothing_is_an_empty_row() -> None:
         seat(ledger, 0, [1, 2, 3])
         assert ledger.fork(0, 1, 0)
         ledger.check()
-        assert ledger.length(1) == 0
-        assert write(ledger, 1, [1]).moves.copy == ((),)
+        assert ledger.seq_len(1) == 0
+        assert write(ledger, 1, [1]).block_ops.copy == ((),)
 
 
 def test_a_fork_behind_the_window_is_refused() -> None:
@@ -458,7 +468,7 @@ def test_a_fork_behind_the_window_is_refused() -> None:
     assert ledger.fork(0, 1, 12)
     ledger.check()
     placed = write(ledger, 1, [99])
-    assert placed.tables == ([[4, 6]],)  # 8..11 shared, 12 in a block of its own
+    assert placed.block_tables == ([[4, 6]],)  # 8..11 shared, 12 in a block of its own
 
 
 def test_a_contiguous_fork_copies_the_row() -> None:
@@ -466,10 +476,10 @@ def test_a_contiguous_fork_copies_the_row() -> None:
     seat(ledger, 0, list(range(6)), chunk=4)
     assert ledger.fork(0, 1, 5)
     placed = write(ledger, 1, [77])
-    assert placed.moves.copy == (((2, 3, 5),), ((2, 3, 5),))
+    assert placed.block_ops.copy == (((2, 3, 5),), ((2, 3, 5),))
     assert placed.slots == ([3 * 8 + 5], [3 * 12 + 5])
     seat(ledger, 2, list(range(12)), chunk=4)  # its ring holds 4..11
-    ledger.release(0)
+    ledger.free(0)
     assert not ledger.fork(2, 0, 7)  # query 7 sees 3..7
     assert ledger.fork(2, 0, 8)
 
@@ -481,28 +491,28 @@ def test_a_contiguous_fork_copies_the_row() -> None:
 def test_rewind_keeps_a_prefix_of_any_length_and_publishes_what_follows(length: int) -> None:
     ledger = paged()
     seat(ledger, 0, list(range(12)))
-    assert ledger.rewind(0, length) == length
+    assert ledger.truncate(0, length) == length
     ledger.check()
     assert ledger.stats().used == (-(-length // 4),)
     rest = list(range(50, 50 + 13 - length))
     for token in rest:
         write(ledger, 0, [token])
-    ledger.release(0)
-    assert ledger.admit(0, [*range(length), *rest], b"") == 12
+    ledger.free(0)
+    assert ledger.add_sequence(0, [*range(length), *rest], b"") == 12
 
 
 def test_rewind_to_more_than_there_is_changes_nothing() -> None:
     ledger = paged()
     seat(ledger, 0, [1, 2, 3])
-    assert ledger.rewind(0, 9) == 3
+    assert ledger.truncate(0, 9) == 3
 
 
 def test_rewind_behind_the_window_empties_the_row() -> None:
     ledger = paged(W5, FULL, chunk=4)
     seat(ledger, 0, list(range(16)), chunk=4)
-    assert ledger.rewind(0, 13) == 13
-    assert ledger.rewind(0, 11) == 0
-    assert ledger.length(0) == 0 and ledger.stats().used == (0, 0)
+    assert ledger.truncate(0, 13) == 13
+    assert ledger.truncate(0, 11) == 0
+    assert ledger.seq_len(0) == 0 and ledger.stats().used == (0, 0)
     ledger.check()
     for start in range(0, 16, 4):
         write(ledger, 0, list(range(start, start + 4)))
@@ -511,20 +521,20 @@ def test_rewind_behind_the_window_empties_the_row() -> None:
 def test_a_ring_remembers_what_it_overwrote() -> None:
     ledger = contiguous(W5)  # 8 slots
     seat(ledger, 0, list(range(10)), chunk=4)  # holds 2..9
-    assert ledger.rewind(0, 7) == 7  # query 7 sees 3..7
-    assert ledger.rewind(0, 6) == 6  # query 6 sees 2..6
-    assert ledger.rewind(0, 5) == 0  # 1 is overwritten
+    assert ledger.truncate(0, 7) == 7  # query 7 sees 3..7
+    assert ledger.truncate(0, 6) == 6  # query 6 sees 2..6
+    assert ledger.truncate(0, 5) == 0  # 1 is overwritten
 
 
 def test_a_draft_that_is_not_committed_is_written_over() -> None:
     ledger = paged()
     seat(ledger, 0, [1, 2, 3])
-    placed = ledger.reserve([Span(0, 3, 4)])
+    placed = ledger.allocate_slots([TokenSpan(0, 3, 4)])
     assert placed is not None and placed.slots == ([11, 12, 13, 14],)
     ledger.commit(0, [4])
-    placed = ledger.reserve([Span(0, 4, 1)])
+    placed = ledger.allocate_slots([TokenSpan(0, 4, 1)])
     assert placed is not None and placed.slots == ([12],)
-    assert placed.moves.clear == ((),)
+    assert placed.block_ops.clear == ((),)
 
 
 # ---------------------------------------------------------------- releases and checks
@@ -533,67 +543,67 @@ def test_a_draft_that_is_not_committed_is_written_over() -> None:
 def test_release_gives_everything_back() -> None:
     for ledger in (paged(W5, FULL), contiguous(W5, FULL)):
         seat(ledger, 0, list(range(10)), chunk=4)
-        before = ledger.releases
-        ledger.release(0)
-        assert ledger.stats().used == (0, 0) and ledger.releases == before + 1
+        before = ledger.num_frees
+        ledger.free(0)
+        assert ledger.stats().used == (0, 0) and ledger.num_frees == before + 1
         ledger.check()
         with pytest.raises(AssertionError, match="seat 0 is empty"):
-            ledger.length(0)
+            ledger.seq_len(0)
 
 
 def test_fits_counts_what_a_row_still_needs() -> None:
     ledger = paged(W5, FULL, blocks=4, chunk=4)
     seat(ledger, 0, [1, 2, 3])
-    assert ledger.fits(0, 16) and not ledger.fits(0, 17)
-    ledger.admit(1, [1], b"")
-    assert ledger.fits(1, 12) and not ledger.fits(1, 13)
+    assert ledger.can_allocate(0, 16) and not ledger.can_allocate(0, 17)
+    ledger.add_sequence(1, [1], b"")
+    assert ledger.can_allocate(1, 12) and not ledger.can_allocate(1, 13)
 
 
 def test_a_longer_window_group_is_a_group_of_its_own() -> None:
-    ledger = paged(FULL, W5, FULL._replace(kv_heads=2))
+    ledger = paged(FULL, W5, FULL._replace(num_kv_heads=2))
     assert [group.layers for group in ledger.groups] == [(0,), (1,), (2,)]
-    assert isinstance(ledger.groups[0], Group)
+    assert isinstance(ledger.groups[0], CacheGroup)
 
 
-def doctor_leak(ledger: Ledger) -> None:
-    ledger.pools[0].take()
+def doctor_leak(ledger: KVCacheManager) -> None:
+    ledger.pools[0].allocate()
 
 
-def doctor_foreign(ledger: Ledger) -> None:
-    one, two = ledger._seats[0], ledger._seats[1]
+def doctor_foreign(ledger: KVCacheManager) -> None:
+    one, two = ledger._max_num_seqs[0], ledger._max_num_seqs[1]
     assert one is not None and two is not None
-    two.holds[0].blocks[0] = one.holds[0].blocks[0]
+    two.groups[0].blocks[0] = one.groups[0].blocks[0]
 
 
-def doctor_twice(ledger: Ledger) -> None:
-    one = ledger._seats[0]
+def doctor_twice(ledger: KVCacheManager) -> None:
+    one = ledger._max_num_seqs[0]
     assert one is not None
-    one.holds[0].blocks[1] = one.holds[0].blocks[0]
+    one.groups[0].blocks[1] = one.groups[0].blocks[0]
 
 
-def doctor_length(ledger: Ledger) -> None:
-    one = ledger._seats[0]
+def doctor_length(ledger: KVCacheManager) -> None:
+    one = ledger._max_num_seqs[0]
     assert one is not None
-    one.length = one.reach = 99
+    one.length = one.num_written = 99
 
 
-def doctor_window(ledger: Ledger) -> None:
-    one = ledger._seats[0]
+def doctor_window(ledger: KVCacheManager) -> None:
+    one = ledger._max_num_seqs[0]
     assert one is not None
-    del one.holds[1].blocks[0]
-    one.holds[1].gap += 1
+    del one.groups[1].blocks[0]
+    one.groups[1].num_skipped_blocks += 1
 
 
-def doctor_order(ledger: Ledger) -> None:
-    one = ledger._seats[0]
+def doctor_order(ledger: KVCacheManager) -> None:
+    one = ledger._max_num_seqs[0]
     assert one is not None
-    one.holds[0].blocks.reverse()
+    one.groups[0].blocks.reverse()
 
 
 @pytest.mark.parametrize(
     "doctor", [doctor_leak, doctor_foreign, doctor_twice, doctor_length, doctor_window, doctor_order]
 )
-def test_check_catches_a_doctored_state(doctor: Callable[[Ledger], None]) -> None:
+def test_check_catches_a_doctored_state(doctor: Callable[[KVCacheManager], None]) -> None:
     ledger = paged(FULL, W5)
     seat(ledger, 0, list(range(9)))
     seat(ledger, 1, [7, 7, 7])

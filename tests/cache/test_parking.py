@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from kvad.aside import leftovers
-from kvad.cache.disk import DISK, Disk
-from kvad.cache.parkfiles import NAME, SPARE, ParkFiles
-from kvad.cache.parking import RETRY, Parking
+from kvad.aside import list_temp_paths
+from kvad.cache.disk import REAL_FILE_SYSTEM, FileSystem
+from kvad.cache.parkfiles import FILE_PREFIX, RESERVED_BYTES, SwapFiles
+from kvad.cache.parking import RETRY, SwapSpace
 from kvad.errors import ConfigError
 from tests.cache.disks import FailingDisk
 from tests.cache.parked import LateFiles, as_bytes, as_section
@@ -29,23 +29,28 @@ class Desk:
     """A parking whose device copies a row of ``nbytes`` bytes of its key."""
 
     def __init__(
-        self, folder: Path | None, ram: int | None = 0, *, disk: Disk = DISK, jobs: Callable[[], int] = lambda: 0
+        self,
+        folder: Path | None,
+        ram: int | None = 0,
+        *,
+        disk: FileSystem = REAL_FILE_SYSTEM,
+        jobs: Callable[[], int] = lambda: 0,
     ) -> None:
         self.store: dict[int, bytes] = {}
         self.now = 0.0
         self.files = None if folder is None else LateFiles(folder, jobs, disk)
-        self.parking = Parking(
+        self.parking = SwapSpace(
             self.store,
             ram=ram,
             files=self.files,
-            pack=lambda key, copy: as_section(copy),
-            unpack=as_bytes,
+            to_sections=lambda key, copy: as_section(copy),
+            from_sections=as_bytes,
             clock=lambda: self.now,
         )
 
     def park(self, key: int, nbytes: int = 100, *, needed: bool = True) -> None:
         """With the step that follows."""
-        self.parking.keep(key, nbytes, (key, 0), needed=needed)
+        self.parking.store(key, nbytes, (key, 0), needed=needed)
         self.store[key] = content(key, nbytes)
         self.parking.poll()
 
@@ -59,7 +64,7 @@ class Desk:
         return {key: self.parking.state(key) for key in self.parking._rows}
 
     def wake(self, key: int) -> bytes:
-        self.parking.take(key)
+        self.parking.pop(key)
         return self.store.pop(key)
 
 
@@ -68,7 +73,7 @@ def content(key: int, nbytes: int = 100) -> bytes:
 
 
 def files_in(folder: Path) -> list[Path]:
-    return [each.path for each in leftovers(folder)]
+    return [each.path for each in list_temp_paths(folder)]
 
 
 # ---------------------------------------------------------------- memory and disk
@@ -83,7 +88,7 @@ def test_what_fits_stays_in_memory_and_the_last_in_the_queue_leaves_first(tmp_pa
     desk.work()
     assert desk.states() == {2: "here", 3: "away", 1: "here"} and 3 not in desk.store
     stats = desk.parking.stats()
-    assert (stats.ram, stats.disk, stats.written) == (200, 100, 1)
+    assert (stats.ram_bytes, stats.disk_bytes, stats.written) == (200, 100, 1)
 
 
 def test_without_a_bound_nothing_leaves(tmp_path: Path) -> None:
@@ -91,14 +96,14 @@ def test_without_a_bound_nothing_leaves(tmp_path: Path) -> None:
     for key in range(5):
         desk.park(key)
     assert set(desk.states().values()) == {"here"} and not files_in(tmp_path)
-    assert not desk.parking.bounded and desk.parking.room(1 << 60) == "ram" and desk.parking.holds(1 << 60)
+    assert not desk.parking.bounded and desk.parking.location_for(1 << 60) == "ram" and desk.parking.has_room(1 << 60)
 
 
 def test_a_row_comes_back_as_it_was(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     desk.park(7)
     desk.work()
-    desk.parking.fetch(7)
+    desk.parking.prefetch(7)
     assert desk.states() == {7: "returning"} and desk.parking.pending
     desk.work()
     assert desk.states() == {7: "here"} and desk.wake(7) == content(7)
@@ -113,11 +118,11 @@ def test_a_row_that_is_fetched_stays_until_another_is(tmp_path: Path) -> None:
     desk.work()
     desk.park(2)
     desk.work()
-    desk.parking.fetch(1)
+    desk.parking.prefetch(1)
     desk.work()
     desk.work()
     assert desk.states() == {1: "here", 2: "away"}
-    desk.parking.fetch(2)
+    desk.parking.prefetch(2)
     desk.work()
     assert desk.states() == {1: "away", 2: "here"}
     assert desk.parking.stats().written == 2
@@ -136,7 +141,7 @@ def test_waiting_is_for_one_that_is_under_way(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     desk.park(1)
     desk.work()
-    desk.parking.fetch(1)
+    desk.parking.prefetch(1)
     assert not desk.parking.poll()
     desk.parking.wait()
     assert desk.states() == {1: "here"}
@@ -146,32 +151,32 @@ def test_waiting_is_for_one_that_is_under_way(tmp_path: Path) -> None:
 def test_room(tmp_path: Path) -> None:
     desk = Desk(tmp_path, ram=150)
     parking = desk.parking
-    assert (parking.room(150), parking.room(151)) == ("ram", "disk")
+    assert (parking.location_for(150), parking.location_for(151)) == ("ram", "disk")
     desk.park(1)
-    assert parking.room(50) == "ram" and parking.room(51) == "disk"
+    assert parking.location_for(50) == "ram" and parking.location_for(51) == "disk"
     desk.park(2)
     assert desk.states() == {1: "here", 2: "leaving"}
-    assert parking.room(100) is None, "one at a time passes the bound"
-    assert parking.room(100, needed=True) == "disk"
+    assert parking.location_for(100) is None, "one at a time passes the bound"
+    assert parking.location_for(100, needed=True) == "disk"
     desk.work()
-    assert parking.room(100) == "disk"
-    free = DISK.free(tmp_path) - SPARE
-    assert parking.room(2 * free) is None and not parking.holds(2 * free) and parking.holds(1000)
-    assert Desk(None, ram=99).parking.room(100) is None
+    assert parking.location_for(100) == "disk"
+    free = REAL_FILE_SYSTEM.free_bytes(tmp_path) - RESERVED_BYTES
+    assert parking.location_for(2 * free) is None and not parking.has_room(2 * free) and parking.has_room(1000)
+    assert Desk(None, ram=99).parking.location_for(100) is None
 
 
 def test_a_full_disk_has_no_room(tmp_path: Path) -> None:
-    class Full(Disk):
+    class Full(FileSystem):
         def free(self, folder: Path) -> int:
-            return SPARE + 99
+            return RESERVED_BYTES + 99
 
-    class Refusing(Disk):
+    class Refusing(FileSystem):
         def free(self, folder: Path) -> int:
             raise OSError(5, "Input/output error")
 
-    assert Desk(tmp_path, disk=Full()).parking.room(100) is None
-    assert Desk(tmp_path, disk=Full()).parking.room(99) == "disk"
-    assert Desk(tmp_path, disk=Refusing()).parking.room(1) is None
+    assert Desk(tmp_path, disk=Full()).parking.location_for(100) is None
+    assert Desk(tmp_path, disk=Full()).parking.location_for(99) == "disk"
+    assert Desk(tmp_path, disk=Refusing()).parking.location_for(1) is None
 
 
 # ---------------------------------------------------------------- given up
@@ -186,32 +191,34 @@ def test_what_is_given_up_is_touched_by_nothing(tmp_path: Path, done: int) -> No
     for step in range(done):
         desk.work(1)
         if step == 2:
-            desk.parking.fetch(1)
+            desk.parking.prefetch(1)
     desk.parking.drop(1)
     desk.work()
     assert desk.states() == {2: "away"} and not desk.store
     assert len(files_in(tmp_path)) == 1
-    desk.parking.fetch(2)
+    desk.parking.prefetch(2)
     desk.work()
     assert desk.wake(2) == content(2)
 
 
 def test_a_copy_that_was_never_made_is_lost() -> None:
     desk = Desk(None, ram=None)
-    desk.parking.keep(1, 100, (0, 0), needed=True)
+    desk.parking.store(1, 100, (0, 0), needed=True)
     assert not desk.parking.poll(untold=[1]) and desk.states() == {1: "coming"}
     assert desk.parking.poll() and desk.states() == {1: "lost"}
-    assert "not made" in desk.parking.fault(1)
+    assert "not made" in desk.parking.failure(1)
     desk.parking.drop(1)
     assert not len(desk.parking)
 
 
 def test_closing_stops_the_worker_and_removes_the_files(tmp_path: Path) -> None:
     store = {1: content(1), 2: content(2)}
-    files = ParkFiles(tmp_path)
-    parking = Parking(store, ram=0, files=files, pack=lambda key, copy: as_section(copy), unpack=as_bytes)
+    files = SwapFiles(tmp_path)
+    parking = SwapSpace(
+        store, ram=0, files=files, to_sections=lambda key, copy: as_section(copy), from_sections=as_bytes
+    )
     for key in (1, 2):
-        parking.keep(key, 100, (key, 0), needed=True)
+        parking.store(key, 100, (key, 0), needed=True)
     parking.poll()
     thread = files._worker._thread
     assert thread is not None and thread.is_alive()
@@ -225,7 +232,7 @@ def test_closing_stops_the_worker_and_removes_the_files(tmp_path: Path) -> None:
 
 
 def test_a_worker_ends_with_its_owner(tmp_path: Path) -> None:
-    files = ParkFiles(tmp_path)
+    files = SwapFiles(tmp_path)
     files.write(1, lambda: as_section(b"x"))
     files.wait()
     thread = files._worker._thread
@@ -237,10 +244,10 @@ def test_a_worker_ends_with_its_owner(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_meets_a_bug_says_so(tmp_path: Path) -> None:
-    files = ParkFiles(tmp_path)
+    files = SwapFiles(tmp_path)
     files.write(1, lambda: [][0])
     (done,) = files.wait()
-    assert done.fault is not None and "IndexError" in done.fault
+    assert done.failure is not None and "IndexError" in done.failure
     files.close()
 
 
@@ -252,7 +259,7 @@ def trip(desk: Desk, *, needed: bool) -> str | bytes:
     desk.park(1, needed=needed)
     desk.work()
     if desk.states()[1] == "away":
-        desk.parking.fetch(1)
+        desk.parking.prefetch(1)
         desk.work()
     got = desk.states()[1] if desk.states()[1] == "lost" else desk.wake(1)
     desk.parking.drop(1)
@@ -291,7 +298,7 @@ def test_a_disk_that_refuses_is_left_alone_for_a_while(tmp_path: Path) -> None:
     desk.work()
     assert desk.states() == {1: "here"}, "it stays beyond the bound: it cannot be computed again"
     assert "Input/output error" in desk.parking.stats().fault
-    assert desk.parking.room(1) is None and not desk.parking.holds(1)
+    assert desk.parking.location_for(1) is None and not desk.parking.has_room(1)
     desk.now = RETRY
     desk.work()
     assert desk.states() == {1: "leaving"}
@@ -308,7 +315,7 @@ def written(folder: Path) -> tuple[Desk, Path]:
 
 
 def read_back(desk: Desk) -> str:
-    desk.parking.fetch(1)
+    desk.parking.prefetch(1)
     desk.work()
     state = desk.states()[1]
     assert state != "here" or desk.store[1] == content(1, 300)
@@ -344,9 +351,9 @@ def test_a_whole_file_of_another_row_is_refused(tmp_path: Path) -> None:
     desk.work()
     (second,) = set(files_in(tmp_path)) - {first}
     first.write_bytes(second.read_bytes())
-    desk.parking.fetch(1)
+    desk.parking.prefetch(1)
     desk.work()
-    assert desk.states()[1] == "lost" and "another row" in desk.parking.fault(1)
+    assert desk.states()[1] == "lost" and "another row" in desk.parking.failure(1)
 
 
 # ---------------------------------------------------------------- what the dead leave
@@ -376,13 +383,13 @@ def test_what_a_killed_process_leaves_is_swept_at_the_next_start(tmp_path: Path)
     for _ in range(3):
         child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE)
         assert child.stdout is not None and child.stdout.readline() == b"parked\n"
-        living = ParkFiles(tmp_path)
+        living = SwapFiles(tmp_path)
         assert living.swept == 0 and len(files_in(tmp_path)) >= 3, "a living process's rows are its own"
         child.send_signal(signal.SIGKILL)
         child.wait()
         child.stdout.close()
         assert len(files_in(tmp_path)) >= 3
-        assert ParkFiles(tmp_path).swept >= 3 and not files_in(tmp_path)
+        assert SwapFiles(tmp_path).swept >= 3 and not files_in(tmp_path)
     assert mine.read_text() == "mine"
 
 
@@ -390,11 +397,11 @@ def test_only_rows_are_swept(tmp_path: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     other = tmp_path / f".model.{dead.pid}.0123abcd.tmp"
-    row = tmp_path / f".{NAME}5.{dead.pid}.0123abcd.tmp"
+    row = tmp_path / f".{FILE_PREFIX}5.{dead.pid}.0123abcd.tmp"
     half = tmp_path / f".{row.name}.{dead.pid}.0123abcd.tmp"
     for path in (other, row, half):
         path.write_bytes(b"")
-    assert ParkFiles(tmp_path).swept == 2
+    assert SwapFiles(tmp_path).swept == 2
     assert files_in(tmp_path) == [other]
 
 
@@ -402,10 +409,10 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(ConfigError, match="park_dir"):
-        ParkFiles(file)
+        SwapFiles(file)
     with pytest.raises(ConfigError, match="park_dir"):
-        ParkFiles(file / "below")
-    made = ParkFiles(tmp_path / "new" / "folder")
+        SwapFiles(file / "below")
+    made = SwapFiles(tmp_path / "new" / "folder")
     assert made.folder.stat().st_mode & 0o777 == 0o700
 
 
@@ -432,7 +439,7 @@ def test_any_order_of_moves_gives_every_row_its_bytes(tmp_path: Path, seed: int)
                 keys.remove(key)
                 assert desk.wake(key) == content(key, nbytes)
             else:
-                desk.parking.fetch(key)
+                desk.parking.prefetch(key)
         desk.parking.poll()
         desk.parking.check()
         assert sorted(desk.states()) == sorted(keys)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvad.cache.memory import Memory
+from kvad.cache.memory import KVCache
 from kvad.cache.planning import plan_memory
-from kvad.cache.sizing import CacheConfig, group_bytes, groups
-from kvad.config import ModelConfig, mixers
+from kvad.cache.sizing import CacheConfig, build_groups, group_bytes
+from kvad.config import ModelConfig, attention_specs
 from kvad.errors import ConfigError
 from tests.models import model_config, pair_config
 
@@ -49,11 +49,11 @@ def cache_of(policy: str, layout: str, formats: dict[str, str], **change: object
 
 
 def allocated(config: ModelConfig, cache: CacheConfig) -> tuple[int, int, int]:
-    memory = Memory(groups(mixers(config), cache), rotate=cache.rotate)
-    assert sum(leaf.nbytes for leaf in memory.leaves()) == (
-        memory.payload_bytes() + memory.scale_bytes() + memory.column_bytes()
+    memory = KVCache(build_groups(attention_specs(config), cache), rope_at=cache.rope_at)
+    assert sum(leaf.nbytes for leaf in memory.tensors()) == (
+        memory.payload_bytes() + memory.scale_bytes() + memory.metadata_bytes()
     )
-    return memory.payload_bytes(), memory.scale_bytes(), memory.column_bytes()
+    return memory.payload_bytes(), memory.scale_bytes(), memory.metadata_bytes()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -61,12 +61,12 @@ def allocated(config: ModelConfig, cache: CacheConfig) -> tuple[int, int, int]:
 def test_plan_and_memory_agree_to_the_byte(policy: str, layout: str) -> None:
     if layout == "contiguous" and ("hierarchy" in policy or "quest" in policy or "spilled" in policy):
         with pytest.raises(ConfigError, match=r"take cache\.layout='paged'"):
-            groups(mixers(MODELS["decoder"]), cache_of(policy, layout, {}))
+            build_groups(attention_specs(MODELS["decoder"]), cache_of(policy, layout, {}))
         return
     for name, config in MODELS.items():
         for formats in FORMATS:
             cache = cache_of(policy, layout, formats)
-            sizes = [group_bytes(group) for group in groups(mixers(config), cache)]
+            sizes = [group_bytes(group) for group in build_groups(attention_specs(config), cache)]
             planned = tuple(sum(getattr(size, part) for size in sizes) for part in ("payload", "scales", "columns"))
             assert allocated(config, cache) == planned, (name, formats)
             assert plan_memory(config, cache, weights_dtype="float32").pool == sum(planned), (name, formats)

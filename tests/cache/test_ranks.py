@@ -9,27 +9,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvad.cache.cuts import best_of, ranks_of
-from kvad.cache.policy import ALWAYS, Scored, Seen, Sinks
+from kvad.cache.cuts import eviction_scores, top_slots
+from kvad.cache.policy import ALL_QUERIES, EvictionContext, EvictionPolicy, Sinks
 from kvad.cache.ranks import TOVA, HeavyHitters, KeyNorm, Random, SnapKV
-from kvad.config import MixerSpec
-from kvad.step import Mark, Reach
+from kvad.config import AttentionSpec
+from kvad.step import AttentionPattern, TokenPositions
 from tests.presses.tensors import HEADS, KV_HEADS, TOKENS, attention, keys
 
 KEPT = json.loads((Path(__file__).parents[1] / "presses" / "kept.json").read_text("utf-8"))
 
 
-def seen(mass: Tensor | None, held: Tensor | None = None, *, now: int | None = None, layer: int = 0) -> Seen:
+def seen(mass: Tensor | None, held: Tensor | None = None, *, now: int | None = None, layer: int = 0) -> EvictionContext:
     """mass [K, m] of the first m positions; ``held`` [K, m, D]."""
     shape = mass if mass is not None else held
     assert shape is not None
     many = shape.shape[1]
     positions = torch.arange(many).expand(shape.shape[0], -1)
-    return Seen(positions, mass, lambda: held, lambda: held, now or many, layer)  # type: ignore[arg-type, return-value]
+    return EvictionContext(positions, mass, lambda: held, lambda: held, now or many, layer)  # type: ignore[arg-type, return-value]
 
 
-def stays(policy: Scored, what: Seen, bits: int = 30) -> list[list[int]]:
-    return best_of(ranks_of(policy, what, bits), min(policy.budget, what.positions.shape[1])).tolist()
+def stays(policy: EvictionPolicy, what: EvictionContext, bits: int = 30) -> list[list[int]]:
+    return top_slots(eviction_scores(policy, what, bits), min(policy.budget, what.positions.shape[1])).tolist()
 
 
 # ---------------------------------------------------------------- by hand
@@ -86,15 +86,15 @@ def test_equals_are_told_apart_by_age_and_not_by_rounding() -> None:
 # ---------------------------------------------------------------- kvpress
 
 
-def watched(policy: Scored, seed: int) -> Seen:
+def watched(policy: EvictionPolicy, seed: int) -> EvictionContext:
     """What the queries that count leave behind, summed over the heads of a group."""
     weights = attention(seed)[0]
-    queries = weights if policy.watch == ALWAYS else weights[:, TOKENS - policy.watch :]
+    queries = weights if policy.observed_queries == ALL_QUERIES else weights[:, TOKENS - policy.observed_queries :]
     mass = queries.sum(1).unflatten(0, (KV_HEADS, HEADS // KV_HEADS)).sum(1)
-    return seen(mass if policy.watch else None, keys(seed)[0]) if not policy.watch else seen(mass)
+    return seen(mass if policy.observed_queries else None, keys(seed)[0]) if not policy.observed_queries else seen(mass)
 
 
-def policy_like(press: str, budget: int) -> Scored:
+def policy_like(press: str, budget: int) -> EvictionPolicy:
     made = {
         "snapkv": SnapKV(budget, every=8, window=6, kernel=5),
         "tova": TOVA(budget, every=8),
@@ -115,9 +115,9 @@ def test_the_same_tokens_stay_as_under_kvpress(name: str) -> None:
 def test_sinks_are_what_kvpress_calls_streaming(name: str) -> None:
     """What the last query sees of a row under ``sinks(4, n)``."""
     for kept in KEPT[name]:
-        mixer = Sinks(4, len(kept) - 4).narrow(MixerSpec(True, None, 2, 4, 4), 4)
+        mixer = Sinks(4, len(kept) - 4).restrict(AttentionSpec(True, None, 2, 4, 4), 4)
         every = torch.arange(TOKENS)
-        seen_by_last = Reach.of(mixer).allows(Mark(every[-1:]), Mark(every))[0]
+        seen_by_last = AttentionPattern.from_spec(mixer).visible(TokenPositions(every[-1:]), TokenPositions(every))[0]
         assert every[seen_by_last].tolist() == kept
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvad.cache.replacement import REPLACEMENTS, Arc, Lru
+from kvad.cache.replacement import EVICTION_ORDERS, ARCOrder, LRUOrder
 
 
 def cache(kind, limit, requests, size=lambda key: 1):
@@ -12,7 +12,7 @@ def cache(kind, limit, requests, size=lambda key: 1):
     order, used, hits = kind(limit), 0, 0
     for key in requests:
         if key in order.sizes:
-            order.use(key)
+            order.touch(key)
             hits += 1
             continue
         while used + size(key) > limit:
@@ -26,12 +26,12 @@ def cache(kind, limit, requests, size=lambda key: 1):
 
 
 def test_lru_is_the_order_of_use():
-    order = Lru(3)
+    order = LRUOrder(3)
     for key in "abc":
         order.add(key, 1)
-    order.use("a")
+    order.touch("a")
     assert list(order.victims()) == ["b", "c", "a"]
-    order.gone("c")
+    order.remove("c")
     assert list(order.victims()) == ["b", "a"]
 
 
@@ -40,18 +40,18 @@ def test_a_long_scan_does_not_push_out_what_is_asked_for_again():
     requests = hot * 3 + [
         each for i in range(300) for each in ([f"scan{i}"] + ([hot[i // 3 % 5]] if i % 3 == 0 else []))
     ]
-    assert cache(Arc, 10, requests) > 1.5 * cache(Lru, 10, requests)
+    assert cache(ARCOrder, 10, requests) > 1.5 * cache(LRUOrder, 10, requests)
 
 
 def test_recent_use_wins_where_nothing_is_used_often():
     requests = [f"{(i // 40) * 8 + i % 8}" for i in range(4000)]
-    assert cache(Arc, 10, requests) >= 0.9 * cache(Lru, 10, requests)
+    assert cache(ARCOrder, 10, requests) >= 0.9 * cache(LRUOrder, 10, requests)
 
 
-@pytest.mark.parametrize("name", REPLACEMENTS)
+@pytest.mark.parametrize("name", EVICTION_ORDERS)
 @pytest.mark.parametrize("seed", range(5))
 def test_every_entry_is_somewhere_once(name, seed):
-    rng, order, sizes = random.Random(seed), REPLACEMENTS[name](100), {}
+    rng, order, sizes = random.Random(seed), EVICTION_ORDERS[name](100), {}
     for _ in range(3000):
         key = str(rng.randrange(40))
         if key not in sizes:
@@ -63,12 +63,12 @@ def test_every_entry_is_somewhere_once(name, seed):
             order.add(key, size)
             sizes[key] = size
         elif rng.random() < 0.8:
-            order.use(key)
+            order.touch(key)
         else:
-            order.gone(key)
+            order.remove(key)
             del sizes[key]
         assert dict(order.sizes) == sizes and sorted(order.victims()) == sorted(sizes)
-        if isinstance(order, Arc):
+        if isinstance(order, ARCOrder):
             assert {**order.once, **order.often} == sizes and not set(order.once) & set(order.often)
             queues = (order.once, order.often, order.left_once, order.left_often)
             assert all(queue.total == sum(queue.values()) for queue in queues)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from kvad.aside import aside
-from kvad.cache.disk import Disk
+from kvad.aside import temp_path
+from kvad.cache.disk import FileSystem
 from kvad.cache.entry import Section
-from kvad.cache.shelf import FAILURES, LOCK, Shelf, sweep
-from kvad.errors import ConfigError, EntryError
+from kvad.cache.shelf import LOCK_NAME, MAX_FAILURES, DiskBlockStore, remove_leftovers
+from kvad.errors import ConfigError, StorageError
 from tests.cache.disks import FailingDisk, ForgetfulDisk
 
 BLOCK = 20_000
@@ -31,18 +31,18 @@ def get(shelf, number):
     """Whether it came; what came is right."""
 
     def read(header, section):
-        return header.facts["number"], bytes(section("0"))
+        return header.metadata["number"], bytes(section("0"))
 
     try:
         found, data = shelf.get(f"{number:08x}", read)
-    except (EntryError, OSError):
+    except (StorageError, OSError):
         return False
     assert found == number and data == bytes([number % 256]) * len(data) and data
     return True
 
 
 def make(folder, limit=1 << 20, **more):
-    return Shelf(folder, limit, reserve=0, **more)
+    return DiskBlockStore(folder, limit, reserve=0, **more)
 
 
 def test_what_is_put_is_got_also_by_the_next_process(tmp_path):
@@ -51,7 +51,7 @@ def test_what_is_put_is_got_also_by_the_next_process(tmp_path):
     assert get(shelf, 1) and get(shelf, 2) and not get(shelf, 3)
     shelf.release()
     again = make(tmp_path / "new" / "tier")
-    assert get(again, 1) and again.stats().entries == 2 and again.stats().bytes == shelf.stats().bytes
+    assert get(again, 1) and again.stats().num_blocks == 2 and again.stats().bytes == shelf.stats().bytes
     modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new" / "tier").iterdir()}
     assert modes == {0o600} and stat.S_IMODE((tmp_path / "new" / "tier").stat().st_mode) == 0o700
 
@@ -63,24 +63,26 @@ def test_it_is_bounded_and_the_least_used_goes_first(tmp_path):
     get(shelf, 0)
     for number in range(4, 7):
         put(shelf, number)
-        assert shelf.stats().bytes <= shelf.limit
+        assert shelf.stats().bytes <= shelf.max_bytes
         assert sum(path.stat().st_size for path in tmp_path.glob("*.kv")) == shelf.stats().bytes
     assert f"{0:08x}" in shelf and f"{1:08x}" not in shelf and shelf.stats().evictions
-    assert not put(shelf, 99, size=1 << 20) and shelf.stats().refused == 1
+    assert not put(shelf, 99, size=1 << 20) and shelf.stats().num_refused == 1
     shelf.release()
     smaller = make(tmp_path, 2 * (BLOCK + 2000))
-    assert smaller.stats().bytes <= smaller.limit and smaller.stats().entries == 2 and get(smaller, 6)
+    assert smaller.stats().bytes <= smaller.max_bytes and smaller.stats().num_blocks == 2 and get(smaller, 6)
 
 
 def test_what_is_pinned_stays(tmp_path):
     shelf = make(tmp_path, 12 * BLOCK)
     put(shelf, 0)
-    shelf.keep([f"{0:08x}"])
+    shelf.pin([f"{0:08x}"])
     for number in range(1, 30):
         put(shelf, number)
     assert get(shelf, 0) and shelf.stats().pinned == 1
-    shelf.keep([f"{number:08x}" for number in range(30) if f"{number:08x}" in shelf])
-    assert not put(shelf, 100) and not shelf.stats().off, "all is pinned: there is no room, and that is no failure"
+    shelf.pin([f"{number:08x}" for number in range(30) if f"{number:08x}" in shelf])
+    assert not put(shelf, 100) and not shelf.stats().disabled_reason, (
+        "all is pinned: there is no room, and that is no failure"
+    )
 
 
 def test_what_is_pinned_stays_when_the_folder_is_opened_with_less(tmp_path):
@@ -89,7 +91,7 @@ def test_what_is_pinned_stays_when_the_folder_is_opened_with_less(tmp_path):
         put(shelf, number)
     shelf.release()
     smaller = make(tmp_path, 1, pinned=lambda: [f"{2:08x}"])
-    assert smaller.order() == (f"{2:08x}",) and get(smaller, 2) and smaller.stats().pinned == 1
+    assert smaller.eviction_order() == (f"{2:08x}",) and get(smaller, 2) and smaller.stats().pinned == 1
     assert not put(smaller, 9), "more is pinned than it may hold: nothing comes in"
 
 
@@ -101,12 +103,12 @@ def test_a_budget_of_nothing_is_refused(tmp_path, limit):
 
 def test_room_on_the_disk_is_left_for_others(tmp_path, caplog):
     disk = FailingDisk()
-    disk.free = lambda folder: 100_000
-    shelf = Shelf(tmp_path, 1 << 20, reserve=90_000, disk=disk)
+    disk.free_bytes = lambda folder: 100_000
+    shelf = DiskBlockStore(tmp_path, 1 << 20, reserve=90_000, disk=disk)
     with caplog.at_level(logging.WARNING):
         assert not put(shelf, 1) and not put(shelf, 2)
-    assert shelf.stats().refused == 2 and len(caplog.records) == 1 and not shelf.stats().off
-    disk.free = lambda folder: 1 << 30
+    assert shelf.stats().num_refused == 2 and len(caplog.records) == 1 and not shelf.stats().disabled_reason
+    disk.free_bytes = lambda folder: 1 << 30
     assert put(shelf, 1)
 
 
@@ -117,7 +119,7 @@ def test_names_that_are_not_ours_are_left_alone(tmp_path):
     (tmp_path / "00ff.kv").symlink_to("/etc/passwd")
     (tmp_path / "00fe.kv").mkdir()
     shelf = make(tmp_path, 10)
-    assert shelf.stats().entries == 0
+    assert shelf.stats().num_blocks == 0
     assert len(list(tmp_path.iterdir())) == 9
     with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
         shelf.get("00ff", lambda header, section: header)
@@ -127,12 +129,12 @@ def test_what_dead_writers_left_is_swept_away(tmp_path):
     make(tmp_path).release()
     dead = tmp_path / ".00aa.kv.999999.0123abcd.tmp"
     dead.write_bytes(b"half")
-    ours = aside(tmp_path / "00bb.kv", "tmp")
+    ours = temp_path(tmp_path / "00bb.kv", "tmp")
     ours.write_bytes(b"half")
     other = tmp_path / ".notes.999999.0123abcd.tmp"
     other.write_bytes(b"not the tier's")
     shelf = make(tmp_path)
-    assert not dead.exists() and ours.exists() and other.exists() and shelf.stats().swept == 1
+    assert not dead.exists() and ours.exists() and other.exists() and shelf.stats().num_removed == 1
 
 
 @pytest.mark.parametrize("change", ["flip", "cut", "long", "other", "empty"])
@@ -145,7 +147,7 @@ def test_a_damaged_entry_is_a_miss_once(tmp_path, change):
         raw[-50] ^= 4
     path.write_bytes({"cut": raw[:-10], "long": raw + b"0", "other": b"#!/bin/sh" * 50, "empty": b""}.get(change, raw))
     assert not get(shelf, 1)
-    assert sum(shelf.stats().misses.values()) == 1 and not shelf.stats().off
+    assert sum(shelf.stats().misses.values()) == 1 and not shelf.stats().disabled_reason
     assert path.exists() == (change == "other"), "what is not ours is left as it is"
     assert f"{1:08x}" not in shelf and put(shelf, 1) and get(shelf, 1)
 
@@ -185,7 +187,7 @@ def test_whichever_operation_fails_nothing_wrong_comes_and_the_next_start_is_fin
         except OSError:
             refused += 1
         shelf = make(folder)
-        assert not shelf.stats().off
+        assert not shelf.stats().disabled_reason
         for number in range(6):
             get(shelf, number)
         shelf.release()
@@ -199,7 +201,7 @@ def test_a_disk_that_goes_on_failing_is_left_alone_and_said_so_once(tmp_path, k,
             stats = life(tmp_path, FailingDisk(k, on=True))
         except OSError:
             return
-    assert stats.off and 1 <= len([r for r in caplog.records if "failed" in r.message]) <= 2
+    assert stats.disabled_reason and 1 <= len([r for r in caplog.records if "failed" in r.message]) <= 2
 
 
 def test_reads_that_fail_close_it_after_a_few(tmp_path):
@@ -210,8 +212,8 @@ def test_reads_that_fail_close_it_after_a_few(tmp_path):
     disk.k, disk.on, disk.which, disk.count = 0, True, ("read",), 0
     for number in range(8):
         assert not get(shelf, number)
-    assert disk.failed <= FAILURES + 8 and shelf.stats().off and f"{7:08x}" not in shelf
-    assert shelf.stats().misses["failed"] >= FAILURES
+    assert disk.failed <= MAX_FAILURES + 8 and shelf.stats().disabled_reason and f"{7:08x}" not in shelf
+    assert shelf.stats().misses["failed"] >= MAX_FAILURES
 
 
 def test_an_entry_whose_reading_failed_is_not_tried_again(tmp_path):
@@ -220,7 +222,7 @@ def test_an_entry_whose_reading_failed_is_not_tried_again(tmp_path):
     put(shelf, 1)
     disk.k, disk.which, disk.count = 0, ("read",), 0
     assert not get(shelf, 1)
-    assert f"{1:08x}" not in shelf and not shelf.stats().off
+    assert f"{1:08x}" not in shelf and not shelf.stats().disabled_reason
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -229,8 +231,8 @@ def test_after_a_power_cut_every_entry_is_right_or_refused(tmp_path, seed):
     shelf = make(tmp_path, 4 * (BLOCK + 2000), disk=disk)
     for number in range(6):
         put(shelf, number)
-    kept = shelf.order()[:2]
-    shelf.keep(kept)
+    kept = shelf.eviction_order()[:2]
+    shelf.pin(kept)
     shelf.release()
     disk.power_cut()
     again = make(tmp_path)
@@ -291,9 +293,9 @@ def test_one_process_holds_it_once(tmp_path):
 
 def test_sweeping_is_safe_while_another_writes(tmp_path):
     shelf = make(tmp_path)
-    disk = Disk()
-    half = aside(tmp_path / "00cc.kv", "tmp")
+    disk = FileSystem()
+    half = temp_path(tmp_path / "00cc.kv", "tmp")
     file = disk.create(half)
-    assert sweep(tmp_path) == 0 and half.exists()
+    assert remove_leftovers(tmp_path) == 0 and half.exists()
     disk.close(file)
-    assert (tmp_path / LOCK).exists() and shelf.stats().swept == 0
+    assert (tmp_path / LOCK_NAME).exists() and shelf.stats().num_removed == 0

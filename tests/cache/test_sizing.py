@@ -7,24 +7,24 @@ from typing import Any
 
 import pytest
 
-from kvad.cache.sizing import CacheConfig, Group, group_bytes, groups
-from kvad.config import MixerSpec
+from kvad.cache.sizing import CacheConfig, CacheGroup, build_groups, group_bytes
+from kvad.config import AttentionSpec
 from kvad.errors import ConfigError
 
-FULL = MixerSpec(True, None, 2, 8, 8)
-LOCAL = MixerSpec(True, 6, 2, 8, 8)
+FULL = AttentionSpec(True, None, 2, 8, 8)
+LOCAL = AttentionSpec(True, 6, 2, 8, 8)
 
 
 def test_layers_with_equal_specs_share_a_group_in_order_of_first_layer() -> None:
-    placed = groups([LOCAL, LOCAL, FULL, LOCAL, FULL], CacheConfig(capacity=64))
-    assert [(group.mixer, group.layers) for group in placed] == [(LOCAL, (0, 1, 3)), (FULL, (2, 4))]
-    assert groups([], CacheConfig(capacity=64)) == ()
+    placed = build_groups([LOCAL, LOCAL, FULL, LOCAL, FULL], CacheConfig(max_seq_len=64))
+    assert [(group.spec, group.layers) for group in placed] == [(LOCAL, (0, 1, 3)), (FULL, (2, 4))]
+    assert build_groups([], CacheConfig(max_seq_len=64)) == ()
 
 
 def test_a_full_paged_group_holds_every_row_at_its_longest() -> None:
-    (group,) = groups([FULL], CacheConfig(rows=3, capacity=33, block_size=16))
-    assert group == Group(FULL, (0,), block_size=16, blocks=3 * 3 + 2, blocks_per_row=3)
-    assert group.usable == 9
+    (group,) = build_groups([FULL], CacheConfig(max_num_seqs=3, max_seq_len=33, block_size=16))
+    assert group == CacheGroup(FULL, (0,), block_size=16, num_blocks=3 * 3 + 2, max_blocks_per_seq=3)
+    assert group.num_usable_blocks == 9
 
 
 @pytest.mark.parametrize(
@@ -41,44 +41,51 @@ def test_a_full_paged_group_holds_every_row_at_its_longest() -> None:
 def test_a_paged_window_holds_window_and_chunk_and_a_block(
     window: int, chunk: int, capacity: int, per_row: int
 ) -> None:
-    config = CacheConfig(rows=5, capacity=capacity, block_size=4, chunk=chunk)
-    (group,) = groups([LOCAL._replace(window=window)], config)
-    assert (group.block_size, group.blocks_per_row, group.blocks) == (4, per_row, 5 * per_row + 2)
+    config = CacheConfig(max_num_seqs=5, max_seq_len=capacity, block_size=4, prefill_chunk_size=chunk)
+    (group,) = build_groups([LOCAL._replace(window=window)], config)
+    assert (group.block_size, group.max_blocks_per_seq, group.num_blocks) == (4, per_row, 5 * per_row + 2)
 
 
 def test_an_explicit_count_scales_the_full_group_only() -> None:
-    local, full = groups([LOCAL, FULL], CacheConfig(rows=2, capacity=64, block_size=4, chunk=4, blocks=7))
-    assert (local.blocks, full.blocks) == (2 * 4 + 2, 7 + 2)
-    assert full.blocks_per_row == 16
+    local, full = build_groups(
+        [LOCAL, FULL], CacheConfig(max_num_seqs=2, max_seq_len=64, block_size=4, prefill_chunk_size=4, num_blocks=7)
+    )
+    assert (local.num_blocks, full.num_blocks) == (2 * 4 + 2, 7 + 2)
+    assert full.max_blocks_per_seq == 16
 
 
 def test_contiguous_is_one_block_per_row() -> None:
-    local, full = groups([LOCAL, FULL], CacheConfig(layout="contiguous", rows=3, capacity=50, chunk=8))
-    assert full == Group(FULL, (1,), block_size=50, blocks=5, blocks_per_row=1)
-    assert local == Group(LOCAL, (0,), block_size=13, blocks=5, blocks_per_row=1)
-    (wide,) = groups([LOCAL._replace(window=48)], CacheConfig(layout="contiguous", rows=3, capacity=50, chunk=8))
+    local, full = build_groups(
+        [LOCAL, FULL], CacheConfig(layout="contiguous", max_num_seqs=3, max_seq_len=50, prefill_chunk_size=8)
+    )
+    assert full == CacheGroup(FULL, (1,), block_size=50, num_blocks=5, max_blocks_per_seq=1)
+    assert local == CacheGroup(LOCAL, (0,), block_size=13, num_blocks=5, max_blocks_per_seq=1)
+    (wide,) = build_groups(
+        [LOCAL._replace(window=48)],
+        CacheConfig(layout="contiguous", max_num_seqs=3, max_seq_len=50, prefill_chunk_size=8),
+    )
     assert wide.block_size == 50  # the ring is no longer than the row
 
 
 def test_bytes_by_hand() -> None:
-    mixer = MixerSpec(True, None, 3, 8, 4)
-    config = CacheConfig(rows=2, capacity=32, block_size=16, dtype="bfloat16")
-    (group,) = groups([mixer, mixer], config)
+    mixer = AttentionSpec(True, None, 3, 8, 4)
+    config = CacheConfig(max_num_seqs=2, max_seq_len=32, block_size=16, dtype="bfloat16")
+    (group,) = build_groups([mixer, mixer], config)
     sizes = group_bytes(group)
     per_token = 2 * 3 * (8 + 4) * 2  # layers, heads, key and value, bytes
     slots = (2 * 2 + 2) * 16
     assert sizes.payload == slots * per_token
-    assert sizes.columns == slots * 8
-    assert (sizes.per_token_payload, sizes.per_token_columns) == (per_token, 8)
-    assert sizes.per_row == 32 * (per_token + 8)
-    assert sizes.total == sizes.payload + sizes.columns
+    assert sizes.metadata == slots * 8
+    assert (sizes.per_token_payload, sizes.per_token_metadata) == (per_token, 8)
+    assert sizes.per_seq == 32 * (per_token + 8)
+    assert sizes.total == sizes.payload + sizes.metadata
 
 
 def test_the_notes_example_is_three_gibibytes() -> None:
     """Document 004: 24 layers, 32 heads of 64, 8,192 tokens, float32 ("about 4 GB")."""
-    (group,) = groups([MixerSpec(True, None, 32, 64, 64)] * 24, CacheConfig(rows=1, capacity=8192))
+    (group,) = build_groups([AttentionSpec(True, None, 32, 64, 64)] * 24, CacheConfig(max_num_seqs=1, max_seq_len=8192))
     assert group_bytes(group).per_token_payload * 8192 == 3_221_225_472
-    halved = group._replace(keys="bfloat16", values="bfloat16")
+    halved = group._replace(key_format="bfloat16", value_format="bfloat16")
     assert group_bytes(halved).per_token_payload * 8192 == 3_221_225_472 // 2
 
 
@@ -87,30 +94,34 @@ def test_the_notes_example_is_three_gibibytes() -> None:
     [("float32", 256, 0), ("fp8-e4m3", 64, 0), ("int8", 64, 4), ("int4", 32, 8)],
 )
 def test_a_head_of_64_in_every_format(name: str, payload: int, scales: int) -> None:
-    config = CacheConfig(rows=1, capacity=64, keys=name)
-    (group,) = groups([MixerSpec(True, None, 1, 64, 64)], config)
+    config = CacheConfig(max_num_seqs=1, max_seq_len=64, key_dtype=name)
+    (group,) = build_groups([AttentionSpec(True, None, 1, 64, 64)], config)
     size = group_bytes(group)
     assert (size.per_token_payload, size.per_token_scales) == (payload + 256, scales)
-    (group,) = groups([MixerSpec(True, None, 1, 64, 64)], CacheConfig(rows=1, capacity=64, dtype=name))
+    (group,) = build_groups(
+        [AttentionSpec(True, None, 1, 64, 64)], CacheConfig(max_num_seqs=1, max_seq_len=64, dtype=name)
+    )
     assert group_bytes(group).per_token_payload == 2 * payload
 
 
 @pytest.mark.parametrize(("name", "most"), [("int8", 0.27), ("int4", 0.16), ("fp8-e4m3", 0.25), ("fp8-e5m2", 0.25)])
 def test_what_a_format_takes_of_float32_scales_included(name: str, most: float) -> None:
     for dim, kv_heads in ((64, 3), (128, 8)):
-        mixer = MixerSpec(True, None, kv_heads, dim, dim)
+        mixer = AttentionSpec(True, None, kv_heads, dim, dim)
         packed, plain = (
-            group_bytes(groups([mixer] * 5, CacheConfig(rows=4, capacity=1024, dtype=dtype))[0])
+            group_bytes(build_groups([mixer] * 5, CacheConfig(max_num_seqs=4, max_seq_len=1024, dtype=dtype))[0])
             for dtype in (name, "float32")
         )
         assert packed.payload + packed.scales <= most * plain.payload
 
 
 def test_channels_by_hand() -> None:
-    (group,) = groups([MixerSpec(True, None, 1, 64, 64)], CacheConfig(rows=1, capacity=64, block_size=16))
-    size = group_bytes(group._replace(keys="int4-channel", values="int4"))
-    assert size.payload == group.blocks * 16 * (32 + 32)
-    assert size.scales == group.blocks * (64 * (2 + 2) + 16 * (4 + 4))
+    (group,) = build_groups(
+        [AttentionSpec(True, None, 1, 64, 64)], CacheConfig(max_num_seqs=1, max_seq_len=64, block_size=16)
+    )
+    size = group_bytes(group._replace(key_format="int4-channel", value_format="int4"))
+    assert size.payload == group.num_blocks * 16 * (32 + 32)
+    assert size.scales == group.num_blocks * (64 * (2 + 2) + 16 * (4 + 4))
     assert size.per_token_scales == (256 + 128) // 16
 
 
@@ -125,21 +136,24 @@ def test_channels_by_hand() -> None:
 )
 def test_levels_hold_what_a_row_can_send_there(capacity: int, per_row: tuple[int, ...]) -> None:
     policy = "hierarchy(12, packed=16, summaries=16, ratio=4, every=8, sinks=4)"
-    made = groups([FULL], CacheConfig(rows=1, capacity=capacity, block_size=4, policy=policy))
-    assert tuple(group.blocks_per_row for group in made) == per_row
+    made = build_groups([FULL], CacheConfig(max_num_seqs=1, max_seq_len=capacity, block_size=4, policy=policy))
+    assert tuple(group.max_blocks_per_seq for group in made) == per_row
 
 
 @pytest.mark.parametrize("policy", ["hierarchy(8)", "0: full; hierarchy(8, packed=0, summaries=8)", "quest(8)"])
 def test_what_needs_blocks_is_refused_where_a_row_is_one(policy: str) -> None:
     with pytest.raises(ConfigError, match=r"cache.policy: (hierarchy|quest)\(8.*(whole blocks|none to choose)"):
-        groups([FULL, FULL], CacheConfig(capacity=64, layout="contiguous", policy=policy))
+        build_groups([FULL, FULL], CacheConfig(max_seq_len=64, layout="contiguous", policy=policy))
 
 
 def test_int4_needs_pairs() -> None:
-    odd = MixerSpec(True, None, 2, 8, 7)
+    odd = AttentionSpec(True, None, 2, 8, 7)
     with pytest.raises(ConfigError, match=r"values: int4 packs two numbers into a byte, and the values of layer 1"):
-        groups([FULL, odd], CacheConfig(capacity=8, values="int4"))
-    assert groups([FULL, odd], CacheConfig(capacity=8, keys="int4", values="int8"))[1].values == "int8"
+        build_groups([FULL, odd], CacheConfig(max_seq_len=8, value_dtype="int4"))
+    assert (
+        build_groups([FULL, odd], CacheConfig(max_seq_len=8, key_dtype="int4", value_dtype="int8"))[1].value_format
+        == "int8"
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,18 +161,18 @@ def test_int4_needs_pairs() -> None:
     [
         ({"layout": "page"}, "cache.layout: 'page' .did you mean 'paged'"),
         ({"dtype": "bfloat"}, "cache.dtype: 'bfloat' .did you mean 'bfloat16'"),
-        ({"keys": "int9"}, "cache.keys: 'int9' .did you mean 'int8'"),
-        ({"values": "fp8-e4m2"}, "cache.values: 'fp8-e4m2' .did you mean 'fp8-e"),
-        ({"values": "int4-channel"}, "cache.values: int4-channel is for keys.*cache.values='int4'"),
-        ({"keys": "int4-channel", "layout": "contiguous"}, "cache.keys: int4-channel packs whole blocks"),
+        ({"keys": "int9"}, "cache.key_dtype: 'int9' .did you mean 'int8'"),
+        ({"values": "fp8-e4m2"}, "cache.value_dtype: 'fp8-e4m2' .did you mean 'fp8-e"),
+        ({"values": "int4-channel"}, "cache.value_dtype: int4-channel is for keys.*cache.value_dtype='int4'"),
+        ({"keys": "int4-channel", "layout": "contiguous"}, "cache.key_dtype: int4-channel packs whole blocks"),
         ({"keys": "int4-channel", "policy": "tova(20)"}, "tova.20. takes tokens out of them"),
         ({"keys": "int4-channel", "policy": "window(4)"}, "int4-channel packs whole blocks once, and window"),
         ({"dtype": "int8-channel", "values": "int8"}, "cache.dtype: int8-channel packs whole blocks"),
-        ({"rows": 0}, "cache.rows: must be at least 1, found 0"),
-        ({"capacity": -3}, "cache.capacity: must be at least 1, found -3"),
-        ({"chunk": 0}, "cache.chunk"),
+        ({"rows": 0}, "cache.max_num_seqs: must be at least 1, found 0"),
+        ({"capacity": -3}, "cache.max_seq_len: must be at least 1, found -3"),
+        ({"chunk": 0}, "cache.prefill_chunk_size"),
         ({"block_size": 0}, "cache.block_size"),
-        ({"blocks": 0}, "cache.blocks: must be at least 1, found 0"),
+        ({"blocks": 0}, "cache.num_blocks: must be at least 1, found 0"),
         ({"blocks": 4, "layout": "contiguous"}, "one block per row"),
     ],
 )
@@ -169,9 +183,9 @@ def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], words: str) -
 
 def test_layers_that_cannot_be_cached_are_refused() -> None:
     with pytest.raises(ConfigError, match="layer 1 is bidirectional"):
-        groups([FULL, FULL._replace(causal=False)], CacheConfig(capacity=8))
+        build_groups([FULL, FULL._replace(causal=False)], CacheConfig(max_seq_len=8))
     with pytest.raises(ConfigError, match="no layer keeps all tokens"):
-        groups([LOCAL], CacheConfig(capacity=8, blocks=3))
+        build_groups([LOCAL], CacheConfig(max_seq_len=8, num_blocks=3))
 
 
 def test_no_torch() -> None:

@@ -14,23 +14,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvad.cache.blocks import LowestFirst
-from kvad.cache.disk import DISK, Disk
-from kvad.cache.sizing import CacheConfig, groups
-from kvad.cache.spilled import pieces, spilling
-from kvad.cache.spool import Run, Share, Spool, runs_of, sweep
-from kvad.config import mixers
+from kvad.cache.blocks import LowestFreeBlockPool
+from kvad.cache.disk import REAL_FILE_SYSTEM, FileSystem
+from kvad.cache.sizing import CacheConfig, build_groups
+from kvad.cache.spilled import block_slices, plan_offload
+from kvad.cache.spool import BlockRun, LevelLayout, OffloadFile, remove_offload_leftovers, split_runs
+from kvad.config import attention_specs
 from kvad.errors import ConfigError
 from tests.cache.disks import FailingDisk
 from tests.models import model_config
 
 LINE, LAYERS, RAM, ON_DISK = 48, 2, 3, 7
-SHARE = Share(LAYERS, LINE, RAM, ON_DISK, 4)
+SHARE = LevelLayout(LAYERS, LINE, RAM, ON_DISK, 4)
 
 
 @pytest.fixture
-def spool(tmp_path: Path) -> Iterator[Spool]:
-    made = Spool(SHARE, tmp_path, "0")
+def spool(tmp_path: Path) -> Iterator[OffloadFile]:
+    made = OffloadFile(SHARE, tmp_path, "0")
     yield made
     made.close()
 
@@ -39,27 +39,32 @@ def lines(seed: int, count: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, LINE), dtype=np.uint8)
 
 
-def fill(spool: Spool, seed: int = 0) -> dict[int, np.ndarray]:
+def fill(spool: OffloadFile, seed: int = 0) -> dict[int, np.ndarray]:
     """Every line of every layer, in two runs of each."""
     told = {}
     for layer in range(LAYERS):
         told[layer] = lines(seed + layer, RAM + ON_DISK)
-        spool.write(layer, spool.split(range(5)), told[layer][:5])
-        spool.write(layer, spool.split(range(5, 10)), told[layer][5:])
+        spool.write(layer, spool.split_runs(range(5)), told[layer][:5])
+        spool.write(layer, spool.split_runs(range(5, 10)), told[layer][5:])
     return told
 
 
-def read(spool: Spool, layer: int, numbers: list[int]) -> tuple[np.ndarray, dict[int, str]]:
+def read(spool: OffloadFile, layer: int, numbers: list[int]) -> tuple[np.ndarray, dict[int, str]]:
     into = lines(99, len(numbers))
-    return into, spool.read(layer, spool.split(numbers), into)
+    return into, spool.read(layer, spool.split_runs(numbers), into)
 
 
 def test_neighbours_are_read_together() -> None:
-    assert runs_of([4, 5, 6, -1, -1, 9], 6) == [Run(0, 4, 2), Run(2, 6, 1), Run(3, -1, 2), Run(5, 9, 1)]
-    assert runs_of([], 3) == [] and runs_of([7, 6], 3) == [Run(0, 7, 1), Run(1, 6, 1)]
+    assert split_runs([4, 5, 6, -1, -1, 9], 6) == [
+        BlockRun(0, 4, 2),
+        BlockRun(2, 6, 1),
+        BlockRun(3, -1, 2),
+        BlockRun(5, 9, 1),
+    ]
+    assert split_runs([], 3) == [] and split_runs([7, 6], 3) == [BlockRun(0, 7, 1), BlockRun(1, 6, 1)]
 
 
-def test_lines_come_back_from_memory_and_from_disk_in_any_order(spool: Spool) -> None:
+def test_lines_come_back_from_memory_and_from_disk_in_any_order(spool: OffloadFile) -> None:
     told, rng = fill(spool), random.Random(1)
     for _ in range(50):
         numbers = [rng.choice([-1, *range(10)]) for _ in range(rng.randint(1, 12))]
@@ -72,13 +77,13 @@ def test_lines_come_back_from_memory_and_from_disk_in_any_order(spool: Spool) ->
     assert [path.stat().st_size for path in spool.paths] == [ON_DISK * LINE] * LAYERS
 
 
-def test_what_is_written_again_is_what_is_read(spool: Spool) -> None:
+def test_what_is_written_again_is_what_is_read(spool: OffloadFile) -> None:
     fill(spool)
     told = fill(spool, 10)
     assert (read(spool, 1, list(range(10)))[0] == told[1]).all()
 
 
-def test_a_file_is_for_its_owner_and_ends_with_the_spool(spool: Spool) -> None:
+def test_a_file_is_for_its_owner_and_ends_with_the_spool(spool: OffloadFile) -> None:
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in spool.paths)
     spool.close()
     assert not any(path.exists() for path in spool.paths)
@@ -86,7 +91,7 @@ def test_a_file_is_for_its_owner_and_ends_with_the_spool(spool: Spool) -> None:
 
 
 @pytest.mark.parametrize("at", range(0, ON_DISK * LINE, 7))
-def test_a_flipped_bit_is_told_of_that_line_alone(spool: Spool, at: int) -> None:
+def test_a_flipped_bit_is_told_of_that_line_alone(spool: OffloadFile, at: int) -> None:
     told = fill(spool)
     with spool.paths[0].open("r+b") as file:
         file.seek(at)
@@ -101,7 +106,7 @@ def test_a_flipped_bit_is_told_of_that_line_alone(spool: Spool, at: int) -> None
 
 
 @pytest.mark.parametrize("length", range(0, ON_DISK * LINE, 16))
-def test_a_file_that_was_cut_gives_what_is_left(spool: Spool, length: int) -> None:
+def test_a_file_that_was_cut_gives_what_is_left(spool: OffloadFile, length: int) -> None:
     fill(spool)
     os.truncate(spool.paths[0], length)
     _, lost = read(spool, 0, list(range(10)))
@@ -111,7 +116,7 @@ def test_a_file_that_was_cut_gives_what_is_left(spool: Spool, length: int) -> No
 def test_a_lost_write_is_noticed(tmp_path: Path) -> None:
     """The disk says yes, and has the line of before."""
 
-    class Forgets(Disk):
+    class Forgets(FileSystem):
         forgets = False
 
         def write_at(self, file: int, data: object, offset: int) -> None:
@@ -119,7 +124,7 @@ def test_a_lost_write_is_noticed(tmp_path: Path) -> None:
                 super().write_at(file, data, offset)  # type: ignore[arg-type]
 
     disk = Forgets()
-    spool = Spool(SHARE, tmp_path, "0", disk)
+    spool = OffloadFile(SHARE, tmp_path, "0", disk)
     fill(spool)
     disk.forgets = True
     fill(spool, 10)
@@ -144,9 +149,9 @@ def work(folder: Path, disk: FailingDisk) -> None:
     """What is not told to be lost is what was written."""
     if disk.k is not None and disk.k < LAYERS:
         with pytest.raises(ConfigError, match=r"cannot spill to .* \(give another --spill-dir\)"):
-            Spool(SHARE, folder, "0", disk)
+            OffloadFile(SHARE, folder, "0", disk)
         return
-    spool = Spool(SHARE, folder, "0", disk)
+    spool = OffloadFile(SHARE, folder, "0", disk)
     told = fill(spool)
     for _ in range(2):
         for layer in range(LAYERS):
@@ -160,7 +165,7 @@ def work(folder: Path, disk: FailingDisk) -> None:
 
 def test_a_line_that_could_not_be_written_is_lost_until_it_is_written_again(tmp_path: Path) -> None:
     disk = FailingDisk(0, which=("write_at",), code=errno.ENOSPC)
-    spool = Spool(SHARE, tmp_path, "0", disk)
+    spool = OffloadFile(SHARE, tmp_path, "0", disk)
     fill(spool)
     assert read(spool, 0, [3, 4, 5])[1] == dict.fromkeys((0, 1), "it could not be written: No space left on device")
     told = fill(spool, 5)
@@ -169,7 +174,7 @@ def test_a_line_that_could_not_be_written_is_lost_until_it_is_written_again(tmp_
     spool.close()
 
 
-def test_files_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_path: Path, spool: Spool) -> None:
+def test_files_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_path: Path, spool: OffloadFile) -> None:
     script = (
         "import os, signal, sys; from pathlib import Path; from kvad.cache.spool import Spool, Share\n"
         f"s = Spool(Share{tuple(SHARE)}, Path(sys.argv[1]), '0'); os.kill(os.getpid(), signal.SIGKILL)"
@@ -178,7 +183,7 @@ def test_files_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_path: P
     other = tmp_path / "notes.txt"
     other.write_text("somebody else's")
     assert len(list(tmp_path.iterdir())) == 2 * LAYERS + 1
-    assert sweep(tmp_path) == LAYERS
+    assert remove_offload_leftovers(tmp_path) == LAYERS
     assert set(tmp_path.iterdir()) == {*spool.paths, other}
 
 
@@ -197,37 +202,42 @@ def test_a_process_that_ends_removes_its_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4", "bfloat16", "fp8-e4m3"])
 @pytest.mark.parametrize("heads", ["gqa", "mqa", "value-dim", "window-mix"])
 def test_a_spool_takes_what_the_plan_says(tmp_path: Path, dtype: str, heads: str) -> None:
-    cache = CacheConfig(capacity=96, rows=3, block_size=4, chunk=8, dtype=dtype, policy="spilled(16, every=8)")
-    placed = groups(mixers(model_config("rope", "pre", heads)), cache)
+    cache = CacheConfig(
+        max_seq_len=96, max_num_seqs=3, block_size=4, prefill_chunk_size=8, dtype=dtype, policy="spilled(16, every=8)"
+    )
+    placed = build_groups(attention_specs(model_config("rope", "pre", heads)), cache)
     for budget in (0, 1000, 20_000, 1 << 40):
-        plan = spilling(placed, budget)
-        assert plan.ram <= budget
+        plan = plan_offload(placed, budget)
+        assert plan.ram_bytes <= budget
         for number, share in plan.shares.items():
-            spool = Spool(share, tmp_path, str(number), DISK)
-            assert spool._ram.nbytes == share.layers * share.ram * share.line
+            spool = OffloadFile(share, tmp_path, str(number), REAL_FILE_SYSTEM)
+            assert spool._ram.nbytes == share.layers * share.ram * share.block_bytes
             assert len(spool._sums) * spool._sums.itemsize == 4 * share.layers * share.disk
-            assert share.ram + share.disk == placed[number].usable and share.tile >= cache.rows
-            every = pieces(placed[number])
+            assert share.ram + share.disk == placed[number].num_usable_blocks and share.tile >= cache.max_num_seqs
+            every = block_slices(placed[number])
             assert all(a.offset + a.nbytes <= b.offset for a, b in pairwise(every))
-            assert all(each.offset % 16 == 0 for each in every) and every[-1].offset + every[-1].nbytes <= share.line
+            assert (
+                all(each.offset % 16 == 0 for each in every)
+                and every[-1].offset + every[-1].nbytes <= share.block_bytes
+            )
             for layer in range(share.layers):
                 spool.write(
                     layer,
-                    spool.split(range(placed[number].usable)),
-                    np.ones((placed[number].usable, share.line), np.uint8),
+                    spool.split_runs(range(placed[number].num_usable_blocks)),
+                    np.ones((placed[number].num_usable_blocks, share.block_bytes), np.uint8),
                 )
-            assert sum(path.stat().st_size for path in spool.paths) == share.layers * share.disk * share.line
+            assert sum(path.stat().st_size for path in spool.paths) == share.layers * share.disk * share.block_bytes
             spool.close()
-        assert plan.disk if budget < 2000 else plan.disk == 0 or budget < 1 << 40
+        assert plan.disk_bytes if budget < 2000 else plan.disk_bytes == 0 or budget < 1 << 40
 
 
 def test_the_lowest_free_block_comes_first() -> None:
-    pool, rng, taken = LowestFirst(40), random.Random(3), list[int]()
+    pool, rng, taken = LowestFreeBlockPool(40), random.Random(3), list[int]()
     for _ in range(500):
         if taken and rng.random() < 0.45:
-            pool.release(taken.pop(rng.randrange(len(taken))))
+            pool.decref(taken.pop(rng.randrange(len(taken))))
         elif len(taken) < 38:
             lowest = min(set(range(2, 40)) - set(taken))
-            taken.append(pool.take()[0])
+            taken.append(pool.allocate()[0])
             assert taken[-1] == lowest
         pool.check()

@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 from kvad.cache.formats import FORMATS
-from kvad.cache.layout import Table
-from kvad.cache.memory import Memory
-from kvad.cache.sizing import CacheConfig, group_bytes, groups
-from kvad.cache.store import Store
-from kvad.config import MixerSpec
+from kvad.cache.layout import BlockTable
+from kvad.cache.memory import KVCache
+from kvad.cache.sizing import CacheConfig, build_groups, group_bytes
+from kvad.cache.store import LayerTensor
+from kvad.config import AttentionSpec
 from kvad.ops.quantize import CODECS
-from kvad.step import Moves
+from kvad.step import BlockOps
 
-TOKENWISE = [name for name, each in FORMATS.items() if not each.sealed]
+TOKENWISE = [name for name, each in FORMATS.items() if not each.is_blockwise]
 BLOCKS, HEADS, SIZE, DIM = 9, 2, 4, 6
 
 
-def filled(name: str) -> tuple[Store, Tensor]:
+def filled(name: str) -> tuple[LayerTensor, Tensor]:
     """A store whose every block is full, and its numbers [blocks, K, block_size, D] as they come back."""
-    store = Store(name, BLOCKS, HEADS, SIZE, DIM)
+    store = LayerTensor(name, BLOCKS, HEADS, SIZE, DIM)
     x = torch.randn(BLOCKS, HEADS, SIZE, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    store.pack(torch.arange(BLOCKS), x)
+    store.write_blocks(torch.arange(BLOCKS), x)
     return store, CODECS[name].decode(CODECS[name].encode(x), torch.float64)
 
 
@@ -38,7 +38,7 @@ def expected(whole: Tensor, blocks: list[list[int]]) -> Tensor:
 def test_a_read_follows_the_table(name: str, blocks: list[list[int]]) -> None:
     store, whole = filled(name)
     for slots in (SIZE * len(blocks[0]), 3):
-        table = Table(torch.tensor(blocks), SIZE, slots)
+        table = BlockTable(torch.tensor(blocks), SIZE, slots)
         got = store.read(table, torch.float64)
         assert torch.equal(got, expected(whole, blocks)[:, :, : table.slots])
 
@@ -48,25 +48,25 @@ def test_a_read_follows_the_table(name: str, blocks: list[list[int]]) -> None:
 @pytest.mark.parametrize("name", ["float64", "int8", "int4", "int8-channel", "int4-channel"])
 def test_tiles_side_by_side_are_the_read(name: str, blocks: list[list[int]], at_once: int) -> None:
     store, _ = filled(name)
-    table = Table(torch.tensor(blocks), SIZE, 3 if len(blocks[0]) == 1 else 99)
-    tiles = list(store.tiles(table, torch.float32, at_once))
+    table = BlockTable(torch.tensor(blocks), SIZE, 3 if len(blocks[0]) == 1 else 99)
+    tiles = list(store.read_tiles(table, torch.float32, at_once))
     assert torch.equal(torch.cat(tiles, dim=2), store.read(table, torch.float32))
     most = max(SIZE, at_once // SIZE * SIZE) if len(blocks[0]) > 1 else at_once
     assert max(tile.shape[2] for tile in tiles) <= most
-    assert table.pieces(at_once) is table.pieces(at_once), "made once, for every layer"
+    assert table.tiles(at_once) is table.tiles(at_once), "made once, for every layer"
 
 
 def test_a_plain_read_is_a_view_where_rows_stand_side_by_side() -> None:
     store, _ = filled("float64")
-    view = store.read(Table(torch.tensor([[2], [3]]), SIZE, SIZE), torch.float64)
+    view = store.read(BlockTable(torch.tensor([[2], [3]]), SIZE, SIZE), torch.float64)
     assert view.untyped_storage().data_ptr() == store.data.untyped_storage().data_ptr()
-    (tile, _) = store.tiles(Table(torch.tensor([[2], [3]]), SIZE, SIZE), torch.float64, 2)
+    (tile, _) = store.read_tiles(BlockTable(torch.tensor([[2], [3]]), SIZE, SIZE), torch.float64, 2)
     assert tile.untyped_storage().data_ptr() == store.data.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("name", TOKENWISE)
 def test_slots_are_written_one_by_one_or_together(name: str) -> None:
-    together, apart = Store(name, BLOCKS, HEADS, SIZE, DIM), Store(name, BLOCKS, HEADS, SIZE, DIM)
+    together, apart = LayerTensor(name, BLOCKS, HEADS, SIZE, DIM), LayerTensor(name, BLOCKS, HEADS, SIZE, DIM)
     x = torch.randn(5, HEADS, DIM, generator=torch.Generator().manual_seed(2))
     blocks, offsets = torch.tensor([2, 2, 7, 3, 7]), torch.tensor([1, 2, 0, 3, 3])
     together.write(blocks, offsets, x)
@@ -74,8 +74,8 @@ def test_slots_are_written_one_by_one_or_together(name: str) -> None:
         apart.write(blocks[at : at + 1], offsets[at : at + 1], x[at : at + 1])
     assert all(torch.equal(a, b) for a, b in zip(together.arrays, apart.arrays, strict=True))
     right = CODECS[name].decode(CODECS[name].encode(x), torch.float32)
-    assert torch.equal(together.at(blocks, offsets, torch.float32), right)
-    assert together.at(torch.tensor([4]), torch.tensor([0]), torch.float32).abs().sum() == 0
+    assert torch.equal(together.read_slots(blocks, offsets, torch.float32), right)
+    assert together.read_slots(torch.tensor([4]), torch.tensor([0]), torch.float32).abs().sum() == 0
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -83,7 +83,7 @@ def test_copied_and_cleared_blocks_bring_their_scales(name: str) -> None:
     store, whole = filled(name)
     store.copy(5, 2)
     store.clear(torch.tensor([7, 3]))
-    got = store.read(Table(torch.tensor([[2, 5, 3, 7, 4]]), SIZE, 99), torch.float64)
+    got = store.read(BlockTable(torch.tensor([[2, 5, 3, 7, 4]]), SIZE, 99), torch.float64)
     nothing = torch.zeros_like(whole[0])
     assert torch.equal(got[0], torch.cat([whole[5], whole[5], nothing, nothing, whole[4]], dim=1))
     assert all(not array[[7, 3]].any() for array in store.arrays)
@@ -92,9 +92,9 @@ def test_copied_and_cleared_blocks_bring_their_scales(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_raw_blocks_move_between_stores(name: str) -> None:
     store, whole = filled(name)
-    other = Store(name, 4, HEADS, SIZE, DIM)
+    other = LayerTensor(name, 4, HEADS, SIZE, DIM)
     other.put_blocks(torch.tensor([3, 1]), store.take_blocks(torch.tensor([8, 2])))
-    got = other.read(Table(torch.tensor([[1, 3]]), SIZE, 99), torch.float64)
+    got = other.read(BlockTable(torch.tensor([[1, 3]]), SIZE, 99), torch.float64)
     assert torch.equal(got[0], torch.cat([whole[2], whole[8]], dim=1))
 
 
@@ -102,52 +102,62 @@ def test_raw_blocks_move_between_stores(name: str) -> None:
 def test_raw_slots_move_within_a_store(name: str) -> None:
     store, whole = filled(name)
     blocks, offsets = torch.tensor([8, 2, 5]), torch.tensor([3, 0, 1])
-    store.put(torch.tensor([4, 4, 4]), torch.tensor([0, 1, 2]), store.take(blocks, offsets))
-    got = store.at(torch.tensor([4] * 4), torch.arange(4), torch.float64)
+    store.put_slots(torch.tensor([4, 4, 4]), torch.tensor([0, 1, 2]), store.take_slots(blocks, offsets))
+    got = store.read_slots(torch.tensor([4] * 4), torch.arange(4), torch.float64)
     assert torch.equal(got[:3], whole[blocks, :, offsets]) and torch.equal(got[3], whole[4, :, 3])
 
 
-@pytest.mark.parametrize("name", [name for name, each in FORMATS.items() if each.sealed])
+@pytest.mark.parametrize("name", [name for name, each in FORMATS.items() if each.is_blockwise])
 def test_a_sealed_format_takes_whole_blocks_only(name: str) -> None:
-    store, one = Store(name, BLOCKS, HEADS, SIZE, DIM), torch.tensor([2])
+    store, one = LayerTensor(name, BLOCKS, HEADS, SIZE, DIM), torch.tensor([2])
     for wrong in (
         lambda: store.write(one, one, torch.zeros(1, HEADS, DIM)),
-        lambda: store.take(one, one),
-        lambda: store.put(one, one, ()),
+        lambda: store.take_slots(one, one),
+        lambda: store.put_slots(one, one, ()),
     ):
         with pytest.raises(AssertionError):
             wrong()
 
 
-SPECS = [MixerSpec(True, None, 2, 8, 8), MixerSpec(True, 6, 3, 6, 10), MixerSpec(False, None, 1, 4, 4, True)]
+SPECS = [
+    AttentionSpec(True, None, 2, 8, 8),
+    AttentionSpec(True, 6, 3, 6, 10),
+    AttentionSpec(False, None, 1, 4, 4, True),
+]
 
 
 @pytest.mark.parametrize("layout", ["paged", "contiguous"])
 @pytest.mark.parametrize(("keys", "values"), [*itertools.product(FORMATS, TOKENWISE)])
 def test_every_byte_is_planned(keys: str, values: str, layout: str) -> None:
-    config = CacheConfig(layout=layout, rows=2, capacity=21, block_size=4, chunk=5, source_capacity=7)  # type: ignore[arg-type]
-    placed = [group._replace(keys=keys, values=values) for group in groups([*SPECS, SPECS[0]], config)]
-    memory, sizes = Memory(placed), [group_bytes(group) for group in placed]
+    config = CacheConfig(
+        layout=layout, max_num_seqs=2, max_seq_len=21, block_size=4, prefill_chunk_size=5, max_source_len=7
+    )  # type: ignore[arg-type]
+    placed = [
+        group._replace(key_format=keys, value_format=values) for group in build_groups([*SPECS, SPECS[0]], config)
+    ]
+    memory, sizes = KVCache(placed), [group_bytes(group) for group in placed]
     assert sum(size.payload for size in sizes) == memory.payload_bytes()
     assert sum(size.scales for size in sizes) == memory.scale_bytes()
-    assert sum(size.columns for size in sizes) == memory.column_bytes()
-    assert sum(size.total for size in sizes) == sum(leaf.nbytes for leaf in memory.leaves())
+    assert sum(size.metadata for size in sizes) == memory.metadata_bytes()
+    assert sum(size.total for size in sizes) == sum(leaf.nbytes for leaf in memory.tensors())
     for group, size in zip(placed, sizes, strict=True):
-        assert size.per_row * group.blocks == size.total * group.blocks_per_row
-        assert len({leaf.data_ptr() for leaf in memory.leaves()}) == len(memory.leaves())
+        assert size.per_seq * group.num_blocks == size.total * group.max_blocks_per_seq
+        assert len({leaf.data_ptr() for leaf in memory.tensors()}) == len(memory.tensors())
 
 
 @pytest.mark.parametrize("name", TOKENWISE)
 def test_a_copy_on_write_takes_everything_and_a_clear_leaves_nothing(name: str) -> None:
-    (group,) = groups([SPECS[0]] * 2, CacheConfig(rows=2, capacity=16, block_size=4, keys=name, values=name))
-    memory = Memory([group])
+    (group,) = build_groups(
+        [SPECS[0]] * 2, CacheConfig(max_num_seqs=2, max_seq_len=16, block_size=4, key_dtype=name, value_dtype=name)
+    )
+    memory = KVCache([group])
     for store in (*memory.keys, *memory.values):
-        store.pack(torch.tensor([5]), torch.randn(1, 2, 4, 8))
+        store.write_blocks(torch.tensor([5]), torch.randn(1, 2, 4, 8))
     memory.positions[0][5] = torch.arange(4)
-    memory.apply(Moves(clear=((),), copy=(((5, 6, 3),),)))
+    memory.apply(BlockOps(clear=((),), copy=(((5, 6, 3),),)))
     for store in (*memory.keys, *memory.values):
         assert all(torch.equal(array[5], array[6]) for array in store.arrays)
     assert memory.positions[0][6].tolist() == [0, 1, 2, -1]
-    memory.apply(Moves(clear=((5,),), copy=((),)))
+    memory.apply(BlockOps(clear=((5,),), copy=((),)))
     for store in (*memory.keys, *memory.values):
         assert all(not array[5].any() and array[6].any() for array in store.arrays)

@@ -10,30 +10,32 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from kvad.checkpoint.adapter import (
+    adapter_format,
     base_fingerprint,
     find_adapter,
-    form_of,
-    merge,
+    merge_adapter,
     open_adapter,
     save_adapter,
-    with_adapter,
+    write_merged,
 )
 from kvad.checkpoint.export import import_hf
 from kvad.checkpoint.folder import read_json
-from kvad.checkpoint.linears import adaptable, targeted
-from kvad.checkpoint.open import load_model, model_of, open_checkpoint
-from kvad.checkpoint.peft import sites
+from kvad.checkpoint.linears import match_targets, trainable_linears
+from kvad.checkpoint.open import load_model, load_weights, open_checkpoint
+from kvad.checkpoint.peft import find_targets
 from kvad.errors import CheckpointError, ConfigError
-from kvad.model.fresh import Fresh
-from kvad.model.lora import Factors, merged
-from kvad.step import Lane, Step
+from kvad.model.fresh import NoCache
+from kvad.model.lora import LoraFactors, merge_weight
+from kvad.step import ModelInput, SubBatch
 from tests.oracle import adapters, checkpoint
 
 
 def _step(ids):
     tokens = torch.tensor(np.asarray(ids).reshape(-1))
     every = torch.arange(len(tokens))
-    return Step(tokens, every, (Lane(1, len(tokens), len(tokens)),), every, limits=torch.full_like(every, len(tokens)))
+    return ModelInput(
+        tokens, every, (SubBatch(1, len(tokens), len(tokens)),), every, max_seq_lens=torch.full_like(every, len(tokens))
+    )
 
 
 @torch.inference_mode()
@@ -41,7 +43,7 @@ def logits(model, arrays):
     step = _step(arrays["long/input_ids"])
     if model.config.kind == "encoder-decoder":
         step = _step(arrays["long/decoder_input_ids"])._replace(source=step)
-    return model.logits(model(step, Fresh(model.config)), step.wanted).numpy()
+    return model.logits(model(step, NoCache(model.config)), step.logit_indices).numpy()
 
 
 @pytest.fixture
@@ -67,7 +69,7 @@ def golden(tmp_path):
 def test_what_peft_made_says_what_it_says_there(golden, case):
     base, folder, arrays, wanted = golden(case)
     found = logits(load_model(folder, "float64")[0], arrays)  # its config names the base
-    beside = logits(model_of(with_adapter(open_checkpoint(base), folder), "float64"), arrays)
+    beside = logits(load_weights(merge_adapter(open_checkpoint(base), folder), "float64"), arrays)
     assert np.array_equal(found, beside)
     near = 1e-12 if case in ("gpt2", "bart", "falcon-new-decoder") else 2e-5  # transformers norms the others in float32
     assert np.abs(found - wanted).max() < near
@@ -79,7 +81,7 @@ def test_what_kvad_writes_is_what_peft_wrote(golden, case, tmp_path):
     base, folder, _, _ = golden(case)
     opened, there = open_checkpoint(base), read_json(folder / "adapter_config.json")
     factors = open_adapter(folder).factors(opened)
-    form = form_of(opened, str(base), base_fingerprint(opened))
+    form = adapter_format(opened, str(base), base_fingerprint(opened))
     how = {"rank": there["r"], "alpha": there["lora_alpha"], "rslora": there["use_rslora"], "dropout": 0.0}
     save_adapter(tmp_path / "ours", form, factors, **how)
     ours, theirs = (load_file(f / "adapter_model.safetensors") for f in (tmp_path / "ours", folder))
@@ -88,7 +90,7 @@ def test_what_kvad_writes_is_what_peft_wrote(golden, case, tmp_path):
     for name in ("peft_type", "task_type", "r", "lora_alpha", "use_rslora", "bias", "base_model_name_or_path"):
         assert here[name] == there[name] or (name == "task_type" and there[name] is None), name
     assert here["fan_in_fan_out"] == there["fan_in_fan_out"]
-    every = sites(opened.family, opened.config).modules
+    every = find_targets(opened.family, opened.config).modules
     hit = {module for module in every for end in here["target_modules"] if f".{module}".endswith(f".{end}")}
     assert hit == {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in theirs}
 
@@ -99,11 +101,11 @@ def test_adapters_of_parts_that_are_one_module_go_there_and_back(case, parts, tm
     """Each of q, k, v with an A of its own becomes one adapter of a module that is all three, block by block."""
     meta, arrays = checkpoint.load("4.57", case)
     opened = open_checkpoint(checkpoint.write(meta, arrays, tmp_path / "base"))
-    shapes = adaptable(opened.config)
+    shapes = trainable_linears(opened.config)
     chosen = [name for name in shapes if parts == "all" or name.endswith((".q", ".v"))]
     torch.manual_seed(0)
-    factors = {n: Factors(torch.randn(2, shapes[n][1]), torch.randn(shapes[n][0], 2), 3.0) for n in chosen}
-    form = form_of(opened, str(opened.path), base_fingerprint(opened))
+    factors = {n: LoraFactors(torch.randn(2, shapes[n][1]), torch.randn(shapes[n][0], 2), 3.0) for n in chosen}
+    form = adapter_format(opened, str(opened.path), base_fingerprint(opened))
     save_adapter(tmp_path / "a", form, factors, rank=2, alpha=6.0, rslora=False, dropout=0.0)
     again = open_adapter(tmp_path / "a").factors(opened)
     assert again.keys() == factors.keys()
@@ -114,14 +116,14 @@ def test_adapters_of_parts_that_are_one_module_go_there_and_back(case, parts, tm
     theirs = open_adapter(tmp_path / "a").factors(opened)
     for name in shapes:
         zero = torch.zeros(shapes[name])
-        want = merged(zero, factors[name]) if name in factors else zero
-        assert torch.allclose(merged(zero, theirs[name]) if name in theirs else zero, want, atol=1e-5)
+        want = merge_weight(zero, factors[name]) if name in factors else zero
+        assert torch.allclose(merge_weight(zero, theirs[name]) if name in theirs else zero, want, atol=1e-5)
 
 
 def test_merged_lies_in_the_layout_of_its_base(golden, tmp_path):
     base, folder, arrays, wanted = golden("llama-tied")
-    adapted = with_adapter(open_checkpoint(base), folder)
-    merge(adapted, tmp_path / "hf")
+    adapted = merge_adapter(open_checkpoint(base), folder)
+    write_merged(adapted, tmp_path / "hf")
     there, here = (read_json(f / "config.json") for f in (base, tmp_path / "hf"))
     assert {n: v for n, v in here.items() if n not in ("dtype", "torch_dtype")} == {
         n: v for n, v in there.items() if n not in ("dtype", "torch_dtype")
@@ -129,28 +131,28 @@ def test_merged_lies_in_the_layout_of_its_base(golden, tmp_path):
     assert set(load_file(tmp_path / "hf" / "model.safetensors")) == set(load_file(base / "model.safetensors"))
     assert np.abs(logits(load_model(tmp_path / "hf", "float64")[0], arrays) - wanted).max() < 1e-4
     import_hf(open_checkpoint(base), tmp_path / "own")  # the same base under kvad's names: it came from a family
-    own = with_adapter(open_checkpoint(tmp_path / "own"), folder)
-    merge(own, tmp_path / "own-merged", torch.float64)
+    own = merge_adapter(open_checkpoint(tmp_path / "own"), folder)
+    write_merged(own, tmp_path / "own-merged", torch.float64)
     model, opened = load_model(tmp_path / "own-merged")
-    assert opened.stored == torch.float64 and opened.files is not None
+    assert opened.stored_dtype == torch.float64 and opened.files is not None
     assert np.abs(logits(model, arrays) - wanted).max() < 2e-5
 
 
 def test_a_model_of_kvads_alone_has_kvads_names(tmp_path):
-    from kvad.checkpoint.native import save
+    from kvad.checkpoint.native import save_checkpoint
     from kvad.model.transformer import Transformer
     from tests.models import model_config
 
     model = Transformer(model_config("t5", "sandwich", "sinks"))
-    save(tmp_path / "base", model.config, model.state_dict(), None)
+    save_checkpoint(tmp_path / "base", model.config, model.state_dict(), None)
     opened = open_checkpoint(tmp_path / "base")
-    shapes = adaptable(opened.config)
-    factors = {n: Factors(torch.randn(2, i), torch.randn(o, 2), 1.5) for n, (o, i) in shapes.items()}
-    form = form_of(opened, str(opened.path), base_fingerprint(opened))
+    shapes = trainable_linears(opened.config)
+    factors = {n: LoraFactors(torch.randn(2, i), torch.randn(o, 2), 1.5) for n, (o, i) in shapes.items()}
+    form = adapter_format(opened, str(opened.path), base_fingerprint(opened))
     save_adapter(tmp_path / "a", form, factors, rank=2, alpha=3.0, rslora=False, dropout=0.0)
     assert read_json(tmp_path / "a" / "adapter.json")["names"] == "kvad"
     names = set(load_file(tmp_path / "a" / "adapter_model.safetensors"))
-    assert "base_model.model.decoder.layers.0.mixer.q.lora_A.weight" in names
+    assert "base_model.model.decoder.layers.0.attention.q.lora_A.weight" in names
     both = load_model(tmp_path / "a", "float64")[0]
     weight = model.decoder.layers[1].mlp.gate.weight.double()
     a, b, scale = factors["decoder.layers.1.mlp.gate"]
@@ -185,31 +187,31 @@ def test_what_is_more_than_two_matrices_is_refused(golden, changes, said):
     _, folder, _, _ = golden("llama")
     _edited(folder, **changes)
     with pytest.raises(CheckpointError, match=said):
-        model_of(open_checkpoint(folder))
+        load_weights(open_checkpoint(folder))
 
 
 def test_another_base_is_refused(golden):
     _, folder, _, _ = golden("llama")
     other, *_ = golden("gpt2")
     with pytest.raises(CheckpointError, match="is no part of this model that can be adapted"):
-        model_of(with_adapter(open_checkpoint(other), folder))
+        load_weights(merge_adapter(open_checkpoint(other), folder))
     tensors = load_file(folder / "adapter_model.safetensors")
     name = next(name for name in tensors if name.endswith("q_proj.lora_A.weight"))
     save_file({**tensors, name: tensors[name][:, 1:].copy()}, folder / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match="do not fit the model's"):
-        model_of(open_checkpoint(folder))
+        load_weights(open_checkpoint(folder))
     save_file({n: t for n, t in tensors.items() if n != name}, folder / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match=r"lora_A\.weight is missing"):
-        model_of(open_checkpoint(folder))
+        load_weights(open_checkpoint(folder))
     save_file({**tensors, "base_model.model.x.lora_embedding_A": tensors[name]}, folder / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match="lora_embedding_A is not supported"):
-        model_of(open_checkpoint(folder))
+        load_weights(open_checkpoint(folder))
 
 
 def test_a_torn_adapter_is_refused(golden, tmp_path):
     base, folder, _, _ = golden("llama")
     opened = open_checkpoint(base)
-    form = form_of(opened, str(base), base_fingerprint(opened))
+    form = adapter_format(opened, str(base), base_fingerprint(opened))
     save_adapter(
         tmp_path / "a", form, open_adapter(folder).factors(opened), rank=3, alpha=12.0, rslora=False, dropout=0.0
     )
@@ -223,9 +225,9 @@ def test_a_torn_adapter_is_refused(golden, tmp_path):
 def test_matrices_of_experts_have_no_adapters(tmp_path):
     meta, arrays = checkpoint.load("4.57", "mixtral")
     opened = open_checkpoint(checkpoint.write(meta, arrays, tmp_path / "base"))
-    assert {name.rpartition(".")[2] for name in targeted(opened.config, ["all"])} == {"q", "k", "v", "out"}
+    assert {name.rpartition(".")[2] for name in match_targets(opened.config, ["all"])} == {"q", "k", "v", "out"}
     with pytest.raises(ConfigError, match="'gate' is no linear part"):
-        targeted(opened.config, ["gate"])
+        match_targets(opened.config, ["gate"])
 
 
 def test_the_command_merges_and_the_merged_model_runs(golden, tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvad.checkpoint import atomic
-from kvad.checkpoint.atomic import discard, new_folder, survivor, write_bytes
+from kvad.checkpoint.atomic import find_interrupted, new_folder, remove_folder, write_bytes
 from kvad.errors import SaveError
 
 
@@ -150,15 +150,15 @@ def test_what_was_set_aside_survives_a_death_between_the_renames(tmp_path):
     put(tmp_path / "x", "one")
     aside = tmp_path / f".x.{dead_pid()}.00000000.old"
     (tmp_path / "x").rename(aside)
-    assert survivor(tmp_path / "x") == aside and content(aside) == {"one"}
+    assert find_interrupted(tmp_path / "x") == aside and content(aside) == {"one"}
     put(tmp_path / "y", "two")  # any save beside it brings it back
-    assert content(tmp_path / "x") == {"one"} and survivor(tmp_path / "x") is None
+    assert content(tmp_path / "x") == {"one"} and find_interrupted(tmp_path / "x") is None
 
 
 def test_discard_is_one_rename(tmp_path, monkeypatch):
     put(tmp_path / "x", "one")
     monkeypatch.setattr(atomic.shutil, "rmtree", lambda *_, **__: None)  # killed before anything was deleted
-    discard(tmp_path / "x")
+    remove_folder(tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kvad.cache.weights import weight_shapes
-from kvad.checkpoint.families import FAMILIES, REFUSED, find
-from kvad.checkpoint.hf import Fields, read_tensors, settled, write_tensors
-from kvad.config import Head, ModelConfig
+from kvad.checkpoint.families import FAMILIES, UNSUPPORTED, find_family
+from kvad.checkpoint.hf import HFConfigReader, read_tensors, resolve_config, write_tensors
+from kvad.config import LanguageHeadConfig, ModelConfig
 from kvad.errors import CheckpointError
 from kvad.model.transformer import Transformer
 from tests.checkpoint.test_families import CASES, KNOWN, OTHERWISE, Read, _step, kl, outputs
@@ -27,8 +27,8 @@ def test_every_case_is_known() -> None:
 
 
 def config_of(name: str, version: str = "5", **changes: Any) -> ModelConfig:
-    fields = Fields({**oracle.load(version, name)[0]["config"], **changes}, "config.json")
-    return find(fields.model_type).read(fields)
+    fields = HFConfigReader({**oracle.load(version, name)[0]["config"], **changes}, "config.json")
+    return find_family(fields.model_type).read(fields)
 
 
 def tensors_of(read: Read, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -52,10 +52,10 @@ def test_t5gemma_of_transformers_5_sees_one_token_more(tmp_path: Path) -> None:
     expected, encoder = read.tensor("long/logits"), read.config.encoder
     assert expected is not None and encoder is not None
     assert (outputs(read, "long") - expected).abs().max() > 0.1
-    local = encoder.kinds["L"]
-    assert local.mixer.window == 8
-    wider = replace(local, mixer=replace(local.mixer, window=9))
-    read.config = replace(read.config, encoder=replace(encoder, kinds={**encoder.kinds, "L": wider}))
+    local = encoder.layer_types["L"]
+    assert local.attention.window == 8
+    wider = replace(local, attention=replace(local.attention, window=9))
+    read.config = replace(read.config, encoder=replace(encoder, layer_types={**encoder.layer_types, "L": wider}))
     for run in ("long", "ragged0", "ragged1", "ragged2"):
         theirs = read.tensor(f"{run}/logits")
         assert theirs is not None
@@ -85,8 +85,8 @@ SCALES = [
 @pytest.mark.parametrize(("model_type", "said", "scaled"), SCALES)
 def test_whether_logits_are_scaled(model_type: str, said: dict[str, Any], scaled: bool) -> None:
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 11}
-    config = find(model_type).read(Fields({"model_type": model_type, **sizes, **said}, "config.json"))
-    assert config.head == Head(scale=0.25 if scaled else 1.0)
+    config = find_family(model_type).read(HFConfigReader({"model_type": model_type, **sizes, **said}, "config.json"))
+    assert config.head == LanguageHeadConfig(logit_scale=0.25 if scaled else 1.0)
 
 
 # ---------------------------------------------------------------- other files of the same model
@@ -136,7 +136,7 @@ def test_a_head_that_is_not_tied_is_read_and_not_written(tmp_path: Path) -> None
     read = Read("5", "bart", tmp_path)
     head = read.theirs["model.shared.weight"] + 1
     theirs = {**read.theirs, "lm_head.weight": head}
-    read.config = settled(read.family, read.config, theirs)
+    read.config = resolve_config(read.family, read.config, theirs)
     assert torch.equal(tensors_of(read, theirs)["head.weight"], head)
     with pytest.raises(CheckpointError, match="cannot express"):
         read.family.write(read.config)
@@ -148,7 +148,7 @@ def test_three_tables_where_nothing_is_tied(tmp_path: Path) -> None:
     own = {"model.encoder.embed_tokens.weight": table + 1, "model.decoder.embed_tokens.weight": table + 2}
     read.config = config_of("bart", tie_word_embeddings=False)
     ours = tensors_of(read, {**read.theirs, **own, "lm_head.weight": table + 3})
-    for step, key in enumerate(("source.tokens.weight", "embed.tokens.weight", "head.weight"), start=1):
+    for step, key in enumerate(("encoder_embedding.tokens.weight", "embedding.tokens.weight", "head.weight"), start=1):
         assert torch.equal(ours[key], table + step)
 
 
@@ -177,21 +177,21 @@ def test_an_option_is_refused_by_name(name: str, changes: dict[str, Any], word: 
         config_of(name, **changes)
 
 
-@pytest.mark.parametrize("model_type", REFUSED)
+@pytest.mark.parametrize("model_type", UNSUPPORTED)
 def test_a_family_is_refused_with_its_reason(model_type: str) -> None:
     assert model_type not in FAMILIES
     with pytest.raises(CheckpointError, match=model_type) as raised:
-        find(model_type)
-    assert raised.value.hint == REFUSED[model_type]
+        find_family(model_type)
+    assert raised.value.hint == UNSUPPORTED[model_type]
 
 
 def test_umt5_has_no_tied_head_that_is_not_scaled() -> None:
-    config = replace(config_of("umt5", "4.57"), tie=True)
+    config = replace(config_of("umt5", "4.57"), tie_embeddings=True)
     with pytest.raises(CheckpointError, match="umt5 cannot express"):
-        find("umt5").write(config)
+        find_family("umt5").write(config)
 
 
 @pytest.mark.parametrize("family", ["bart", "t5", "t5gemma"])
 def test_half_a_model_is_not_written(family: str) -> None:
     with pytest.raises(CheckpointError, match=f"{family} cannot express"):
-        find(family).write(config_of("gpt2"))
+        find_family(family).write(config_of("gpt2"))

@@ -10,10 +10,17 @@ import torch
 from torch import Tensor
 
 from kvad.cache.weights import weight_shapes
-from kvad.checkpoint.families import find
+from kvad.checkpoint.families import find_family
 from kvad.checkpoint.families.encoders import POOLER
-from kvad.checkpoint.hf import Family, Fields, read_tensors, settled, write_tensors
-from kvad.config import Classes, Head, LearnedPositions, ModelConfig, Pooled, SinusoidalPositions
+from kvad.checkpoint.hf import Family, HFConfigReader, read_tensors, resolve_config, write_tensors
+from kvad.config import (
+    ClassificationHeadConfig,
+    LanguageHeadConfig,
+    LearnedPositionsConfig,
+    ModelConfig,
+    PoolingHeadConfig,
+    SinusoidalPositionsConfig,
+)
 from kvad.errors import CheckpointError
 from kvad.model.transformer import Transformer
 
@@ -33,10 +40,10 @@ STEMS = {
 ENDINGS = ("ForMaskedLM", "ForTokenClassification", "ForSequenceClassification", "Model")
 
 
-def fields(model_type: str, ending: str, **own: Any) -> Fields:
+def fields(model_type: str, ending: str, **own: Any) -> HFConfigReader:
     small = DISTIL if model_type == "distilbert" else {**SMALL, "max_position_embeddings": 16}
     content = {"model_type": model_type, "architectures": [STEMS[model_type] + ending], **small, **own}
-    return Fields(content, "config.json")
+    return HFConfigReader(content, "config.json")
 
 
 def file_of(family: Family, config: ModelConfig) -> dict[str, Tensor]:
@@ -46,7 +53,7 @@ def file_of(family: Family, config: ModelConfig) -> dict[str, Tensor]:
 
 
 def load(family: Family, config: ModelConfig, found: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
-    config = settled(family, config, found)
+    config = resolve_config(family, config, found)
     return config, dict(read_tensors(family, config, found, "model.safetensors"))
 
 
@@ -54,10 +61,10 @@ def load(family: Family, config: ModelConfig, found: Mapping[str, Tensor]) -> tu
 @pytest.mark.parametrize("model_type", STEMS)
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_task_goes_there_and_comes_back(model_type: str, ending: str, tied: bool) -> None:
-    family = find(model_type)
+    family = find_family(model_type)
     config = family.read(fields(model_type, ending, tie_word_embeddings=tied))
     found = file_of(family, config)
-    assert family.read(Fields(family.write(config), "config.json")) == config
+    assert family.read(HFConfigReader(family.write(config), "config.json")) == config
     again, ours = load(family, config, found)
     assert again == config
     Transformer(config).load_state_dict(ours)
@@ -67,28 +74,28 @@ def test_every_task_goes_there_and_comes_back(model_type: str, ending: str, tied
 
 @pytest.mark.parametrize("model_type", ["bert", "roberta", "mpnet"])
 def test_a_base_model_has_a_pooler_if_its_file_has(model_type: str) -> None:
-    family = find(model_type)
+    family = find_family(model_type)
     config = family.read(fields(model_type, "Model"))
     assert config.head == POOLER
     found = file_of(family, config)
     without = {name: tensor for name, tensor in found.items() if not name.startswith("pooler")}
     assert len(without) == len(found) - 2
     plain, _ = load(family, config, without)
-    assert plain.head == Pooled()
-    assert family.read(Fields(family.write(plain), "config.json")) == plain
+    assert plain.head == PoolingHeadConfig()
+    assert family.read(HFConfigReader(family.write(plain), "config.json")) == plain
 
 
 @pytest.mark.parametrize("model_type", STEMS)
 def test_a_base_model_s_file_is_read_as_one_whatever_its_class(model_type: str) -> None:
     """sentence-transformers' files say ForMaskedLM."""
-    family = find(model_type)
+    family = find_family(model_type)
     base = family.read(fields(model_type, "Model"))
     config, _ = load(family, family.read(fields(model_type, "ForMaskedLM")), file_of(family, base))
     assert config == base
 
 
 def test_old_names_of_norms_and_heads_beside_the_task() -> None:
-    family = find("bert")
+    family = find_family("bert")
     config = family.read(fields("bert", "ForMaskedLM"))
     found = file_of(family, config)
     names = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
@@ -105,7 +112,7 @@ def test_old_names_of_norms_and_heads_beside_the_task() -> None:
 
 @pytest.mark.parametrize("model_type", ["bert", "roberta", "roformer"])
 def test_a_bias_with_two_names(model_type: str) -> None:
-    family = find(model_type)
+    family = find_family(model_type)
     config = family.read(fields(model_type, "ForMaskedLM"))
     found = file_of(family, config)
     (bias,) = (name for name in found if name in family.copies)
@@ -119,7 +126,7 @@ def test_a_bias_with_two_names(model_type: str) -> None:
 
 def test_an_untied_bias_is_the_one_beside_its_matrix() -> None:
     """transformers 5 leaves ``cls.predictions.bias`` unused then."""
-    family = find("bert")
+    family = find_family("bert")
     config = family.read(fields("bert", "ForMaskedLM", tie_word_embeddings=False))
     found = file_of(family, config)
     _, ours = load(family, config, {**found, "cls.predictions.bias": torch.zeros(11)})
@@ -127,20 +134,20 @@ def test_an_untied_bias_is_the_one_beside_its_matrix() -> None:
 
 
 def test_sines_that_were_changed_are_learned_positions() -> None:
-    family = find("distilbert")
+    family = find_family("distilbert")
     config = family.read(fields("distilbert", "ForMaskedLM", sinusoidal_pos_embds=True))
-    assert isinstance(config.embed.position, SinusoidalPositions)
+    assert isinstance(config.embedding.position, SinusoidalPositionsConfig)
     found = file_of(family, config)
     name = "distilbert.embeddings.position_embeddings.weight"
     halved, _ = load(family, config, {**found, name: found[name].bfloat16()})
     assert halved == config
     changed, ours = load(family, config, {**found, name: found[name] + 0.1})
-    assert changed.embed.position == LearnedPositions(16)
-    assert torch.equal(ours["embed.positions.weight"], found[name] + 0.1)
+    assert changed.embedding.position == LearnedPositionsConfig(16)
+    assert torch.equal(ours["embedding.positions.weight"], found[name] + 0.1)
 
 
 def test_roformer_s_table_must_be_its_own() -> None:
-    family = find("roformer")
+    family = find_family("roformer")
     config = family.read(fields("roformer", "ForMaskedLM"))
     found = file_of(family, config)
     with pytest.raises(CheckpointError, match="embed_positions"):
@@ -148,10 +155,10 @@ def test_roformer_s_table_must_be_its_own() -> None:
 
 
 def test_roformer_may_be_a_decoder() -> None:
-    family = find("roformer")
+    family = find_family("roformer")
     config = family.read(fields("roformer", "ForCausalLM", is_decoder=True))
-    assert config.kind == "decoder" and config.stack.kinds["L"].mixer.causal
-    assert family.read(Fields(family.write(config), "config.json")) == config
+    assert config.kind == "decoder" and config.stack.layer_types["L"].attention.causal
+    assert family.read(HFConfigReader(family.write(config), "config.json")) == config
     for ending, decoder in (("ForCausalLM", False), ("ForMaskedLM", True)):
         with pytest.raises(CheckpointError, match="is_decoder"):
             family.read(fields("roformer", ending, is_decoder=decoder))
@@ -159,22 +166,24 @@ def test_roformer_may_be_a_decoder() -> None:
 
 def test_labels() -> None:
     names = {"1": "no", "0": "yes", "2": "maybe"}
-    config = find("bert").read(fields("bert", "ForSequenceClassification", id2label=names))
-    assert isinstance(config.head, Classes) and config.head.labels == ("yes", "no", "maybe")
-    assert find("bert").write(config)["id2label"] == {"0": "yes", "1": "no", "2": "maybe"}
+    config = find_family("bert").read(fields("bert", "ForSequenceClassification", id2label=names))
+    assert isinstance(config.head, ClassificationHeadConfig) and config.head.labels == ("yes", "no", "maybe")
+    assert find_family("bert").write(config)["id2label"] == {"0": "yes", "1": "no", "2": "maybe"}
     with pytest.raises(CheckpointError, match="id2label"):
-        find("bert").read(fields("bert", "ForTokenClassification", id2label={"1": "a", "2": "b"}))
-    assert isinstance(find("bert").read(fields("bert", "ForMaskedLM", id2label={"x": "a"})).head, Head)
+        find_family("bert").read(fields("bert", "ForTokenClassification", id2label={"1": "a", "2": "b"}))
+    assert isinstance(
+        find_family("bert").read(fields("bert", "ForMaskedLM", id2label={"x": "a"})).head, LanguageHeadConfig
+    )
 
 
 def test_the_discriminator() -> None:
-    config = find("electra").read(fields("electra", "ForPreTraining", embedding_size=6))
-    assert isinstance(config.head, Classes) and config.head.labels == ("replaced",)
-    assert find("electra").write(config)["architectures"] == ["ElectraForPreTraining"]
+    config = find_family("electra").read(fields("electra", "ForPreTraining", embedding_size=6))
+    assert isinstance(config.head, ClassificationHeadConfig) and config.head.labels == ("replaced",)
+    assert find_family("electra").write(config)["architectures"] == ["ElectraForPreTraining"]
 
 
 def test_modernbert_s_layers_in_both_spellings() -> None:
-    family = find("modernbert")
+    family = find_family("modernbert")
     old = family.read(
         fields("modernbert", "Model", num_hidden_layers=5, global_attn_every_n_layers=2, local_attention=8)
     )
@@ -185,12 +194,12 @@ def test_modernbert_s_layers_in_both_spellings() -> None:
     )
     assert family.read(new) == old
     stack = old.stack
-    assert [stack.layer(i).mixer.window for i in range(5)] == [None, 5, None, 5, None]
-    assert [stack.layer(i).first_norm for i in range(5)] == [False, True, True, True, True]
+    assert [stack.layer_config(i).attention.window for i in range(5)] == [None, 5, None, 5, None]
+    assert [stack.layer_config(i).pre_attention_norm for i in range(5)] == [False, True, True, True, True]
     other = family.read(fields("modernbert", "Model", layer_types=["sliding_attention", "full_attention"]))
-    assert family.read(Fields(family.write(other), "config.json")) == other
+    assert family.read(HFConfigReader(family.write(other), "config.json")) == other
     null = family.read(fields("modernbert", "Model", local_rope_theta=None, global_rope_theta=500.0))
-    assert {layer.mixer.position.theta for layer in null.stack.kinds.values()} == {500.0}  # type: ignore[union-attr]
+    assert {layer.attention.position.theta for layer in null.stack.layer_types.values()} == {500.0}  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -213,4 +222,4 @@ def test_modernbert_s_layers_in_both_spellings() -> None:
 def test_what_is_refused_is_named(model_type: str, ending: str, own: dict[str, Any]) -> None:
     name = next(iter(own), ending)
     with pytest.raises(CheckpointError, match=name):
-        find(model_type).read(fields(model_type, ending, **own))
+        find_family(model_type).read(fields(model_type, ending, **own))

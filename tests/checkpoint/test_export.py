@@ -11,13 +11,13 @@ from torch import Tensor
 
 from kvad import config as cfg
 from kvad.checkpoint.export import export_hf, import_hf
-from kvad.checkpoint.generation import Generation
-from kvad.checkpoint.native import save
+from kvad.checkpoint.generation import GenerationConfig
+from kvad.checkpoint.native import save_checkpoint
 from kvad.checkpoint.open import load_model, open_checkpoint
 from kvad.checkpoint.theirs import choose_family
 from kvad.config import ModelConfig
 from kvad.errors import CheckpointError, UsageError
-from kvad.lab.replay import uncached, whole_row
+from kvad.lab.replay import run_uncached, run_whole_sequence
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import train_tokenizer
 from tests.models import randomise
@@ -42,8 +42,12 @@ def made(kind: str, folder: Path) -> Transformer:
     for name, parameter in model.named_parameters():
         randomise(name, parameter, generator)
     tokenizer = train_tokenizer("bpe", ["a text of some words, and a few more words of it"] * 3, vocab_size=300)
-    facts = Generation(start=1, bos=1, stops=(2,), pad=0) if kind == "encoder-decoder" else None
-    save(folder, model.config, model.state_dict(), tokenizer, generation=facts)
+    facts = (
+        GenerationConfig(decoder_start_token_id=1, bos_token_id=1, eos_token_ids=(2,), pad_token_id=0)
+        if kind == "encoder-decoder"
+        else None
+    )
+    save_checkpoint(folder, model.config, model.state_dict(), tokenizer, generation=facts)
     return model.eval()
 
 
@@ -53,9 +57,9 @@ IDS, SOURCE = [5, 17, 250, 9, 77, 31, 8], [40, 41, 299, 43, 44]
 @torch.inference_mode()
 def said(model: Transformer) -> Tensor:
     if model.config.kind == "encoder":
-        step = whole_row(model, IDS)
-        return model.logits(model.encode(step), step.wanted)
-    return uncached(model, IDS, source=SOURCE if model.config.kind == "encoder-decoder" else None)
+        step = run_whole_sequence(model, IDS)
+        return model.logits(model.encode(step), step.logit_indices)
+    return run_uncached(model, IDS, source=SOURCE if model.config.kind == "encoder-decoder" else None)
 
 
 def test_transformers_reads_what_kvad_made_and_says_the_same(kind: str, tmp_path: Path) -> None:
@@ -90,7 +94,7 @@ def test_there_and_back_is_the_same_model(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(said(straight), said(model), rtol=0, atol=0)
     if kind == "encoder-decoder":
         facts = opened.generation
-        assert (facts.start, facts.stops, facts.pad) == (1, (2,), 0)
+        assert (facts.decoder_start_token_id, facts.eos_token_ids, facts.pad_token_id) == (1, (2,), 0)
 
 
 def test_a_tied_matrix_is_written_once(tmp_path: Path) -> None:
@@ -102,8 +106,10 @@ def test_a_tied_matrix_is_written_once(tmp_path: Path) -> None:
 
 
 def test_what_no_class_can_hold_is_told(tmp_path: Path) -> None:
-    layer = cfg.Layer(cfg.Attention(6, position=cfg.Alibi(), softcap=3.0), cfg.Gated(52, "relu2"))
-    odd = ModelConfig(36, 300, 64, cfg.Stack(2, {"L": layer}, norm_place="after"))
+    layer = cfg.LayerConfig(
+        cfg.AttentionConfig(6, position=cfg.AlibiConfig(), logit_softcap=3.0), cfg.GatedMLPConfig(52, "relu2")
+    )
+    odd = ModelConfig(36, 300, 64, cfg.StackConfig(2, {"L": layer}, norm_position="after"))
     with pytest.raises(CheckpointError, match="no class of transformers can hold this model"):
         choose_family(odd)
     with pytest.raises(CheckpointError, match="llama cannot express"):

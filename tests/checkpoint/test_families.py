@@ -15,16 +15,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kvad.checkpoint.families import FAMILIES, find
-from kvad.checkpoint.hf import Fields, read_tensors, settled, write_tensors
+from kvad.checkpoint.families import FAMILIES, find_family
+from kvad.checkpoint.hf import HFConfigReader, read_tensors, resolve_config, write_tensors
 from kvad.checkpoint.theirs import choose_family
-from kvad.config import Stack
+from kvad.config import StackConfig
 from kvad.errors import CheckpointError, UsageError
-from kvad.lab.scenario import Options, prompts_of
+from kvad.lab.scenario import ScenarioOptions, build_prompts
 from kvad.lab.verify import verify
-from kvad.model.fresh import Fresh
+from kvad.model.fresh import NoCache
 from kvad.model.transformer import Transformer
-from kvad.step import Lane, Step
+from kvad.step import ModelInput, SubBatch
 from tests.oracle import checkpoint as oracle
 
 CASES = [
@@ -46,10 +46,10 @@ class Read:
     def __init__(self, version: str, name: str, folder: Path) -> None:
         self.meta, self.arrays = oracle.load(version, name)
         oracle.write(self.meta, self.arrays, folder)
-        fields = Fields(self.meta["config"], "config.json")
-        self.family = find(fields.model_type)
+        fields = HFConfigReader(self.meta["config"], "config.json")
+        self.family = find_family(fields.model_type)
         self.theirs = load_file(folder / "model.safetensors")
-        self.config = settled(self.family, self.family.read(fields), self.theirs)
+        self.config = resolve_config(self.family, self.family.read(fields), self.theirs)
         self.ours = dict(read_tensors(self.family, self.config, self.theirs, "model.safetensors"))
 
     def model(self, dtype: torch.dtype = torch.float32) -> Transformer:
@@ -61,10 +61,18 @@ class Read:
         return torch.from_numpy(self.arrays[key]) if key in self.arrays else None
 
 
-def _step(tokens: Tensor, segments: Tensor | None = None, source: Step | None = None) -> Step:
+def _step(tokens: Tensor, segments: Tensor | None = None, source: ModelInput | None = None) -> ModelInput:
     every, length = torch.arange(len(tokens)), len(tokens)
     limits = torch.full_like(every, length)
-    return Step(tokens, every, (Lane(1, length, length),), every, limits=limits, source=source, segments=segments)
+    return ModelInput(
+        tokens,
+        every,
+        (SubBatch(1, length, length),),
+        every,
+        max_seq_lens=limits,
+        encoder_input=source,
+        token_type_ids=segments,
+    )
 
 
 @torch.inference_mode()
@@ -78,12 +86,12 @@ def outputs(read: Read, run: str, model: Transformer | None = None) -> Tensor:
         step = _step(target, source=_step(tokens))
     else:
         step = _step(tokens, read.tensor(f"{run}/token_type_ids"))
-    hidden = model(step, Fresh(read.config))
+    hidden = model(step, NoCache(read.config))
     if read.meta["output"] == "last_hidden_state":
         return hidden
-    if read.config.per_row:
-        return model.rows(hidden, step)[0]
-    logits = model.logits(hidden, step.wanted)
+    if read.config.pools_sequence:
+        return model.pooled_outputs(hidden, step)[0]
+    logits = model.logits(hidden, step.logit_indices)
     expected = read.tensor(f"{run}/{read.meta['output']}")
     return logits[:, 0] if expected is not None and expected.dim() < logits.dim() else logits
 
@@ -94,7 +102,7 @@ def pooled(read: Read, run: str, model: Transformer) -> Tensor:
     tokens = read.tensor(f"{run}/input_ids")
     assert tokens is not None
     step = _step(tokens, read.tensor(f"{run}/token_type_ids"))
-    return model.rows(model(step, Fresh(read.config)), step)[0]
+    return model.pooled_outputs(model(step, NoCache(read.config)), step)[0]
 
 
 def kl(ours: Tensor, theirs: Tensor) -> float:
@@ -122,14 +130,14 @@ def test_outputs_are_theirs(version: str, name: str, tmp_path: Path) -> None:
 def test_written_back_it_is_the_same_checkpoint(version: str, name: str, tmp_path: Path) -> None:
     read = Read(version, name, tmp_path)
     back = dict(write_tensors(read.family, read.config, read.ours))
-    tied = {read.family.head[0]} if read.family.head and read.config.tie else set()
+    tied = {read.family.head[0]} if read.family.head and read.config.tie_embeddings else set()
     kept = {key for key in read.theirs if not _ignored(read, key)} - tied
     assert kept <= set(back), sorted(kept - set(back))[:3]
     for key, tensor in read.theirs.items():
         if key in back:
             assert torch.equal(back[key], tensor), key
     config = read.family.write(read.config)
-    again = read.family.read(Fields(config, "config.json"))
+    again = read.family.read(HFConfigReader(config, "config.json"))
     assert again == read.config
 
 
@@ -137,7 +145,7 @@ def test_written_back_it_is_the_same_checkpoint(version: str, name: str, tmp_pat
 def test_what_no_model_of_ours_has_is_refused_by_name(case: tuple[str, str]) -> None:
     config = oracle.load(*case)[0]["config"]
     with pytest.raises(CheckpointError, match=REFUSED[case[1]]):
-        find(config["model_type"]).read(Fields(config, "config.json"))
+        find_family(config["model_type"]).read(HFConfigReader(config, "config.json"))
 
 
 def _ignored(read: Read, key: str) -> bool:
@@ -149,7 +157,7 @@ def test_a_dropped_tensor_is_seen(tmp_path: Path) -> None:
     read = Read(*next(case for case in KNOWN if case[1] == "gpt2"), tmp_path)
     expected = read.tensor("long/logits")
     for key in read.ours:
-        if key.endswith("mixer.k.bias"):
+        if key.endswith("attention.k.bias"):
             continue  # softmax takes it out
         whole = read.ours[key]
         read.ours[key] = torch.zeros_like(whole)
@@ -167,7 +175,7 @@ def test_what_was_read_from_gemma3_is_written_as_its_text(tmp_path: Path) -> Non
     config = Read("4.57", "gemma3", tmp_path).config
     layout = choose_family(config, "gemma3")
     assert layout.content["model_type"] == "gemma3_text"
-    assert layout.family.read(Fields(layout.content, "config.json")) == config
+    assert layout.family.read(HFConfigReader(layout.content, "config.json")) == config
 
 
 @pytest.mark.parametrize("scale", [2.0, 0.9])
@@ -175,9 +183,12 @@ def test_a_scale_that_is_no_whole_number_s_is_refused(scale: float, tmp_path: Pa
     config = Read("4.57", "t5gemma", tmp_path).config
     assert config.encoder is not None and config.decoder is not None
 
-    def scaled(stack: Stack) -> Stack:
-        kinds = {name: replace(each, mixer=replace(each.mixer, scale=scale)) for name, each in stack.kinds.items()}
-        return replace(stack, kinds=kinds)
+    def scaled(stack: StackConfig) -> StackConfig:
+        kinds = {
+            name: replace(each, attention=replace(each.attention, softmax_scale=scale))
+            for name, each in stack.layer_types.items()
+        }
+        return replace(stack, layer_types=kinds)
 
     with pytest.raises(CheckpointError, match="t5gemma cannot express"):
         choose_family(replace(config, encoder=scaled(config.encoder), decoder=scaled(config.decoder)), "t5gemma")
@@ -195,9 +206,9 @@ def test_every_memory_is_exact(version: str, name: str, tmp_path: Path) -> None:
     read = Read(version, name, tmp_path)
     if read.config.decoder is None:
         with pytest.raises(UsageError, match="encoder"):
-            verify(read.model(), [[1]], Options())
+            verify(read.model(), [[1]], ScenarioOptions())
         return
-    options = Options(dtypes=("float64", "float32"), rows=3, chunk=6, block_size=4, tokens=7)
-    report = verify(read.model(), prompts_of(read.config, options, None), options)
-    assert {memory.verdict for memory in report.memories} == {"exact"}, report.verdict()
-    assert all(memory.max_dlogit <= 1e-10 for memory in report.memories if memory.dtype == "float64")
+    options = ScenarioOptions(dtypes=("float64", "float32"), num_seqs=3, chunk=6, block_size=4, tokens=7)
+    report = verify(read.model(), build_prompts(read.config, options, None), options)
+    assert {memory.verdict for memory in report.cases} == {"exact"}, report.verdict()
+    assert all(memory.max_dlogit <= 1e-10 for memory in report.cases if memory.dtype == "float64")

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from kvad.cache.sizing import CacheConfig
-from kvad.config import DynamicScaling, LongRopeScaling, Rope
-from kvad.engine.engine import Engine, Piece
-from kvad.engine.request import Sampling
+from kvad.config import DynamicScalingConfig, LongRopeScalingConfig, RopeConfig
+from kvad.engine.engine import Engine, StreamChunk
+from kvad.engine.request import SamplingParams
 from tests.checkpoint.test_families import KNOWN, Read
 from tests.oracle import checkpoint as oracle
 
@@ -29,18 +29,20 @@ NEW = 12
 def engine_of(read: Read) -> Engine:
     """Blocks of 4, so that every answer crosses many; 24 slots are the longest source or text."""
     longest = max(len(read.arrays["greedy/input_ids"]), 1) + NEW
-    cache = CacheConfig(dtype="float32", block_size=4, rows=4, capacity=longest, chunk=5, source_capacity=24)
+    cache = CacheConfig(
+        dtype="float32", block_size=4, max_num_seqs=4, max_seq_len=longest, prefill_chunk_size=5, max_source_len=24
+    )
     return Engine(read.model(), cache)
 
 
-def submit(read: Read, engine: Engine, prompt: list[int], start: int | None, sampling: Sampling) -> int:
+def submit(read: Read, engine: Engine, prompt: list[int], start: int | None, sampling: SamplingParams) -> int:
     if read.config.kind == "encoder-decoder":
         assert start is not None
-        return engine.submit([start], sampling, source=prompt)
-    return engine.submit(prompt, sampling)
+        return engine.add_request([start], sampling, source=prompt)
+    return engine.add_request(prompt, sampling)
 
 
-def finish(engine: Engine) -> list[Piece]:
+def finish(engine: Engine) -> list[StreamChunk]:
     told = []
     while not engine.idle:
         told.extend(engine.step())
@@ -51,10 +53,10 @@ def regimes_from(read: Read) -> int | None:
     """The length from which the rotary regime depends on the length."""
     stack = read.config.decoder
     assert stack is not None
-    for kind in stack.kinds.values():
-        rope = kind.mixer.position
-        if isinstance(rope, Rope) and isinstance(rope.scaling, (DynamicScaling, LongRopeScaling)):
-            return rope.scaling.original
+    for kind in stack.layer_types.values():
+        rope = kind.attention.position
+        if isinstance(rope, RopeConfig) and isinstance(rope.scaling, (DynamicScalingConfig, LongRopeScalingConfig)):
+            return rope.scaling.original_max_seq_len
     return None
 
 
@@ -62,10 +64,10 @@ def continues(read: Read, engine: Engine, text: list[int], prompt: int, original
     """Each token of the text after the prompt, as a row that may become one longer than what it begins with; the one
     whose limit alone lies past ``original`` is another regime here than there.  How many were asked for."""
     asked = 0
-    for length in range(prompt, min(len(text), read.config.limit)):
+    for length in range(prompt, min(len(text), read.config.max_seq_len)):
         if length != original:
-            engine.submit(text[:length], Sampling(max_tokens=1, temperature=0))
-            assert [piece.token for piece in finish(engine)] == [text[length]], length
+            engine.add_request(text[:length], SamplingParams(max_tokens=1, temperature=0))
+            assert [piece.token_id for piece in finish(engine)] == [text[length]], length
             asked += 1
     return asked
 
@@ -81,8 +83,8 @@ def test_the_greedy_answer_is_theirs(version: str, name: str, tmp_path: Path) ->
         asked = continues(read, engine, expected, len(prompt), original)
         assert asked >= 7
         return
-    submit(read, engine, prompt, start, Sampling(max_tokens=NEW, temperature=0))
-    told = [piece.token for piece in finish(engine) if piece.token is not None]
+    submit(read, engine, prompt, start, SamplingParams(max_tokens=NEW, temperature=0))
+    told = [piece.token_id for piece in finish(engine) if piece.token_id is not None]
     begin = [start] if read.config.kind == "encoder-decoder" else prompt
     assert [*begin, *told] == expected
 
@@ -96,25 +98,25 @@ def check_beams(read: Read) -> None:
     for number, said in enumerate(read.meta["beams"]):
         prompt, engine = read.arrays[f"beams{number}/input_ids"].tolist(), engine_of(read)
         assert said["num_beams"] == said["num_return_sequences"] == 4 and said["max_new_tokens"] == NEW
-        sampling = Sampling(
-            beams=4,
+        sampling = SamplingParams(
+            num_beams=4,
             n=4,
             max_tokens=NEW,
             length_penalty=said["length_penalty"],
             early_stopping=said["early_stopping"],
-            stop_tokens=(said["eos_token_id"],),
+            stop_token_ids=(said["eos_token_id"],),
         )
         submit(read, engine, prompt, said["decoder_start_token_id"], sampling)
         told = finish(engine)
         begin = [said["decoder_start_token_id"]] if read.config.kind == "encoder-decoder" else prompt
         sequences, scores = read.arrays[f"beams{number}/sequences"], read.arrays[f"beams{number}/scores"]
         for rank, sequence in enumerate(sequences.tolist()):
-            own = [piece for piece in told if piece.sample == rank]
-            text = [*begin, *(piece.token for piece in own if piece.token is not None)]
+            own = [piece for piece in told if piece.sample_index == rank]
+            text = [*begin, *(piece.token_id for piece in own if piece.token_id is not None)]
             padding = [said["pad_token_id"] or said["eos_token_id"]] * (len(sequence) - len(text))
             assert text + padding == sequence
-            assert own[-1].finish == ("stop" if text[-1] == said["eos_token_id"] else "length")
-        totals = [piece.total for piece in told if piece.finish is not None]
+            assert own[-1].finish_reason == ("stop" if text[-1] == said["eos_token_id"] else "length")
+        totals = [piece.cumulative_logprob for piece in told if piece.finish_reason is not None]
         torch.testing.assert_close(torch.tensor(totals), torch.from_numpy(scores), rtol=0, atol=1e-5)
 
 
@@ -122,6 +124,6 @@ def test_the_oracle_can_object(tmp_path: Path) -> None:
     """One number of one matrix, a little changed: another score."""
     version, name = next(case for case in SEARCHED if case[1] == "t5")
     read = Read(version, name, tmp_path)
-    read.ours["decoder.layers.1.cross.v.weight"][0, 0] += 0.01
+    read.ours["decoder.layers.1.cross_attention.v.weight"][0, 0] += 0.01
     with pytest.raises(AssertionError):
         check_beams(read)

@@ -11,10 +11,18 @@ import torch
 
 from kvad import LLM
 from kvad.cache.sizing import CacheConfig
-from kvad.checkpoint.generation import Generation, read_generation, read_pooling
-from kvad.config import Attention, Layer, ModelConfig, Plain, Pooled, Stack, Transform
+from kvad.checkpoint.generation import GenerationConfig, read_generation_config, read_pooling
+from kvad.config import (
+    AttentionConfig,
+    HeadTransformConfig,
+    LayerConfig,
+    ModelConfig,
+    PlainMLPConfig,
+    PoolingHeadConfig,
+    StackConfig,
+)
 from kvad.errors import CheckpointError, RequestError
-from kvad.lab.replay import whole_row
+from kvad.lab.replay import run_whole_sequence
 from kvad.model.transformer import Transformer
 
 
@@ -56,16 +64,21 @@ def test_other_ways_are_refused(tmp_path: Path, kinds: list[str], pooling: dict[
 
 
 def test_embed_pools_as_the_checkpoint_says_and_as_it_is_told() -> None:
-    mixer = Attention(4, causal=False)
-    head = Pooled("first", transform=Transform("tanh"))
-    config = ModelConfig(16, 31, 24, encoder=Stack(2, {"L": Layer(mixer, Plain(20))}), head=head)
+    mixer = AttentionConfig(4, causal=False)
+    head = PoolingHeadConfig("first", transform=HeadTransformConfig("tanh"))
+    config = ModelConfig(16, 31, 24, encoder=StackConfig(2, {"L": LayerConfig(mixer, PlainMLPConfig(20))}), head=head)
     torch.manual_seed(0)
     model = Transformer(config).eval()
     ids = [[3, 4, 5], [7, 8], [9, 1, 2, 3, 4]]
     with torch.inference_mode():
-        hidden = [model.encode(whole_row(model, row)) for row in ids]
+        hidden = [model.encode(run_whole_sequence(model, row)) for row in ids]
     mean = torch.stack([each.mean(0) for each in hidden])
-    with LLM(model, None, CacheConfig(capacity=24, rows=2), generation=Generation(pool="mean", unit=True)) as llm:
+    with LLM(
+        model,
+        None,
+        CacheConfig(max_seq_len=24, max_num_seqs=2),
+        generation=GenerationConfig(pooling="mean", normalize=True),
+    ) as llm:
         torch.testing.assert_close(llm.embed(ids), torch.nn.functional.normalize(mean, dim=-1))
         torch.testing.assert_close(llm.embed(ids, pool="mean"), mean)
         torch.testing.assert_close(llm.embed(ids, pool="first"), torch.stack([each[0] for each in hidden]))
@@ -88,21 +101,31 @@ def test_what_the_file_says_is_a_default_or_is_said_to_be_unheard() -> None:
         "encoder_no_repeat_ngram_size": 3,
         "num_beam_groups": 1,
     }
-    facts = read_generation({}, said)
-    assert (facts.start, facts.stops, facts.banned, facts.bad_words) == (3, (2, 5), (7,), ((8, 9),))
+    facts = read_generation_config({}, said)
+    assert (facts.decoder_start_token_id, facts.eos_token_ids, facts.suppress_tokens, facts.bad_words_ids) == (
+        3,
+        (2, 5),
+        (7,),
+        ((8, 9),),
+    )
     assert facts.sampling == {"max_tokens": 39, "beams": 4, "length_penalty": 0.8, "temperature": 0.0}
-    assert facts.unheard == ("encoder_no_repeat_ngram_size",)
-    assert read_generation({"eos_token_id": 1, "num_beams": 4}, None).sampling is None
+    assert facts.ignored_fields == ("encoder_no_repeat_ngram_size",)
+    assert read_generation_config({"eos_token_id": 1, "num_beams": 4}, None).sampling is None
 
 
 def test_defaults_give_way_to_what_is_asked() -> None:
-    facts = read_generation({}, {"num_beams": 4, "length_penalty": 0.5, "bad_words_ids": [[7, 8]], "max_new_tokens": 9})
-    mixer = Attention(4)
-    model = Transformer(ModelConfig(16, 31, 24, Stack(1, {"L": Layer(mixer, Plain(20))}))).eval()
-    with LLM(model, None, CacheConfig(capacity=24, rows=8), generation=facts) as llm:
-        plain = llm.sampling()
-        assert (plain.beams, plain.length_penalty, plain.max_tokens, plain.bad_words) == (4, 0.5, 9, ((7, 8),))
-        assert (llm.sampling(n=3).beams, llm.sampling(n=3).n) == (4, 3)
-        assert llm.sampling(n=6, temperature=1.0).beams == 1
-        assert (llm.sampling(temperature=0.7).beams, llm.sampling(temperature=0.7).max_tokens) == (1, 9)
-        assert (llm.sampling(beams=2).beams, llm.sampling(max_tokens=3).max_tokens) == (2, 3)
+    facts = read_generation_config(
+        {}, {"num_beams": 4, "length_penalty": 0.5, "bad_words_ids": [[7, 8]], "max_new_tokens": 9}
+    )
+    mixer = AttentionConfig(4)
+    model = Transformer(ModelConfig(16, 31, 24, StackConfig(1, {"L": LayerConfig(mixer, PlainMLPConfig(20))}))).eval()
+    with LLM(model, None, CacheConfig(max_seq_len=24, max_num_seqs=8), generation=facts) as llm:
+        plain = llm.sampling_params()
+        assert (plain.num_beams, plain.length_penalty, plain.max_tokens, plain.bad_words_ids) == (4, 0.5, 9, ((7, 8),))
+        assert (llm.sampling_params(n=3).num_beams, llm.sampling_params(n=3).n) == (4, 3)
+        assert llm.sampling_params(n=6, temperature=1.0).num_beams == 1
+        assert (llm.sampling_params(temperature=0.7).num_beams, llm.sampling_params(temperature=0.7).max_tokens) == (
+            1,
+            9,
+        )
+        assert (llm.sampling_params(beams=2).num_beams, llm.sampling_params(max_tokens=3).max_tokens) == (2, 3)

@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import constants, errors
 
 from kvad.checkpoint import hub
-from kvad.checkpoint.hub import refuse_unreadable, resolve
+from kvad.checkpoint.hub import check_readable_weights, resolve_model_path
 from kvad.checkpoint.shards import open_tensors, write_sharded
 from kvad.errors import CheckpointError, SaveError, UsageError
 
@@ -40,7 +40,7 @@ def _elsewhere(tmp_path, monkeypatch):
 
 def refusal(*arguments, kind=CheckpointError, **options):
     with pytest.raises(kind) as caught:
-        resolve(*arguments, **options)
+        resolve_model_path(*arguments, **options)
     assert type(caught.value) is kind and "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -50,9 +50,13 @@ def refusal(*arguments, kind=CheckpointError, **options):
 
 def test_a_folder_that_is_there_is_itself(tmp_path, monkeypatch):
     Path("org/name").mkdir(parents=True)
-    assert resolve("org/name") == Path("org/name") and resolve(tmp_path) == tmp_path and resolve(".") == Path()
+    assert (
+        resolve_model_path("org/name") == Path("org/name")
+        and resolve_model_path(tmp_path) == tmp_path
+        and resolve_model_path(".") == Path()
+    )
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert resolve("~/here") == tmp_path / "here"
+    assert resolve_model_path("~/here") == tmp_path / "here"
     message = refusal("org/name", revision="main", kind=UsageError)
     assert "org/name is a folder: it has no revision 'main'" in message
 
@@ -148,14 +152,14 @@ UNWANTED = [
 
 def test_only_what_is_needed_is_asked_for(monkeypatch, tmp_path):
     fake = Fake(monkeypatch, tmp_path, dict.fromkeys([*WANTED, *UNWANTED], "{}"))
-    assert resolve("org/name") == fake.folder
+    assert resolve_model_path("org/name") == fake.folder
     assert sorted(path.name for path in fake.folder.iterdir()) == sorted(WANTED)
 
 
 def test_revision_token_progress_and_cache_are_handed_on(monkeypatch, tmp_path):
     fake = Fake(monkeypatch, tmp_path, {"config.json": "{}", "model.safetensors": ""})
     given = {"token": "hf_x", "cache_dir": tmp_path}
-    resolve("hf://org/name@refs/pr/3", progress=int, **given)
+    resolve_model_path("hf://org/name@refs/pr/3", progress=int, **given)
     (repo, first), (_, second) = fake.calls
     assert repo == "org/name" and first == {
         "revision": "refs/pr/3",
@@ -164,7 +168,7 @@ def test_revision_token_progress_and_cache_are_handed_on(monkeypatch, tmp_path):
         **given,
     }
     assert second == {**first, "revision": "c" * 40}  # the weights are of the commit that the config was of
-    resolve("org/name", revision="v1")
+    resolve_model_path("org/name", revision="v1")
     assert fake.calls[2][1]["revision"] == "v1" and "tqdm_class" not in fake.calls[2][1]
     assert "two revisions of org/name: 'v1' and 'v2'" in refusal("org/name@v1", revision="v2", kind=UsageError)
 
@@ -177,7 +181,7 @@ def test_offline(monkeypatch, tmp_path, variable, offline, local):
     fake = Fake(monkeypatch, tmp_path, {"config.json": "{}"})
     fake.folder.mkdir(parents=True)
     (fake.folder / "model.safetensors").touch()
-    resolve("org/name", offline=offline)
+    resolve_model_path("org/name", offline=offline)
     assert fake.calls[0][1]["local_files_only"] is local and len(fake.calls) == (1 if local else 2)
 
 
@@ -185,7 +189,7 @@ def test_a_folder_here_hides_the_hub_unless_it_is_named(monkeypatch, tmp_path):
     Path("org").mkdir()
     assert "no such folder: org/name (hf://org/name would be the hub's)" in refusal("org/name")
     fake = Fake(monkeypatch, tmp_path, {"model.safetensors": ""})
-    assert resolve("hf://org/name") == fake.folder == resolve(Path("hf://org/name"))
+    assert resolve_model_path("hf://org/name") == fake.folder == resolve_model_path(Path("hf://org/name"))
 
 
 def test_what_kvad_cannot_read_is_refused_before_its_weights_are_fetched(monkeypatch, tmp_path):
@@ -301,7 +305,7 @@ def test_a_cache_that_may_not_be_written(monkeypatch, tmp_path):
 def test_our_own_bugs_are_not_the_worlds(monkeypatch):
     fail(monkeypatch, ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
-        resolve("org/name")
+        resolve_model_path("org/name")
 
 
 def test_what_is_cached_is_said(monkeypatch, tmp_path):
@@ -500,7 +504,7 @@ KINDS = {
 def test_other_kinds_of_weights_are_refused_with_the_way_out(tmp_path, name):
     config, names, words = KINDS[name]
     folder = folder_of(tmp_path, config, *names)
-    for act in (refuse_unreadable, open_tensors):
+    for act in (check_readable_weights, open_tensors):
         with pytest.raises(CheckpointError) as caught:
             act(folder)
         assert words in str(caught.value) and str(folder) in str(caught.value) and "\n" not in str(caught.value)
@@ -517,14 +521,14 @@ def test_other_kinds_of_weights_are_refused_with_the_way_out(tmp_path, name):
 def test_a_folder_of_nothing_but_other_weights(tmp_path, names, words):
     """No config.json says that it is a model: it is told what it is all the same.  A run may hold what it likes."""
     folder = folder_of(tmp_path, None, *names)
-    assert words in refusal(folder) and resolve(folder, weights=False) == folder
+    assert words in refusal(folder) and resolve_model_path(folder, weights=False) == folder
     (folder / "checkpoints" / "step-1").mkdir(parents=True)
-    assert resolve(folder) == folder
+    assert resolve_model_path(folder) == folder
 
 
 def test_what_is_beside_whole_weights_does_not_matter(tmp_path):
     beside = ["pytorch_model.bin", "m.gguf", "adapter_config.json", "consolidated.safetensors"]
-    refuse_unreadable(folder_of(tmp_path, {"quantization_config": None}, "model.safetensors", *beside))
+    check_readable_weights(folder_of(tmp_path, {"quantization_config": None}, "model.safetensors", *beside))
 
 
 def test_no_folder_at_all(tmp_path):

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvad.checkpoint.folder import locate, pointed, step_folder, steps_of
-from kvad.checkpoint.kept import settle
-from kvad.checkpoint.native import load, save_step
+from kvad.checkpoint.folder import list_steps, locate, resolve_best_link, step_folder
+from kvad.checkpoint.kept import prune_steps
+from kvad.checkpoint.native import open_folder, save_step
 from kvad.errors import CheckpointError, SaveError
 from tests.models import model_config
 
@@ -23,7 +23,7 @@ def step(run, number, **how):
 
 
 def names(run):
-    return [int(path.name.removeprefix("step-")) for path in steps_of(run)]
+    return [int(path.name.removeprefix("step-")) for path in list_steps(run)]
 
 
 def test_the_best_stays_beside_the_newest(tmp_path):
@@ -32,8 +32,8 @@ def test_the_best_stays_beside_the_newest(tmp_path):
         assert (tmp_path / "best").is_symlink() == (best is not None)
     assert names(tmp_path) == [2, 4, 5]
     assert os.readlink(tmp_path / "best") == "checkpoints/step-00000002"
-    assert load(tmp_path / "best", verify=True).path == step_folder(tmp_path, 2)
-    assert load(tmp_path).path == step_folder(tmp_path, 5), "a run is its newest"
+    assert open_folder(tmp_path / "best", verify=True).path == step_folder(tmp_path, 2)
+    assert open_folder(tmp_path).path == step_folder(tmp_path, 5), "a run is its newest"
     step(tmp_path, 6, keep=2, best=6)
     assert names(tmp_path) == [5, 6] and locate(tmp_path / "best") == step_folder(tmp_path, 6)
 
@@ -46,7 +46,7 @@ def test_a_run_that_is_moved_or_copied_keeps_its_best(tmp_path):
 
 def test_what_was_opened_as_the_best_stays_what_it_was(tmp_path):
     step(tmp_path, 1, keep=3, best=1)
-    opened = load(tmp_path / "best")
+    opened = open_folder(tmp_path / "best")
     step(tmp_path, 2, keep=3, best=2)
     assert opened.tensors["a"].tolist() == [1.0] * 3
 
@@ -56,8 +56,8 @@ def test_no_best_is_no_link(tmp_path):
     step(tmp_path, 2, keep=1, best=None)
     assert names(tmp_path) == [2] and not (tmp_path / "best").is_symlink()
     with pytest.raises(CheckpointError, match="no such folder"):
-        load(tmp_path / "best")
-    settle(tmp_path, 1, best=1)  # gone by now
+        open_folder(tmp_path / "best")
+    prune_steps(tmp_path, 1, best=1)  # gone by now
     assert not (tmp_path / "best").is_symlink()
 
 
@@ -72,11 +72,11 @@ def test_what_is_no_link_of_ours_is_left_alone(tmp_path):
     (tmp_path / "best").mkdir()
     (tmp_path / "best" / "mine").touch()
     step(tmp_path, 1, best=1)
-    assert (tmp_path / "best" / "mine").exists() and pointed(tmp_path / "best") == tmp_path / "best"
+    assert (tmp_path / "best" / "mine").exists() and resolve_best_link(tmp_path / "best") == tmp_path / "best"
     other = tmp_path / "other"
     other.mkdir()
     (other / "best").symlink_to(tmp_path)  # a link, but to no step
-    assert pointed(other / "best") == other / "best"
+    assert resolve_best_link(other / "best") == other / "best"
 
 
 def test_a_disk_without_links_says_how_to_do_without(tmp_path, monkeypatch):
@@ -87,7 +87,7 @@ def test_a_disk_without_links_says_how_to_do_without(tmp_path, monkeypatch):
     with pytest.raises(SaveError, match="Operation not supported") as caught:
         step(tmp_path, 1, best=1)
     assert "train.keep_best=false" in caught.value.hint
-    assert load(tmp_path, verify=True).path.name == "step-00000001", "the step itself is whole"
+    assert open_folder(tmp_path, verify=True).path.name == "step-00000001", "the step itself is whole"
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 

@@ -13,18 +13,18 @@ import torch
 from safetensors.torch import load_file
 
 from kvad import config as cfg
-from kvad.checkpoint.families import find
-from kvad.checkpoint.folder import is_foreign, listed
-from kvad.checkpoint.generation import Generation
-from kvad.checkpoint.hf import Fields
-from kvad.checkpoint.imported import Imported
-from kvad.checkpoint.native import Own, Training, load, save_step
+from kvad.checkpoint.families import find_family
+from kvad.checkpoint.folder import is_hf, list_files
+from kvad.checkpoint.generation import GenerationConfig
+from kvad.checkpoint.hf import HFConfigReader
+from kvad.checkpoint.imported import HFCheckpoint
+from kvad.checkpoint.native import NativeCheckpoint, TrainingState, open_folder, save_step
 from kvad.checkpoint.open import load_model
 from kvad.checkpoint.theirs import choose_layout
-from kvad.config import ModelConfig, meaning
+from kvad.config import ModelConfig, canonical_config
 from kvad.errors import CheckpointError
-from kvad.lab.doctor import examine
-from kvad.lab.inspect import summarise
+from kvad.lab.doctor import check_checkpoint
+from kvad.lab.inspect import summarize_checkpoint
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import train_tokenizer
 from tests.models import randomise
@@ -32,13 +32,21 @@ from tests.trained import T5, configs
 
 BPE = train_tokenizer("bpe", ["a text of some words, and a few more words of it"] * 3, vocab_size=280)
 SAMPLING = {"temperature": 0.0, "max_tokens": 9}
-PAIRS = Generation(start=1, bos=1, stops=(2,), source_end=2, pad=3, banned=(3,), sampling=SAMPLING)
-TRAINING = Training({"exp_avg.x": torch.arange(3.0), "rng": torch.get_rng_state()}, {"step": 7, "loss": 0.1 + 0.2})
+PAIRS = GenerationConfig(
+    decoder_start_token_id=1,
+    bos_token_id=1,
+    eos_token_ids=(2,),
+    source_eos_token_id=2,
+    pad_token_id=3,
+    suppress_tokens=(3,),
+    sampling=SAMPLING,
+)
+TRAINING = TrainingState({"exp_avg.x": torch.arange(3.0), "rng": torch.get_rng_state()}, {"step": 7, "loss": 0.1 + 0.2})
 
 
 def saved(run: Path, kind: str, *, own: bool = False, step: int = 3, tokenizer: Any = BPE) -> tuple[Transformer, Path]:
     config = configs()[kind]
-    said = PAIRS if kind == "encoder-decoder" else Generation()
+    said = PAIRS if kind == "encoder-decoder" else GenerationConfig()
     torch.manual_seed(1)
     model, generator = Transformer(config), torch.Generator().manual_seed(2)
     for name, parameter in model.named_parameters():
@@ -52,18 +60,18 @@ def saved(run: Path, kind: str, *, own: bool = False, step: int = 3, tokenizer: 
 @pytest.mark.parametrize("kind", configs())
 def test_a_step_of_either_layout_comes_back_as_it_was(tmp_path: Path, kind: str, own: bool) -> None:
     model, path = saved(tmp_path, kind, own=own)
-    opened = load(tmp_path, verify=True)
-    assert opened.path == path and isinstance(opened, Own if own else Imported) and is_foreign(path) != own
-    assert meaning(opened.config) == meaning(model.config)
-    assert opened.generation == (PAIRS if kind == "encoder-decoder" else Generation())
+    opened = open_folder(tmp_path, verify=True)
+    assert opened.path == path and isinstance(opened, NativeCheckpoint if own else HFCheckpoint) and is_hf(path) != own
+    assert canonical_config(opened.config) == canonical_config(model.config)
+    assert opened.generation == (PAIRS if kind == "encoder-decoder" else GenerationConfig())
     assert opened.tokenizer is not None and opened.training is not None and opened.files is not None
-    assert opened.tokenizer.fingerprint() == BPE.fingerprint() and opened.tokenizer.specials == BPE.specials
+    assert opened.tokenizer.fingerprint() == BPE.fingerprint() and opened.tokenizer.special_tokens == BPE.special_tokens
     assert opened.training.state == TRAINING.state
     assert torch.equal(opened.training.tensors["rng"], TRAINING.tensors["rng"])
     again, _ = load_model(tmp_path, verify=True)
     assert again.state_dict().keys() == model.state_dict().keys()
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
-    assert opened.stored == torch.float32 and len(opened.fingerprint()) == 64
+    assert opened.stored_dtype == torch.float32 and len(opened.fingerprint()) == 64
     on_disk = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
     assert set(opened.files) == on_disk - {"manifest.json"}, "the manifest lists every file"
 
@@ -79,14 +87,14 @@ def test_nothing_of_the_model_is_said_twice(tmp_path: Path) -> None:
 
 
 def test_the_same_step_twice_is_the_same_bytes(tmp_path: Path) -> None:
-    first, second = (load(saved(tmp_path / name, "encoder-decoder")[1]) for name in "ab")
+    first, second = (open_folder(saved(tmp_path / name, "encoder-decoder")[1]) for name in "ab")
     assert first.files == second.files and first.fingerprint() == second.fingerprint()
 
 
 def test_a_tokenizer_of_kvads_own_kind_stays(tmp_path: Path) -> None:
     byte = train_tokenizer("byte", [])
     _, path = saved(tmp_path, "decoder", tokenizer=byte)
-    found = load(path).tokenizer
+    found = open_folder(path).tokenizer
     assert found is not None and found.fingerprint() == byte.fingerprint()
 
 
@@ -99,13 +107,13 @@ def test_a_flipped_bit_is_seen_by_verify_inspect_and_doctor(tmp_path: Path) -> N
     raw = bytearray(weights.read_bytes())
     raw[-5] ^= 1
     weights.write_bytes(raw)
-    load(tmp_path)
+    open_folder(tmp_path)
     says = r"model.safetensors differs from its manifest: the size is right, the sha256 is not"
     with pytest.raises(CheckpointError, match=says):
-        load(tmp_path, verify="tensors")
+        open_folder(tmp_path, verify="tensors")
     with pytest.raises(CheckpointError, match=says):
-        summarise(tmp_path, check=True)
-    assert {finding.check for finding in examine(tmp_path) if not finding.ok} == {"sha256"}
+        summarize_checkpoint(tmp_path, check=True)
+    assert {finding.check for finding in check_checkpoint(tmp_path) if not finding.ok} == {"sha256"}
 
 
 def test_a_truncated_step_names_an_older_one(tmp_path: Path) -> None:
@@ -113,21 +121,21 @@ def test_a_truncated_step_names_an_older_one(tmp_path: Path) -> None:
     _, path = saved(tmp_path, "decoder", step=4)
     os.truncate(path / "model.safetensors", 1000)
     with pytest.raises(CheckpointError, match=r"is truncated: 1,000 of .*an older one is .*step-00000003"):
-        load(tmp_path)
+        open_folder(tmp_path)
 
 
 def test_an_edited_config_and_a_lost_manifest(tmp_path: Path) -> None:
     _, path = saved(tmp_path, "decoder")
     text = (path / "config.json").read_text()
     (path / "config.json").write_text(text.replace('"max_position_embeddings": 64', '"max_position_embeddings": 63'))
-    assert load(path).config.limit == 63
+    assert open_folder(path).config.max_seq_len == 63
     with pytest.raises(CheckpointError, match=r"config.json differs from its manifest"):
-        load(path, verify=True)
+        open_folder(path, verify=True)
     (path / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"manifest.json is missing"):
-        load(path)
-    assert "manifest.json is missing" in summarise(path).problems[0]
-    assert not next(iter(examine(path))).ok
+        open_folder(path)
+    assert "manifest.json is missing" in summarize_checkpoint(path).problems[0]
+    assert not next(iter(check_checkpoint(path))).ok
 
 
 def test_somebody_elses_manifest_is_none_of_ours(tmp_path: Path) -> None:
@@ -136,18 +144,18 @@ def test_somebody_elses_manifest_is_none_of_ours(tmp_path: Path) -> None:
     for file in (path / "training").iterdir():
         file.unlink()
     (path / "training").rmdir()
-    assert listed(path) is None and load(path, verify=True).files is None
-    assert summarise(path).files is None and summarise(path).problems == ()
+    assert list_files(path) is None and open_folder(path, verify=True).files is None
+    assert summarize_checkpoint(path).files is None and summarize_checkpoint(path).problems == ()
 
 
 def test_inspect_and_doctor_find_it_whole(tmp_path: Path) -> None:
     _, path = saved(tmp_path, "encoder-decoder")
-    found, files = summarise(tmp_path, check=True), listed(path)
+    found, files = summarize_checkpoint(tmp_path, check=True), list_files(path)
     assert found.problems == () and found.checked and found.origin == "bart"
     assert files is not None and found.files == len(files)
     assert found.training is not None and found.training["step"] == 7
     assert found.tokenizer is not None and found.tokenizer.vocab == BPE.vocab_size
-    findings = list(examine(tmp_path))
+    findings = list(check_checkpoint(tmp_path))
     assert all(finding.ok for finding in findings), findings
     assert [finding.check for finding in findings][:2] == ["manifest", "sha256"]
 
@@ -157,21 +165,23 @@ def test_inspect_and_doctor_find_it_whole(tmp_path: Path) -> None:
 
 def test_a_spelling_is_no_reason_against_a_layout() -> None:
     config = configs()["decoder"]
-    layer = config.stack.layer(0)
-    spelled = replace(layer, mixer=replace(layer.mixer, kv_heads=None))
-    stack = replace(config.stack, kinds={"Z": spelled}, pattern="ZZ")
-    layout = choose_layout(replace(config, decoder=stack), Generation())
-    assert layout.reader == "LlamaForCausalLM" and layout.content["num_key_value_heads"] == 6
+    layer = config.stack.layer_config(0)
+    spelled = replace(layer, attention=replace(layer.attention, num_kv_heads=None))
+    stack = replace(config.stack, layer_types={"Z": spelled}, layer_pattern="ZZ")
+    layout = choose_layout(replace(config, decoder=stack), GenerationConfig())
+    assert layout.hf_class == "LlamaForCausalLM" and layout.content["num_key_value_heads"] == 6
 
 
 def test_what_would_come_back_otherwise_stays_in_kvads_own() -> None:
-    t5 = find("t5").read(Fields(T5, "t5"))
-    assert t5.encoder is not None and choose_layout(t5, PAIRS).reader == "T5ForConditionalGeneration"
-    kinds = {"Z": t5.encoder.layer(0)}
+    t5 = find_family("t5").read(HFConfigReader(T5, "t5"))
+    assert t5.encoder is not None and choose_layout(t5, PAIRS).hf_class == "T5ForConditionalGeneration"
+    kinds = {"Z": t5.encoder.layer_config(0)}
     with pytest.raises(CheckpointError, match="other parameters' names"):  # the table of distances is kept by letter
-        choose_layout(replace(t5, encoder=replace(t5.encoder, kinds=kinds, pattern="Z")), PAIRS)
+        choose_layout(replace(t5, encoder=replace(t5.encoder, layer_types=kinds, layer_pattern="Z")), PAIRS)
     with pytest.raises(CheckpointError, match="another way of generating"):
         choose_layout(t5, replace(PAIRS, sampling={"typical_p": 0.5, "temperature": 0.0}))
-    alibi = cfg.Layer(cfg.Attention(6, position=cfg.Alibi(), softcap=3.0), cfg.Gated(52))
+    alibi = cfg.LayerConfig(
+        cfg.AttentionConfig(6, position=cfg.AlibiConfig(), logit_softcap=3.0), cfg.GatedMLPConfig(52)
+    )
     with pytest.raises(CheckpointError, match="no class of transformers"):
-        choose_layout(ModelConfig(36, 300, 64, cfg.Stack(2, {"L": alibi})), Generation())
+        choose_layout(ModelConfig(36, 300, 64, cfg.StackConfig(2, {"L": alibi})), GenerationConfig())

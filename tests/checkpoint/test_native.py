@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvad.checkpoint import native
-from kvad.checkpoint.folder import locate, steps_of
-from kvad.checkpoint.native import Training, load, save, save_step
+from kvad.checkpoint.folder import list_steps, locate
+from kvad.checkpoint.native import TrainingState, open_folder, save_checkpoint, save_step
 from kvad.checkpoint.open import load_model
 from kvad.errors import CheckpointError, ConfigError, SaveError, UsageError
 from kvad.text.tokenizer import train_tokenizer
@@ -24,7 +24,7 @@ BYTE = train_tokenizer("byte", [])
 
 def make(folder, seed=0, dtype=torch.float32, **options):
     model = build(model_config(), seed=seed, dtype=dtype)
-    save(folder, model.config, model.state_dict(), BYTE, **options)
+    save_checkpoint(folder, model.config, model.state_dict(), BYTE, **options)
     return model
 
 
@@ -37,7 +37,7 @@ def equal(left, right):
 @pytest.mark.parametrize("norm", ["pre", "post"])  # post: untied head, biases
 def test_round_trip(tmp_path, dtype, norm):
     model = build(model_config(norm=norm), dtype=dtype)
-    save(tmp_path / "m", model.config, model.state_dict(), BYTE)
+    save_checkpoint(tmp_path / "m", model.config, model.state_dict(), BYTE)
     again, checkpoint = load_model(tmp_path / "m", verify=True)
     assert equal(model.state_dict(), again.state_dict())
     assert again.config == model.config == checkpoint.config
@@ -70,9 +70,9 @@ def test_another_dtype_and_float16_only_as_storage(tmp_path):
 def test_training_state_and_a_model_without_a_tokenizer(tmp_path):
     model = build(model_config(), dtype=torch.float32)
     state = {"step": 7, "loss": 0.1 + 0.2, "best": None}
-    training = Training({"exp_avg.x": torch.arange(3.0), "rng": torch.get_rng_state()}, state)
-    save(tmp_path / "m", model.config, model.state_dict(), None, training)
-    checkpoint = load(tmp_path / "m", verify=True)
+    training = TrainingState({"exp_avg.x": torch.arange(3.0), "rng": torch.get_rng_state()}, state)
+    save_checkpoint(tmp_path / "m", model.config, model.state_dict(), None, training)
+    checkpoint = open_folder(tmp_path / "m", verify=True)
     assert checkpoint.tokenizer is None
     assert checkpoint.training is not None and checkpoint.training.state == state
     assert torch.equal(checkpoint.training.tensors["rng"], training.tensors["rng"])
@@ -83,12 +83,12 @@ def test_the_fingerprint_is_of_weights_config_and_tokenizer(tmp_path):
     make(tmp_path / "b")
     make(tmp_path / "c", seed=1)
     model = build(model_config(), dtype=torch.float32)
-    save(tmp_path / "d", model.config, model.state_dict(), None)
-    prints = [load(tmp_path / name).fingerprint() for name in "abcd"]
+    save_checkpoint(tmp_path / "d", model.config, model.state_dict(), None)
+    prints = [open_folder(tmp_path / name).fingerprint() for name in "abcd"]
     assert prints[0] == prints[1] and len(set(prints)) == 3
     config = (tmp_path / "b" / "config.json").read_text()
     (tmp_path / "b" / "config.json").write_text(config.replace('"limit": 96', '"limit": 95'))
-    assert load(tmp_path / "b").fingerprint() != prints[0]
+    assert open_folder(tmp_path / "b").fingerprint() != prints[0]
 
 
 # ---------------------------------------------------------------- bad folders
@@ -100,7 +100,7 @@ def rewrite(folder, change):
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"]["model.safetensors"] = native.entry_of(folder / "model.safetensors")
+    manifest["files"]["model.safetensors"] = native.file_digest(folder / "model.safetensors")
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -142,7 +142,7 @@ def test_a_truncated_tensor_file(tmp_path, size):
     whole = path.stat().st_size
     os.truncate(path, size if size >= 0 else whole + size)
     with pytest.raises(CheckpointError, match=rf"model.safetensors is truncated: [\d,]+ of {whole:,} bytes are there"):
-        load(tmp_path / "m")
+        open_folder(tmp_path / "m")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])  # shorter, and longer
@@ -154,7 +154,7 @@ def test_another_whole_tensor_file_is_not_called_truncated(tmp_path, dtype, veri
     (tmp_path / "m" / "model.safetensors").write_bytes(other)
     says = rf"model.safetensors differs from its manifest: {len(other):,} bytes, not [\d,]+"
     with pytest.raises(CheckpointError, match=says) as caught:
-        load(tmp_path / "m", verify=verify)
+        open_folder(tmp_path / "m", verify=verify)
     assert "truncated" not in str(caught.value)
 
 
@@ -163,16 +163,16 @@ def test_a_short_file_of_another_kind_is_not_called_truncated(tmp_path, header):
     make(tmp_path / "m")
     (tmp_path / "m" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(CheckpointError, match="differs from its manifest"):
-        load(tmp_path / "m")
+        open_folder(tmp_path / "m")
 
 
 def test_a_config_that_was_edited_differs_from_its_manifest(tmp_path):
     make(tmp_path / "m")
     path = tmp_path / "m" / "config.json"
     path.write_text(path.read_text().rstrip("\n"))
-    load(tmp_path / "m")
+    open_folder(tmp_path / "m")
     with pytest.raises(CheckpointError, match=r"config.json differs from its manifest: [\d,]+ bytes, not"):
-        load(tmp_path / "m", verify=True)
+        open_folder(tmp_path / "m", verify=True)
 
 
 @pytest.mark.parametrize("size", [0, 7, 100, -1])
@@ -193,11 +193,11 @@ def test_a_flipped_bit_is_seen_by_verify(tmp_path):
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
     path.write_bytes(content)
-    load(tmp_path / "m")
+    open_folder(tmp_path / "m")
     with pytest.raises(
         CheckpointError, match=r"model.safetensors differs from its manifest: the size is right, the sha256 is not"
     ):
-        load(tmp_path / "m", verify=True)
+        open_folder(tmp_path / "m", verify=True)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "manifest.json"])
@@ -205,7 +205,7 @@ def test_a_missing_file_is_named(tmp_path, name):
     make(tmp_path / "m")
     (tmp_path / "m" / name).unlink()
     with pytest.raises(CheckpointError, match=f"{name} is missing"):
-        load(tmp_path / "m")
+        open_folder(tmp_path / "m")
 
 
 def test_a_folder_that_is_not_a_checkpoint(tmp_path):
@@ -219,13 +219,13 @@ def test_a_folder_that_is_not_a_checkpoint(tmp_path):
         "file": "is a file",
     }.items():
         with pytest.raises(CheckpointError, match=says):
-            load(tmp_path / name)
+            open_folder(tmp_path / name)
 
 
 @pytest.mark.parametrize(
     ("before", "after", "says"),
     [
-        ('"heads"', '"headz"', r"unknown key decoder.kinds.L.mixer.headz \(did you mean 'heads'"),
+        ('"heads"', '"headz"', r"unknown key decoder.layer_types.L.attention.headz \(did you mean 'heads'"),
         ('"width": 24', '"width": 0', "width: must be at least 1"),
         ('"width": 24', '"width": "wide"', "width: expected int"),
         ('"model"', "model", "is not JSON"),
@@ -256,7 +256,7 @@ def test_a_manifest_that_is_none(tmp_path, content):
     make(tmp_path / "m")
     (tmp_path / "m" / "manifest.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"manifest.json"):
-        load(tmp_path / "m")
+        open_folder(tmp_path / "m")
 
 
 # ---------------------------------------------------------------- runs: steps, and a disk that refuses
@@ -267,20 +267,20 @@ def test_a_run_is_its_newest_step_and_keeps_the_last_ones(tmp_path):
     for step in (5, 90, 100):
         save_step(tmp_path, step, model.config, model.state_dict(), BYTE, keep=2)
         assert locate(tmp_path).name == f"step-{step:08d}"
-    assert [path.name for path in steps_of(tmp_path)] == ["step-00000090", "step-00000100"]
+    assert [path.name for path in list_steps(tmp_path)] == ["step-00000090", "step-00000100"]
     save_step(tmp_path, 3, model.config, model.state_dict(), BYTE, keep=2, fresh=True)
-    assert [path.name for path in steps_of(tmp_path)] == ["step-00000003"]
+    assert [path.name for path in list_steps(tmp_path)] == ["step-00000003"]
     os.truncate(tmp_path / "checkpoints" / "step-00000003" / "model.safetensors", 10)
     save_step(tmp_path, 1, model.config, model.state_dict(), BYTE, keep=2)
     with pytest.raises(CheckpointError, match=r"an older one is .*step-00000001"):
-        load(tmp_path)
+        open_folder(tmp_path)
 
 
 def test_replaced_steps_are_still_found_when_nothing_else_is(tmp_path):
     model = build(model_config(), dtype=torch.float32)
     path = save_step(tmp_path, 8, model.config, model.state_dict(), BYTE)
     path.rename(path.with_name(f".{path.name}.999999.00000000.old"))
-    assert load(tmp_path, verify=True).path.name == ".step-00000008.999999.00000000.old"
+    assert open_folder(tmp_path, verify=True).path.name == ".step-00000008.999999.00000000.old"
 
 
 LIMITED = """

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kvad.checkpoint.atomic import sweep
-from kvad.checkpoint.folder import steps_of
-from kvad.checkpoint.native import load, save_step
+from kvad.checkpoint.atomic import recover_interrupted
+from kvad.checkpoint.folder import list_steps
+from kvad.checkpoint.native import open_folder, save_step
 from kvad.errors import CheckpointError
 from tests.models import model_config
 from tests.powercut import PowerCuts
@@ -26,11 +26,11 @@ class Judge:
         run = left / "run"
         self.look(run)
         if (run / "checkpoints").is_dir():
-            sweep(run / "checkpoints")  # as the next save does
+            recover_interrupted(run / "checkpoints")  # as the next save does
             self.look(run)
 
     def look(self, run):
-        found = [held(step) for step in steps_of(run)]
+        found = [held(step) for step in list_steps(run)]
         assert (found[-1] if found else 0) in (self.done, self.doing), (found, self.done, self.doing)
         best = held(run / "best") if (run / "best").is_symlink() else None
         assert best in self.bests, (best, self.bests)
@@ -38,7 +38,7 @@ class Judge:
 
 def held(path):
     try:
-        return int(load(path, verify=True).tensors["a"][0])
+        return int(open_folder(path, verify=True).tensors["a"][0])
     except CheckpointError:
         if path.name != "best":
             raise

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvad import config as cfg
-from kvad.checkpoint.families import find
-from kvad.checkpoint.hf import Fields
+from kvad.checkpoint.families import find_family
+from kvad.checkpoint.hf import HFConfigReader
 from kvad.config import ModelConfig
 from kvad.errors import CheckpointError
 
@@ -67,7 +67,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 def read(name: str, **changes: Any) -> ModelConfig:
-    return find(name).read(Fields({**FILES[name], **changes, "model_type": name}, "config.json"))
+    return find_family(name).read(HFConfigReader({**FILES[name], **changes, "model_type": name}, "config.json"))
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), REFUSED, ids=[f"{n}-{m}" for n, _, m in REFUSED])
@@ -79,32 +79,37 @@ def test_a_field_that_kvad_cannot_follow_is_refused_by_name(name: str, changes: 
 
 def altered(config: ModelConfig, **mixer: Any) -> ModelConfig:
     stack = config.stack
-    kinds = {letter: replace(layer, mixer=replace(layer.mixer, **mixer)) for letter, layer in stack.kinds.items()}
-    return replace(config, decoder=replace(stack, kinds=kinds))
+    kinds = {
+        letter: replace(layer, attention=replace(layer.attention, **mixer))
+        for letter, layer in stack.layer_types.items()
+    }
+    return replace(config, decoder=replace(stack, layer_types=kinds))
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_model_that_their_class_cannot_express_is_not_written(name: str) -> None:
     config = read(name)
-    write = find(name).write
+    write = find_family(name).write
     assert read(name, **write(config)) == config
     for change, part in (({"softcap": 5.0}, "softcap"), ({"sinks": True}, "sinks"), ({"scale": 0.3}, "scale")):
         if (name, part) != ("mpt", "scale"):
             with pytest.raises(CheckpointError, match=rf"decoder\.layers\.0\.mixer\.{part}"):
                 write(altered(config, **change))
     with pytest.raises(CheckpointError, match=r"embed\.scale is 3"):
-        write(replace(config, embed=replace(config.embed, scale=3.0)))
+        write(replace(config, embedding=replace(config.embedding, scale=3.0)))
     with pytest.raises(CheckpointError, match="cannot express"):
-        write(replace(config, decoder=replace(config.stack, norm_place="sandwich")))
+        write(replace(config, decoder=replace(config.stack, norm_position="sandwich")))
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_another_spelling_of_the_same_model_is_written(name: str) -> None:
     """Heads counted twice, a dimension stated, a scale as a number: theirs says as much as of the first spelling."""
     config = read(name)
-    mixer = config.stack.layer(0).mixer
+    mixer = config.stack.layer_config(0).attention
     dim = cfg.head_dim(config, mixer)
-    scale = dim**-0.5 if mixer.scale == "default" else 1.0
-    spelled = altered(config, kv_heads=mixer.kv_heads or mixer.heads, head_dim=dim, value_dim=dim, scale=scale)
-    again = {key: value for key, value in find(name).write(spelled).items() if key not in ("head_dim", "attn_config")}
-    assert again == {key: value for key, value in find(name).write(config).items() if key in again}
+    scale = dim**-0.5 if mixer.softmax_scale == "default" else 1.0
+    spelled = altered(config, kv_heads=mixer.num_kv_heads or mixer.num_heads, head_dim=dim, value_dim=dim, scale=scale)
+    again = {
+        key: value for key, value in find_family(name).write(spelled).items() if key not in ("head_dim", "attn_config")
+    }
+    assert again == {key: value for key, value in find_family(name).write(config).items() if key in again}

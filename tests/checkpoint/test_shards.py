@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from kvad.checkpoint import atomic, shards
 from kvad.checkpoint.atomic import new_folder
-from kvad.checkpoint.shards import DTYPES, find_nonfinite, open_tensors, read_header, write_sharded
+from kvad.checkpoint.shards import DTYPES, find_nonfinite, open_tensors, read_tensor_header, write_sharded
 from kvad.errors import CheckpointError, SaveError
 
 TWO = {"a": torch.arange(6, dtype=torch.int16).view(2, 3), "b": torch.tensor([1.5, -2.0])}
@@ -66,9 +66,9 @@ def test_one_file_and_what_is_known_without_reading(tmp_path):
     assert set(tensors) == {"a", "b"} and len(tensors) == 2 and "c" not in tensors and tensors.get("c") is None
     assert tensors.shape("a") == (2, 3) and tensors.dtype("a") == torch.int16
     assert tensors.bytes("a") == 12 and tensors.bytes("b") == 8 and tensors.total_bytes == 20
-    assert tensors.file_of("b") == tmp_path / "model.safetensors"
+    assert tensors.file_name("b") == tmp_path / "model.safetensors"
     assert all(same(tensors[name], TWO[name]) for name in TWO)
-    for ask in (tensors.__getitem__, tensors.shape, tensors.bytes, tensors.file_of, tensors.load):
+    for ask in (tensors.__getitem__, tensors.shape, tensors.bytes, tensors.file_name, tensors.load):
         with pytest.raises(KeyError):
             ask("c")
 
@@ -95,7 +95,7 @@ def test_shards_and_their_index(tmp_path):
     assert names == [*(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)), "model.safetensors.index.json"]
     tensors = open_tensors(tmp_path)
     assert list(tensors) == list(wanted) and all(same(tensors[name], wanted[name]) for name in wanted)
-    assert tensors.file_of("t4").name == "model-00003-of-00003.safetensors" and tensors.total_bytes == 1000
+    assert tensors.file_name("t4").name == "model-00003-of-00003.safetensors" and tensors.total_bytes == 1000
 
 
 def test_the_single_file_counts_where_both_are(tmp_path):
@@ -107,10 +107,10 @@ def test_the_single_file_counts_where_both_are(tmp_path):
 def test_rows_pieces_and_copies(tmp_path, monkeypatch):
     wanted = random_of(torch.int16, 7, 5)
     save_file({"w": wanted}, tmp_path / "model.safetensors")
-    monkeypatch.setattr(shards, "PIECE", 16)
+    monkeypatch.setattr(shards, "READ_CHUNK", 16)
     tensors = open_tensors(tmp_path)
     assert same(tensors.rows("w", 2, 5), wanted[2:5]) and tensors.rows("w", 3, 3).shape == (0, 5)
-    found = [(first, piece.clone()) for first, piece in tensors.pieces("w")]
+    found = [(first, piece.clone()) for first, piece in tensors.chunks("w")]
     assert [first for first, _ in found] == [0, 8, 16, 24, 32]
     assert same(torch.cat([piece for _, piece in found]), wanted.flatten())
     fused = torch.zeros(12, 5, dtype=torch.float64)
@@ -329,7 +329,7 @@ def test_the_judge_objects_where_a_check_is_missing(tmp_path, monkeypatch, name)
     header, data, _ = BROKEN[name]
     raw_file(tmp_path / "model.safetensors", header, bytes(data))
     assert judged(tmp_path) is None
-    monkeypatch.setattr(shards, "_check_places", lambda *arguments: None)
+    monkeypatch.setattr(shards, "_check_offsets", lambda *arguments: None)
     with pytest.raises((SafetensorError, ValueError)):  # of the library, or of torch at the end of the file
         judged(tmp_path)
 
@@ -373,7 +373,7 @@ def test_what_is_no_file_at_all(tmp_path):
     with pytest.raises(CheckpointError, match="no regular file"):
         open_tensors(tmp_path)
     with pytest.raises(CheckpointError, match="is missing"):
-        read_header(tmp_path / "other.safetensors")
+        read_tensor_header(tmp_path / "other.safetensors")
 
 
 # ---------------------------------------------------------------- broken folders
@@ -492,7 +492,7 @@ def test_an_iterable_is_taken_a_shard_at_a_time(tmp_path):
 def test_a_tensor_larger_than_a_shard_and_no_tensor_at_all(tmp_path):
     write_sharded(tmp_path / "m", {"a": torch.ones(2), "b": torch.ones(900), "c": torch.ones(2)}, max_shard_bytes=100)
     tensors = open_tensors(tmp_path / "m")
-    assert len({tensors.file_of(name) for name in tensors}) == 3
+    assert len({tensors.file_name(name) for name in tensors}) == 3
     assert [path.name for path in write_sharded(tmp_path / "none", {})] == ["model.safetensors"]
     assert len(open_tensors(tmp_path / "none")) == 0
 
@@ -594,7 +594,7 @@ def test_nonfinite_values_are_counted(tmp_path, monkeypatch, lazy):
     tensors["tiny"][3] = float("nan")
     tensors["brain"][0] = float("inf")
     tensors["waves"][2] = complex(0, float("nan"))
-    monkeypatch.setattr(shards, "PIECE", 64)
+    monkeypatch.setattr(shards, "READ_CHUNK", 64)
     if lazy:
         write_sharded(tmp_path, tensors)
     found = find_nonfinite(open_tensors(tmp_path) if lazy else tensors)

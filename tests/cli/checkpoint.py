@@ -4,9 +4,9 @@ import io
 import sys
 from typing import NamedTuple
 
-from kvad.checkpoint.native import save
+from kvad.checkpoint.native import save_checkpoint
 from kvad.cli.main import main
-from kvad.config import Attention, Gated, Layer, ModelConfig, Stack
+from kvad.config import AttentionConfig, GatedMLPConfig, LayerConfig, ModelConfig, StackConfig
 from kvad.text.tokenizer import train_tokenizer
 from tests.models import build
 
@@ -16,9 +16,14 @@ LIMIT = 96
 def write_model(folder, *, tokenizer=True, limit=LIMIT):
     bytes_of = train_tokenizer("byte", [])
     vocab = bytes_of.vocab_size if tokenizer else 40
-    config = ModelConfig(width=24, vocab=vocab, limit=limit, decoder=Stack(2, {"L": Layer(Attention(4, 2), Gated(40))}))
+    config = ModelConfig(
+        hidden_size=24,
+        vocab_size=vocab,
+        max_seq_len=limit,
+        decoder=StackConfig(2, {"L": LayerConfig(AttentionConfig(4, 2), GatedMLPConfig(40))}),
+    )
     model = build(config)
-    save(folder, config, model.float().state_dict(), bytes_of if tokenizer else None)
+    save_checkpoint(folder, config, model.float().state_dict(), bytes_of if tokenizer else None)
     return folder
 
 

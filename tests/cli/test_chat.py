@@ -170,7 +170,7 @@ def test_one_is_singular(chat, tmp_path):
 def test_help_and_quit(chat):
     ran = chat("/help", "/stats", "/quit", "never")
     assert ran.out == "" and "nothing was generated yet" in ran.err
-    assert all(name in ran.err for name in module.COMMANDS if name != "/help")
+    assert all(name in ran.err for name in module.CHAT_COMMANDS if name != "/help")
 
 
 def test_an_empty_first_line_begins_with_the_opening_token(chat, llm):
@@ -189,7 +189,7 @@ def test_a_stop_string_is_no_part_of_the_history(chat, tmp_path):
 
 
 def test_ctrl_c_stops_the_reply_only(chat, llm, monkeypatch):
-    real, seen = module.Meter.see, []
+    real, seen = module.RunMeter.add, []
 
     def see(self, piece):
         real(self, piece)
@@ -197,7 +197,7 @@ def test_ctrl_c_stops_the_reply_only(chat, llm, monkeypatch):
         if len(seen) == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(module.Meter, "see", see)
+    monkeypatch.setattr(module.RunMeter, "add", see)
     ran = chat("hi", "you", "/kv", options=(*GREEDY, "--logit-bias", "97=500"))
     assert ran.code == 0 and ran.out == "aaa\naaaaaa\n"
     assert "this chat: 17 tokens" in ran.err and "0 of 6 blocks in use" in ran.err

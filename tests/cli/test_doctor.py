@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvad.checkpoint.generation import Generation
-from kvad.checkpoint.native import save, save_step
+from kvad.checkpoint.generation import GenerationConfig
+from kvad.checkpoint.native import save_checkpoint, save_step
 from kvad.text.tokenizer import train_tokenizer
 from tests.cli.checkpoint import run, write_model
 from tests.cli.test_import import write_foreign
@@ -74,7 +74,7 @@ def test_a_run_stands_for_its_newest_checkpoint(kvad, tmp_path):
 
 def test_weights_that_are_not_finite(kvad, ours, theirs):
     def edit(tensors):
-        name = next(name for name in tensors if name.endswith(("mixer.q.weight", "0.self_attn.q_proj.weight")))
+        name = next(name for name in tensors if name.endswith(("attention.q.weight", "0.self_attn.q_proj.weight")))
         tensors[name][1, :3] = float("nan")
         tensors[name][2, 0] = float("inf")
 
@@ -88,7 +88,7 @@ def test_weights_that_are_not_finite(kvad, ours, theirs):
 def test_tensors_missing_extra_and_of_another_shape(kvad, ours, theirs):
     def edit(tensors):
         last = next(name for name in tensors if name.endswith("norm.weight"))
-        table = next(name for name in tensors if name.startswith(("embed.tokens", "model.embed_tokens")))
+        table = next(name for name in tensors if name.startswith(("embedding.tokens", "model.embed_tokens")))
         del tensors[last]
         tensors["stranger"] = torch.zeros(3)
         tensors[table] = tensors[table][:-1].clone()
@@ -153,7 +153,7 @@ def test_a_tokenizer_that_does_not_belong_to_the_model(kvad, tmp_path, ours, the
     big.save(theirs)
     assert "ids, the model" in problems(kvad("doctor", theirs, "--json"))["tokenizer"]
     model = build(model_config())
-    save(tmp_path / "wrong", model.config, model.state_dict(), big)
+    save_checkpoint(tmp_path / "wrong", model.config, model.state_dict(), big)
     assert "places for 67" in problems(kvad("doctor", tmp_path / "wrong", "--json"))["tokenizer"]
     (theirs / "tokenizer.json").write_text("{}")
     assert "not a tokenizer" in problems(kvad("doctor", theirs, "--json"))["tokenizer"]
@@ -161,8 +161,8 @@ def test_a_tokenizer_that_does_not_belong_to_the_model(kvad, tmp_path, ours, the
 
 def test_generation_with_tokens_that_are_not_there(kvad, tmp_path):
     model = build(model_config())
-    said = Generation(start=3, stops=(5, 67), banned=(99,))
-    save(tmp_path / "m", model.config, model.state_dict(), None, generation=said)
+    said = GenerationConfig(decoder_start_token_id=3, eos_token_ids=(5, 67), suppress_tokens=(99,))
+    save_checkpoint(tmp_path / "m", model.config, model.state_dict(), None, generation=said)
     ran = kvad("doctor", tmp_path / "m")
     assert ran.code == 1
     assert "end 67 is outside the vocabulary of 67" in ran.out and "banned 99 is outside" in ran.out

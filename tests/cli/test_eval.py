@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from kvad import config as cfg
-from kvad.checkpoint.generation import Generation
-from kvad.checkpoint.native import save
+from kvad.checkpoint.generation import GenerationConfig
+from kvad.checkpoint.native import save_checkpoint
 from kvad.text.tokenizer import train_tokenizer
 from tests.cli.checkpoint import LIMIT, run, write_model
 from tests.models import build, encoder_config, pair_config
@@ -37,19 +37,21 @@ def text(folder):
 @pytest.fixture(scope="module")
 def translator(folder):
     tokenizer = train_tokenizer("char", ["abcdefgh "], specials=("bos", "eos", "pad", "unk"))
-    bos, eos = tokenizer.specials.bos, tokenizer.specials.eos
-    said = Generation(start=bos, stops=(eos,), source_end=eos, sampling={"temperature": 0.0})
-    config = replace(pair_config(), vocab=tokenizer.vocab_size)
-    save(folder / "pairs", config, build(config).float().state_dict(), tokenizer, generation=said)
+    bos, eos = tokenizer.special_tokens.bos, tokenizer.special_tokens.eos
+    said = GenerationConfig(
+        decoder_start_token_id=bos, eos_token_ids=(eos,), source_eos_token_id=eos, sampling={"temperature": 0.0}
+    )
+    config = replace(pair_config(), vocab_size=tokenizer.vocab_size)
+    save_checkpoint(folder / "pairs", config, build(config).float().state_dict(), tokenizer, generation=said)
     (folder / "pairs.tsv").write_text("abc\tcba\nhe\teh\n\tnothing\ngab\tbag\n")
     return folder / "pairs"
 
 
 def write_encoder(folder, per, labels):
     tokenizer = train_tokenizer("word", ["the dog barks a cat sleeps"])
-    head = cfg.Classes(labels=labels, per=per)
-    config = replace(encoder_config(), vocab=tokenizer.vocab_size, head=head, tie=False)
-    save(folder, config, build(config).float().state_dict(), tokenizer)
+    head = cfg.ClassificationHeadConfig(labels=labels, level=per)
+    config = replace(encoder_config(), vocab_size=tokenizer.vocab_size, head=head, tie_embeddings=False)
+    save_checkpoint(folder, config, build(config).float().state_dict(), tokenizer)
     return folder
 
 

@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from kvad.cache.full import ON_FULL
-from kvad.cache.named import ABOUT, POLICIES
+from kvad.cache.full import OVERFLOW_MODES
+from kvad.cache.named import POLICIES, POLICY_HELP
 from kvad.cli import chat as chat_module
 from kvad.cli import generate as module
 from kvad.llm import LLM
@@ -39,10 +39,10 @@ def ids(kvad, model):
 
 
 def test_every_policy_has_its_line_in_the_help(kvad):
-    assert [name.partition("(")[0] for name in ABOUT] == list(POLICIES)
+    assert [name.partition("(")[0] for name in POLICY_HELP] == list(POLICIES)
     for command in ("generate", "chat", "translate", "plan"):
         said = kvad(command, "--help").out
-        for name, text in (*ABOUT.items(), *ON_FULL.items()):
+        for name, text in (*POLICY_HELP.items(), *OVERFLOW_MODES.items()):
             assert any(name in line and text in line for line in said.splitlines()), (command, name)
 
 
@@ -105,11 +105,11 @@ def test_stats_show_the_pool_s_use_peak_and_watermark_and_what_ended_it(kvad, mo
 @pytest.mark.parametrize(
     ("flags", "says", "hint"),
     [
-        (("--on-full", "sink"), "cache.on_full: 'sink'", "did you mean 'sinks'?"),
+        (("--on-full", "sink"), "cache.overflow: 'sink'", "did you mean 'sinks'?"),
         (("--policy", "windw(4)"), "unknown policy 'windw'", "did you mean 'window'?"),
         (("--policy", "window(0)"), "window: size must be a whole number of at least 1", ""),
         (("--policy", "sinks(4)"), "missing a required argument: 'window'", "sinks(sinks: 'int', window: 'int')"),
-        (("--rotate", "reed"), "cache.rotate: 'reed'", "did you mean 'read'?"),
+        (("--rotate", "reed"), "cache.rope_at: 'reed'", "did you mean 'read'?"),
         (("--watermark", 1), "cache.watermark: 1 is no share", "from 0 to below 1"),
     ],
 )
@@ -146,8 +146,8 @@ def test_the_plan_takes_the_same_words(kvad, model):
         return json.loads(ran.out)
 
     with LLM.load(model, rows=2, capacity=48, on_full="summarise", chunk=512) as llm:
-        memory = llm.engine.memory
-        held = memory.payload_bytes() + memory.scale_bytes() + memory.column_bytes()
+        memory = llm.engine.kv_cache
+        held = memory.payload_bytes() + memory.scale_bytes() + memory.metadata_bytes()
     assert pool("--context", 48, "--on-full", "summarise")["bytes"]["pool"] == held
     assert pool("--policy", "window(8)", "--chunk", 8) != pool("--chunk", 8)
     assert pool("--endless")["bytes"] == pool("--on-full", "sinks")["bytes"]
@@ -211,7 +211,7 @@ def test_a_chat_says_what_any_policy_has_dropped(kvad, model):
 
 
 def test_an_endless_chat_replies_until_ctrl_c(kvad, model, monkeypatch):
-    seen, see = [], chat_module.Meter.see
+    seen, see = [], chat_module.RunMeter.add
 
     def note(self, piece):
         seen.append(piece)
@@ -219,7 +219,7 @@ def test_an_endless_chat_replies_until_ctrl_c(kvad, model, monkeypatch):
             signal.raise_signal(signal.SIGINT)
         see(self, piece)
 
-    monkeypatch.setattr(chat_module.Meter, "see", note)
+    monkeypatch.setattr(chat_module.RunMeter, "add", note)
     ran = kvad("chat", model, *GREEDY, "--endless", stdin=b"hello\n")
     assert ran.code == 0 and len(seen) == 120 and "of 126 tokens are out of sight" in ran.err
 
@@ -229,10 +229,10 @@ def test_an_endless_chat_replies_until_ctrl_c(kvad, model, monkeypatch):
 
 def test_llm_takes_the_same_words(model):
     with LLM.load(model, endless=True, dtype="float64") as llm, LLM.load(model, dtype="float64") as plain:
-        assert llm.cache.on_full == "sinks" and llm.engine.cache.policy == f"sinks(4, {LIMIT - 4})"
+        assert llm.cache_config.overflow == "sinks" and llm.engine.cache.policy == f"sinks(4, {LIMIT - 4})"
         done = llm.generate("hello", max_tokens=150, temperature=0, ignore_eos=True)
         short = plain.generate("hello", temperature=0, ignore_eos=True)
-        assert done.limit == "max_tokens" and short.limit == "model" == short.samples[0].limit
+        assert done.limit == "max_tokens" and short.limit == "model" == short.choices[0].limit
         assert done.tokens[: len(short.tokens)] == short.tokens
         assert llm.generate("hello", temperature=0, ignore_eos=True, on_full="stop").tokens == short.tokens
         assert len(llm.encode("x" * 200)) == 200

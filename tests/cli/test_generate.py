@@ -7,9 +7,9 @@ import signal
 import pytest
 
 from kvad.cli import generate as module
-from kvad.engine.request import Sampling
+from kvad.engine.request import SamplingParams
 from kvad.llm import LLM
-from kvad.ops.invariant import Tiles
+from kvad.ops.invariant import TileSizes
 from tests.cli.checkpoint import LIMIT, run, write_model
 from tests.cli.test_main import kvad_process
 
@@ -52,7 +52,7 @@ def test_several_samples_are_labelled_and_never_mixed(kvad, model, llm):
     ran = kvad("generate", model, "ab", "cd", "--n", 2, "--seed", 1, "--max-tokens", 7)
     expected = ""
     for number, done in enumerate(llm.generate(["ab", "cd"], n=2, seed=1, max_tokens=7), 1):
-        for i, sample in enumerate(done.samples, 1):
+        for i, sample in enumerate(done.choices, 1):
             expected += f"==> prompt {number}, sample {i}: {['ab', 'cd'][number - 1]!r} <==\n{sample.text}\n"
     assert ran.out == expected
     assert kvad("generate", model, "ab", "cd", "--n", 2, "--seed", 1, "--max-tokens", 7, "--no-stream").out == expected
@@ -68,14 +68,14 @@ def test_deterministic_reaches_the_engine(kvad, model, monkeypatch):
 
     def load(*arguments, **options):
         llm = real(*arguments, **options)
-        kernels.append((llm.engine.memory.kernel, llm.model.kernel))
+        kernels.append((llm.engine.kv_cache.kernel, llm.model.kernel))
         return llm
 
     monkeypatch.setattr(LLM, "load", load)
     asked = ("generate", model, "a", "bcd", *GREEDY, "--max-tokens", 5, "--no-stream")
     assert kvad(*asked, "--deterministic").out == kvad(*asked).out
     (tiles, same), plain = kernels
-    assert isinstance(tiles, Tiles) and same == tiles and plain == ("auto", "auto")
+    assert isinstance(tiles, TileSizes) and same == tiles and plain == ("auto", "auto")
 
 
 def test_echo_and_ids(kvad, model, llm):
@@ -114,7 +114,7 @@ def test_every_sampling_option_reaches_the_engine(kvad, model, monkeypatch):
     assert kvad("generate", model, "hi", *flags).code == 0
     (sampling,) = seen
     bad = ((32, 120), (120,))
-    given = Sampling(**options, logit_bias={7: -5.5, 8: 1.0}, stop=("ab",), bad_words=bad, ignore_eos=True)
+    given = SamplingParams(**options, logit_bias={7: -5.5, 8: 1.0}, stop=("ab",), bad_words_ids=bad, ignore_eos=True)
     assert sampling == given
 
 
@@ -155,8 +155,8 @@ def test_json_is_one_object_with_everything(kvad, model, llm):
     assert found["model"] == str(model) and found["interrupted"] is False
     assert done["prompt"] == "hey" and done["prompt_tokens"] == [104, 101, 121]
     assert done["usage"]["prompt"] == 3 and done["usage"]["completion"] == 8
-    assert [s["tokens"] for s in done["samples"]] == [list(s.tokens) for s in expected.samples]
-    assert [s["text"] for s in done["samples"]] == [s.text for s in expected.samples]
+    assert [s["tokens"] for s in done["samples"]] == [list(s.token_ids) for s in expected.choices]
+    assert [s["text"] for s in done["samples"]] == [s.text for s in expected.choices]
     assert [s["logprob"] for s in done["prompt_logprobs"]] == pytest.approx(
         [s.logprob for s in expected.prompt_logprobs], abs=1e-4
     )
@@ -170,12 +170,18 @@ def test_json_is_one_object_with_everything(kvad, model, llm):
 
 def test_over_the_search_that_the_checkpoint_asks_for(kvad, tmp_path):
     """Its own beams have their rows; a length penalty alone is for them; what asks for samples leaves them out."""
-    from kvad.checkpoint.generation import Generation
-    from kvad.checkpoint.native import load, save
+    from kvad.checkpoint.generation import GenerationConfig
+    from kvad.checkpoint.native import open_folder, save_checkpoint
 
     def write(name, **sampling):
-        plain = load(write_model(tmp_path / name))
-        save(tmp_path / name, plain.config, dict(plain.weights()), plain.tokenizer, generation=Generation(**sampling))
+        plain = open_folder(write_model(tmp_path / name))
+        save_checkpoint(
+            tmp_path / name,
+            plain.config,
+            dict(plain.weights()),
+            plain.tokenizer,
+            generation=GenerationConfig(**sampling),
+        )
         return tmp_path / name
 
     def say(folder, *flags):
@@ -241,7 +247,7 @@ def test_the_cache_to_order_changes_nothing(kvad, model, cache):
 
 
 def test_ctrl_c_ends_cleanly_with_what_was_generated(kvad, model, llm, monkeypatch):
-    real, seen, before = module.Meter.see, [], signal.getsignal(signal.SIGINT)
+    real, seen, before = module.RunMeter.add, [], signal.getsignal(signal.SIGINT)
 
     def see(self, piece):
         real(self, piece)
@@ -249,7 +255,7 @@ def test_ctrl_c_ends_cleanly_with_what_was_generated(kvad, model, llm, monkeypat
         if len(seen) == 4:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(module.Meter, "see", see)
+    monkeypatch.setattr(module.RunMeter, "add", see)
     whole = llm.generate("hey", max_tokens=20, temperature=0).tokens
     for extra in ((), ("--json", "--stats")):
         seen.clear()
@@ -266,7 +272,7 @@ def test_ctrl_c_ends_cleanly_with_what_was_generated(kvad, model, llm, monkeypat
 
 
 def test_what_was_held_back_is_shown_when_it_is_interrupted(kvad, model, monkeypatch):
-    real, seen = module.Meter.see, []
+    real, seen = module.RunMeter.add, []
 
     def see(self, piece):
         real(self, piece)
@@ -274,7 +280,7 @@ def test_what_was_held_back_is_shown_when_it_is_interrupted(kvad, model, monkeyp
         if len(seen) == 8:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(module.Meter, "see", see)
+    monkeypatch.setattr(module.RunMeter, "add", see)
     ran = kvad("generate", model, "a", "b", "--max-tokens", 20, "--seed", 2)
     assert ran.code == 130 and ran.out.count("==> prompt") == 2 and ran.out.endswith("\n")
 
@@ -343,9 +349,9 @@ def test_values_that_cannot_be_are_refused_before_anything_is_loaded(kvad, tmp_p
         (("--ids", "-3"), "No such option '-3'"),
         (("hi", "--logit-bias", "999=1"), "logit_bias: token id 999 is outside the vocabulary"),
         (("hi", "--bad-word", ""), "--bad-word: an empty text"),
-        (("hi", "--rows", 0), "cache.rows: must be at least 1"),
+        (("hi", "--rows", 0), "cache.max_num_seqs: must be at least 1"),
         (("hi", "--block-size", 0), "cache.block_size: must be at least 1"),
-        (("hi", "--context", 0), "cache.capacity: must be at least 1"),
+        (("hi", "--context", 0), "cache.max_seq_len: must be at least 1"),
     ],
 )
 def test_what_the_model_cannot_serve_is_refused(kvad, model, flags, says):

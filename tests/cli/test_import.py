@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvad.checkpoint import export
-from kvad.checkpoint.families import find
-from kvad.checkpoint.hf import Fields, write_tensors
+from kvad.checkpoint.families import find_family
+from kvad.checkpoint.hf import HFConfigReader, write_tensors
 from kvad.checkpoint.open import open_checkpoint
 from kvad.llm import LLM
 from kvad.text.tokenizer import train_tokenizer
@@ -33,8 +33,8 @@ GENERATION = {"eos_token_id": 1, "num_beams": 3, "max_new_tokens": 7, "no_repeat
 def write_foreign(folder, name, *, dtype=torch.float32, tokenizer=True):
     """A Hugging Face folder of random weights; its tensors."""
     content = {"model_type": name, **CONFIGS[name]}
-    family = find(name)
-    config = family.read(Fields(content, "config.json"))
+    family = find_family(name)
+    config = family.read(HFConfigReader(content, "config.json"))
     ours = {key: tensor.to(dtype) for key, tensor in build(config).state_dict().items()}
     tensors = {key: tensor.clone() for key, tensor in write_tensors(family, config, ours)}
     folder.mkdir(parents=True)

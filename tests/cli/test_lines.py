@@ -11,27 +11,27 @@ import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
 
-from kvad.checkpoint.generation import Generation
-from kvad.checkpoint.native import save
+from kvad.checkpoint.generation import GenerationConfig
+from kvad.checkpoint.native import save_checkpoint
 from kvad.cli import lines as module
 from kvad.cli.encoding import _filling
-from kvad.cli.lines import Lines, Task, answered
+from kvad.cli.lines import LineSource, LineTask, answer_lines
 from kvad.config import (
-    Attention,
-    Classes,
-    Embedding,
-    Head,
-    Layer,
-    LearnedPositions,
+    AttentionConfig,
+    ClassificationHeadConfig,
+    EmbeddingConfig,
+    EncoderInputConfig,
+    HeadTransformConfig,
+    LanguageHeadConfig,
+    LayerConfig,
+    LearnedPositionsConfig,
     ModelConfig,
-    Norm,
-    Plain,
-    Pooled,
-    Source,
-    Stack,
-    Transform,
+    NormConfig,
+    PlainMLPConfig,
+    PoolingHeadConfig,
+    StackConfig,
 )
-from kvad.engine.answers import Filled
+from kvad.engine.answers import MaskPrediction
 from kvad.errors import NumericalError, RequestError
 from kvad.llm import LLM
 from kvad.text.tokenizer import load_tokenizer, train_tokenizer
@@ -43,10 +43,10 @@ LIMIT = 32
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = [*SPECIALS, "the", "cat", "sat", "on", "a", "mat", "dog", "ran", "to", "his", "house", "by", "lake"]
 HEADS = {
-    "fill": Head(bias=True, transform=Transform("gelu", norm=Norm("layer", bias=True))),
-    "tag": Classes(("O", "B-PER", "I-PER")),
-    "classify": Classes(("bad", "good", "neither"), per="row"),
-    "embed": Pooled("mean", unit=True),
+    "fill": LanguageHeadConfig(bias=True, transform=HeadTransformConfig("gelu", norm=NormConfig("layer", bias=True))),
+    "tag": ClassificationHeadConfig(("O", "B-PER", "I-PER")),
+    "classify": ClassificationHeadConfig(("bad", "good", "neither"), level="row"),
+    "embed": PoolingHeadConfig("mean", normalize=True),
 }
 TEXT = b"the cat sat on a mat\n\na dog\r\nhis house by the lake\n   \nthe dog ran to the house"
 LINES = ["the cat sat on a mat", "", "a dog", "his house by the lake", "", "the dog ran to the house"]
@@ -68,18 +68,22 @@ def encoders(tmp_path_factory):
     """Command -> the folder of an encoder with the head that it needs."""
     folder = tmp_path_factory.mktemp("encoders")
     tokenizer = word_tokenizer(folder)
-    layer = Layer(Attention(4, position=None, causal=False, bias=True), Plain(40, bias=True), Norm("layer", bias=True))
+    layer = LayerConfig(
+        AttentionConfig(4, position=None, causal=False, qkv_bias=True),
+        PlainMLPConfig(40, bias=True),
+        NormConfig("layer", bias=True),
+    )
     found = {}
     for command, head in HEADS.items():
         config = ModelConfig(
-            width=24,
-            vocab=len(WORDS),
-            limit=LIMIT,
-            encoder=Stack(2, {"L": layer}, norm_place="post", final_norm=False),
-            embed=Embedding(LearnedPositions(LIMIT), norm=Norm("layer", bias=True)),
+            hidden_size=24,
+            vocab_size=len(WORDS),
+            max_seq_len=LIMIT,
+            encoder=StackConfig(2, {"L": layer}, norm_position="post", final_norm=False),
+            embedding=EmbeddingConfig(LearnedPositionsConfig(LIMIT), norm=NormConfig("layer", bias=True)),
             head=head,
         )
-        save(folder / command, config, build(config).float().state_dict(), tokenizer)
+        save_checkpoint(folder / command, config, build(config).float().state_dict(), tokenizer)
         found[command] = folder / command
     return found
 
@@ -92,21 +96,24 @@ def translator(tmp_path_factory):
 
 
 def write_translator(folder, tokenizer, start, banned=(), **search):
-    mixer, free = Attention(4, 2), Attention(4, position=None, causal=False)
-    decoder = Layer(mixer, Plain(40), cross=free)
-    encoder = Layer(Attention(4, causal=False), Plain(40))
+    mixer, free = AttentionConfig(4, 2), AttentionConfig(4, position=None, causal=False)
+    decoder = LayerConfig(mixer, PlainMLPConfig(40), cross_attention=free)
+    encoder = LayerConfig(AttentionConfig(4, causal=False), PlainMLPConfig(40))
     config = ModelConfig(
-        width=24,
-        vocab=tokenizer.vocab_size,
-        limit=40,
-        decoder=Stack(2, {"L": decoder}),
-        encoder=Stack(2, {"L": encoder}),
-        source=Source(LIMIT),
+        hidden_size=24,
+        vocab_size=tokenizer.vocab_size,
+        max_seq_len=40,
+        decoder=StackConfig(2, {"L": decoder}),
+        encoder=StackConfig(2, {"L": encoder}),
+        encoder_input=EncoderInputConfig(LIMIT),
     )
-    said = Generation(
-        start=start, stops=(start,), banned=banned, sampling={"max_tokens": 6, "temperature": 0.0, **search}
+    said = GenerationConfig(
+        decoder_start_token_id=start,
+        eos_token_ids=(start,),
+        suppress_tokens=banned,
+        sampling={"max_tokens": 6, "temperature": 0.0, **search},
     )
-    save(folder, config, build(config).float().state_dict(), tokenizer, generation=said)
+    save_checkpoint(folder, config, build(config).float().state_dict(), tokenizer, generation=said)
     return folder
 
 
@@ -124,10 +131,10 @@ def objects(ran):
 
 def lengths(ask):
     """A task whose answer to a line is the sum of its bytes."""
-    return Task(lambda text: list(text.encode()), ask, lambda n, answer: str(answer), lambda a: {"sum": a}, nothing=0)
+    return LineTask(lambda text: list(text.encode()), ask, lambda n, answer: str(answer), lambda a: {"sum": a}, empty=0)
 
 
-class Fed(Lines):
+class Fed(LineSource):
     """Lines of a list."""
 
     def __init__(self, given):
@@ -139,8 +146,8 @@ class Fed(Lines):
 
 
 def test_answers_come_in_order_in_batches_of_like_length(monkeypatch):
-    monkeypatch.setattr(module, "WINDOWS", (4, 8))
-    monkeypatch.setattr(module, "TOGETHER", 3)
+    monkeypatch.setattr(module, "WINDOW_SIZES", (4, 8))
+    monkeypatch.setattr(module, "BATCH_LINES", 3)
     given = [b"x" * (1 + 7 * i % 11) for i in range(23)]
     batches = []
 
@@ -148,7 +155,7 @@ def test_answers_come_in_order_in_batches_of_like_length(monkeypatch):
         batches.append([len(ids) for ids in many])
         return [sum(ids) for ids in many]
 
-    found = list(answered(Fed(given), lengths(ask)))
+    found = list(answer_lines(Fed(given), lengths(ask)))
     assert [line.number for line in found] == list(range(1, 24))
     assert [line.answer for line in found] == [120 * len(raw) for raw in given]
     assert [sum(map(len, batches[:2])), sum(map(len, batches[2:5]))] == [4, 8]
@@ -157,9 +164,9 @@ def test_answers_come_in_order_in_batches_of_like_length(monkeypatch):
 
 
 def test_an_answer_is_shown_as_soon_as_those_before_it_are(monkeypatch):
-    monkeypatch.setattr(module, "TOGETHER", 1)
+    monkeypatch.setattr(module, "BATCH_LINES", 1)
     asked = []
-    found = answered(Fed([b"", b"a", b"b"]), lengths(lambda many: asked.extend(many) or [1] * len(many)))
+    found = answer_lines(Fed([b"", b"a", b"b"]), lengths(lambda many: asked.extend(many) or [1] * len(many)))
     assert next(found).number == 1 and asked == []
     assert next(found).number == 2 and asked == [[97]]
 
@@ -170,7 +177,7 @@ def test_a_line_that_fails_in_the_engine_costs_no_other_its_answer():
             raise NumericalError("request 1, sample 0: numerical")
         return [sum(ids) for ids in many]
 
-    found = list(answered(Fed([b"a", b"b", b"c"]), lengths(ask)))
+    found = list(answer_lines(Fed([b"a", b"b", b"c"]), lengths(ask)))
     assert [(line.answer, line.error) for line in found] == [
         (97, None),
         (None, "request 1, sample 0: numerical"),
@@ -183,7 +190,7 @@ def test_what_nobody_can_be_asked_ends_everything():
         raise RequestError("5 beams need as many rows")
 
     with pytest.raises(RequestError):
-        list(answered(Fed([b"a"]), lengths(ask)))
+        list(answer_lines(Fed([b"a"]), lengths(ask)))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +207,7 @@ def test_what_nobody_can_be_asked_ends_everything():
 def test_a_file_is_cut_at_its_newlines(tmp_path, content, expected):
     path = tmp_path / "lines"
     path.write_bytes(content)
-    with Lines(path) as lines:
+    with LineSource(path) as lines:
         assert lines.total == len(content)
         found = []
         while taken := lines.take(2):
@@ -212,7 +219,7 @@ def test_a_pipe_that_pauses_is_not_waited_for(monkeypatch):
     read, write = os.pipe()
     with os.fdopen(read, "rb") as stdin, os.fdopen(write, "wb", buffering=0) as feed:
         monkeypatch.setattr(sys, "stdin", type("Stdin", (), {"buffer": stdin}))
-        lines = Lines(None)
+        lines = LineSource(None)
         feed.write(b"one\ntw")
         assert lines.take(64) == [b"one"]
         feed.write(b"o\nthree\n")
@@ -241,12 +248,16 @@ def test_translations_as_json_and_the_n_best(kvad, translator):
     with LLM.load(translator) as llm:
         done = llm.generate("Haus", beams=3, n=2, max_tokens=6)
     (one, nothing) = objects(kvad("translate", translator, "--n-best", 2, "--beams", 3, "--json", stdin=b"Haus\n\n"))
-    assert one["line"] == 1 and one["text"] == done.text and one["score"] == pytest.approx(done.samples[0].total)
-    assert [each["text"] for each in one["translations"]] == [sample.text for sample in done.samples]
+    assert (
+        one["line"] == 1
+        and one["text"] == done.text
+        and one["score"] == pytest.approx(done.choices[0].cumulative_logprob)
+    )
+    assert [each["text"] for each in one["translations"]] == [sample.text for sample in done.choices]
     assert nothing == {"line": 2, "text": "", "score": None, "translations": []}
     rows = kvad("translate", translator, "--n-best", 2, "--beams", 3, stdin=b"Haus\n\n").out.split("\n")[:-1]
     assert [row.split("\t")[0] for row in rows] == ["1", "1", "2"] and rows[2] == "2\t\t"
-    assert rows[0].split("\t")[1] == f"{done.samples[0].total:.4f}"
+    assert rows[0].split("\t")[1] == f"{done.choices[0].cumulative_logprob:.4f}"
     same = kvad("translate", translator, "--n-best", 3, "--json", stdin=b"Haus\n")
     assert len(objects(same)[0]["translations"]) == 3
 
@@ -271,9 +282,13 @@ def test_over_the_search_that_the_checkpoint_asks_for(kvad, tmp_path):
         return objects(ran)[0]
 
     with LLM.load(folder) as llm:
-        (said,), (asked,) = (llm.generate("Haus", **more).samples for more in ({}, {"length_penalty": -1.0}))
-    assert say() == {"line": 1, "text": said.text, "score": pytest.approx(said.total)}
-    assert say("--length-penalty", -1) == {"line": 1, "text": asked.text, "score": pytest.approx(asked.total)}
+        (said,), (asked,) = (llm.generate("Haus", **more).choices for more in ({}, {"length_penalty": -1.0}))
+    assert say() == {"line": 1, "text": said.text, "score": pytest.approx(said.cumulative_logprob)}
+    assert say("--length-penalty", -1) == {
+        "line": 1,
+        "text": asked.text,
+        "score": pytest.approx(asked.cumulative_logprob),
+    }
     assert say("--seed", 3) == say("--temperature", 1, "--seed", 3) and say("--seed", 3)["score"] is None
 
 
@@ -405,7 +420,7 @@ def test_masks(kvad, encoders):
     text = b"the [MASK] sat\n\nthe cat sat\nthe [MASK] [MASK] on a mat\n"
     with LLM.load(encoders["fill"]) as llm:
         ids = [[2, 5, 4, 7, 3], [2, 5, 4, 4, 8, 9, 10, 3]]
-        one, two = llm.fill(ids, top=2)
+        one, two = llm.fill_mask(ids, top=2)
     ran = kvad("fill", encoders["fill"], "--top", 2, stdin=text)
     rows = ran.out.split("\n")[:-1]
     assert ran.code == 1 and ran.err.startswith("kvad: line 3: no mask: write [MASK] where a word is to be found\n")
@@ -419,7 +434,7 @@ def test_masks(kvad, encoders):
 
 def test_a_token_that_breaks_lines_is_shown_in_one(encoders):
     """Byte-level vocabularies have tokens of a newline or a tab."""
-    found = [Filled(1, "a\nå\t", 0.5, ""), Filled(2, " b", 0.25, "")]
+    found = [MaskPrediction(1, "a\nå\t", 0.5, ""), MaskPrediction(2, " b", 0.25, "")]
     with LLM.load(encoders["fill"]) as llm:
         assert _filling(llm, 2).plain(1, [found, found[1:]]) == "a\\nå\\t 0.5000\t b 0.2500\t|\t b 0.2500"
 
@@ -490,7 +505,7 @@ def test_bad_input_is_one_line(kvad, encoders, translator, tmp_path):
         (("tag", tmp_path / "absent"), "absent"),
         (("tag", encoders["tag"], tmp_path / "no.txt"), "no.txt: no such file or folder"),
         (("tag", encoders["tag"], tmp_path), "it is a folder"),
-        (("tag", encoders["tag"], "--rows", 0), "cache.rows: must be at least 1"),
+        (("tag", encoders["tag"], "--rows", 0), "cache.max_num_seqs: must be at least 1"),
         (("fill", encoders["fill"], "--top", 0), "0 is not in the range"),
     ):
         ran = kvad(*arguments, stdin=b"a\n")
@@ -498,7 +513,7 @@ def test_bad_input_is_one_line(kvad, encoders, translator, tmp_path):
 
 
 def test_ctrl_c_keeps_what_was_printed(kvad, encoders, monkeypatch):
-    monkeypatch.setattr(module, "WINDOWS", (2,))
+    monkeypatch.setattr(module, "WINDOW_SIZES", (2,))
     real, calls = LLM.tag, []
 
     def tag(self, many):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from kvad.aside import leftovers
+from kvad.aside import list_temp_paths
 from tests.cli.checkpoint import run, write_model
 
 PROMPTS = ("hey you there, what is this", "who are you and why", "what was that")
@@ -48,7 +48,7 @@ def test_texts_are_the_same_however_rows_give_way(kvad, model, policy, tmp_path)
         count = gave["recomputed"] + gave["to_ram"] + gave["to_disk"]
         assert count == said(ran)["preemptions"] > 0
         assert not policy or (gave["to_disk"] if "--park-dir" in ways else gave["to_ram"]) == count
-    assert not leftovers(tmp_path)
+    assert not list_temp_paths(tmp_path)
 
 
 def texts(ran):

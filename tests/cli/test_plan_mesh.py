@@ -11,7 +11,7 @@ from kvad.cache.planning import plan_memory
 from kvad.cache.portions import plan_ranks
 from kvad.cache.sizing import CacheConfig
 from kvad.cli.main import main
-from kvad.lab.shapes import shape
+from kvad.lab.shapes import known_model
 
 ASKED = ("llama-3-8b", "--context", "8192", "--rows", "2", "--weights-dtype", "bfloat16", "--bandwidth", "20")
 
@@ -24,7 +24,9 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 def test_json_and_page_say_each_ranks_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_memory(
-        shape("llama-3-8b"), CacheConfig(rows=2, capacity=8192, dtype="bfloat16"), weights_dtype="bfloat16"
+        known_model("llama-3-8b"),
+        CacheConfig(max_num_seqs=2, max_seq_len=8192, dtype="bfloat16"),
+        weights_dtype="bfloat16",
     )
     ranks = plan_ranks(plan, Mesh(4, 2))
     code, out, err = run(capsys, *ASKED, "--mesh", "4x2", "--json")

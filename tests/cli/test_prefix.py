@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from kvad.cache.shelf import Shelf
+from kvad.cache.shelf import DiskBlockStore
 from tests.cli.checkpoint import run, write_model
 
 TEXT = "def add(first, second):\n    return first + second\n\n"
@@ -91,7 +91,7 @@ def test_sizes_that_are_none_are_refused(kvad, model, tier, flag, size, says):
 
 
 def test_a_folder_in_use_and_one_that_is_none(kvad, model, tier, tmp_path, caplog):
-    holder = Shelf(tier, 1 << 20)
+    holder = DiskBlockStore(tier, 1 << 20)
     ran = kvad("generate", model, TEXT, *GREEDY, "--tier", tier)
     assert ran.code == 0 and "in use by another process" in caplog.text
     assert kvad("prefix", "add", model, "--prompt", TEXT, "--name", "x", "--tier", tier).code == 2

@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from kvad.cli.corpus import corpus
+from kvad.cli.corpus import create_group
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +21,7 @@ def test_a_corpus_is_made_where_it_is_read():
     made, read = set(), dict[str, str]()
     for name, words in commands():
         if words[1:2] == ["corpus"]:
-            made.add(corpus.commands[words[2]].make_context(words[2], words[3:]).params["folder"])
+            made.add(create_group.commands[words[2]].make_context(words[2], words[3:]).params["folder"])
         read |= {word: name for word in words if word.endswith(("/train", "/held-out"))}
     assert len(made) >= 3 and len(read) >= 2
     assert {word: name for word, name in read.items() if Path(word).parent not in made} == {}

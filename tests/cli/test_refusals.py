@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvad.checkpoint.native import save
+from kvad.checkpoint.native import save_checkpoint
 from kvad.text.tokenizer import train_tokenizer
 from tests.cli.checkpoint import run, write_model
 from tests.models import build, pair_config
@@ -18,8 +18,8 @@ GREEDY = ("--temperature", 0, "--max-tokens", 6)
 def write_pair(folder):
     bytes_of = train_tokenizer("byte", [])
     config = pair_config("rope")
-    config = replace(config, vocab=bytes_of.vocab_size)
-    save(folder, config, build(config).float().state_dict(), bytes_of)
+    config = replace(config, vocab_size=bytes_of.vocab_size)
+    save_checkpoint(folder, config, build(config).float().state_dict(), bytes_of)
     return folder
 
 

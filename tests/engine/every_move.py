@@ -23,16 +23,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvad.cache.session import load_state, save_state
+from kvad.cache.session import load_session, save_session
 from kvad.cache.sizing import CacheConfig
-from kvad.cache.state import State
+from kvad.cache.state import SequenceState
 from kvad.config import ModelConfig
-from kvad.engine.costs import Costs
+from kvad.engine.costs import SwapCostModel
 from kvad.engine.engine import Engine
-from kvad.engine.request import Sampling
-from kvad.engine.runner import Runner
-from kvad.engine.scheduler import Plan
-from kvad.errors import EntryError, RequestError
+from kvad.engine.request import SamplingParams
+from kvad.engine.runner import ModelRunner
+from kvad.engine.scheduler import SchedulerOutput
+from kvad.errors import RequestError, StorageError
 from tests.drive import fill_unowned
 from tests.models import SOURCE_VOCAB, VOCAB, build, model_config, pair_config
 
@@ -86,30 +86,30 @@ def source(talk: Talk) -> list[int]:
     return [(talk[0] + 2) * at % SOURCE_VOCAB for at in range(9 + talk[0])]
 
 
-def sampling(tokens: int) -> Sampling:
-    return Sampling(max_tokens=tokens, temperature=1.0, seed=11, ignore_eos=True)
+def sampling(tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, temperature=1.0, seed=11, ignore_eos=True)
 
 
 # ---------------------------------------------------------------- alone
 
 
-class Noting(Runner):
+class Noting(ModelRunner):
     """Tells of every logit that is sampled from."""
 
     note: Callable[[int, int, Tensor], None]
 
-    def run(self, plan: Plan) -> Tensor:
-        logits = super().run(plan)
+    def execute(self, plan: SchedulerOutput) -> Tensor:
+        logits = super().execute(plan)
         at = 0
-        for work in plan.work:
-            at += len(work.wanted)
-            if work.samples:
-                self.note(work.row.request, work.start + work.wanted[-1] + 1, logits[at - 1])
+        for work in plan.scheduled:
+            at += len(work.logit_offsets)
+            if work.is_sampled:
+                self.note(work.sequence.request_id, work.start + work.logit_offsets[-1] + 1, logits[at - 1])
         return logits
 
 
 def noting(engine: Engine, note: Callable[[int, int, Tensor], None]) -> None:
-    engine.runner = Noting(engine.model, engine.memory)
+    engine.runner = Noting(engine.model, engine.kv_cache)
     engine.runner.note = note
 
 
@@ -121,11 +121,11 @@ def alone(name: str, talk: Talk) -> tuple[tuple[int, ...], dict[int, Tensor]]:
     engine = Engine(build(setup.config), CacheConfig(**given))
     found: dict[int, Tensor] = {}
     noting(engine, lambda _, at, logits: found.update({at: logits}))
-    crossed = {"source": source(talk)} if setup.config.source is not None else {}
-    engine.submit(prompt(talk), sampling(TURN * TURNS), **crossed)
+    crossed = {"source": source(talk)} if setup.config.encoder_input is not None else {}
+    engine.add_request(prompt(talk), sampling(TURN * TURNS), **crossed)
     tokens = prompt(talk)
     while not engine.idle:
-        tokens += [piece.token for piece in engine.step() if piece.token is not None]
+        tokens += [piece.token_id for piece in engine.step() if piece.token_id is not None]
     assert len(tokens) == talk[1] + TURN * TURNS
     return tuple(tokens), found
 
@@ -133,7 +133,7 @@ def alone(name: str, talk: Talk) -> tuple[tuple[int, ...], dict[int, Tensor]]:
 # ---------------------------------------------------------------- in the world
 
 
-class Coin(Costs):
+class Coin(SwapCostModel):
     """Whether an exact row is copied or computed again is tossed."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -163,7 +163,7 @@ class World:
     folder: Path
     did: Counter[str] = field(default_factory=Counter)
     live: dict[int, Live] = field(default_factory=dict)
-    states: list[tuple[Talk, State]] = field(default_factory=list)
+    states: list[tuple[Talk, SequenceState]] = field(default_factory=list)
     files: list[tuple[Talk, Path]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -200,16 +200,16 @@ class World:
         self.engine = Engine(
             build(self.setup.config),
             CacheConfig(**given),
-            budget=10,
-            park_dir=self.folder / "park",
-            costs=Coin(self.rng),
+            max_num_batched_tokens=10,
+            swap_dir=self.folder / "park",
+            cost_model=Coin(self.rng),
         )
         noting(self.engine, self.judge)
         fill_unowned(self.engine, math.nan)
 
     @property
     def spilling(self) -> bool:
-        return self.engine.ledger.spills
+        return self.engine.kv_cache_manager.uses_offload
 
     def submit(self, talk: Talk, *, keep: bool) -> None:
         if len(self.live) < 5:
@@ -227,7 +227,7 @@ class World:
             talk, state = self.states[which % len(self.states)]
             path = self.folder / f"{self.did['saved'] % 6}.session"
             self.files = [each for each in self.files if each[1] != path]
-            save_state(path, state, self.engine.identity(state.regime, salt=state.salt), state.tokens, {})
+            save_session(path, state, self.engine.cache_fingerprint(state.regime, salt=state.salt), state.tokens, {})
             self.files.append((talk, path))
             self.did["saved"] += 1
 
@@ -238,17 +238,20 @@ class World:
         talk, path = self.files[which % len(self.files)]
         engine = self.engine
         try:
-            state = load_state(
-                path, lambda regime, salt: engine.identity(regime, salt=salt), engine.memory, engine.keeper.home
+            state = load_session(
+                path,
+                lambda regime, salt: engine.cache_fingerprint(regime, salt=salt),
+                engine.kv_cache,
+                engine.state_keeper.engine_id,
             ).state
-        except EntryError as error:
+        except StorageError as error:
             if not self.spilling or "it does not belong to this model and cache: policy" not in str(error):
                 raise
             self.did["not restored where rows spill"] += 1
             return
         self.follow(talk, state, "restored")
 
-    def follow(self, talk: Talk, state: State, how: str) -> None:
+    def follow(self, talk: Talk, state: SequenceState, how: str) -> None:
         whole, _ = alone(self.name, talk)
         if state.length + 1 + TURN > len(whole):
             return
@@ -259,13 +262,13 @@ class World:
                 raise
             return
         self.did[how] += 1
-        usage = self.engine.usage(request)
-        assert not usage.missed, usage.missed
+        usage = self.engine.metrics(request)
+        assert not usage.resume_miss_reason, usage.resume_miss_reason
 
     def begin(self, talk: Talk, tokens: list[int], *, keep: bool, **options: Any) -> int:
-        if self.setup.config.source is not None:
+        if self.setup.config.encoder_input is not None:
             options["source"] = source(talk)
-        request = self.engine.submit(tokens, sampling(TURN), keep=keep, **options)
+        request = self.engine.add_request(tokens, sampling(TURN), keep=keep, **options)
         self.live[request] = Live(talk, tokens, keep, len(tokens))
         return request
 
@@ -276,13 +279,13 @@ class World:
             live = self.live.get(piece.request)
             if live is None:
                 continue
-            if piece.token is not None:
-                live.tokens.append(piece.token)
+            if piece.token_id is not None:
+                live.tokens.append(piece.token_id)
             if live.tokens != list(alone(self.name, live.talk)[0][: len(live.tokens)]):
                 raise Mismatch(f"talk {live.talk} says {live.tokens[live.begun :]}")
-            if piece.finish is not None:
+            if piece.finish_reason is not None:
                 self.end(piece.request, live)
-        self.engine.store()  # what is wanted of evicted blocks is copied before they are spoilt
+        self.engine.flush_offload()  # what is wanted of evicted blocks is copied before they are spoilt
         fill_unowned(self.engine, math.nan)
         self.engine.scheduler.check()
 
@@ -291,13 +294,13 @@ class World:
         assert len(live.tokens) == live.begun + TURN
         del self.live[request]
         if live.keep:
-            self.states.append((live.talk, self.engine.kept(request)))
+            self.states.append((live.talk, self.engine.pop_state(request)))
             del self.states[:-4]
 
     def cancel(self, which: int) -> None:
         if self.live:
             request = sorted(self.live)[which % len(self.live)]
-            self.engine.cancel(request)
+            self.engine.abort_request(request)
             del self.live[request]
             self.did["cancelled"] += 1
 
@@ -308,8 +311,8 @@ class World:
 
     def forget(self) -> None:
         """The pool's prefixes are evicted by a row of strangers: what is known of talks is in the tiers alone."""
-        if self.setup.config.source is None and not self.spilling and not self.live:
-            self.engine.submit([(7 * at + 5) % VOCAB for at in range(40)], Sampling(max_tokens=1))
+        if self.setup.config.encoder_input is None and not self.spilling and not self.live:
+            self.engine.add_request([(7 * at + 5) % VOCAB for at in range(40)], SamplingParams(max_tokens=1))
             self.did["strangers"] += 1
 
     # ------------------------------------------------------------ the judge
@@ -327,7 +330,11 @@ class World:
 
     def count_up(self) -> None:
         """What the engine says has happened in it."""
-        swaps, deposits, spill = self.engine.swaps.stats(), self.engine.ledger.deposits, self.engine.memory.spill
+        swaps, deposits, spill = (
+            self.engine.preemption.stats(),
+            self.engine.kv_cache_manager.prefix_offload,
+            self.engine.kv_cache.offload_reader,
+        )
         self.did["parked in RAM"] += swaps.to_ram
         self.did["parked on disk"] += swaps.to_disk
         self.did["computed again"] += swaps.recomputed
@@ -344,7 +351,7 @@ class World:
                 break
             self.step()
         assert self.engine.idle and not self.live
-        assert all(used == 0 for used in self.engine.ledger.stats().used), "blocks leak"
+        assert all(used == 0 for used in self.engine.kv_cache_manager.stats().used), "blocks leak"
 
     def close(self) -> None:
         self.count_up()

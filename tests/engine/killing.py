@@ -7,8 +7,8 @@ without any stop, and nothing else is in the folder.
 
 from pathlib import Path
 
-from kvad.cache.disk import Disk
-from kvad.cache.sessions import sweep
+from kvad.cache.disk import FileSystem
+from kvad.cache.sessions import remove_session_leftovers
 from tests.engine.sessions import PROMPT, engine, left, load, run, save
 from tests.models import model_config
 from tests.mortal import live
@@ -18,7 +18,7 @@ OPERATIONS = ("create", "open", "write", "read", "size", "sync", "close", "repla
 START, TURNS, PER_TURN = PROMPT[:5], 3, 2
 
 
-class MortalDisk(Disk):
+class MortalDisk(FileSystem):
     """Each operation is one on which this process may die: before it, or, of a write, in its middle."""
 
     def __init__(self, death):
@@ -26,15 +26,15 @@ class MortalDisk(Disk):
 
     def write(self, file, data):
         half = memoryview(data).cast("B")[: len(data) // 2] if len(data) else b""
-        Disk.write(self, file, half)
+        FileSystem.write(self, file, half)
         self._death.tick()
-        Disk.write(self, file, memoryview(data).cast("B")[len(half) :] if len(data) else b"")
+        FileSystem.write(self, file, memoryview(data).cast("B")[len(half) :] if len(data) else b"")
 
 
 def _mortal(name):
     def operation(self, *args):
         self._death.tick()
-        return getattr(Disk, name)(self, *args)
+        return getattr(FileSystem, name)(self, *args)
 
     return operation
 
@@ -47,7 +47,7 @@ for _name in OPERATIONS:
 def go_on(folder, death):
     """Load what there is, go on, save, say so."""
     path, disk = folder / "trip.session", MortalDisk(death)
-    sweep(folder)
+    remove_session_leftovers(folder)
     made = engine(CONFIG, capacity=2000)
     history, state = START, None
     if path.exists():
@@ -64,7 +64,7 @@ def go_on(folder, death):
 def look(folder):
     path, acknowledged = folder / "trip.session", folder.parent / "acknowledged"
     known = [int(line) for line in acknowledged.read_text().split()] if acknowledged.exists() else []
-    sweep(folder)
+    remove_session_leftovers(folder)
     names = [each.name for each in folder.iterdir()]
     assert names in ([path.name], []) and (not known or names), names
     if not names:
@@ -76,7 +76,7 @@ def look(folder):
     _, right, _ = run(engine(CONFIG, capacity=2000, dirty=False), START, len(history) - len(START) + 2)
     request, then, _ = run(made, history, 2, resume=found.state)
     assert history + then == START + right, "a wrong token"
-    assert made.usage(request).cached == found.state.length
+    assert made.metrics(request).num_cached_tokens == found.state.length
     if len(history) > 60:  # begin anew: the model's limit is not far
         path.unlink()
         acknowledged.unlink(missing_ok=True)

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import torch
 
-from kvad.cache.session import load_state, save_state
+from kvad.cache.session import load_session, save_session
 from kvad.cache.sizing import CacheConfig
 from kvad.engine.engine import Engine
-from kvad.engine.request import Sampling
+from kvad.engine.request import SamplingParams
 from kvad.step import RESERVED_BLOCKS
 from tests.drive import fill_unowned
 from tests.models import VOCAB, build
@@ -39,26 +39,28 @@ def engine(config, *, dirty=True, dtype=torch.float64, **fields):
 def spoil(engine):
     """Every block that is free has numbers that are none, at positions that somebody might see."""
     fill_unowned(engine, math.nan)
-    memory = engine.memory
+    memory = engine.kv_cache
     for positions in memory.positions:
         positions[RESERVED_BLOCKS:] = 1
-    for columns in memory.columns.values():
+    for columns in memory.head_metadata.values():
         columns.positions[RESERVED_BLOCKS:] = 1
-    for bounds in memory.bounds.values():
-        bounds.least[RESERVED_BLOCKS:], bounds.most[RESERVED_BLOCKS:] = -99, 99
+    for bounds in memory.block_bounds.values():
+        bounds.key_min[RESERVED_BLOCKS:], bounds.key_max[RESERVED_BLOCKS:] = -99, 99
 
 
 def run(engine, tokens, most, **options):
     """(request, tokens, [log-probabilities of every token]) of a greedy request, alone."""
-    sampling = Sampling(max_tokens=most, temperature=0, ignore_eos=True, logprobs=min(VOCAB, engine.model.config.vocab))
-    request = engine.submit(tokens, sampling, **options)
+    sampling = SamplingParams(
+        max_tokens=most, temperature=0, ignore_eos=True, logprobs=min(VOCAB, engine.model.config.vocab_size)
+    )
+    request = engine.add_request(tokens, sampling, **options)
     out, scores = [], []
     while not engine.idle:
         for piece in engine.step():
             assert piece.error is None, piece.error
-            if piece.request == request and piece.token is not None:
-                out.append(piece.token)
-                scores.append(dict(piece.score.top))
+            if piece.request == request and piece.token_id is not None:
+                out.append(piece.token_id)
+                scores.append(dict(piece.logprob.top_logprobs))
         engine.scheduler.check()
         fill_unowned(engine, math.nan)
     return request, out, scores
@@ -73,23 +75,23 @@ def worst(a, b):
 def left(engine, tokens, most, **options):
     """(tokens, state) of a request that keeps what it leaves."""
     request, out, _ = run(engine, tokens, most, keep=True, **options)
-    return out, engine.kept(request)
+    return out, engine.pop_state(request)
 
 
 def identity_of(engine, template=""):
-    return lambda regime, salt: engine.identity(regime, salt=salt, template=template)
+    return lambda regime, salt: engine.cache_fingerprint(regime, salt=salt, template=template)
 
 
 def save(engine, state, path, history=None, **more):
-    return save_state(
+    return save_session(
         path, state, identity_of(engine)(state.regime, state.salt), history or state.tokens, {"name": "x"}, **more
     )
 
 
 def load(engine, path, **more):
-    return load_state(path, identity_of(engine), engine.memory, engine.keeper.home, **more)
+    return load_session(path, identity_of(engine), engine.kv_cache, engine.state_keeper.engine_id, **more)
 
 
 def moved(state, engine, **more):
     """The same state, as if ``engine`` had read it."""
-    return replace(state, home=engine.keeper.home, **more)
+    return replace(state, home=engine.state_keeper.engine_id, **more)

@@ -19,10 +19,10 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from kvad.cache.sizing import CacheConfig
-from kvad.engine.beams import BeamGroup, Child, Hypothesis, num_candidates
-from kvad.engine.engine import Engine, Piece
-from kvad.engine.request import Sampling
-from kvad.engine.sampler import Job, sample
+from kvad.engine.beams import BeamCandidate, BeamSearch, Hypothesis, num_candidates
+from kvad.engine.engine import Engine, StreamChunk
+from kvad.engine.request import SamplingParams
+from kvad.engine.sampler import SamplingRow, sample_tokens
 from kvad.errors import RequestError
 from kvad.model.transformer import Transformer
 from tests.drive import fill_unowned, uncached
@@ -40,17 +40,17 @@ def table(vocab: int, seed: int, spread: float = 1.5) -> Logits:
     return lambda text: of(tuple(text))
 
 
-def search(logits: Logits, prompt: Sequence[int], sampling: Sampling, limit: int) -> list[Hypothesis]:
+def search(logits: Logits, prompt: Sequence[int], sampling: SamplingParams, limit: int) -> list[Hypothesis]:
     """Without a cache, an engine or neighbours: each live text's logits anew."""
-    stops = frozenset(sampling.stop_tokens)
-    group = BeamGroup(sampling, len(prompt), limit, stops)
+    stops = frozenset(sampling.stop_token_ids)
+    group = BeamSearch(sampling, len(prompt), limit, stops)
     texts = [list(prompt)]
     while True:
-        jobs = [Job(sampling, text, len(prompt), 0, stops, limit) for text in texts]
-        chosen = sample(torch.stack([logits(text) for text in texts]), jobs)
+        jobs = [SamplingRow(sampling, text, len(prompt), 0, stops, limit) for text in texts]
+        chosen = sample_tokens(torch.stack([logits(text) for text in texts]), jobs)
         children = group.advance(texts, [each.candidates for each in chosen])
         if not children:
-            return group.best(texts)
+            return group.best_hypotheses(texts)
         texts = [[*texts[child.parent], child.token] for child in children]
 
 
@@ -65,17 +65,17 @@ def same(ours: Sequence[Hypothesis], theirs: Sequence[Hypothesis], tolerance: fl
 # ---------------------------------------------------------------- every sequence there is
 
 
-def every_ending(logits: Logits, prompt: Sequence[int], new: int, sampling: Sampling) -> list[Hypothesis]:
+def every_ending(logits: Logits, prompt: Sequence[int], new: int, sampling: SamplingParams) -> list[Hypothesis]:
     """All texts of ``new`` tokens, or that end before, best first."""
     vocab, found = len(logits(prompt)), []
-    stops = set(sampling.stop_tokens)
+    stops = set(sampling.stop_token_ids)
     for length in range(1, new + 1):
         for tokens in itertools.product(range(vocab), repeat=length):
             if any(token in stops for token in tokens[:-1]) or (length < new and tokens[-1] not in stops):
                 continue
             texts = [[*prompt, *tokens[:at]] for at in range(length)]
             score = sum(float(logits(text).log_softmax(-1)[token]) for text, token in zip(texts, tokens, strict=True))
-            base = (5 + length) / 6 if sampling.length_form == "gnmt" else length
+            base = (5 + length) / 6 if sampling.length_penalty_form == "gnmt" else length
             reason = "stop" if tokens[-1] in stops else "length"
             found.append(Hypothesis(score / base**sampling.length_penalty, tokens, reason))  # type: ignore[arg-type]
     return sorted(found, key=lambda each: -each.score)
@@ -90,7 +90,7 @@ def test_with_room_for_all_it_is_an_exhaustive_search(
 ) -> None:
     beams = vocab**new
     options: dict[str, Any] = {"length_penalty": power, "length_form": form, "early_stopping": early}
-    sampling = Sampling(beams=beams, n=min(beams, 10), stop_tokens=stops, **options)
+    sampling = SamplingParams(num_beams=beams, n=min(beams, 10), stop_token_ids=stops, **options)
     for seed in range(3):
         logits = table(vocab, seed)
         expected = every_ending(logits, [1], new, sampling)
@@ -99,7 +99,7 @@ def test_with_room_for_all_it_is_an_exhaustive_search(
 
 def test_one_beam_less_than_all_may_lose_the_best() -> None:
     """The exhaustive search can object: narrow searches of the same tables find something else."""
-    sampling = Sampling(beams=2)
+    sampling = SamplingParams(num_beams=2)
     lost = 0
     for seed in range(20):
         logits = table(4, seed)
@@ -134,7 +134,9 @@ class TableModel(PreTrainedModel, GenerationMixin):
         return CausalLMOutput(logits=torch.stack([self.logits(row) for row in input_ids.tolist()]).unsqueeze(1))
 
 
-def theirs(logits: Logits, prompt: Sequence[int], sampling: Sampling, limit: int, **more: Any) -> list[Hypothesis]:
+def theirs(
+    logits: Logits, prompt: Sequence[int], sampling: SamplingParams, limit: int, **more: Any
+) -> list[Hypothesis]:
     """What transformers finds, its padding (-1 is none of the ids) taken off."""
     vocab = len(logits(prompt))
     model = TableModel(TableConfig(vocab_size=vocab), logits)
@@ -143,12 +145,12 @@ def theirs(logits: Logits, prompt: Sequence[int], sampling: Sampling, limit: int
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
         do_sample=False,
         use_cache=False,
-        num_beams=sampling.beams,
+        num_beams=sampling.num_beams,
         num_return_sequences=sampling.n,
         max_length=limit,
         length_penalty=sampling.length_penalty,
         early_stopping=sampling.early_stopping,
-        eos_token_id=list(sampling.stop_tokens) or None,
+        eos_token_id=list(sampling.stop_token_ids) or None,
         pad_token_id=vocab,
         return_dict_in_generate=True,
         output_scores=True,
@@ -157,7 +159,7 @@ def theirs(logits: Logits, prompt: Sequence[int], sampling: Sampling, limit: int
     found = []
     for row, score in zip(made.sequences.tolist(), made.sequences_scores.tolist(), strict=True):
         tokens = tuple(token for token in row[len(prompt) :] if token != vocab)
-        found.append(Hypothesis(score, tokens, "stop" if tokens[-1] in sampling.stop_tokens else "length"))
+        found.append(Hypothesis(score, tokens, "stop" if tokens[-1] in sampling.stop_token_ids else "length"))
     return found
 
 
@@ -168,8 +170,8 @@ def test_it_is_transformers_search(early: bool | str, power: float) -> None:
     for seed, (vocab, beams, stops) in enumerate(
         [(6, 2, (0,)), (9, 4, (3,)), (9, 3, (1, 4, 7)), (30, 5, (2,)), (7, 3, ())]
     ):
-        sampling = Sampling(
-            beams=beams, n=beams, stop_tokens=stops, length_penalty=power, early_stopping=early  # type: ignore[arg-type]
+        sampling = SamplingParams(
+            num_beams=beams, n=beams, stop_token_ids=stops, length_penalty=power, early_stopping=early  # type: ignore[arg-type]
         )  # fmt: skip
         logits = table(vocab, seed)
         ours = search(logits, [1, 2], sampling, 12)
@@ -203,9 +205,9 @@ def test_a_constrained_search_is_transformers_search(name: str, early: bool) -> 
     for seed in range(6):
         logits = table(9, seed)
         options: dict[str, Any] = {"beams": 3, "n": 3, "stop_tokens": (3,), "early_stopping": early}
-        ours = search(logits, prompt, Sampling(**options, **ours_only), limit)
-        assert same(ours, theirs(logits, prompt, Sampling(**options), limit, **theirs_only)), seed
-        changed += not same(ours, search(logits, prompt, Sampling(**options), limit))
+        ours = search(logits, prompt, SamplingParams(**options, **ours_only), limit)
+        assert same(ours, theirs(logits, prompt, SamplingParams(**options), limit, **theirs_only)), seed
+        changed += not same(ours, search(logits, prompt, SamplingParams(**options), limit))
     assert changed > 0, "the constraint made no difference"
 
 
@@ -215,10 +217,10 @@ A, B, END = 0, 1, 2
 
 
 def played(
-    sampling: Sampling, turns: Sequence[Sequence[Sequence[tuple[int, float]]]], limit: int = 99
-) -> tuple[BeamGroup, list[list[int]], list[list[Child]]]:
+    sampling: SamplingParams, turns: Sequence[Sequence[Sequence[tuple[int, float]]]], limit: int = 99
+) -> tuple[BeamSearch, list[list[int]], list[list[BeamCandidate]]]:
     """Candidates of each live beam, turn by turn, until the search says that it is over."""
-    group, texts, told = BeamGroup(sampling, 1, limit, frozenset({END})), [[9]], []
+    group, texts, told = BeamSearch(sampling, 1, limit, frozenset({END})), [[9]], []
     for candidates in turns:
         children = group.advance(texts, candidates)
         told.append(children)
@@ -238,9 +240,9 @@ def test_the_two_length_penalties() -> None:
         ("length", [(-0.8, (A, A, END)), (-1.0, (END,))]),
         ("gnmt", [(-1.0, (END,)), (-1.8, (A, A, END))]),
     ):
-        sampling = Sampling(beams=2, n=2, length_form=form, stop_tokens=(END,))  # type: ignore[arg-type]
+        sampling = SamplingParams(num_beams=2, n=2, length_penalty_form=form, stop_token_ids=(END,))  # type: ignore[arg-type]
         group, texts, _ = played(sampling, turns)
-        found = [(round(each.score, 9), each.tokens) for each in group.best(texts)]
+        found = [(round(each.score, 9), each.tokens) for each in group.best_hypotheses(texts)]
         assert found == expected
 
 
@@ -265,17 +267,17 @@ ENDINGS = [
     ],
 )
 def test_when_a_search_is_over(early: bool | str, power: float, turns: int, scores: tuple[float, float]) -> None:
-    sampling = Sampling(beams=2, n=2, early_stopping=early, length_penalty=power, stop_tokens=(END,))  # type: ignore[arg-type]
+    sampling = SamplingParams(num_beams=2, n=2, early_stopping=early, length_penalty=power, stop_token_ids=(END,))  # type: ignore[arg-type]
     group, texts, told = played(sampling, ENDINGS)
     assert len(told) == turns and told[-1] == []
-    assert [round(each.score, 6) for each in group.best(texts)] == pytest.approx(scores)
+    assert [round(each.score, 6) for each in group.best_hypotheses(texts)] == pytest.approx(scores)
 
 
 def test_never_asks_what_the_longest_text_could_be_worth() -> None:
     """Live -6.0 after two tokens: -3.0 each now, but at the limit of 10 at best -0.6: "never" goes on, False ends."""
     turns = [[[(END, -1.0), (A, -3.0)]], [[(END, -0.5), (A, -3.0)]], [[(END, -0.1), (A, -0.1)]]]
     for early, ended in ((False, 2), ("never", 3)):
-        sampling = Sampling(beams=2, n=2, early_stopping=early, stop_tokens=(END,))  # type: ignore[arg-type]
+        sampling = SamplingParams(num_beams=2, n=2, early_stopping=early, stop_token_ids=(END,))  # type: ignore[arg-type]
         _, _, told = played(sampling, turns, limit=11)
         assert len(told) == ended, early
 
@@ -284,7 +286,7 @@ def test_patience_waits_for_more_endings() -> None:
     """Kasai et al. 2022: first-come-first-served until beams * patience have ended; all of them compete."""
     turns = [[[(END, -1.0), (A, -1.0)]]] + [[[(END, -0.5 / 2**i), (A, -0.2)], []] for i in range(6)]
     for patience, ended in ((0.5, 1), (1.0, 2), (1.5, 3), (2.0, 4)):
-        sampling = Sampling(beams=2, n=1, early_stopping=True, patience=patience, stop_tokens=(END,))
+        sampling = SamplingParams(num_beams=2, n=1, early_stopping=True, patience=patience, stop_token_ids=(END,))
         group, _, told = played(sampling, turns)
         assert len(told) == ended and told[-1] == []
         assert len(group.finished) == ended
@@ -292,33 +294,42 @@ def test_patience_waits_for_more_endings() -> None:
 
 def test_a_shortage_of_endings_is_filled_with_what_lives() -> None:
     """n best where fewer ended within the limit's search: the live beams stand in, as long as they are."""
-    group, texts, told = played(Sampling(beams=3, n=3, stop_tokens=(END,)), [[[(A, -1.0), (B, -1.5), (END, -2.0)]]])
-    assert told == [[Child(0, A, -1.0), Child(0, B, -1.5)]]
-    assert [each.tokens for each in group.best(texts)] == [(END,), (A,), (B,)]
-    assert [each.finish for each in group.best(texts)] == ["stop", "length", "length"]
+    group, texts, told = played(
+        SamplingParams(num_beams=3, n=3, stop_token_ids=(END,)), [[[(A, -1.0), (B, -1.5), (END, -2.0)]]]
+    )
+    assert told == [[BeamCandidate(0, A, -1.0), BeamCandidate(0, B, -1.5)]]
+    assert [each.tokens for each in group.best_hypotheses(texts)] == [(END,), (A,), (B,)]
+    assert [each.finish for each in group.best_hypotheses(texts)] == ["stop", "length", "length"]
 
 
 def test_an_ending_below_the_beams_is_no_hypothesis() -> None:
     """Rank 3 of 2 beams: neither an ending nor a life."""
-    group, texts, told = played(Sampling(beams=2, stop_tokens=(END,)), [[[(A, -1.0), (B, -1.1), (END, -1.2)]]])
+    group, texts, told = played(
+        SamplingParams(num_beams=2, stop_token_ids=(END,)), [[[(A, -1.0), (B, -1.1), (END, -1.2)]]]
+    )
     assert [child.token for child in told[0]] == [A, B] and group.finished == [] and len(texts) == 2
 
 
 def test_at_the_limit_the_best_end_as_they_are() -> None:
     turns = [[[(A, -1.0), (B, -1.1)]], [[(A, -1.0), (END, -1.5), (B, -7.0)], [(B, -0.2), (A, -9.0)]]]
-    group, texts, told = played(Sampling(beams=2, n=2, stop_tokens=(END,)), turns, limit=3)
+    group, texts, told = played(SamplingParams(num_beams=2, n=2, stop_token_ids=(END,)), turns, limit=3)
     assert told[-1] == []
-    assert [(each.tokens, each.finish) for each in group.best(texts)] == [((B, B), "length"), ((A, A), "length")]
+    assert [(each.tokens, each.finish) for each in group.best_hypotheses(texts)] == [
+        ((B, B), "length"),
+        ((A, A), "length"),
+    ]
 
 
 def test_what_is_banned_is_no_continuation() -> None:
-    group, _, told = played(Sampling(beams=2, stop_tokens=(END,)), [[[(A, -1.0), (B, -math.inf), (END, -math.inf)]]])
-    assert told == [[Child(0, A, -1.0)]] and group.finished == []
+    group, _, told = played(
+        SamplingParams(num_beams=2, stop_token_ids=(END,)), [[[(A, -1.0), (B, -math.inf), (END, -math.inf)]]]
+    )
+    assert told == [[BeamCandidate(0, A, -1.0)]] and group.finished == []
 
 
 @pytest.mark.parametrize(("beams", "stops", "looked_at"), [(2, 0, 4), (2, 1, 4), (3, 2, 9), (4, 5, 24)])
 def test_how_many_continuations_are_looked_at(beams: int, stops: int, looked_at: int) -> None:
-    assert num_candidates(Sampling(beams=beams), stops) == looked_at
+    assert num_candidates(SamplingParams(num_beams=beams), stops) == looked_at
 
 
 # ---------------------------------------------------------------- on real caches
@@ -346,16 +357,16 @@ def model_of(kind: str) -> Transformer:
 KINDS = ("decoder-alibi-gqa", "decoder-rope-window", "pair-t5-gqa", "pair-rope-mqa")
 
 
-def sampling_of(beams: int, new: int, **more: Any) -> Sampling:
+def sampling_of(beams: int, new: int, **more: Any) -> SamplingParams:
     bias = dict.fromkeys(END_TOKENS, 2.0)
     fixed = {"beams": beams, "n": beams, "max_tokens": new, "stop_tokens": END_TOKENS, "logit_bias": bias}
-    return Sampling(**(fixed | more))  # type: ignore[arg-type]
+    return SamplingParams(**(fixed | more))  # type: ignore[arg-type]
 
 
 class Asked:
     """One search: what an engine is asked, and what is right."""
 
-    def __init__(self, kind: str, seed: int, sampling: Sampling, length: int = 6) -> None:
+    def __init__(self, kind: str, seed: int, sampling: SamplingParams, length: int = 6) -> None:
         self.model, self.sampling, self.prompt = model_of(kind), sampling, text(length, seed)
         self.source = text(5 + seed % 7, seed, SOURCE_VOCAB) if kind.startswith("pair") else None
 
@@ -370,27 +381,27 @@ class Asked:
         return search(logits, self.prompt, self.sampling, limit)
 
     def submit(self, engine: Engine) -> int:
-        return engine.submit(self.prompt, self.sampling, source=self.source)
+        return engine.add_request(self.prompt, self.sampling, source=self.source)
 
 
-def run(engine: Engine) -> dict[int, list[Piece]]:
-    told: dict[int, list[Piece]] = {}
+def run(engine: Engine) -> dict[int, list[StreamChunk]]:
+    told: dict[int, list[StreamChunk]] = {}
     while not engine.idle:
         for piece in engine.step():
             told.setdefault(piece.request, []).append(piece)
         engine.scheduler.check()
         fill_unowned(engine, math.nan)
-    assert all(pool.live == 0 for pool in engine.ledger.pools)
+    assert all(pool.num_live == 0 for pool in engine.kv_cache_manager.pools)
     return told
 
 
-def hypotheses(pieces: Sequence[Piece], n: int) -> list[Hypothesis]:
+def hypotheses(pieces: Sequence[StreamChunk], n: int) -> list[Hypothesis]:
     found = []
     for number in range(n):
-        own = [piece for piece in pieces if piece.sample == number]
-        assert own[-1].finish is not None and own[-1].total is not None, own[-1].error
-        tokens = tuple(piece.token for piece in own if piece.token is not None)
-        found.append(Hypothesis(own[-1].total, tokens, own[-1].finish))
+        own = [piece for piece in pieces if piece.sample_index == number]
+        assert own[-1].finish_reason is not None and own[-1].cumulative_logprob is not None, own[-1].error
+        tokens = tuple(piece.token_id for piece in own if piece.token_id is not None)
+        found.append(Hypothesis(own[-1].cumulative_logprob, tokens, own[-1].finish_reason))
     return found
 
 
@@ -406,7 +417,7 @@ def test_beams_in_a_cache_are_those_without_one(kind: str, layout: str) -> None:
         number = each.submit(engine)
         assert same(hypotheses(run(engine)[number], 3), expected)
     engine = Engine(asked[0].model, cache_of(layout, rows=8))
-    plain = Asked(kind, 7, Sampling(max_tokens=8, temperature=0, n=2))
+    plain = Asked(kind, 7, SamplingParams(max_tokens=8, temperature=0, n=2))
     numbers = [each.submit(engine) for each in (plain, *asked)]
     told = run(engine)
     for each, number in zip(asked, numbers[1:], strict=True):
@@ -419,7 +430,7 @@ def test_beams_in_a_tight_pool_are_preempted_and_come_back(kind: str, prefix: bo
     model = model_of(kind)
     asked = [Asked(kind, seed, sampling_of(3, 10, stop_tokens=())) for seed in range(4)]
     engine = Engine(model, cache_of(blocks=3 * 4, prefix=prefix))  # room for one search that shares nothing
-    plain = Asked(kind, 7, Sampling(max_tokens=12, temperature=0))
+    plain = Asked(kind, 7, SamplingParams(max_tokens=12, temperature=0))
     numbers = [each.submit(engine) for each in (*asked, plain)]
     told = run(engine)
     assert engine.scheduler.stats().preemptions > 0
@@ -431,14 +442,14 @@ def test_the_beams_of_one_source_are_folded() -> None:
     asked = Asked("pair-rope-mqa", 3, sampling_of(4, 9, stop_tokens=()))
     engine = Engine(asked.model, cache_of())
     number, folded = asked.submit(engine), 0
-    real = engine.runner.run
+    real = engine.runner.execute
 
     def watched(plan: Any) -> Tensor:
         nonlocal folded
-        folded += plan.lanes[0].rows == 4 and plan.cross[0].rows == 1
+        folded += plan.sub_batches[0].num_seqs == 4 and plan.cross_sub_batches[0].num_seqs == 1
         return real(plan)
 
-    engine.runner.run = watched  # type: ignore[method-assign]
+    engine.runner.execute = watched  # type: ignore[method-assign]
     assert same(hypotheses(run(engine)[number], 4), asked.right())
     assert folded >= 7
 
@@ -448,9 +459,9 @@ def test_only_the_best_are_told() -> None:
     best = asked.right()
     for n in (1, 2):
         engine = Engine(asked.model, cache_of())
-        number = engine.submit(asked.prompt, sampling_of(4, 8, n=n))
+        number = engine.add_request(asked.prompt, sampling_of(4, 8, n=n))
         assert same(hypotheses(run(engine)[number], n), best[:n])
-        assert engine.usage(number).completion == sum(len(each.tokens) for each in best[:n])
+        assert engine.metrics(number).num_completion_tokens == sum(len(each.tokens) for each in best[:n])
 
 
 def test_a_search_that_is_cancelled_leaves_nothing() -> None:
@@ -459,7 +470,7 @@ def test_a_search_that_is_cancelled_leaves_nothing() -> None:
     numbers = [each.submit(engine) for each in asked]
     for _ in range(5):
         engine.step()
-    engine.cancel(numbers[0])
+    engine.abort_request(numbers[0])
     told = run(engine)
     assert numbers[0] not in told
     assert same(hypotheses(told[numbers[1]], 3), asked[1].right())
@@ -472,11 +483,11 @@ def test_a_search_without_a_way_on_says_so() -> None:
         return [1, 2, 3] if len(tokens) < 8 else []
 
     engine = Engine(model_of("decoder-alibi-gqa"), cache_of())
-    stuck = engine.submit(text(6, 1), sampling_of(2, 9, allowed=dead_end))
+    stuck = engine.add_request(text(6, 1), sampling_of(2, 9, allowed=dead_end))
     fine = Asked("decoder-alibi-gqa", 2, sampling_of(2, 6))
     number = fine.submit(engine)
     told = run(engine)
-    assert {piece.finish for piece in told[stuck]} == {"error"}
+    assert {piece.finish_reason for piece in told[stuck]} == {"error"}
     assert same(hypotheses(told[number], 2), fine.right())
 
 
@@ -509,7 +520,7 @@ def test_a_beam_without_a_way_on_leaves_the_others_theirs() -> None:
 def test_searches_that_cannot_fit_are_refused(options: dict[str, Any], words: str) -> None:
     engine = Engine(model_of("decoder-alibi-gqa"), cache_of(blocks=50))
     with pytest.raises(RequestError, match=words):
-        engine.submit(text(6, 1), Sampling(**({"max_tokens": 4} | options)))
+        engine.add_request(text(6, 1), SamplingParams(**({"max_tokens": 4} | options)))
     assert engine.idle
 
 
@@ -538,11 +549,11 @@ def test_searches_that_cannot_fit_are_refused(options: dict[str, Any], words: st
 )
 def test_options_that_do_not_go_with_beams_are_refused_by_name(options: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError, match=words):
-        Sampling(**({"beams": 2} | options))
+        SamplingParams(**({"beams": 2} | options))
 
 
 @pytest.mark.parametrize("name", ["forced_first", "forced_last"])
 def test_a_forced_token_is_one_of_the_vocabulary(name: str) -> None:
     engine = Engine(model_of("decoder-alibi-gqa"), cache_of())
     with pytest.raises(RequestError, match=f"{name}: token id {VOCAB} is outside"):
-        engine.submit([1], Sampling(max_tokens=4, **{name: VOCAB}))
+        engine.add_request([1], SamplingParams(max_tokens=4, **{name: VOCAB}))

@@ -5,15 +5,15 @@ import random
 import pytest
 import torch
 
-from kvad.cache.memory import Memory
+from kvad.cache.memory import KVCache
 from kvad.cache.sizing import CacheConfig, group_bytes
-from kvad.config import mixers
+from kvad.config import attention_specs
 from kvad.engine.engine import Engine
-from kvad.engine.request import Sampling
+from kvad.engine.request import SamplingParams
 from kvad.errors import ConfigError
-from kvad.model.compress import Compressor
-from kvad.model.fresh import Fresh
-from kvad.train.config import CompressConfig
+from kvad.model.compress import Summarizer
+from kvad.model.fresh import NoCache
+from kvad.train.config import SummarizerConfig
 from kvad.train.distil import _Recorder, _Rows
 from tests.drive import Stream, drive, fresh_step
 from tests.model.test_compress import random_one
@@ -37,7 +37,7 @@ STREAMS = [Stream(text(40), [text(20, 1)]), Stream(text(3, 2), [text(50, 3)]), S
 
 
 def compressor_of(model, seed=0, ratio=4):
-    return random_one(Compressor(mixers(model.config), ratio, hidden=4), seed)
+    return random_one(Summarizer(attention_specs(model.config), ratio, hidden=4), seed)
 
 
 def difference(one, other):
@@ -54,7 +54,7 @@ def apart(one, other):
 def test_an_untrained_one_changes_nothing_and_a_trained_one_does(position):
     model = build(model_config(position))
     means = drive(model, cache_of(), STREAMS)
-    untrained = drive(model, cache_of(), STREAMS, compressor=Compressor(mixers(model.config), 4))
+    untrained = drive(model, cache_of(), STREAMS, compressor=Summarizer(attention_specs(model.config), 4))
     assert difference(means, untrained) == 0
     assert difference(means, drive(model, cache_of(), STREAMS, compressor=compressor_of(model))) > 1e-3
 
@@ -64,7 +64,7 @@ def alone(model, cache, compressor, streams=STREAMS):
     run = drive(model, cache, streams, compressor=compressor)
     largest = 0.0
     for number, stream in enumerate(streams):
-        solo = drive(model, cache_of(rows=1, chunk=3, policy=cache.policy, rotate=cache.rotate), [stream],
+        solo = drive(model, cache_of(rows=1, chunk=3, policy=cache.policy, rotate=cache.rope_at), [stream],
                      compressor=compressor)  # fmt: skip
         for at, logits in solo.logits[0, 0].items():
             largest = max(largest, apart(logits, run.logits[number, 0][at]))
@@ -98,9 +98,9 @@ def test_a_parked_row_keeps_the_weights_of_its_summaries():
 
 
 def test_without_them_the_test_above_objects(monkeypatch):
-    whole = Memory.held
+    whole = KVCache.iter_arrays
     monkeypatch.setattr(
-        Memory, "held", lambda self, blocks: (each for each in whole(self, blocks) if ".weights." not in each.name)
+        KVCache, "iter_arrays", lambda self, blocks: (each for each in whole(self, blocks) if ".weights." not in each.name)
     )
     assert not parked() <= EXACT
 
@@ -115,7 +115,7 @@ class _Student:
         self.config, self.layers, self.options = config, compressor.by_layer(), options
 
     def open(self, step):
-        recorder, rows = _Recorder(Fresh(self.config), self.layers), _Rows(step, self.options)
+        recorder, rows = _Recorder(NoCache(self.config), self.layers), _Rows(step, self.options)
         return [_StudentView(view, recorder, rows, n, self.layers[n]) for n, view in enumerate(recorder.open(step))]
 
 
@@ -136,12 +136,12 @@ def test_the_student_is_the_cache(position, sinks):
     """Two layers deep: the objective's arithmetic and a real cache's say the same, up to RoPE's angles in float32."""
     model = build(model_config(position))
     compressor, tokens = compressor_of(model), text(60)
-    options = CompressConfig(ratio=4, recent=8, every=8, sinks=sinks)
+    options = SummarizerConfig(ratio=4, recent=8, interval=8, num_sinks=sinks)
     cache = cache_of(rows=1, policy=POLICY[:-1] + f", sinks={sinks})")
     run = drive(model, cache, [Stream(tokens[:1], [tokens[1:]])], compressor=compressor)
     with torch.no_grad():
         step = fresh_step(tokens)
-        right = model.logits(model(step, _Student(model.config, compressor, options)), step.wanted)
+        right = model.logits(model(step, _Student(model.config, compressor, options)), step.logit_indices)
     tolerance = 1e-5 if position.startswith("rope") else EXACT
     assert max(apart(logits, right[at]) for at, logits in run.logits[0, 0].items()) <= tolerance
 
@@ -160,20 +160,20 @@ def test_the_student_is_the_cache(position, sinks):
 def test_what_does_not_fit_is_refused(policy, ratio, says):
     model = build(model_config())
     with pytest.raises(ConfigError, match=says):
-        Engine(model, cache_of(policy=policy), compressor=compressor_of(model, ratio=ratio))
+        Engine(model, cache_of(policy=policy), summarizer=compressor_of(model, ratio=ratio))
 
 
 def test_another_models_is_refused():
     with pytest.raises(ConfigError, match="not made for layer 0"):
-        Engine(build(model_config()), cache_of(), compressor=compressor_of(build(model_config(heads="mqa"))))
+        Engine(build(model_config()), cache_of(), summarizer=compressor_of(build(model_config(heads="mqa"))))
     with pytest.raises(ConfigError, match="not made for layer 2"):
-        Engine(build(model_config(layers=3)), cache_of(), compressor=compressor_of(build(model_config())))
+        Engine(build(model_config(layers=3)), cache_of(), summarizer=compressor_of(build(model_config())))
 
 
 def test_a_prefix_of_one_compressor_is_none_of_another():
     model = build(model_config())
     made = [None, compressor_of(model), compressor_of(model, seed=1)]
-    roots = {Engine(model, cache_of(), compressor=one)._root([1, 2], Sampling(), "") for one in made}
+    roots = {Engine(model, cache_of(), summarizer=one)._root([1, 2], SamplingParams(), "") for one in made}
     assert len(roots) == 3
 
 
@@ -181,8 +181,10 @@ def test_a_prefix_of_one_compressor_is_none_of_another():
 def test_the_weights_of_summaries_are_counted_to_the_byte(dtype):
     model = build(model_config(), dtype=torch.float32)
     engine = Engine(model, cache_of(dtype=dtype))
-    memory = engine.memory
-    assert memory.column_bytes() == sum(group_bytes(group).columns for group in memory.groups)
-    assert sum(leaf.nbytes for leaf in memory.leaves()) == sum(group_bytes(group).total for group in memory.groups)
+    memory = engine.kv_cache
+    assert memory.metadata_bytes() == sum(group_bytes(group).metadata for group in memory.groups)
+    assert sum(leaf.nbytes for leaf in memory.tensors()) == sum(group_bytes(group).total for group in memory.groups)
     weights = [store for held in memory.weights for store in held.values()]
-    assert len(weights) == 2 and weights[0].nbytes == memory.groups[1].blocks * 3 * 4 * (8 if dtype == "float64" else 4)
+    assert len(weights) == 2 and weights[0].nbytes == memory.groups[1].num_blocks * 3 * 4 * (
+        8 if dtype == "float64" else 4
+    )

@@ -22,11 +22,11 @@ from kvad.config import ModelConfig
 from kvad.engine.engine import Engine
 from kvad.errors import ConfigError
 from kvad.model import isolate as model_isolate
-from kvad.model.fresh import Fresh
+from kvad.model.fresh import NoCache
 from kvad.model.transformer import Transformer
 from kvad.ops import aligned, invariant, lanes
-from kvad.ops.attend import attend
-from kvad.ops.invariant import Product, Tiles, cut, each, measure, product
+from kvad.ops.attend import dot_product_attention
+from kvad.ops.invariant import MatmulShape, TileSizes, elementwise, find_invariant_tiles, split_tiles, tiled_matmul
 from tests.drive import Run, Stream, drive, fresh_step
 from tests.models import SOURCE_VOCAB, VOCAB, build, encoder_config, model_config, pair_config
 from tests.pairwise import Case, pairwise
@@ -59,7 +59,7 @@ def case_id(case: Case) -> str:
 def whole(model: Transformer, stream: Stream, sample: int) -> Tensor:
     """[T, V] in one pass."""
     step = fresh_step(stream.tokens(sample), source=stream.source)
-    return model.logits(model(step, Fresh(model.config, kernel=model.kernel)), step.wanted)
+    return model.logits(model(step, NoCache(model.config, kernel=model.kernel)), step.logit_indices)
 
 
 def differences(model: Transformer, streams: list[Stream], run: Run) -> int:
@@ -93,9 +93,16 @@ def test_so_has_a_translation(case: Case) -> None:
 
 def experts(config: ModelConfig, clip: float | None) -> ModelConfig:
     assert config.decoder is not None
-    mlp = cfg.Experts(40, count=5, active=2, bias=True, clip=clip, alpha=None if clip is None else 1.7)
-    kinds = {letter: replace(layer, mlp=mlp) for letter, layer in config.decoder.kinds.items()}
-    return replace(config, decoder=replace(config.decoder, kinds=kinds))
+    mlp = cfg.MoEConfig(
+        40,
+        num_experts=5,
+        num_experts_per_token=2,
+        bias=True,
+        swiglu_limit=clip,
+        swiglu_alpha=None if clip is None else 1.7,
+    )
+    kinds = {letter: replace(layer, mlp=mlp) for letter, layer in config.decoder.layer_types.items()}
+    return replace(config, decoder=replace(config.decoder, layer_types=kinds))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -115,7 +122,7 @@ def test_random_streams_in_random_engines(dtype: str, seed: int, monkeypatch: py
     for module in (aligned, invariant, model_isolate):
         monkeypatch.setattr(module, "KEYS", 128)
     draw = random.Random(seed)
-    config = replace(model_config(draw.choice(("rope", "alibi", "t5", "sinusoidal"))), limit=320)
+    config = replace(model_config(draw.choice(("rope", "alibi", "t5", "sinusoidal"))), max_seq_len=320)
     model = build(config, dtype=getattr(torch, dtype), seed=seed)
     shared = [draw.randrange(VOCAB) for _ in range(200)]
     streams = []
@@ -128,9 +135,9 @@ def test_random_streams_in_random_engines(dtype: str, seed: int, monkeypatch: py
         layout=draw.choice(("paged", "contiguous")),
         dtype=dtype,
         block_size=draw.choice((4, 16)),
-        rows=draw.randrange(1, 5),
-        capacity=320,
-        chunk=draw.choice((7, 33, 256)),
+        max_num_seqs=draw.randrange(1, 5),
+        max_seq_len=320,
+        prefill_chunk_size=draw.choice((7, 33, 256)),
     )
     run = drive(model, cache, streams, budget=draw.choice((16, 100, 512)), deterministic=True)
     assert differences(model, streams, run) == 0
@@ -140,8 +147,12 @@ def test_random_streams_in_random_engines(dtype: str, seed: int, monkeypatch: py
 
 
 def llm_of(config: ModelConfig, dtype: str, *, rows: int, chunk: int = 32, budget: int = 256) -> LLM:
-    cache = CacheConfig(dtype=dtype, block_size=4, rows=rows, capacity=60, chunk=chunk, source_capacity=40)
-    return LLM(build(config, dtype=getattr(torch, dtype)), None, cache, budget=budget, deterministic=True)
+    cache = CacheConfig(
+        dtype=dtype, block_size=4, max_num_seqs=rows, max_seq_len=60, prefill_chunk_size=chunk, max_source_len=40
+    )
+    return LLM(
+        build(config, dtype=getattr(torch, dtype)), None, cache, max_num_batched_tokens=budget, deterministic=True
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -207,14 +218,14 @@ def test_without_it_there_is_a_difference() -> None:
 def test_each_part_is_needed(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = model_config("alibi")
     assert config.decoder is not None
-    kinds = {"L": replace(config.decoder.kinds["L"], mlp=cfg.Plain(40, "silu"))}
-    model = build(replace(config, decoder=replace(config.decoder, kinds=kinds)), dtype=torch.float32)
+    kinds = {"L": replace(config.decoder.layer_types["L"], mlp=cfg.PlainMLPConfig(40, "silu"))}
+    model = build(replace(config, decoder=replace(config.decoder, layer_types=kinds)), dtype=torch.float32)
     if broken == "products":
         monkeypatch.setattr("kvad.ops.linear.product", lambda x, weight, bias, tiles: F.linear(x, weight, bias))
     elif broken == "activations":
         monkeypatch.setattr(model_isolate, "each", lambda f, x: f(x))
     else:
-        monkeypatch.setattr(lanes, "attend_aligned", lambda *asked: attend(*asked[:-1]).out)
+        monkeypatch.setattr(lanes, "attend_aligned", lambda *asked: dot_product_attention(*asked[:-1]).out)
     streams = streams_of("mixed", random.Random(7))
     case = {"layout": "paged", "dtype": "float32", "heads": "gqa", "scenario": "mixed"}
     assert differences(model, streams, drive(model, cache_of(case), streams, deterministic=True)) > 0
@@ -226,32 +237,32 @@ def test_each_part_is_needed(broken: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("outer", "inner"), [(3, 24), (40, 24), (67, 40), (96, 64)])
 def test_a_row_of_a_product_at_any_place(outer: int, inner: int, dtype: torch.dtype) -> None:
-    tiles = measure([Product(inner, outer, dtype, bias=True)])
+    tiles = find_invariant_tiles([MatmulShape(inner, outer, dtype, bias=True)])
     draw = torch.Generator().manual_seed(0)
     x, weight, bias = (
         torch.randn(shape, generator=draw).to(dtype) for shape in ((300, inner), (outer, inner), (outer,))
     )
-    right = product(x, weight, bias, tiles)
+    right = tiled_matmul(x, weight, bias, tiles)
     torch.testing.assert_close(right, F.linear(x, weight, bias))
     for low, high in ((0, 1), (7, 9), (5, 45), (100, 233), (299, 300)):
-        assert torch.equal(product(x[low:high], weight, bias, tiles), right[low:high])
-    assert product(x[:0], weight, bias, tiles).shape == (0, outer)
+        assert torch.equal(tiled_matmul(x[low:high], weight, bias, tiles), right[low:high])
+    assert tiled_matmul(x[:0], weight, bias, tiles).shape == (0, outer)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_element_at_any_place(dtype: torch.dtype) -> None:
     x = (3 * torch.randn(70_000, generator=torch.Generator().manual_seed(0))).to(dtype)
     for f in (F.silu, F.gelu, torch.sigmoid):
-        right = each(f, x)
+        right = elementwise(f, x)
         torch.testing.assert_close(right, f(x))
         for low, high in ((0, 1), (3, 20), (63, 130), (16_000, 33_333)):
-            assert torch.equal(each(f, x[low:high]), right[low:high])
-        assert torch.equal(each(f, x.view(700, 100)[:, 3:50]), right.view(700, 100)[:, 3:50])
+            assert torch.equal(elementwise(f, x[low:high]), right[low:high])
+        assert torch.equal(elementwise(f, x.view(700, 100)[:, 3:50]), right.view(700, 100)[:, 3:50])
 
 
 def test_tiles_cover_all_rows() -> None:
-    assert list(cut(45, (8, 32))) == [(0, 32), (32, 40), (40, 48)]
-    assert list(cut(1, (8, 32, 128))) == [(0, 8)] and list(cut(0, (8,))) == []
+    assert list(split_tiles(45, (8, 32))) == [(0, 32), (32, 40), (40, 48)]
+    assert list(split_tiles(1, (8, 32, 128))) == [(0, 8)] and list(split_tiles(0, (8,))) == []
 
 
 @pytest.fixture
@@ -275,7 +286,7 @@ def test_threads(count: int, threads: None) -> None:
 
 def refused(model: Transformer, dtype: str = "float32") -> str:
     with pytest.raises(ConfigError) as error:
-        Engine(model, CacheConfig(dtype=dtype, rows=1, capacity=16), deterministic=True)
+        Engine(model, CacheConfig(dtype=dtype, max_num_seqs=1, max_seq_len=16), deterministic=True)
     return str(error.value)
 
 
@@ -290,4 +301,4 @@ def test_what_cannot_be_promised_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_tile_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     real = F.linear
     monkeypatch.setattr(F, "linear", lambda x, *rest: real(x, *rest) * (1 + 1e-6 * (len(x) < 20)))
-    assert measure([Product(24, 40, torch.float32)]) == Tiles((32, 128))
+    assert find_invariant_tiles([MatmulShape(24, 40, torch.float32)]) == TileSizes((32, 128))

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvad.cache.session import load_state, save_state
+from kvad.cache.session import load_session, save_session
 from kvad.cache.sizing import CacheConfig
-from kvad.cache.state import State
+from kvad.cache.state import SequenceState
 from kvad.engine.engine import Engine
-from kvad.engine.request import Sampling
-from kvad.errors import ConfigError, EntryError
+from kvad.engine.request import SamplingParams
+from kvad.errors import ConfigError, StorageError
 from kvad.model.transformer import Transformer
 from tests.drive import Stream, drive
 from tests.engine.test_deterministic import DTYPES, differences, many_tiles, whole
@@ -98,18 +98,18 @@ def test_rows_that_were_parked(where: str, kind: str, dtype: str, tmp_path: Path
 
 def spoken(engine: Engine, tokens: list[int], most: int, **options: Any) -> tuple[int, list[int], Tensor]:
     """(request, tokens, logits [most, V]) of a greedy request, alone."""
-    seen, real = [], engine.runner.run
+    seen, real = [], engine.runner.execute
 
     def run(plan: Any) -> Tensor:
         seen.append(real(plan))
         return seen[-1]
 
-    engine.runner.run = run  # type: ignore[method-assign]
-    request = engine.submit(tokens, Sampling(max_tokens=most, temperature=0, ignore_eos=True), **options)
+    engine.runner.execute = run  # type: ignore[method-assign]
+    request = engine.add_request(tokens, SamplingParams(max_tokens=most, temperature=0, ignore_eos=True), **options)
     out = []
     while not engine.idle:
-        out += [piece.token for piece in engine.step() if piece.token is not None]
-    engine.runner.run = real  # type: ignore[method-assign]
+        out += [piece.token_id for piece in engine.step() if piece.token_id is not None]
+    engine.runner.execute = real  # type: ignore[method-assign]
     return request, out, torch.cat(seen)
 
 
@@ -121,14 +121,14 @@ def wrong_bits(model: Transformer, tokens: list[int], out: list[int], logits: Te
 
 def saved(engine: Engine, path: Path, tokens: list[int]) -> list[int]:
     request, out, _ = spoken(engine, tokens, 7, keep=True)
-    state = engine.kept(request)
-    save_state(path, state, engine.identity(state.regime), state.tokens, {})
+    state = engine.pop_state(request)
+    save_session(path, state, engine.cache_fingerprint(state.regime), state.tokens, {})
     return tokens + out
 
 
-def loaded(engine: Engine, path: Path) -> State:
-    known = lambda regime, salt: engine.identity(regime, salt=salt)  # noqa: E731
-    return load_state(path, known, engine.memory, engine.keeper.home).state
+def loaded(engine: Engine, path: Path) -> SequenceState:
+    known = lambda regime, salt: engine.cache_fingerprint(regime, salt=salt)  # noqa: E731
+    return load_session(path, known, engine.kv_cache, engine.state_keeper.engine_id).state
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -141,7 +141,7 @@ def test_a_session_from_a_file(kind: str, dtype: str, tmp_path: Path) -> None:
     for name, change in ENGINES.items():
         other = Engine(model, cache_of(dtype, **change), deterministic=True)
         request, out, logits = spoken(other, tokens, 8, resume=loaded(other, tmp_path / "a"))
-        assert other.usage(request).cached == len(tokens) - 1, name
+        assert other.metrics(request).num_cached_tokens == len(tokens) - 1, name
         assert wrong_bits(model, tokens, out, logits) == 0, name
         other.close()
 
@@ -151,11 +151,11 @@ def test_without_it_there_is_a_difference(tmp_path: Path) -> None:
     model = made("full", "float32")
     engine = Engine(model, cache_of("float32", chunk=3))
     tokens = saved(engine, tmp_path / "a", text(29, 1))
-    engine.ledger.drop_prefixes()
+    engine.kv_cache_manager.reset_prefix_cache()
     _, out, logits = spoken(engine, tokens, 8, resume=loaded(engine, tmp_path / "a"))
     assert wrong_bits(model, tokens, out, logits) > 0
     engine.close()
-    with pytest.raises(EntryError, match="computed"):  # its bits are not those of an engine that promises them
+    with pytest.raises(StorageError, match="computed"):  # its bits are not those of an engine that promises them
         loaded(Engine(model, cache_of("float32"), deterministic=True), tmp_path / "a")
 
 

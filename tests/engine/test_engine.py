@@ -10,35 +10,35 @@ import pytest
 import torch
 
 from kvad.cache.sizing import CacheConfig
-from kvad.engine.engine import Engine, Piece
-from kvad.engine.request import Sampling
+from kvad.engine.engine import Engine, StreamChunk
+from kvad.engine.request import SamplingParams
 from kvad.errors import RequestError
 from kvad.text.tokenizer import train_tokenizer
 from tests.models import VOCAB, build, model_config
 
-CACHE = CacheConfig(dtype="float64", rows=4, capacity=96, block_size=4, chunk=8)
-GREEDY = Sampling(temperature=0, max_tokens=12)
+CACHE = CacheConfig(dtype="float64", max_num_seqs=4, max_seq_len=96, block_size=4, prefill_chunk_size=8)
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
 POISONED = 13  # a token whose embedding is NaN
 
 
-def run(engine: Engine) -> dict[tuple[int, int], list[Piece]]:
-    out: dict[tuple[int, int], list[Piece]] = {}
+def run(engine: Engine) -> dict[tuple[int, int], list[StreamChunk]]:
+    out: dict[tuple[int, int], list[StreamChunk]] = {}
     while not engine.idle:
         for piece in engine.step():
-            out.setdefault((piece.request, piece.sample), []).append(piece)
+            out.setdefault((piece.request, piece.sample_index), []).append(piece)
         engine.scheduler.check()
     return out
 
 
-def tokens(pieces: list[Piece]) -> list[int]:
-    return [piece.token for piece in pieces if piece.token is not None]
+def tokens(pieces: list[StreamChunk]) -> list[int]:
+    return [piece.token_id for piece in pieces if piece.token_id is not None]
 
 
 def poisoned_model() -> torch.nn.Module:
     config = model_config(norm="post")  # an untied head: the NaN row of the embedding is not a column of the logits
     model = build(config)
     with torch.no_grad():
-        model.embed.tokens.weight[POISONED] = math.nan
+        model.embedding.tokens.weight[POISONED] = math.nan
     return model
 
 
@@ -49,18 +49,18 @@ def test_a_request_with_nan_logits_fails_alone_and_its_blocks_are_never_publishe
     healthy = [[5, 6, 7], list(range(14, 34)), [8, 9, 10, 11, 12]]
     expected = []
     for prompt in healthy:
-        alone.submit(prompt, GREEDY)
+        alone.add_request(prompt, GREEDY)
         expected.append(tokens(run(alone)[len(expected), 0]))
     engine = Engine(model, CACHE)
     for prompt in (healthy[0], bad, healthy[1], healthy[2]):
-        engine.submit(prompt, GREEDY)
+        engine.add_request(prompt, GREEDY)
     out = run(engine)
     assert [tokens(out[i, 0]) for i in (0, 2, 3)] == expected
-    (end,) = [piece for piece in out[1, 0] if piece.finish]
-    assert end.finish == "error" and "numerical" in (end.error or "") and not tokens(out[1, 0])
-    engine.submit([*bad[:8], 40, 41], GREEDY)  # the same healthy start: right, whatever was kept of the failed row
+    (end,) = [piece for piece in out[1, 0] if piece.finish_reason]
+    assert end.finish_reason == "error" and "numerical" in (end.error or "") and not tokens(out[1, 0])
+    engine.add_request([*bad[:8], 40, 41], GREEDY)  # the same healthy start: right, whatever was kept of the failed row
     again = tokens(run(engine)[4, 0])
-    alone.submit([*bad[:8], 40, 41], GREEDY)
+    alone.add_request([*bad[:8], 40, 41], GREEDY)
     assert again == tokens(run(alone)[3, 0])
 
 
@@ -69,15 +69,17 @@ def test_the_blocks_of_a_failed_row_are_clean_for_the_next(dtype: str) -> None:
     """One seat, one row's worth of blocks: the next row takes the very blocks in which NaN was written, whatever the
     format."""
     model = poisoned_model()
-    engine = Engine(model, CacheConfig(dtype=dtype, rows=1, capacity=24, block_size=4, chunk=24))
-    engine.submit([POISONED] * 10, GREEDY)
-    assert run(engine)[0, 0][-1].finish == "error"
+    engine = Engine(
+        model, CacheConfig(dtype=dtype, max_num_seqs=1, max_seq_len=24, block_size=4, prefill_chunk_size=24)
+    )
+    engine.add_request([POISONED] * 10, GREEDY)
+    assert run(engine)[0, 0][-1].finish_reason == "error"
     blocks, offsets = torch.arange(8).repeat_interleave(4), torch.arange(4).repeat(8)
-    assert any(store.at(blocks, offsets, torch.float64).isnan().any() for store in engine.memory.keys)
-    engine.submit([5, 6, 7], GREEDY)
+    assert any(store.read_slots(blocks, offsets, torch.float64).isnan().any() for store in engine.kv_cache.keys)
+    engine.add_request([5, 6, 7], GREEDY)
     after = tokens(run(engine)[1, 0])
     fresh = Engine(model, dataclasses.replace(CACHE, dtype=dtype))
-    fresh.submit([5, 6, 7], GREEDY)
+    fresh.add_request([5, 6, 7], GREEDY)
     assert after == tokens(run(fresh)[0, 0])
 
 
@@ -85,9 +87,9 @@ def test_a_prefix_s_root_covers_the_formats() -> None:
     model = build(model_config())
     said = [{"dtype": "int8"}, {"dtype": "int4"}, {"keys": "int8"}, {"values": "int8"}]
     said.append({"keys": "int8", "values": "int4"})
-    asked = [CacheConfig(rows=1, capacity=24, block_size=4, **each) for each in said]  # type: ignore[arg-type]
+    asked = [CacheConfig(max_num_seqs=1, max_seq_len=24, block_size=4, **each) for each in said]  # type: ignore[arg-type]
     assert len({Engine(model, cache)._root([1, 2], GREEDY, "") for cache in asked}) == len(asked)
-    same = CacheConfig(rows=1, capacity=24, block_size=4, keys="int8", values="int8")
+    same = CacheConfig(max_num_seqs=1, max_seq_len=24, block_size=4, key_dtype="int8", value_dtype="int8")
     assert Engine(model, same)._root([1, 2], GREEDY, "") == Engine(model, asked[0])._root([1, 2], GREEDY, "")
 
 
@@ -96,66 +98,71 @@ def test_rows_of_another_rotary_regime_share_no_blocks(position: str) -> None:
     model = build(model_config(position))
     engine = Engine(model, CACHE)
     prompt = list(range(1, 17))
-    engine.submit(prompt, Sampling(temperature=0, max_tokens=2))  # a limit of 18: the short regime
+    engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=2))  # a limit of 18: the short regime
     run(engine)
-    engine.submit(prompt, Sampling(temperature=0, max_tokens=20))  # a limit of 36: the long one
+    engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=20))  # a limit of 36: the long one
     run(engine)
-    assert engine.ledger.stats().hit_tokens == 0
-    engine.submit(prompt, Sampling(temperature=0, max_tokens=20))
+    assert engine.kv_cache_manager.stats().hit_tokens == 0
+    engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=20))
     run(engine)
-    assert engine.ledger.stats().hit_tokens == 12
+    assert engine.kv_cache_manager.stats().hit_tokens == 12
 
 
 def test_salt_keeps_tenants_apart() -> None:
     engine = Engine(build(model_config()), CACHE)
     prompt = list(range(1, 17))
     for salt, hits in (("a", 0), ("b", 0), ("a", 12)):
-        before = engine.ledger.stats().hit_tokens
-        engine.submit(prompt, GREEDY, salt=salt)
+        before = engine.kv_cache_manager.stats().hit_tokens
+        engine.add_request(prompt, GREEDY, salt=salt)
         run(engine)
-        assert engine.ledger.stats().hit_tokens - before == hits
+        assert engine.kv_cache_manager.stats().hit_tokens - before == hits
 
 
 def test_generated_tokens_are_part_of_the_prefix_cache() -> None:
     engine = Engine(build(model_config()), CACHE)
     prompt = list(range(1, 8))
-    engine.submit(prompt, GREEDY)
+    engine.add_request(prompt, GREEDY)
     said = tokens(run(engine)[0, 0])
-    engine.submit([*prompt, *said, 3], GREEDY)
+    engine.add_request([*prompt, *said, 3], GREEDY)
     run(engine)
-    assert engine.ledger.stats().hit_tokens == 16  # 7 + 12 tokens, the last one never computed: 4 whole blocks
+    assert (
+        engine.kv_cache_manager.stats().hit_tokens == 16
+    )  # 7 + 12 tokens, the last one never computed: 4 whole blocks
 
 
 def test_samples_share_the_prompt_s_blocks_and_differ_by_their_number_only() -> None:
     model = build(model_config(), dtype=torch.float32)
-    cache = CacheConfig(rows=4, capacity=96, block_size=4, chunk=32)
+    cache = CacheConfig(max_num_seqs=4, max_seq_len=96, block_size=4, prefill_chunk_size=32)
     engine = Engine(model, cache)
-    options = Sampling(temperature=1, max_tokens=10, n=3, seed=7)
-    engine.submit(list(range(1, 30)), options)
+    options = SamplingParams(temperature=1, max_tokens=10, n=3, seed=7)
+    engine.add_request(list(range(1, 30)), options)
     peak = 0
     out: dict[int, list[int]] = {0: [], 1: [], 2: []}
     while not engine.idle:
         for piece in engine.step():
-            out[piece.sample] += [] if piece.token is None else [piece.token]
-        peak = max(peak, *engine.ledger.stats().used)
+            out[piece.sample_index] += [] if piece.token_id is None else [piece.token_id]
+        peak = max(peak, *engine.kv_cache_manager.stats().used)
     assert len({tuple(t) for t in out.values()}) == 3
     assert peak <= 7 + 3 * 4  # 7 whole prompt blocks once, not three times
     lone = Engine(model, cache)
-    lone.submit(list(range(1, 30)), Sampling(temperature=1, max_tokens=10, n=1, seed=7))
+    lone.add_request(list(range(1, 30)), SamplingParams(temperature=1, max_tokens=10, n=1, seed=7))
     assert tokens(run(lone)[0, 0]) == out[0]
 
 
 def test_a_seeded_row_says_the_same_whoever_else_is_in_the_batch() -> None:
     model = build(model_config(), dtype=torch.float64)
-    options = Sampling(temperature=1, top_p=0.9, max_tokens=10, seed=3)
+    options = SamplingParams(temperature=1, top_p=0.9, max_tokens=10, seed=3)
     lone = Engine(model, CACHE)
-    lone.submit([4, 5, 6], options)
+    lone.add_request([4, 5, 6], options)
     expected = tokens(run(lone)[0, 0])
-    for neighbours in ([Sampling(temperature=1, max_tokens=10)] * 3, [GREEDY, Sampling(seed=9, max_tokens=30)]):
+    for neighbours in (
+        [SamplingParams(temperature=1, max_tokens=10)] * 3,
+        [GREEDY, SamplingParams(seed=9, max_tokens=30)],
+    ):
         engine = Engine(model, CACHE)
         for i, other in enumerate(neighbours):
-            engine.submit([i + 1] * (i + 9), other)
-        mine = engine.submit([4, 5, 6], options)
+            engine.add_request([i + 1] * (i + 9), other)
+        mine = engine.add_request([4, 5, 6], options)
         assert tokens(run(engine)[mine, 0]) == expected
 
 
@@ -176,9 +183,9 @@ def test_what_cannot_be_served_is_refused_before_it_is_queued(
 ) -> None:
     engine = Engine(build(model_config()), CACHE)
     with pytest.raises(RequestError, match=says):
-        engine.submit(prompt, Sampling.of(**options))
+        engine.add_request(prompt, SamplingParams.from_options(**options))
     assert engine.idle
-    engine.submit([1, 2], GREEDY)
+    engine.add_request([1, 2], GREEDY)
     assert len(tokens(run(engine)[0, 0])) == 12
 
 
@@ -187,28 +194,28 @@ def test_a_stop_string_ends_its_sample_and_never_shows() -> None:
     config = model_config()
     from dataclasses import replace
 
-    model = build(replace(config, vocab=tokenizer.vocab_size))
+    model = build(replace(config, vocab_size=tokenizer.vocab_size))
     engine = Engine(model, CACHE, tokenizer=tokenizer)
-    engine.submit(tokenizer.encode("hello"), Sampling(temperature=0, max_tokens=20))
+    engine.add_request(tokenizer.encode("hello"), SamplingParams(temperature=0, max_tokens=20))
     whole = "".join(piece.text for piece in run(engine)[0, 0])
     stop = whole[5:8]
-    request = engine.submit(tokenizer.encode("hello"), Sampling(temperature=0, max_tokens=20, stop=(stop,)))
+    request = engine.add_request(tokenizer.encode("hello"), SamplingParams(temperature=0, max_tokens=20, stop=(stop,)))
     pieces = run(engine)[request, 0]
     assert "".join(piece.text for piece in pieces) == whole[: whole.find(stop)]
-    assert pieces[-1].finish == "stop"
-    assert all(used == 0 for used in engine.ledger.stats().used)
+    assert pieces[-1].finish_reason == "stop"
+    assert all(used == 0 for used in engine.kv_cache_manager.stats().used)
 
 
 def test_cancelled_requests_give_everything_back() -> None:
     engine = Engine(build(model_config()), CACHE)
-    kept = engine.submit([1, 2, 3], GREEDY)
-    gone = [engine.submit(list(range(1, 20)), Sampling(max_tokens=40)) for _ in range(6)]
+    kept = engine.add_request([1, 2, 3], GREEDY)
+    gone = [engine.add_request(list(range(1, 20)), SamplingParams(max_tokens=40)) for _ in range(6)]
     engine.step()
     for request in gone:
-        engine.cancel(request)
+        engine.abort_request(request)
     out = run(engine)
     assert tokens(out[kept, 0]) and all((request, 0) not in out or not tokens(out[request, 0]) for request in gone)
-    assert engine.ledger.stats().used == (0,)
+    assert engine.kv_cache_manager.stats().used == (0,)
 
 
 def test_a_caller_s_function_that_raises_ends_its_request_alone() -> None:
@@ -216,10 +223,13 @@ def test_a_caller_s_function_that_raises_ends_its_request_alone() -> None:
         raise RuntimeError("no")
 
     engine = Engine(build(model_config()), CACHE)
-    alone = engine.submit([1, 2, 3], GREEDY)
+    alone = engine.add_request([1, 2, 3], GREEDY)
     expected = tokens(run(engine)[alone, 0])
-    for sampling in (Sampling(allowed=allowed, max_tokens=4), Sampling(allowed=allowed, max_tokens=4, beams=2)):
-        sick, fine = engine.submit([7, 8], sampling), engine.submit([1, 2, 3], GREEDY)
+    for sampling in (
+        SamplingParams(allowed_tokens_fn=allowed, max_tokens=4),
+        SamplingParams(allowed_tokens_fn=allowed, max_tokens=4, num_beams=2),
+    ):
+        sick, fine = engine.add_request([7, 8], sampling), engine.add_request([1, 2, 3], GREEDY)
         out = run(engine)
-        assert out[sick, 0][-1].finish == "error" and "RuntimeError: no" in (out[sick, 0][-1].error or "")
+        assert out[sick, 0][-1].finish_reason == "error" and "RuntimeError: no" in (out[sick, 0][-1].error or "")
         assert tokens(out[fine, 0]) == expected

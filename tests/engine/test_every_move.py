@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvad.cache import memory
-from kvad.cache.carry import piece_sizes
-from kvad.cache.memory import Memory
-from kvad.cache.sizing import CacheConfig, groups
-from kvad.cache.spill import Spill
-from kvad.cache.state import Laid
-from kvad.cache.swap import Copier
-from kvad.config import mixers
-from kvad.step import Moves
+from kvad.cache.carry import block_bytes_per_group
+from kvad.cache.memory import KVCache
+from kvad.cache.sizing import CacheConfig, build_groups
+from kvad.cache.spill import OffloadReader
+from kvad.cache.state import PendingRestore
+from kvad.cache.swap import HostCopier
+from kvad.config import attention_specs
+from kvad.step import BlockOps
 from tests.engine.every_move import SETUPS, Mismatch, World, talks, wander
 from tests.engine.test_streams import MACHINE
 from tests.models import model_config
@@ -142,40 +142,42 @@ class Lender:
     def give(self, number: int, pieces: dict) -> None: ...
 
     def take(self, number: int) -> dict:
-        return {0: bytes(np.full(piece_sizes(PLACED)[0] // 8, 7.0).tobytes())}
+        return {0: bytes(np.full(block_bytes_per_group(PLACED)[0] // 8, 7.0).tobytes())}
 
 
-PLACED = groups(mixers(model_config()), CacheConfig(dtype="float64", capacity=12, rows=2, block_size=4))
+PLACED = build_groups(
+    attention_specs(model_config()), CacheConfig(dtype="float64", max_seq_len=12, max_num_seqs=2, block_size=4)
+)
 
 
 def test_what_is_loaded_does_not_lie_in_what_is_parked() -> None:
     """A row gives way, and its block is another's, which a tier fills, in one and the same step."""
-    made = Memory(PLACED)
-    made.tiers = Lender()
+    made = KVCache(PLACED)
+    made.host_store = Lender()
     keys, _ = made.stores[0][0]
     keys.arrays[0][3] = 5.0
-    made.apply(Moves(((),), ((),), park=((1, ((3,),)),), load=((9, ((3,),)),)))
+    made.apply(BlockOps(((),), ((),), swap_out=((1, ((3,),)),), load=((9, ((3,),)),)))
     assert (keys.arrays[0][3] == 7.0).all()
-    assert (made.parked[1][1] == 5.0).all()
+    assert (made.swapped[1][1] == 5.0).all()
 
 
 # ---------------------------------------------------------------- broken on purpose
 
 
 def not_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Memory, "_clear", lambda *_: None)
+    monkeypatch.setattr(KVCache, "_clear", lambda *_: None)
 
 
 def woken_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row's blocks come back in reverse."""
-    real = Copier.back
+    real = HostCopier.copy_in
     monkeypatch.setattr(
-        Copier, "back", lambda self, key, held, copies: real(self, key, held, [each.flip(0) for each in copies])
+        HostCopier, "copy_in", lambda self, key, held, copies: real(self, key, held, [each.flip(0) for each in copies])
     )
 
 
 def nothing_from_the_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def carry_in(memory: Memory, host: object, loads: list) -> None:
+    def carry_in(memory: KVCache, host: object, loads: list) -> None:
         for number, _ in loads:
             host.take(number)  # type: ignore[attr-defined]
 
@@ -183,21 +185,21 @@ def nothing_from_the_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_state_without_its_last_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Laid.put
+    real = PendingRestore.restore
 
-    def put(self: Laid, where: Memory, blocks: list) -> None:
+    def put(self: PendingRestore, where: KVCache, blocks: list) -> None:
         real(self, where, blocks)
         group = where.groups[0]
         last = (self.fitted.length - 1) % group.block_size
         for keys, _ in where.stores[0].values():
             keys.arrays[0][blocks[0][-1], :, last] = 0
 
-    monkeypatch.setattr(Laid, "put", put)
+    monkeypatch.setattr(PendingRestore, "restore", put)
 
 
 def a_tile_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Spill._tiles
-    monkeypatch.setattr(Spill, "_tiles", lambda *given: list(real(*given))[1:])
+    real = OffloadReader._tiles
+    monkeypatch.setattr(OffloadReader, "_tiles", lambda *given: list(real(*given))[1:])
 
 
 @pytest.mark.parametrize(

@@ -13,21 +13,21 @@ from typing import Any
 
 import pytest
 
-from kvad.cache.full import GOES_ON, ON_FULL
-from kvad.cache.ledger import Ledger
-from kvad.cache.planning import fits, plan_memory
-from kvad.cache.settle import settle
-from kvad.cache.sizing import CacheConfig, groups
-from kvad.config import MixerSpec
-from kvad.engine.engine import Engine, Piece
-from kvad.engine.limits import ENDLESS, Limits
-from kvad.engine.request import Event, Result, Sampling
+from kvad.cache.full import CONTINUING_MODES, OVERFLOW_MODES
+from kvad.cache.ledger import KVCacheManager
+from kvad.cache.planning import find_fits, plan_memory
+from kvad.cache.settle import resolve_for_model
+from kvad.cache.sizing import CacheConfig, build_groups
+from kvad.config import AttentionSpec
+from kvad.engine.engine import Engine, StreamChunk
+from kvad.engine.limits import ENDLESS, LengthLimits
+from kvad.engine.request import SamplingParams, SequenceEvent, SequenceOutput
 from kvad.engine.scheduler import Scheduler
 from kvad.errors import ConfigError, RequestError
 from tests.engine.test_streams import FULL, NARROW, Driver, Setup, World
 from tests.models import LIMIT, build, encoder_config, model_config, pair_config
 
-ONE = MixerSpec(True, None, 1, 8, 8)
+ONE = AttentionSpec(True, None, 1, 8, 8)
 
 
 # ---------------------------------------------------------------- the scheduler: who gives way
@@ -37,30 +37,40 @@ class Desk:
     """A scheduler over ``blocks`` blocks of four tokens, and a model that says its request's number."""
 
     def __init__(self, blocks: int, *, rows: int = 4, watermark: float = 0.0, on_full: Any = "preempt") -> None:
-        config = CacheConfig(block_size=4, rows=rows, capacity=64, blocks=blocks, prefix=False)
-        self.ledger = Ledger(groups((ONE,), config), prefix=False, seats=rows, watermark=watermark)
-        self.scheduler = Scheduler(self.ledger, rows=rows, budget=64, chunk=64, limit=Limits(64, "model", on_full))
+        config = CacheConfig(
+            block_size=4, max_num_seqs=rows, max_seq_len=64, num_blocks=blocks, enable_prefix_caching=False
+        )
+        self.ledger = KVCacheManager(
+            build_groups((ONE,), config), prefix_caching=False, max_num_seqs=rows, watermark=watermark
+        )
+        self.scheduler = Scheduler(
+            self.ledger,
+            max_num_seqs=rows,
+            max_num_batched_tokens=64,
+            prefill_chunk_size=64,
+            limit=LengthLimits(64, "model", on_full),
+        )
         self.said: dict[int, list[int]] = {}
         self.ends: dict[int, tuple[str | None, str | None]] = {}
         self.running: list[tuple[int, ...]] = []
 
     def add(self, number: int, prompt: int, **options: Any) -> None:
-        self.scheduler.add(number, [number] * prompt, Sampling(**options))
+        self.scheduler.add_request(number, [number] * prompt, SamplingParams(**options))
         self.said[number] = []
 
-    def step(self) -> list[Event]:
-        plan = self.scheduler.plan()
+    def step(self) -> list[SequenceEvent]:
+        plan = self.scheduler.schedule()
         if plan is None:
             return []
-        self.running.append(tuple(work.row.request for work in plan.work))
-        results = [Result(work.row.request if work.samples else None) for work in plan.work]
-        events = self.scheduler.settle(plan, results)
+        self.running.append(tuple(work.sequence.request_id for work in plan.scheduled))
+        results = [SequenceOutput(work.sequence.request_id if work.is_sampled else None) for work in plan.scheduled]
+        events = self.scheduler.update_from_output(plan, results)
         self.scheduler.check()
         for event in events:
-            if event.token is not None:
-                self.said[event.request].append(event.token)
-            if event.finish is not None:
-                self.ends[event.request] = event.finish, event.limit
+            if event.token_id is not None:
+                self.said[event.request].append(event.token_id)
+            if event.finish_reason is not None:
+                self.ends[event.request] = event.finish_reason, event.limit
         return events
 
     def run(self) -> None:
@@ -106,7 +116,7 @@ def test_a_row_that_stops_and_has_said_nothing_waits_instead() -> None:
     desk = Desk(5, rows=3)
     desk.add(1, 4, max_tokens=5, on_full="stop")
     desk.add(2, 4, max_tokens=5, on_full="stop")
-    desk.scheduler._chunk = 4
+    desk.scheduler._prefill_chunk_size = 4
     desk.add(3, 12, max_tokens=2, on_full="stop")
     desk.run()
     assert desk.said == {1: [1] * 5, 2: [2] * 5, 3: [3] * 2} and desk.preemptions() == 1
@@ -134,7 +144,7 @@ def test_refuse_promises_the_worst_case_and_gives_it_back() -> None:
     desk.run()
     assert desk.preemptions() == 0 and {len(said) for said in (desk.said[1], desk.said[2])} == {9}
     desk.add(3, 4, max_tokens=21)  # all six again
-    desk.scheduler.cancel(3)
+    desk.scheduler.abort_request(3)
     desk.add(4, 4, max_tokens=21)
     desk.run()
     assert len(desk.said[4]) == 21
@@ -159,22 +169,33 @@ def test_what_was_promised_room_is_never_what_gives_way() -> None:
         desk.step()
         desk.add(2, 4, max_tokens=17, on_full="refuse")
         desk.run()
-        assert len(desk.said[2]) == 17 and desk.scheduler.usage(2).preemptions == 0
+        assert len(desk.said[2]) == 17 and desk.scheduler.metrics(2).num_preemptions == 0
         assert desk.ends[1] == ("length", end)
 
 
 def test_a_search_that_stops_has_the_best_of_what_it_has() -> None:
-    world = World(Setup((FULL,), CacheConfig(block_size=4, rows=4, capacity=40, blocks=7, prefix=False), 12, 40))
-    world.add([1, 2, 0], Sampling(max_tokens=20, on_full="refuse"), stops=frozenset())
-    world.scheduler.add(7, [1, 0], Sampling(beams=2, n=2, max_tokens=10, on_full="stop"))
+    world = World(
+        Setup(
+            (FULL,),
+            CacheConfig(block_size=4, max_num_seqs=4, max_seq_len=40, num_blocks=7, enable_prefix_caching=False),
+            12,
+            40,
+        )
+    )
+    world.add([1, 2, 0], SamplingParams(max_tokens=20, overflow="refuse"), stops=frozenset())
+    world.scheduler.add_request(7, [1, 0], SamplingParams(num_beams=2, n=2, max_tokens=10, overflow="stop"))
     world.streams[7] = {}
-    found: list[Event] = []
+    found: list[SequenceEvent] = []
     world._judge = found.extend  # type: ignore[method-assign]
     while not world.scheduler.idle:
         world.step()
-    ends = {event.sample: (event.finish, event.limit) for event in found if event.request == 7 and event.finish}
+    ends = {
+        event.sample_index: (event.finish_reason, event.limit)
+        for event in found
+        if event.request == 7 and event.finish_reason
+    }
     assert ends == {0: ("length", "pool"), 1: ("length", "pool")}
-    assert 0 < sum(event.token is not None for event in found if event.request == 7) < 20
+    assert 0 < sum(event.token_id is not None for event in found if event.request == 7) < 20
 
 
 def test_a_watermark_is_left_free_by_admissions_alone() -> None:
@@ -198,7 +219,7 @@ def test_a_watermark_is_left_free_by_admissions_alone() -> None:
 
 def test_a_watermark_holds_against_what_was_admitted_in_the_same_step() -> None:
     desk = Desk(8, watermark=0.25)
-    desk.scheduler._chunk = 4  # prompts take three steps: what they will take is counted from the start
+    desk.scheduler._prefill_chunk_size = 4  # prompts take three steps: what they will take is counted from the start
     for number in (1, 2, 3):
         desk.add(number, 12, max_tokens=1)
     desk.step()
@@ -219,7 +240,7 @@ def test_the_peak_is_what_was_in_use_at_once() -> None:
     desk.run()
     stats = desk.ledger.stats()
     assert (stats.used, stats.peak) == ((0,), (2,))
-    desk.ledger.restart_peak()
+    desk.ledger.reset_peak()
     assert desk.ledger.stats().peak == (0,)
 
 
@@ -244,10 +265,10 @@ class Mixed(World):
         super().__init__(setup, **parts)
         self.rng, self.chosen, self.refused, self.stopped = random.Random(5), dict[int, str](), 0, 0
 
-    def add(self, prompt: Sequence[int], sampling: Sampling, *rest: Any) -> int:  # type: ignore[override]
-        chosen = self.rng.choice(("preempt", "stop", "refuse")) if sampling.beams == 1 else "preempt"
+    def add(self, prompt: Sequence[int], sampling: SamplingParams, *rest: Any) -> int:  # type: ignore[override]
+        chosen = self.rng.choice(("preempt", "stop", "refuse")) if sampling.num_beams == 1 else "preempt"
         try:
-            number = super().add(prompt, replace(sampling, on_full=chosen), *rest)  # type: ignore[arg-type]
+            number = super().add(prompt, replace(sampling, overflow=chosen), *rest)  # type: ignore[arg-type]
         except RequestError:
             if chosen != "refuse":
                 raise
@@ -256,13 +277,13 @@ class Mixed(World):
         self.chosen[number] = chosen
         return number
 
-    def _judge(self, events: Sequence[Event]) -> None:
+    def _judge(self, events: Sequence[SequenceEvent]) -> None:
         for event in events:
             if event.limit == "pool" and len(self.streams[event.request]) and self.chosen[event.request] != "preempt":
                 assert self.chosen[event.request] == "stop", "a row that was promised room has none"
                 self.stopped += 1
             if self.chosen[event.request] == "refuse":
-                assert self.usages[event.request].preemptions == 0
+                assert self.usages[event.request].num_preemptions == 0
         super()._judge(events)
 
 
@@ -270,8 +291,25 @@ class Mixed(World):
 @pytest.mark.parametrize(
     "setup",
     [
-        Setup((FULL,), CacheConfig(block_size=4, rows=5, capacity=40, chunk=7, blocks=12), 12, 40),
-        Setup((FULL, NARROW), CacheConfig(block_size=2, rows=4, capacity=40, chunk=6, blocks=24, prefix=False), 9, 40),
+        Setup(
+            (FULL,),
+            CacheConfig(block_size=4, max_num_seqs=5, max_seq_len=40, prefill_chunk_size=7, num_blocks=12),
+            12,
+            40,
+        ),
+        Setup(
+            (FULL, NARROW),
+            CacheConfig(
+                block_size=2,
+                max_num_seqs=4,
+                max_seq_len=40,
+                prefill_chunk_size=6,
+                num_blocks=24,
+                enable_prefix_caching=False,
+            ),
+            9,
+            40,
+        ),
     ],
 )
 def test_every_stream_equals_its_solo_run_or_stops_short_of_it(setup: Setup, watermark: float) -> None:
@@ -284,9 +322,17 @@ def test_every_stream_equals_its_solo_run_or_stops_short_of_it(setup: Setup, wat
 
 def test_a_promise_that_is_not_kept_is_noticed() -> None:
     """Break it: a ledger that promises nothing to anybody.  The rows that were to be safe then have no room."""
-    driver = Driver(Setup((FULL,), CacheConfig(block_size=4, rows=5, capacity=40, chunk=7, blocks=12), 12, 40), 3)
+    driver = Driver(
+        Setup(
+            (FULL,),
+            CacheConfig(block_size=4, max_num_seqs=5, max_seq_len=40, prefill_chunk_size=7, num_blocks=12),
+            12,
+            40,
+        ),
+        3,
+    )
     world = driver.world = Mixed(driver.world.setup)
-    world.scheduler._promises.take = lambda rows, length: (0,)  # type: ignore[method-assign]
+    world.scheduler._promises.reserve = lambda rows, length: (0,)  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match="promised room"):
         driver.run(3000)
 
@@ -301,13 +347,13 @@ def engine(position: str = "rope", *, rows: int = 2, **cache: Any) -> Engine:
 
 def said(engine: Engine, *prompts: Sequence[int], **options: Any) -> list[tuple[list[int], str | None, str | None]]:
     """(tokens, finish, limit) of each."""
-    ids = [engine.submit(prompt, Sampling(temperature=0, **options)) for prompt in prompts]
-    pieces: dict[int, list[Piece]] = {number: [] for number in ids}
+    ids = [engine.add_request(prompt, SamplingParams(temperature=0, **options)) for prompt in prompts]
+    pieces: dict[int, list[StreamChunk]] = {number: [] for number in ids}
     while not engine.idle:
         for piece in engine.step():
             pieces[piece.request].append(piece)
     return [
-        ([piece.token for piece in found if piece.token is not None], found[-1].finish, found[-1].limit)
+        ([piece.token_id for piece in found if piece.token_id is not None], found[-1].finish_reason, found[-1].limit)
         for found in pieces.values()
     ]
 
@@ -360,8 +406,13 @@ def test_summaries_lift_the_cache_s_limit_up_to_the_model_s() -> None:
     assert said(by_hand, prompt)[0][0] == tokens
     config = model_config()
     small = plan_memory(config, on.cache).pool
-    assert small < plan_memory(config, CacheConfig(dtype="float64", block_size=4, rows=2, capacity=LIMIT, chunk=8)).pool
-    assert small == on.memory.payload_bytes() + on.memory.scale_bytes() + on.memory.column_bytes()
+    assert (
+        small
+        < plan_memory(
+            config, CacheConfig(dtype="float64", block_size=4, max_num_seqs=2, max_seq_len=LIMIT, prefill_chunk_size=8)
+        ).pool
+    )
+    assert small == on.kv_cache.payload_bytes() + on.kv_cache.scale_bytes() + on.kv_cache.metadata_bytes()
 
 
 @pytest.mark.parametrize("position", ["learned", "sinusoidal"])
@@ -414,13 +465,13 @@ def test_each_limit_by_its_name() -> None:
 
 def test_without_an_end_until_somebody_ends_it() -> None:
     on = engine(on_full="sinks", capacity=24)
-    number = on.submit([1, 2, 3], Sampling(temperature=0))
+    number = on.add_request([1, 2, 3], SamplingParams(temperature=0))
     tokens = 0
     for _ in range(300):
-        tokens += sum(piece.token is not None for piece in on.step())
-    assert tokens == 300 and on.scheduler.rows(number)[0].limit == ENDLESS
-    assert max(on.ledger.stats().used) <= on.ledger.groups[0].blocks_per_row
-    on.cancel(number)
+        tokens += sum(piece.token_id is not None for piece in on.step())
+    assert tokens == 300 and on.scheduler.sequences(number)[0].max_len == ENDLESS
+    assert max(on.kv_cache_manager.stats().used) <= on.kv_cache_manager.groups[0].max_blocks_per_seq
+    on.abort_request(number)
     assert on.idle
 
 
@@ -430,7 +481,7 @@ def test_without_an_end_until_somebody_ends_it() -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"on_full": "sink"}, "cache.on_full: 'sink'"),
+        ({"on_full": "sink"}, "cache.overflow: 'sink'"),
         ({"watermark": 1.0}, "cache.watermark: 1 is no share"),
         ({"watermark": -0.1}, "cache.watermark: -0.1"),
         ({"watermark": "much"}, "cache.watermark: expected a number"),
@@ -440,7 +491,7 @@ def test_without_an_end_until_somebody_ends_it() -> None:
         ({"on_full": "summarise", "capacity": 7}, "7 tokens are less than two blocks of 4"),
         ({"on_full": "summarise", "capacity": 40, "layout": "contiguous"}, "summarised in whole blocks"),
         ({"on_full": "summarise", "capacity": 40, "block_size": 1}, "blocks of 1 cannot be cut"),
-        ({"on_full": "sinks", "blocks": 9}, "cache.blocks: no layer keeps all tokens"),
+        ({"on_full": "sinks", "blocks": 9}, "cache.num_blocks: no layer keeps all tokens"),
         ({"policy": "sinks(4, 3)", "endless": True}, "a window of 3 tokens beside the sinks is less than a block of 4"),
     ],
 )
@@ -452,38 +503,44 @@ def test_a_cache_that_cannot_be(fields: dict[str, Any], says: str) -> None:
 def test_an_encoder_keeps_nothing_and_says_so() -> None:
     for fields in ({"on_full": "sinks"}, {"policy": "window(4)"}, {"endless": True}):
         with pytest.raises(ConfigError, match="an encoder keeps nothing"):
-            settle(encoder_config(), CacheConfig(capacity=LIMIT, **fields))  # type: ignore[arg-type]
-    assert settle(encoder_config(), CacheConfig(capacity=LIMIT)) == CacheConfig(capacity=LIMIT)
+            resolve_for_model(encoder_config(), CacheConfig(max_seq_len=LIMIT, **fields))  # type: ignore[arg-type]
+    assert resolve_for_model(encoder_config(), CacheConfig(max_seq_len=LIMIT)) == CacheConfig(max_seq_len=LIMIT)
 
 
 def test_sampling_refuses_a_word_that_is_none() -> None:
     with pytest.raises(RequestError, match="on_full: 'sotp'") as caught:
-        Sampling.of(on_full="sotp")
+        SamplingParams.from_options(on_full="sotp")
     assert "'stop'" in caught.value.hint
 
 
-@pytest.mark.parametrize("on_full", ON_FULL)
+@pytest.mark.parametrize("on_full", OVERFLOW_MODES)
 def test_settling_twice_changes_nothing_and_fits_asks_for_every_capacity(on_full: str) -> None:
-    cache = CacheConfig(block_size=4, rows=2, capacity=40, on_full=on_full)  # type: ignore[arg-type]
-    once = settle(model_config(), cache)
-    assert settle(model_config(), once) == once and (once == cache) == (on_full not in GOES_ON)
+    cache = CacheConfig(block_size=4, max_num_seqs=2, max_seq_len=40, overflow=on_full)  # type: ignore[arg-type]
+    once = resolve_for_model(model_config(), cache)
+    assert resolve_for_model(model_config(), once) == once and (once == cache) == (on_full not in CONTINUING_MODES)
     plan = plan_memory(model_config(), cache)
     assert plan.pool == plan_memory(model_config(), once).pool
-    assert any(fit.rows == 2 and fit.capacity >= 40 for fit in fits(plan, plan.total))
+    assert any(fit.num_seqs == 2 and fit.max_seq_len >= 40 for fit in find_fits(plan, plan.total))
 
 
 def test_an_encoder_decoder_goes_on_too() -> None:
     cache = CacheConfig(
-        dtype="float64", block_size=4, rows=2, capacity=24, chunk=8, source_capacity=16, on_full="sinks"
+        dtype="float64",
+        block_size=4,
+        max_num_seqs=2,
+        max_seq_len=24,
+        prefill_chunk_size=8,
+        max_source_len=16,
+        overflow="sinks",
     )
     model = build(pair_config("t5"))
     on = Engine(model, cache)
-    by_hand = Engine(model, replace(cache, on_full="preempt", policy="sinks(4, 20)", endless=True))
+    by_hand = Engine(model, replace(cache, overflow="preempt", policy="sinks(4, 20)", endless=True))
     found = []
     for each in (on, by_hand):
-        each.submit([1, 2], Sampling(temperature=0, max_tokens=60), source=[3, 4, 5])
+        each.add_request([1, 2], SamplingParams(temperature=0, max_tokens=60), source=[3, 4, 5])
         tokens = []
         while not each.idle:
-            tokens += [piece.token for piece in each.step() if piece.token is not None]
+            tokens += [piece.token_id for piece in each.step() if piece.token_id is not None]
         found.append(tokens)
     assert found[0] == found[1] and len(found[0]) == 60

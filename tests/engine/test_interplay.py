@@ -8,17 +8,17 @@ import time
 import pytest
 import torch
 
-from kvad.cache.disk import Disk
+from kvad.cache.disk import FileSystem
 from kvad.cache.sizing import CacheConfig
 from kvad.engine.engine import Engine
-from kvad.engine.request import Sampling
+from kvad.engine.request import SamplingParams
 from kvad.errors import ConfigError
 from tests.drive import fill_unowned
 from tests.engine.sessions import PROMPT, SOURCE, engine, left, run
 from tests.engine.test_parking import Forced
 from tests.models import build, model_config, pair_config
 
-GREEDY = Sampling(max_tokens=8, temperature=0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 ROPE = model_config("rope")
 
 
@@ -33,7 +33,7 @@ def finish(made, patience=20.0):
     while not made.idle:
         assert time.monotonic() < end, "it hangs"
         for piece in made.step():
-            tokens.setdefault(piece.request, []).extend([] if piece.token is None else [piece.token])
+            tokens.setdefault(piece.request, []).extend([] if piece.token_id is None else [piece.token_id])
             if piece.error is not None:
                 errors[piece.request] = piece.error
         made.scheduler.check()
@@ -45,13 +45,13 @@ def finish(made, patience=20.0):
 
 def test_nothing_is_remembered_of_a_kept_request_that_failed():
     made = engine(ROPE)
-    request = made.submit(PROMPT, GREEDY, keep=True)
-    made.runner.run = lambda plan: 1 / 0
+    request = made.add_request(PROMPT, GREEDY, keep=True)
+    made.runner.execute = lambda plan: 1 / 0
     with pytest.raises(ZeroDivisionError):
         made.step()
-    del made.runner.run
+    del made.runner.execute
     assert finish(made)[1][request].startswith("the step failed")
-    assert not made.keeper._asked
+    assert not made.state_keeper._asked
 
 
 # ---------------------------------------------------------------- resumed
@@ -60,21 +60,21 @@ def test_nothing_is_remembered_of_a_kept_request_that_failed():
 def test_a_resumed_request_that_is_cancelled_before_its_step_leaves_nothing_in_memory():
     made = engine(ROPE, prefix=False)
     said, state = left(made, PROMPT, 3)
-    made.cancel(made.submit(PROMPT + said, GREEDY, resume=state))
-    assert made.idle and not made.memory.parked
+    made.abort_request(made.add_request(PROMPT + said, GREEDY, resume=state))
+    assert made.idle and not made.kv_cache.swapped
 
 
 def test_a_resumed_row_that_gives_way_before_its_step_has_its_source_again():
     made = engine(pair_config("rope"))
     said, state = left(made, PROMPT[:9], 3, source=SOURCE)
     wanted = run(engine(pair_config("rope"), dirty=False), PROMPT[:9] + said, 8, source=SOURCE)[1]
-    made.ledger.drop_prefixes()
+    made.kv_cache_manager.reset_prefix_cache()
     encoded, encode = [], made.runner.encode
     made.runner.encode = lambda encoding: encoded.append(encoding) or encode(encoding)
-    request = made.submit(PROMPT[:9] + said, GREEDY, source=SOURCE, resume=state)
-    (row,) = made.scheduler.rows(request)
+    request = made.add_request(PROMPT[:9] + said, GREEDY, source=SOURCE, resume=state)
+    (row,) = made.scheduler.sequences(request)
     made.scheduler._admit_sources()
-    assert row.parked is not None and made.ledger.waking == [row.parked.key]
+    assert row.swapped is not None and made.kv_cache_manager.pending_swap_ins == [row.swapped.key]
     made.scheduler._preempt(row)
     assert finish(made)[0][request] == wanted and not encoded
 
@@ -82,7 +82,7 @@ def test_a_resumed_row_that_gives_way_before_its_step_has_its_source_again():
 # ---------------------------------------------------------------- fetched
 
 
-class Breaks(Disk):
+class Breaks(FileSystem):
     """Raises what no disk raises, where a reader opens a file."""
 
     broken = False
@@ -95,39 +95,41 @@ class Breaks(Disk):
 
 def test_a_reader_that_breaks_is_a_miss_and_nobody_waits_for_ever(tmp_path, monkeypatch):
     from kvad.engine import engine as engine_module
-    from kvad.engine.storage import open_tiers
+    from kvad.engine.storage import open_block_store
 
     disk = Breaks()
-    monkeypatch.setattr(engine_module, "open_tiers", lambda *parts: open_tiers(*parts, disk=disk))
+    monkeypatch.setattr(engine_module, "open_tiers", lambda *parts: open_block_store(*parts, disk=disk))
     fields = {"tier": str(tmp_path), "tier_ram": None}
     first = tiered(**fields)
-    request = first.submit(PROMPT, GREEDY)
+    request = first.add_request(PROMPT, GREEDY)
     wanted = finish(first)[0][request]
     first.close()
     second = tiered(**fields)
     disk.broken = True
-    request = second.submit(PROMPT, GREEDY)
+    request = second.add_request(PROMPT, GREEDY)
     assert finish(second)[0][request] == wanted
-    assert second.usage(request).cached == 0 and second.ledger.deposits.hits.misses == {"failed": 1}
+    assert second.metrics(request).num_cached_tokens == 0 and second.kv_cache_manager.prefix_offload.hits.misses == {
+        "failed": 1
+    }
     second.close()
 
 
 def test_what_a_writer_breaks_at_is_not_waited_for_and_may_be_stored_again(tmp_path):
     made = tiered(tier=str(tmp_path), tier_ram=None)
-    put = made.tiers._shelf.put
+    put = made.block_store._disk.put
 
     def breaks(*parts, **named):
         raise MemoryError("no memory for this")
 
-    made.tiers._shelf.put = breaks
-    made.submit(PROMPT, GREEDY)
+    made.block_store._disk.put = breaks
+    made.add_request(PROMPT, GREEDY)
     finish(made)
-    assert made.tiers.flush() and made.tiers.stats().waiting == 0 and not made.tiers._writing
-    made.tiers._shelf.put = put
-    made.ledger.drop_prefixes()
-    made.submit(PROMPT, GREEDY)
+    assert made.block_store.flush() and made.block_store.stats().queued_bytes == 0 and not made.block_store._writing
+    made.block_store._disk.put = put
+    made.kv_cache_manager.reset_prefix_cache()
+    made.add_request(PROMPT, GREEDY)
     finish(made)
-    assert made.tiers.flush() and made.tiers.stats().disk.entries == 9
+    assert made.block_store.flush() and made.block_store.stats().disk.num_blocks == 9
     made.close()
 
 
@@ -136,20 +138,24 @@ def test_a_row_with_a_source_is_not_parked_before_what_it_was_fetched_is_there()
     fields = {"capacity": 64, "dtype": "float64", "block_size": 4, "rows": 2, "chunk": 8, "source_capacity": 16}
     made = Engine(
         build(config, dtype=torch.float64),
-        CacheConfig(**fields, blocks=12, tier_ram=1 << 22, park_ram=1 << 22),
-        costs=Forced(True),
+        CacheConfig(**fields, num_blocks=12, prefix_cache_ram=1 << 22, swap_space=1 << 22),
+        cost_model=Forced(True),
     )
     prompt = PROMPT[:21]
-    first = made.submit(prompt, GREEDY, source=SOURCE)
+    first = made.add_request(prompt, GREEDY, source=SOURCE)
     wanted = finish(made)[0][first]
-    other = made.submit(PROMPT[::-1], Sampling(max_tokens=14, temperature=0, ignore_eos=True), source=SOURCE[::-1])
+    other = made.add_request(
+        PROMPT[::-1], SamplingParams(max_tokens=14, temperature=0, ignore_eos=True), source=SOURCE[::-1]
+    )
     finish(made)  # the pool has given up what it knew
     fill_unowned(made, math.nan)
-    assert made.tiers.stats().ram.entries and made.usage(other).completion == 14
-    request = made.submit(prompt, GREEDY, source=SOURCE)
-    (row,) = made.scheduler.rows(request)
+    assert made.block_store.stats().ram.num_blocks and made.metrics(other).num_completion_tokens == 14
+    request = made.add_request(prompt, GREEDY, source=SOURCE)
+    (row,) = made.scheduler.sequences(request)
     made.scheduler._admit_sources()
-    assert row.state == "running" and made.ledger.standing(row.seat) is None, "its blocks are still empty"
+    assert row.state == "running" and made.kv_cache_manager.export_layout(row.seq_index) is None, (
+        "its blocks are still empty"
+    )
     made.scheduler._preempt(row)
     tokens, errors = finish(made)
     assert not errors and tokens[request] == wanted
@@ -161,12 +167,12 @@ def test_a_row_with_a_source_is_not_parked_before_what_it_was_fetched_is_there()
 @pytest.mark.parametrize("way", ["store", "load"])
 def test_what_a_failed_step_was_to_copy_is_held_by_nobody(way, tmp_path):
     made = tiered(tier=str(tmp_path), blocks=12, rows=1, capacity=44)
-    made.submit(PROMPT, GREEDY)
+    made.add_request(PROMPT, GREEDY)
     finish(made)
     if way == "load":
-        made.submit(PROMPT[::-1], GREEDY)  # the pool gives up what it knew
+        made.add_request(PROMPT[::-1], GREEDY)  # the pool gives up what it knew
         finish(made)
-    apply, told = made.memory.apply, []
+    apply, told = made.kv_cache.apply, []
 
     def breaks(moves):
         if getattr(moves, way):
@@ -174,31 +180,31 @@ def test_what_a_failed_step_was_to_copy_is_held_by_nobody(way, tmp_path):
             raise KeyboardInterrupt
         apply(moves)
 
-    made.memory.apply = breaks
-    made.submit(PROMPT if way == "load" else PROMPT[::-1], GREEDY)
+    made.kv_cache.apply = breaks
+    made.add_request(PROMPT if way == "load" else PROMPT[::-1], GREEDY)
     with pytest.raises(KeyboardInterrupt):
         finish(made)
-    made.memory.apply = apply
+    made.kv_cache.apply = apply
     finish(made)
-    assert told and not made.tiers._wanted and not made.tiers._lent and not made.tiers._coming
-    assert made.tiers.flush() and made.tiers.stats().waiting == 0
+    assert told and not made.block_store._wanted and not made.block_store._lent and not made.block_store._coming
+    assert made.block_store.flush() and made.block_store.stats().queued_bytes == 0
     made.close()
 
 
 def test_a_row_that_was_to_wake_in_a_failed_step_is_in_memory_no_more():
     made = engine(ROPE, prefix=False)
     said, state = left(made, PROMPT, 3)
-    made.submit(PROMPT + said, GREEDY, resume=state)
+    made.add_request(PROMPT + said, GREEDY, resume=state)
 
     def breaks(moves):
         raise KeyboardInterrupt
 
-    made.memory.apply = breaks
+    made.kv_cache.apply = breaks
     with pytest.raises(KeyboardInterrupt):
         made.step()
-    del made.memory.apply
+    del made.kv_cache.apply
     finish(made)
-    assert not made.memory.parked
+    assert not made.kv_cache.swapped
 
 
 # ---------------------------------------------------------------- the end
@@ -211,31 +217,31 @@ def threads():
 def test_a_close_that_fails_in_one_place_closes_the_others(tmp_path, monkeypatch):
     before = threads()  # of what other tests have not closed
     made = tiered(tier=str(tmp_path / "t"), park_ram=0)
-    made.submit(PROMPT, GREEDY)
+    made.add_request(PROMPT, GREEDY)
     for _ in range(3):
         made.step()
 
     def breaks():
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(made.swaps.parking, "close", breaks)
+    monkeypatch.setattr(made.preemption.swap_space, "close", breaks)
     with pytest.raises(OSError, match="the disk is gone"):
         made.close()
-    assert not made.memory.keys, "the memory was not released"
+    assert not made.kv_cache.keys, "the memory was not released"
     tiered(tier=str(tmp_path / "t")).close()
     again = tiered(tier=str(tmp_path / "t"))
-    assert again.tiers is not None and again.tiers.on_disk
+    assert again.block_store is not None and again.block_store.on_disk
     again.close()
     assert threads() <= before
 
 
 def test_an_engine_that_cannot_be_made_leaves_no_lock_and_no_file(tmp_path):
     (tmp_path / "file").touch()
-    asked = CacheConfig(capacity=96, rows=2, block_size=4, tier=str(tmp_path / "t"))
+    asked = CacheConfig(max_seq_len=96, max_num_seqs=2, block_size=4, prefix_cache_dir=str(tmp_path / "t"))
     with pytest.raises(ConfigError, match="park_dir") as caught:
-        Engine(build(ROPE), asked, park_dir=tmp_path / "file" / "parked")
+        Engine(build(ROPE), asked, swap_dir=tmp_path / "file" / "parked")
     again = tiered(tier=str(tmp_path / "t"))
-    assert again.tiers is not None and again.tiers.on_disk
+    assert again.block_store is not None and again.block_store.on_disk
     again.close()
     assert caught.value is not None  # it holds the frames of what failed
 
@@ -244,24 +250,24 @@ def test_parked_rows_of_an_engine_that_was_never_closed_leave_no_file(tmp_path):
     model = build(ROPE)
     made = Engine(
         model,
-        CacheConfig(capacity=96, rows=2, block_size=4, chunk=16, park_ram=0),
-        costs=Forced(True),
-        park_dir=tmp_path,
+        CacheConfig(max_seq_len=96, max_num_seqs=2, block_size=4, prefill_chunk_size=16, swap_space=0),
+        cost_model=Forced(True),
+        swap_dir=tmp_path,
     )
-    request = made.submit(PROMPT, GREEDY)
+    request = made.add_request(PROMPT, GREEDY)
     for _ in range(4):
         made.step()
-    made.scheduler._preempt(made.scheduler.rows(request)[0])
-    made.submit(PROMPT[::-1], GREEDY)
+    made.scheduler._preempt(made.scheduler.sequences(request)[0])
+    made.add_request(PROMPT[::-1], GREEDY)
     for _ in range(200):
         made.scheduler._see_parked()
-        moves = made.ledger._away.told(made.ledger._no_moves(), ())
-        made.memory.apply(moves)
+        moves = made.kv_cache_manager._away.attach_to_ops(made.kv_cache_manager._no_moves(), ())
+        made.kv_cache.apply(moves)
         if any(tmp_path.iterdir()):
             break
         time.sleep(0.005)
     assert any(tmp_path.iterdir())
-    files = made.swaps.parking.files
+    files = made.preemption.swap_space.files
     thread = files._worker._thread
     del made, files
     gc.collect()

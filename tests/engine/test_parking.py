@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvad.aside import leftovers
-from kvad.cache.disk import DISK, Disk
-from kvad.cache.memory import Memory
-from kvad.cache.parking import Parking
+from kvad.aside import list_temp_paths
+from kvad.cache.disk import REAL_FILE_SYSTEM, FileSystem
+from kvad.cache.memory import KVCache
+from kvad.cache.parking import SwapSpace
 from kvad.cache.sizing import CacheConfig
-from kvad.cache.swap import Copier, pack, unpack
-from kvad.engine.costs import Costs
+from kvad.cache.swap import HostCopier, from_sections, to_sections
+from kvad.engine.costs import SwapCostModel
 from kvad.engine.engine import Engine
-from kvad.engine.request import Sampling
+from kvad.engine.request import SamplingParams
 from kvad.errors import ConfigError
 from kvad.model.transformer import Transformer
 from tests.cache.disks import FailingDisk
@@ -47,7 +47,7 @@ KINDS = {
 }
 
 
-class Forced(Costs):
+class Forced(SwapCostModel):
     def __init__(self, swap: bool) -> None:
         super().__init__()
         self.swaps = swap
@@ -91,21 +91,21 @@ def test_a_row_that_gives_way_says_what_it_says_alone(kind: str, way: str, tmp_p
     else:
         assert told.to_disk == (run.preemptions if way == "disk" else 0) and told.recomputed == 0
         assert told.to_ram + told.to_disk == run.preemptions
-    assert (told.parking.read > 0) == (way == "disk") and told.lost == 0
-    assert not leftovers(tmp_path)
+    assert (told.swap_space.read > 0) == (way == "disk") and told.num_lost == 0
+    assert not list_temp_paths(tmp_path)
 
 
 def tokens_of(
     engine: Engine, prompts: list[list[int]], new: int = 20, preempt: tuple[int, ...] = ()
 ) -> dict[int, tuple[list[int], str | None]]:
     """Greedy tokens of each prompt, or the error that ended it.  ``preempt``: steps that the latest gives way after."""
-    numbers = [engine.submit(prompt, Sampling(max_tokens=new, temperature=0)) for prompt in prompts]
+    numbers = [engine.add_request(prompt, SamplingParams(max_tokens=new, temperature=0)) for prompt in prompts]
     said: dict[int, tuple[list[int], str | None]] = {number: ([], None) for number in numbers}
     step = 0
     while not engine.idle:
         for piece in engine.step():
-            if piece.token is not None:
-                said[piece.request][0].append(piece.token)
+            if piece.token_id is not None:
+                said[piece.request][0].append(piece.token_id)
             if piece.error is not None:
                 said[piece.request] = said[piece.request][0], piece.error
         engine.scheduler.check()
@@ -113,7 +113,7 @@ def tokens_of(
         step += 1
         if step in preempt and engine.scheduler._running:
             engine.scheduler._preempt(engine.scheduler._running[-1])
-    assert engine.swaps.parking is not None and not len(engine.swaps.parking)
+    assert engine.preemption.swap_space is not None and not len(engine.preemption.swap_space)
     return {at: said[number] for at, number in enumerate(numbers)}
 
 
@@ -121,7 +121,7 @@ PROMPTS = [text(30), text(9, 2), text(40, 4)]
 OFTEN = tuple(range(3, 60, 3))
 
 
-class Slow(Disk):
+class Slow(FileSystem):
     """So that others run while a row is away, and rows are written before they are wanted again."""
 
     def read(self, file: int, into: bytes | bytearray | memoryview, offset: int) -> int:
@@ -132,9 +132,9 @@ class Slow(Disk):
 @pytest.mark.parametrize("kind", ["full", "windows", "contiguous", "heavy-hitters", "hierarchy", "packed"])
 def test_rows_that_give_way_again_and_again(kind: str, tmp_path: Path) -> None:
     model, cache = setting(kind, park_ram=0)
-    engine = Engine(model, cache, park_dir=tmp_path, costs=Forced(True), disk=Slow())
+    engine = Engine(model, cache, swap_dir=tmp_path, cost_model=Forced(True), fs=Slow())
     said = tokens_of(engine, PROMPTS, preempt=OFTEN)
-    assert engine.swaps.stats().to_disk > 5
+    assert engine.preemption.stats().to_disk > 5
     engine.close()
     for number, prompt in enumerate(PROMPTS):
         assert tokens_of(Engine(model, setting(kind)[1]), [prompt])[0] == said[number]
@@ -161,22 +161,22 @@ def test_an_encoder_decoder_reads_its_source_again(tmp_path: Path) -> None:
 def test_a_row_takes_the_bytes_that_are_counted(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the parking counts without a tensor is what the tensors hold."""
     model, cache = setting(kind, park_ram=1 << 30)
-    engine = Engine(model, cache, costs=Forced(True))
+    engine = Engine(model, cache, cost_model=Forced(True))
     counted: dict[int, int] = {}
     taken: dict[int, int] = {}
-    out, keep = Copier.out, Parking.keep
+    out, keep = HostCopier.copy_out, SwapSpace.store
 
-    def copied(self: Copier, key: int, held: object) -> list[torch.Tensor]:
+    def copied(self: HostCopier, key: int, held: object) -> list[torch.Tensor]:
         copies = out(self, key, held)  # type: ignore[arg-type]
         taken[key] = sum(each.nbytes for each in copies)
         return copies
 
-    def kept(self: Parking, key: int, nbytes: int, order: tuple[int, int], *, needed: bool) -> None:
+    def kept(self: SwapSpace, key: int, nbytes: int, order: tuple[int, int], *, needed: bool) -> None:
         counted[key] = nbytes
         keep(self, key, nbytes, order, needed=needed)
 
-    monkeypatch.setattr(Copier, "out", copied)
-    monkeypatch.setattr(Parking, "keep", kept)
+    monkeypatch.setattr(HostCopier, "copy_out", copied)
+    monkeypatch.setattr(SwapSpace, "store", kept)
     tokens_of(engine, PROMPTS, preempt=OFTEN)
     assert taken and all(counted[key] == nbytes > 0 for key, nbytes in taken.items())
 
@@ -184,7 +184,7 @@ def test_a_row_takes_the_bytes_that_are_counted(kind: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8, torch.uint8, torch.float8_e4m3fn])
 def test_copies_as_sections(dtype: torch.dtype) -> None:
     copies = [torch.randint(0, 100, shape).to(dtype) for shape in ((3, 2, 4), (0, 5), (1,))]
-    back = unpack(list(reversed(pack(copies))))
+    back = from_sections(list(reversed(to_sections(copies))))
     for one, other in zip(copies, back, strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape
         assert torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
@@ -193,15 +193,15 @@ def test_copies_as_sections(dtype: torch.dtype) -> None:
 # ---------------------------------------------------------------- faults
 
 
-def lossy_or_not(kind: str, folder: Path, disk: Disk) -> tuple[dict[int, tuple[list[int], str | None]], Engine]:
+def lossy_or_not(kind: str, folder: Path, disk: FileSystem) -> tuple[dict[int, tuple[list[int], str | None]], Engine]:
     model, cache = setting(kind, park_ram=0)
-    engine = Engine(model, cache, park_dir=folder, costs=Forced(True), disk=disk)
+    engine = Engine(model, cache, swap_dir=folder, cost_model=Forced(True), fs=disk)
     said = tokens_of(engine, PROMPTS, preempt=OFTEN[::3])
     engine.close()
     return said, engine
 
 
-def judged(kind: str, folder: Path, disk: Disk, right: dict[int, tuple[list[int], str | None]]) -> int:
+def judged(kind: str, folder: Path, disk: FileSystem, right: dict[int, tuple[list[int], str | None]]) -> int:
     """Rows that ended with an error, after a look at all of them."""
     said, engine = lossy_or_not(kind, folder, disk)
     ended = 0
@@ -213,8 +213,8 @@ def judged(kind: str, folder: Path, disk: Disk, right: dict[int, tuple[list[int]
             assert "is lost" in error and "cannot be computed again" in error and str(folder) in error
             assert tokens == right[number][0][: len(tokens)]
             ended += 1
-    stats = engine.swaps.stats()
-    assert ended <= stats.lost and (kind == "full" or ended == stats.lost)
+    stats = engine.preemption.stats()
+    assert ended <= stats.num_lost and (kind == "full" or ended == stats.num_lost)
     return ended
 
 
@@ -229,7 +229,7 @@ def test_whichever_operation_fails(kind: str, which: str, tmp_path: Path) -> Non
     ended = 0
     for k in sorted({0, 1, 2, counting.count // 2, max(0, counting.count - 1)}):
         ended += judged(kind, tmp_path, FailingDisk(k, which=(which,)), right)
-        left = [each.path for each in leftovers(tmp_path)]
+        left = [each.path for each in list_temp_paths(tmp_path)]
         assert not left
     assert not ended or (kind == "hierarchy" and which in ("read", "open"))
 
@@ -243,7 +243,7 @@ def test_a_disk_that_is_gone_from_some_moment_on(kind: str, tmp_path: Path) -> N
         judged(kind, tmp_path, FailingDisk(k, which=("create", "write", "replace"), on=True), right)
 
 
-class Lying(Disk):
+class Lying(FileSystem):
     """Changes each file behind our back."""
 
     def __init__(self, seed: int) -> None:
@@ -268,18 +268,18 @@ def test_files_that_are_flipped_or_cut(kind: str, seed: int, tmp_path: Path) -> 
 def test_a_copy_out_that_fails_ends_its_step_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """No memory on the host: the row that gave way is computed again, the next request is right."""
     model, cache = setting("full", park_ram=1 << 30)
-    engine = Engine(model, cache, costs=Forced(True))
+    engine = Engine(model, cache, cost_model=Forced(True))
     right = tokens_of(Engine(model, setting("full")[1]), [PROMPTS[2]])[0]
-    out, failed = Copier.out, []
+    out, failed = HostCopier.copy_out, []
 
-    def broken(self: Copier, key: int, held: object) -> list[torch.Tensor]:
+    def broken(self: HostCopier, key: int, held: object) -> list[torch.Tensor]:
         if not failed:
             failed.append(key)
             raise MemoryError("no memory")
         return out(self, key, held)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Copier, "out", broken)
-    numbers = [engine.submit(prompt, Sampling(max_tokens=20, temperature=0)) for prompt in PROMPTS]
+    monkeypatch.setattr(HostCopier, "copy_out", broken)
+    numbers = [engine.add_request(prompt, SamplingParams(max_tokens=20, temperature=0)) for prompt in PROMPTS]
     said: dict[int, list[int]] = {number: [] for number in numbers}
     errors = {}
     while not engine.idle:
@@ -288,12 +288,12 @@ def test_a_copy_out_that_fails_ends_its_step_and_the_engine_goes_on(monkeypatch:
         except MemoryError:
             continue
         for piece in pieces:
-            if piece.token is not None:
-                said[piece.request].append(piece.token)
+            if piece.token_id is not None:
+                said[piece.request].append(piece.token_id)
             if piece.error is not None:
                 errors[piece.request] = piece.error
         fill_unowned(engine, math.nan)
-    assert failed and engine.swaps.stats().lost == 1
+    assert failed and engine.preemption.stats().num_lost == 1
     assert numbers[2] not in errors and said[numbers[2]] == right[0]
     assert all("no memory" in error for error in errors.values()) and errors
 
@@ -304,51 +304,51 @@ def test_a_copy_out_that_fails_ends_its_step_and_the_engine_goes_on(monkeypatch:
 @pytest.mark.parametrize("kind", ["full", "hierarchy"])
 def test_cancelled_on_its_way_out_and_in(kind: str, tmp_path: Path) -> None:
     model, cache = setting(kind, park_ram=0, blocks=40)
-    engine = Engine(model, cache, park_dir=tmp_path, costs=Forced(True), disk=Slow())
+    engine = Engine(model, cache, swap_dir=tmp_path, cost_model=Forced(True), fs=Slow())
     right = tokens_of(Engine(model, setting(kind)[1]), [PROMPTS[0]])[0]
     for wait in range(6):
-        keeps = engine.submit(PROMPTS[0], Sampling(max_tokens=20, temperature=0))
-        goes = engine.submit(PROMPTS[1], Sampling(max_tokens=40, temperature=0))
+        keeps = engine.add_request(PROMPTS[0], SamplingParams(max_tokens=20, temperature=0))
+        goes = engine.add_request(PROMPTS[1], SamplingParams(max_tokens=40, temperature=0))
         said: list[int] = []
         for step in range(60):
-            said += [piece.token for piece in engine.step() if piece.request == keeps and piece.token is not None]
+            said += [piece.token_id for piece in engine.step() if piece.request == keeps and piece.token_id is not None]
             fill_unowned(engine, math.nan)
             if step == 3:
-                engine.scheduler._preempt(engine.scheduler.rows(goes)[0])
+                engine.scheduler._preempt(engine.scheduler.sequences(goes)[0])
             if step == 3 + wait:
-                engine.cancel(goes)
+                engine.abort_request(goes)
             if engine.idle:
                 break
         assert engine.idle and said == right[0]
     engine.close()
-    assert not leftovers(tmp_path)
+    assert not list_temp_paths(tmp_path)
 
 
 def test_closing_with_rows_that_are_away(tmp_path: Path) -> None:
     model, cache = setting("hierarchy", park_ram=0)
-    engine = Engine(model, cache, park_dir=tmp_path)
-    number = engine.submit(PROMPTS[0], Sampling(max_tokens=20, temperature=0))
-    engine.submit(PROMPTS[1], Sampling(max_tokens=20, temperature=0))
+    engine = Engine(model, cache, swap_dir=tmp_path)
+    number = engine.add_request(PROMPTS[0], SamplingParams(max_tokens=20, temperature=0))
+    engine.add_request(PROMPTS[1], SamplingParams(max_tokens=20, temperature=0))
     for _ in range(4):
         engine.step()
-    engine.scheduler._preempt(engine.scheduler.rows(number)[0])
+    engine.scheduler._preempt(engine.scheduler.sequences(number)[0])
     for _ in range(2):
         engine.step()
-    parking = engine.swaps.parking
+    parking = engine.preemption.swap_space
     assert parking is not None and parking.files is not None
     thread = parking.files._worker._thread
     engine.close()
     engine.close()
-    assert not leftovers(tmp_path) and (thread is None or not thread.is_alive())
+    assert not list_temp_paths(tmp_path) and (thread is None or not thread.is_alive())
 
 
 def test_what_a_prompt_costs_is_measured(tmp_path: Path) -> None:
     model, cache = setting("full", park_ram=1 << 30)
     engine = Engine(model, cache)
-    assert engine.swaps.costs.token == 0
+    assert engine.preemption.costs.seconds_per_token == 0
     tokens_of(engine, PROMPTS, preempt=OFTEN)
-    measured = engine.swaps.stats()
-    assert engine.swaps.costs.token > 0 and measured.costs["token_us"] > 0
+    measured = engine.preemption.stats()
+    assert engine.preemption.costs.seconds_per_token > 0 and measured.costs["token_us"] > 0
     if measured.to_ram:
         assert measured.seconds["out"] > 0
 
@@ -357,24 +357,24 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     model, cache = setting("full")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="park_dir"):
-        Engine(model, cache, park_dir=tmp_path / "file")
+        Engine(model, cache, swap_dir=tmp_path / "file")
     with pytest.raises(ConfigError, match="park_ram"):
         cache_of(park_ram=-1)
-    assert DISK.free(tmp_path) > 0
+    assert REAL_FILE_SYSTEM.free_bytes(tmp_path) > 0
 
 
 def test_blocks_woken_in_the_wrong_order_are_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The first group's.  (Whole blocks could come in any order: attention asks their positions; the last one not.)"""
-    held = Memory._park_and_wake
+    held = KVCache._park_and_wake
 
-    def wrong(self: Memory, moves: object) -> None:
+    def wrong(self: KVCache, moves: object) -> None:
         wake = tuple((key, (blocks[0][::-1], *blocks[1:])) for key, blocks in moves.wake)  # type: ignore[attr-defined]
         held(self, moves._replace(wake=wake))  # type: ignore[attr-defined]
 
     for kind in ("full", "hierarchy"):
         model, cache = setting(kind, park_ram=0)
-        right = tokens_of(Engine(model, cache, park_dir=tmp_path, costs=Forced(True)), PROMPTS, preempt=OFTEN)
+        right = tokens_of(Engine(model, cache, swap_dir=tmp_path, cost_model=Forced(True)), PROMPTS, preempt=OFTEN)
         with monkeypatch.context() as broken:
-            broken.setattr(Memory, "_park_and_wake", wrong)
-            engine = Engine(model, cache, park_dir=tmp_path, costs=Forced(True))
+            broken.setattr(KVCache, "_park_and_wake", wrong)
+            engine = Engine(model, cache, swap_dir=tmp_path, cost_model=Forced(True))
             assert tokens_of(engine, PROMPTS, preempt=OFTEN) != right

@@ -20,15 +20,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from kvad.cache.entry import Section
-from kvad.cache.growth import Spans
-from kvad.cache.ledger import Ledger, Parked, Placed
-from kvad.cache.parking import Parking
-from kvad.engine.costs import Costs
-from kvad.engine.request import Event, Result, Sampling
-from kvad.engine.row import Row
-from kvad.engine.scheduler import Plan
-from kvad.engine.swaps import Swaps
-from kvad.step import Moves
+from kvad.cache.growth import TokenSpans
+from kvad.cache.ledger import BlockAllocation, KVCacheManager, SwappedSequence
+from kvad.cache.parking import SwapSpace
+from kvad.engine.costs import SwapCostModel
+from kvad.engine.request import SamplingParams, SequenceEvent, SequenceOutput
+from kvad.engine.row import TokenSequence
+from kvad.engine.scheduler import SchedulerOutput
+from kvad.engine.swaps import PreemptionManager
+from kvad.step import BlockOps
 from tests.cache.parked import LateFiles, UnluckyDisk
 from tests.engine.test_policy_streams import POLICIES, PolicyDriver, PolicyMemory, PolicyWorld
 from tests.engine.test_streams import MACHINE, SETUPS, FakeMemory, Mismatch, Setup, StreamMachine
@@ -48,7 +48,7 @@ SOME = (
 A_ROW = 6000  # bytes: about what one row of these worlds takes
 
 
-class Coin(Costs):
+class Coin(SwapCostModel):
     """Swaps so often."""
 
     def __init__(self, rng: random.Random, often: float) -> None:
@@ -59,16 +59,16 @@ class Coin(Costs):
         return self.rng.random() < self.often
 
 
-class Stubborn(Swaps):
+class Stubborn(PreemptionManager):
     """Wakes a row that is still on its way out only now and then: else most would be back before they were written."""
 
-    def __init__(self, ledger: Ledger, costs: Costs, parking: Parking, rng: random.Random) -> None:
+    def __init__(self, ledger: KVCacheManager, costs: SwapCostModel, parking: SwapSpace, rng: random.Random) -> None:
         super().__init__(ledger, costs, parking)
         self.rng, self.stubborn = rng, 0.95
 
-    def ready(self, row: Row) -> bool:
-        if row.parked is not None and self.parking is not None and self.parking.files is not None:
-            on_disk = self.parking._rows[row.parked.key].whole
+    def ready(self, row: TokenSequence) -> bool:
+        if row.swapped is not None and self.swap_space is not None and self.swap_space.files is not None:
+            on_disk = self.swap_space._rows[row.swapped.key].whole
             if not on_disk and self.rng.random() < self.stubborn:
                 return False
         return super().ready(row)
@@ -85,7 +85,7 @@ class ParkWorld(PolicyWorld):
         ram: int | None = 0,
         disk: UnluckyDisk | None = None,
         often: float = 1.0,
-        ledger: type[Ledger] = Ledger,
+        ledger: type[KVCacheManager] = KVCacheManager,
         memory: type[FakeMemory] = PolicyMemory,
         check: bool = True,
     ) -> None:
@@ -93,10 +93,15 @@ class ParkWorld(PolicyWorld):
         self.copies: list[object] = []  # what stands in a file is where it is in here
         self.folder, self.disk = tempfile.TemporaryDirectory(), disk
         files = None if disk is None else LateFiles(Path(self.folder.name), lambda: rng.randrange(3), disk)
-        self.parking = Parking(
-            self.memory.parked, ram=ram, files=files, pack=self._pack, unpack=self._unpack, clock=self._clock
+        self.parking = SwapSpace(
+            self.memory.parked,
+            ram=ram,
+            files=files,
+            to_sections=self._pack,
+            from_sections=self._unpack,
+            clock=self._clock,
         )
-        self.swaps = self.scheduler.swaps = Stubborn(self.ledger, Coin(rng, often), self.parking, rng)
+        self.swaps = self.scheduler.preemption = Stubborn(self.ledger, Coin(rng, often), self.parking, rng)
         self.lost, self.losing = 0, False
         self.natural = True  # nobody was preempted for no reason
 
@@ -111,20 +116,20 @@ class ParkWorld(PolicyWorld):
         super().check()
         if self.checked:
             self.parking.check()
-            ram, taken = self.parking.ram, self.parking.stats().ram
+            ram, taken = self.parking.ram, self.parking.stats().ram_bytes
             if ram is not None and self.disk is None and self.natural:
                 assert taken <= ram, f"{taken} bytes parked in {ram}"
 
-    def plan(self) -> Plan | None:
-        plan = self.scheduler.plan()
+    def plan(self) -> SchedulerOutput | None:
+        plan = self.scheduler.schedule()
         if plan is None:
-            self._judge(self.scheduler.drain())  # of rows that were lost
+            self._judge(self.scheduler.pop_events())  # of rows that were lost
             assert not self.streams, f"nothing runs, and {sorted(self.streams)} wait"
-        elif plan.encoding is None:
+        elif plan.encoder_batch is None:
             self._check_lanes(plan)
         return plan
 
-    def _judge(self, events: Sequence[Event]) -> None:
+    def _judge(self, events: Sequence[SequenceEvent]) -> None:
         for event in events:
             if event.error is not None and "is lost" in event.error:
                 assert self.ledger.lossy and (self.losing or (self.disk is not None and self.disk.bad))
@@ -168,8 +173,8 @@ def judged(name: str, seed: int = 1, operations: int = 300, **parts: object) -> 
 def test_rows_that_are_swapped_to_a_slow_disk(name: str) -> None:
     world = judged(name, disk=UnluckyDisk(random.Random(0)))
     told = world.swaps.stats()
-    assert told.parking.written > 5 and told.parking.read > 5 and not told.lost
-    assert told.parking.failed == 0
+    assert told.swap_space.written > 5 and told.swap_space.read > 5 and not told.num_lost
+    assert told.swap_space.failed == 0
 
 
 @pytest.mark.parametrize("name", SOME + LOSSY)
@@ -191,7 +196,7 @@ def test_a_disk_that_fails_and_lies(name: str, seed: int) -> None:
     """Rows that cannot be computed again end with an error, no others do, and no stream is wrong."""
     disk = UnluckyDisk(random.Random(seed), fail=0.2, spoil=0.2)
     world = judged(name, seed, 800, disk=disk, wanton=0.1)
-    assert disk.failed and disk.spoiled and world.swaps.stats().lost > 0
+    assert disk.failed and disk.spoiled and world.swaps.stats().num_lost > 0
     assert (world.lost > 0) == world.ledger.lossy
 
 
@@ -200,7 +205,7 @@ def test_a_disk_that_fails_and_lies(name: str, seed: int) -> None:
 def test_lossy_rows_without_room_wait_and_nothing_is_lost(name: str, ram: int) -> None:
     """No disk, and no memory but for one row: what runs together is what could be parked; the bound is kept."""
     world = judged(name, ram=ram, wanton=0.0)
-    assert world.swaps.stats().lost == 0
+    assert world.swaps.stats().num_lost == 0
     assert ram or not world.swaps.stats().to_ram
 
 
@@ -234,7 +239,7 @@ class ParkStreamMachine(StreamMachine):
 
     @rule()
     def forget_prefixes(self) -> None:
-        self.world.ledger.drop_prefixes()
+        self.world.ledger.reset_prefix_cache()
 
 
 class TestParkStreamMachine(ParkStreamMachine.TestCase):  # type: ignore[name-defined, misc]
@@ -255,24 +260,24 @@ def test_others_run_while_a_row_is_read(tmp_path: Path) -> None:
     files = world.parking.files
     assert isinstance(files, LateFiles)
     files.jobs, world.swaps.stubborn = (lambda: 0), 1.0
-    first, second = (world.add([token] * 6, Sampling(max_tokens=20), stops=frozenset()) for token in (1, 2))
+    first, second = (world.add([token] * 6, SamplingParams(max_tokens=20), stops=frozenset()) for token in (1, 2))
     world.step()
-    world.scheduler._preempt(world.scheduler.rows(second)[0])
-    row = world.scheduler.rows(second)[0]
+    world.scheduler._preempt(world.scheduler.sequences(second)[0])
+    row = world.scheduler.sequences(second)[0]
     for _ in range(2):
         world.step()
     files.work(10)
     world.step()
-    assert row.parked is not None and row.state == "waiting"
+    assert row.swapped is not None and row.state == "waiting"
     for _ in range(3):
         plan = world.plan()
-        assert plan is not None and [work.row.request for work in plan.work] == [first]
+        assert plan is not None and [work.sequence.request_id for work in plan.scheduled] == [first]
         world.settle(plan)
-        assert world.parking.state(row.parked.key) == "returning"
+        assert world.parking.state(row.swapped.key) == "returning"
     files.work(10)
     plan = world.plan()
-    assert plan is not None and {work.row.request for work in plan.work} == {first, second}
-    assert [work.count for work in plan.work] == [1, 1], "it was computed again"
+    assert plan is not None and {work.sequence.request_id for work in plan.scheduled} == {first, second}
+    assert [work.num_tokens for work in plan.scheduled] == [1, 1], "it was computed again"
     world.settle(plan)
     files.jobs = lambda: 1
     world.drain()
@@ -282,15 +287,15 @@ def test_a_row_alone_is_waited_for() -> None:
     world = ParkWorld(EVERY["levels"], random.Random(0), disk=UnluckyDisk(random.Random(0)))
     files = world.parking.files
     assert isinstance(files, LateFiles)
-    only = world.add([1, 2] * 6, Sampling(max_tokens=9), stops=frozenset())
+    only = world.add([1, 2] * 6, SamplingParams(max_tokens=9), stops=frozenset())
     for _ in range(3):
         world.step()
-    world.scheduler._preempt(world.scheduler.rows(only)[0])
-    (row,) = world.scheduler.rows(only)
-    assert row.parked is not None
-    other = world.add([5], Sampling(max_tokens=1), stops=frozenset())
+    world.scheduler._preempt(world.scheduler.sequences(only)[0])
+    (row,) = world.scheduler.sequences(only)
+    assert row.swapped is not None
+    other = world.add([5], SamplingParams(max_tokens=1), stops=frozenset())
     plan = world.plan()  # a row that is here is woken at once, whatever the bound
-    assert plan is not None and only in {work.row.request for work in plan.work}
+    assert plan is not None and only in {work.sequence.request_id for work in plan.scheduled}
     world.settle(plan)
     world.drain()
     assert other not in world.streams
@@ -300,18 +305,18 @@ def test_a_woken_row_publishes_what_it_had_published() -> None:
     """A second request of the same prompt finds it, although its first blocks are long gone."""
     world = ParkWorld(EVERY["exact-full-tight"], random.Random(0), ram=1 << 30)
     prompt = list(range(100, 120))
-    first = world.add(prompt, Sampling(max_tokens=12), stops=frozenset())
-    while not world.scheduler.rows(first)[0].generated:
+    first = world.add(prompt, SamplingParams(max_tokens=12), stops=frozenset())
+    while not world.scheduler.sequences(first)[0].num_generated_tokens:
         world.step()
-    world.scheduler._preempt(world.scheduler.rows(first)[0])
+    world.scheduler._preempt(world.scheduler.sequences(first)[0])
     for pool in world.ledger.pools:
         for block in pool.published():
-            pool.withdraw(block)
+            pool.unpublish(block)
     world.step()
-    assert world.scheduler.rows(first)[0].state == "running" and world.swaps.stats().to_ram == 1
-    second = world.add(prompt, Sampling(max_tokens=2), stops=frozenset())
+    assert world.scheduler.sequences(first)[0].state == "running" and world.swaps.stats().to_ram == 1
+    second = world.add(prompt, SamplingParams(max_tokens=2), stops=frozenset())
     world.step()
-    assert world.scheduler.usage(second).cached == 16
+    assert world.scheduler.metrics(second).num_cached_tokens == 16
     world.drain()
 
 
@@ -319,11 +324,11 @@ def test_forgotten_prefixes_stay_forgotten() -> None:
     """Weights changed while a row was parked: what it had published is not to be found any more."""
     world = ParkWorld(EVERY["exact-full-tight"], random.Random(0), ram=1 << 30)
     prompt = list(range(100, 120))
-    first = world.add(prompt, Sampling(max_tokens=12), stops=frozenset())
-    while not world.scheduler.rows(first)[0].generated:
+    first = world.add(prompt, SamplingParams(max_tokens=12), stops=frozenset())
+    while not world.scheduler.sequences(first)[0].num_generated_tokens:
         world.step()
-    world.scheduler._preempt(world.scheduler.rows(first)[0])
-    world.ledger.drop_prefixes()
+    world.scheduler._preempt(world.scheduler.sequences(first)[0])
+    world.ledger.reset_prefix_cache()
     for _ in range(3):
         world.step()
     assert not any(list(pool.published()) for pool in world.ledger.pools)
@@ -335,23 +340,25 @@ def test_a_copy_that_fails_is_not_missed(name: str) -> None:
     """The device has no memory for a copy: its step fails, and the row that gave way is not woken with nothing."""
     world = ParkWorld(EVERY[name], random.Random(0), disk=UnluckyDisk(random.Random(0)))
     world.swaps.stubborn = 1.0
-    numbers = [world.add([token] * 7, Sampling(max_tokens=9), stops=frozenset()) for token in (1, 2)]
+    numbers = [world.add([token] * 7, SamplingParams(max_tokens=9), stops=frozenset()) for token in (1, 2)]
     for _ in range(3):
         world.step()
-    world.scheduler._preempt(world.scheduler.rows(numbers[1])[0])
-    plan = world.scheduler.plan()
+    world.scheduler._preempt(world.scheduler.sequences(numbers[1])[0])
+    plan = world.scheduler.schedule()
     assert plan is not None
-    assert [work.row.request for work in plan.work] == numbers[:1]
+    assert [work.sequence.request_id for work in plan.scheduled] == numbers[:1]
     world.losing = True
-    world._judge(world.scheduler.settle(plan, [Result(fault="out of memory")] * len(plan.work)))
+    world._judge(
+        world.scheduler.update_from_output(plan, [SequenceOutput(error="out of memory")] * len(plan.scheduled))
+    )
     assert not world.memory.parked
     world.step()
-    assert world.swaps.stats().lost == 1
+    assert world.swaps.stats().num_lost == 1
     world.drain()
     assert world.lost == world.ledger.lossy
 
 
-class Asked(Costs):
+class Asked(SwapCostModel):
     """Notes what it is asked, and says as it is told."""
 
     def __init__(self) -> None:
@@ -372,16 +379,16 @@ def two_of_a_prompt() -> tuple[ParkWorld, Asked, list[int]]:
     prompt = list(range(100, 118))
     numbers = []
     for _ in range(2):
-        numbers.append(world.add(prompt, Sampling(max_tokens=9), stops=frozenset()))
-        while not world.scheduler.rows(numbers[-1])[0].generated:
+        numbers.append(world.add(prompt, SamplingParams(max_tokens=9), stops=frozenset()))
+        while not world.scheduler.sequences(numbers[-1])[0].num_generated_tokens:
             world.step()
     return world, costs, numbers
 
 
 def test_what_other_rows_hold_counts_for_computing_again() -> None:
     world, costs, numbers = two_of_a_prompt()
-    (row,) = world.scheduler.rows(numbers[1])
-    computed, shared = row.computed, world.ledger.survives(row.seat)
+    (row,) = world.scheduler.sequences(numbers[1])
+    computed, shared = row.num_computed_tokens, world.ledger.retained_prefix_length(row.seq_index)
     assert shared >= 16
     world.scheduler._preempt(row)
     assert costs.asked == [(computed - shared, True, False)]
@@ -390,7 +397,7 @@ def test_what_other_rows_hold_counts_for_computing_again() -> None:
 
 def test_a_row_that_is_known_by_now_is_not_read() -> None:
     world, costs, numbers = two_of_a_prompt()
-    files, (row,) = world.parking.files, world.scheduler.rows(numbers[1])
+    files, (row,) = world.parking.files, world.scheduler.sequences(numbers[1])
     assert isinstance(files, LateFiles)
     files.jobs = lambda: 0
     world.scheduler._preempt(row)
@@ -401,8 +408,8 @@ def test_a_row_that_is_known_by_now_is_not_read() -> None:
     world.step()
     tokens, *way = costs.asked[-1]
     assert tokens <= 1 and way == [True, True]
-    assert row.parked is None and row.state == "running"
-    assert world.swaps.stats().parking.read == 0 and not len(world.parking)
+    assert row.swapped is None and row.state == "running"
+    assert world.swaps.stats().swap_space.read == 0 and not len(world.parking)
     files.jobs = lambda: 1
     world.drain()
 
@@ -413,27 +420,27 @@ def test_a_row_that_is_known_by_now_is_not_read() -> None:
 class WrongOrder(PolicyMemory):
     """Wakes the first group's blocks in reverse."""
 
-    def park_and_wake(self, moves: Moves) -> None:
-        wake = tuple((key, (blocks[0][::-1], *blocks[1:])) for key, blocks in moves.wake)
-        super().park_and_wake(moves._replace(wake=wake))
+    def park_and_wake(self, moves: BlockOps) -> None:
+        wake = tuple((key, (blocks[0][::-1], *blocks[1:])) for key, blocks in moves.swap_in)
+        super().park_and_wake(moves._replace(swap_in=wake))
 
 
-class TooSoon(Ledger):
+class TooSoon(KVCacheManager):
     """Lets others find the blocks of a row that is to wake before they are filled."""
 
-    def wake(self, row: int, parked: Parked) -> bool:
-        woken = super().wake(row, parked)
-        if woken and self._seat(row).again:
-            self._chains.publish_again(self._seat(row))
+    def swap_in(self, row: int, parked: SwappedSequence) -> bool:
+        woken = super().swap_in(row, parked)
+        if woken and self._seat(row).republish:
+            self._chains.republish(self._seat(row))
         return woken
 
 
-class CopiesOne(Ledger):
+class CopiesOne(KVCacheManager):
     """Has one row of several copied out."""
 
-    def reserve(self, spans: Spans) -> Placed | None:
-        placed = super().reserve(spans)
-        return placed and placed._replace(moves=placed.moves._replace(park=placed.moves.park[:1]))
+    def allocate_slots(self, spans: TokenSpans) -> BlockAllocation | None:
+        placed = super().allocate_slots(spans)
+        return placed and placed._replace(block_ops=placed.block_ops._replace(swap_out=placed.block_ops.swap_out[:1]))
 
 
 def runs(name: str, **parts: object) -> None:

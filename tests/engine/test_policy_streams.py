@@ -20,15 +20,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from kvad.cache.blocks import BlockPool
-from kvad.cache.descent import Descended
-from kvad.cache.ledger import Ledger, Parked, Placed
-from kvad.cache.policy import Scored
-from kvad.cache.sizing import CacheConfig, Group
-from kvad.cache.sources import PlacedSources
-from kvad.engine.request import Event
-from kvad.engine.row import Row
-from kvad.engine.scheduler import Plan
-from kvad.step import BIN_BLOCK, EMPTY_BLOCK, Compact, Moves, Reach
+from kvad.cache.descent import DemotionOps
+from kvad.cache.ledger import BlockAllocation, KVCacheManager, SwappedSequence
+from kvad.cache.policy import EvictionPolicy
+from kvad.cache.sizing import CacheConfig, CacheGroup
+from kvad.cache.sources import EncoderAllocation
+from kvad.engine.request import SequenceEvent
+from kvad.engine.row import TokenSequence
+from kvad.engine.scheduler import SchedulerOutput
+from kvad.step import NULL_BLOCK, PADDING_BLOCK, AttentionPattern, BlockOps, EvictOp
 from tests.engine.test_streams import (
     CROSS,
     FULL,
@@ -100,12 +100,12 @@ def hot(entry: Entry) -> Cell:
     return HOT, (entry,)
 
 
-def staying(policy: Scored, held: Sequence[Cell], layer: int, head: int, kept: int, now: int) -> list[Cell]:
+def staying(policy: EvictionPolicy, held: Sequence[Cell], layer: int, head: int, kept: int, now: int) -> list[Cell]:
     """What a cut leaves of one head."""
 
     def rank(at: int) -> tuple[bool, int, int]:
         entry = held[at][1][0]
-        always = entry.position >= now - policy.recent or entry.position < policy.sinks
+        always = entry.position >= now - policy.recent or entry.position < policy.num_sinks
         return always, hash((entry.position, entry.token, layer, head)), -at
 
     best = sorted(range(len(held)), key=rank, reverse=True)[:kept]
@@ -127,10 +127,10 @@ def best_blocks(bounds: Sequence[int], own: int, query: int, budget: int) -> lis
     return [*sorted(ranked[: max(0, budget - 1)]), own]
 
 
-def seen_by(reach: Reach, at: int, position: int) -> bool:
-    if position > at or (reach.outer is not None and at - position >= reach.outer):
+def seen_by(reach: AttentionPattern, at: int, position: int) -> bool:
+    if position > at or (reach.layer_window is not None and at - position >= reach.layer_window):
         return False
-    return position >= reach.oldest(at) or position < reach.sinks
+    return position >= reach.first_visible(at) or position < reach.num_sinks
 
 
 def told(cells: Iterable[Cell]) -> tuple[object, ...]:
@@ -143,44 +143,44 @@ def told(cells: Iterable[Cell]) -> tuple[object, ...]:
 class Kept:
     """What a row keeps in one group, one token at a time."""
 
-    def __init__(self, group: Group) -> None:
-        self.group, self.reach = group, Reach.of(group.mixer)
+    def __init__(self, group: CacheGroup) -> None:
+        self.group, self.reach = group, AttentionPattern.from_spec(group.spec)
         self.cells: list[Cell] = []
-        heads = range(group.mixer.kv_heads) if group.scored is not None else ()
+        heads = range(group.spec.num_kv_heads) if group.eviction_policy is not None else ()
         self.heads: dict[tuple[int, int], list[Cell]] = {(layer, head): [] for layer in group.layers for head in heads}
         self.left = 0  # tokens that have descended
         self.packed: list[Cell] = []
         self.summaries: list[Cell] = []
 
     def push(self, entry: Entry) -> object:
-        now, scored, levels = entry.position, self.group.scored, self.group.levels
+        now, scored, levels = entry.position, self.group.eviction_policy, self.group.demotion_policy
         if scored is not None:
-            if scored.cuts(now):
+            if scored.evicts_at(now):
                 for (layer, head), held in self.heads.items():
                     self.heads[layer, head] = staying(scored, held, layer, head, scored.budget, now)
             for held in self.heads.values():
                 held.append(hot(entry))
             return tuple(told(held) for held in self.heads.values())
-        if levels is not None and now % levels.every == 0:
+        if levels is not None and now % levels.interval == 0:
             self.descend(now)
         self.cells.append(hot(entry))
-        if self.group.chooses is not None:
+        if self.group.sparse_read_policy is not None:
             return told(self.chosen(now))
         seen = [cell for cell in self.cells if levels is not None or seen_by(self.reach, now, cell[1][0].position)]
         return told([*seen, *self.packed, *self.summaries])
 
     def descend(self, now: int) -> None:
-        policy, size = self.group.levels, self.group.block_size
+        policy, size = self.group.demotion_policy, self.group.block_size
         assert policy is not None
-        leaving = max(0, (now - policy.recent) // size * size - policy.sinks) - self.left
+        leaving = max(0, (now - policy.recent) // size * size - policy.num_sinks) - self.left
         if leaving <= 0:
             return
-        gone = self.cells[policy.sinks : policy.sinks + leaving]
-        del self.cells[policy.sinks : policy.sinks + leaving]
+        gone = self.cells[policy.num_sinks : policy.num_sinks + leaving]
+        del self.cells[policy.num_sinks : policy.num_sinks + leaving]
         self.left += leaving
-        if policy.packed:
+        if policy.quantized:
             self.packed += [(PACKED, entries) for _, entries in gone]
-            over = 0 if policy.packed < 0 else max(0, len(self.packed) - policy.packed)
+            over = 0 if policy.quantized < 0 else max(0, len(self.packed) - policy.quantized)
             gone, self.packed = self.packed[:over], self.packed[over:]
         if policy.summaries:
             many = policy.ratio
@@ -191,7 +191,7 @@ class Kept:
             self.summaries = self.summaries[max(0, over) * size :]
 
     def chosen(self, now: int) -> list[Cell]:
-        size, chooses = self.group.block_size, self.group.chooses
+        size, chooses = self.group.block_size, self.group.sparse_read_policy
         assert chooses is not None
         bounds = [0] * (now // size + 1)
         for _, (entry,) in self.cells:
@@ -201,8 +201,8 @@ class Kept:
 
 
 class PolicySolo(Solo):
-    def __init__(self, root: bytes, groups: Sequence[Group], tokens: Sequence[int], source: Sequence[int]) -> None:
-        self.groups = tuple(group for group in groups if group.level is None)
+    def __init__(self, root: bytes, groups: Sequence[CacheGroup], tokens: Sequence[int], source: Sequence[int]) -> None:
+        self.groups = tuple(group for group in groups if group.lower_level is None)
         self.kept = [Kept(group) for group in self.groups]
         super().__init__(root, (), tokens, source)
 
@@ -210,7 +210,7 @@ class PolicySolo(Solo):
         entries = [Entry(len(self.tokens), token) for _ in self.groups]
         source = written_source(self.source)
         views = tuple(
-            source if kept.group.mixer.cross else kept.push(entry)
+            source if kept.group.spec.is_cross_attention else kept.push(entry)
             for kept, entry in zip(self.kept, entries, strict=True)
         )
         self.tokens.append(token)
@@ -235,15 +235,15 @@ class PolicySolo(Solo):
 class PolicyMemory(FakeMemory):
     """Per group, line and slot a cell.  A group that ranks has a line per layer and head, any other has one."""
 
-    def __init__(self, placed: Sequence[Group]) -> None:
+    def __init__(self, placed: Sequence[CacheGroup]) -> None:
         super().__init__(placed)
         self.lines: list[dict[tuple[int, int], list[Cell | None]]] = []
         for group in placed:
             names = [(0, 0)]
-            if group.scored is not None:
-                names = [(layer, head) for layer in group.layers for head in range(group.mixer.kv_heads)]
-            self.lines.append({name: [None] * (group.blocks * group.block_size) for name in names})
-        self.bounds = [[0] * group.blocks for group in placed]
+            if group.eviction_policy is not None:
+                names = [(layer, head) for layer in group.layers for head in range(group.spec.num_kv_heads)]
+            self.lines.append({name: [None] * (group.num_blocks * group.block_size) for name in names})
+        self.bounds = [[0] * group.num_blocks for group in placed]
         self.parked: dict[int, list[tuple[list[int], list[list[Cell | None]]]]] = {}
         self.writing: dict[tuple[int, int], Entry] = {}
 
@@ -253,14 +253,14 @@ class PolicyMemory(FakeMemory):
         size = self.groups[g].block_size
         return [slot for block in blocks for slot in range(block * size, (block + 1) * size)]
 
-    def apply(self, moves: Moves) -> None:
+    def apply(self, moves: BlockOps) -> None:
         self.park_and_wake(moves)
-        for g, cuts in enumerate(moves.compact):
+        for g, cuts in enumerate(moves.evict):
             self.compact(g, cuts)
-        for g, pairs in enumerate(moves.pack):
+        for g, pairs in enumerate(moves.quantize):
             if pairs:
                 self.pack(g, pairs)
-        for g in range(len(moves.fold)):
+        for g in range(len(moves.merge)):
             self.fold(g, moves)
         for g in range(len(self.groups)):
             for slot in self.slots(g, moves.clear[g]):
@@ -271,59 +271,61 @@ class PolicyMemory(FakeMemory):
             for source, target, kept in moves.copy[g]:
                 self.copy(g, source, target, kept)
 
-    def park_and_wake(self, moves: Moves) -> None:
-        for key, blocks in moves.park:
+    def park_and_wake(self, moves: BlockOps) -> None:
+        for key, blocks in moves.swap_out:
             self.parked[key] = [
                 ([self.bounds[g][block] for block in held], [[line[s] for s in self.slots(g, held)] for line in lines])
                 for g, held in enumerate(blocks)
                 for lines in [self.lines[g].values()]
             ]
-        for key, blocks in moves.wake:
+        for key, blocks in moves.swap_in:
             for g, (held, (bounds, lines)) in enumerate(zip(blocks, self.parked.pop(key), strict=True)):
                 for block, bound in zip(held, bounds, strict=True):
                     self.bounds[g][block] = bound
                 for line, cells in zip(self.lines[g].values(), lines, strict=True):
                     for slot, cell in zip(self.slots(g, held), cells, strict=True):
                         line[slot] = cell
-        for key in moves.drop:
+        for key in moves.drop_swapped:
             self.parked.pop(key, None)
 
-    def compact(self, g: int, cuts: Sequence[Compact]) -> None:
-        policy, taken = self.groups[g].scored, []
+    def compact(self, g: int, cuts: Sequence[EvictOp]) -> None:
+        policy, taken = self.groups[g].eviction_policy, []
         for cut in cuts:
             assert policy is not None
-            slots = self.slots(g, cut.blocks)[: cut.held]
+            slots = self.slots(g, cut.blocks)[: cut.num_held]
             for (layer, head), line in self.lines[g].items():
                 held = [cell for slot in slots if (cell := line[slot]) is not None]
-                if len(held) != cut.held:
+                if len(held) != cut.num_held:
                     raise Mismatch("a cut reads an empty slot")
-                taken.append((cut, line, staying(policy, held, layer, head, cut.kept, cut.length)))
+                taken.append((cut, line, staying(policy, held, layer, head, cut.num_retained, cut.length)))
         for cut, line, cells in taken:
-            for at, slot in enumerate(self.slots(g, cut.targets)):
+            for at, slot in enumerate(self.slots(g, cut.target_blocks)):
                 line[slot] = cells[at] if at < len(cells) else None
 
     def pack(self, g: int, pairs: Sequence[tuple[int, int]]) -> None:
-        level = self.groups[g].level
+        level = self.groups[g].lower_level
         assert level is not None
-        (line,), (above,) = self.lines[g].values(), self.lines[level.above].values()
-        read = [above[slot] for slot in self.slots(level.above, [source for source, _ in pairs])]
+        (line,), (above,) = self.lines[g].values(), self.lines[level.upper_group].values()
+        read = [above[slot] for slot in self.slots(level.upper_group, [source for source, _ in pairs])]
         for slot, cell in zip(self.slots(g, [target for _, target in pairs]), read, strict=True):
             line[slot] = None if cell is None else (PACKED, cell[1])
 
-    def fold(self, g: int, moves: Moves) -> None:
-        level = self.groups[g].level
-        if not moves.fold[g] or level is None:
+    def fold(self, g: int, moves: BlockOps) -> None:
+        level = self.groups[g].lower_level
+        if not moves.merge[g] or level is None:
             return
-        (line,), (above,) = self.lines[g].values(), self.lines[level.above].values()
+        (line,), (above,) = self.lines[g].values(), self.lines[level.upper_group].values()
         size = self.groups[g].block_size
-        read = [[above[slot] for slot in self.slots(level.above, [fold.source])] for fold in moves.fold[g]]
-        for fold, cells in zip(moves.fold[g], read, strict=True):
+        read = [[above[slot] for slot in self.slots(level.upper_group, [fold.source_block])] for fold in moves.merge[g]]
+        for fold, cells in zip(moves.merge[g], read, strict=True):
             for at in range(size):
-                if at >= fold.slot or fold.base != fold.target:
-                    line[fold.target * size + at] = line[fold.base * size + at] if at < fold.slot else None
+                if at >= fold.first_slot or fold.base_block != fold.target_block:
+                    line[fold.target_block * size + at] = (
+                        line[fold.base_block * size + at] if at < fold.first_slot else None
+                    )
             for at in range(0, size, level.ratio):
                 entries = tuple(entry for cell in cells[at : at + level.ratio] if cell is not None for entry in cell[1])
-                line[fold.target * size + fold.slot + at // level.ratio] = SUMMARY, entries
+                line[fold.target_block * size + fold.first_slot + at // level.ratio] = SUMMARY, entries
 
     def copy(self, g: int, source: int, target: int, kept: int) -> None:
         size = self.groups[g].block_size
@@ -336,11 +338,14 @@ class PolicyMemory(FakeMemory):
                 if cell is not None:
                     self.bounds[g][target] = bound_of(self.bounds[g][target], cell[1][0])
 
-    def poison(self, ledger: Ledger) -> None:
+    def poison(self, ledger: KVCacheManager) -> None:
         """Canaries in every block that is nobody's, and that is not about to be copied out."""
         for g, pool in enumerate(ledger.pools):
             waiting = {
-                block for _, parked in ledger._away.park_next for blocks in parked[g : g + 1] for block in blocks
+                block
+                for _, parked in ledger._away.pending_swap_outs
+                for blocks in parked[g : g + 1]
+                for block in blocks
             }
             for block in range(2, len(pool.refs)):
                 if pool.refs[block] == 0 and pool.prefixes[block] is None and block not in waiting:
@@ -352,9 +357,13 @@ class PolicyMemory(FakeMemory):
     # -------- a step
 
     def run(
-        self, spans: Sequence[tuple[int, Sequence[int]]], roots: Sequence[bytes], placed: Placed, reads: Sequence[int]
+        self,
+        spans: Sequence[tuple[int, Sequence[int]]],
+        roots: Sequence[bytes],
+        placed: BlockAllocation,
+        reads: Sequence[int],
     ) -> list[list[int]]:
-        self.apply(placed.moves)
+        self.apply(placed.block_ops)
         begin, begins = 0, []
         for start, tokens in spans:
             begins.append(begin)
@@ -371,20 +380,22 @@ class PolicyMemory(FakeMemory):
 
     def write(self, g: int, slot: int, entry: Entry) -> None:
         block = slot // self.groups[g].block_size
-        assert block not in (EMPTY_BLOCK, BIN_BLOCK)
+        assert block not in (NULL_BLOCK, PADDING_BLOCK)
         self.writing[g, slot] = entry
         for line in self.lines[g].values():
             line[slot] = hot(entry)
         self.bounds[g][block] = bound_of(self.bounds[g][block], entry)
 
     def _span(
-        self, number: int, start: int, count: int, root: bytes, placed: Placed, begin: int, read: int
+        self, number: int, start: int, count: int, root: bytes, placed: BlockAllocation, begin: int, read: int
     ) -> list[int]:
         seen = []
-        tables = [table[number] for table in placed.tables]
+        tables = [table[number] for table in placed.block_tables]
         for offset in range(count):
             views = tuple(
-                self.view(g, tables, start + offset, read) for g, group in enumerate(self.groups) if group.level is None
+                self.view(g, tables, start + offset, read)
+                for g, group in enumerate(self.groups)
+                if group.lower_level is None
             )
             seen.append(hash((crc32(root), views)))
             for g, slots in enumerate(placed.slots):
@@ -393,34 +404,34 @@ class PolicyMemory(FakeMemory):
 
     def view(self, g: int, tables: Sequence[Sequence[int]], at: int, read: int) -> object:
         group, size = self.groups[g], self.groups[g].block_size
-        if group.mixer.cross:
+        if group.spec.is_cross_attention:
             (line,) = self.lines[g].values()
             cells = [cell for slot in self.slots(g, tables[g]) if (cell := line[slot]) is not None]
             return tuple(sorted(cell[1][0].said for cell in cells))
         slots = self.slots(g, tables[g])
-        assert group.blocks_per_row == 1 or len(slots) <= read, "the lane reads less than its row's table"
-        if group.blocks_per_row == 1:
+        assert group.max_blocks_per_seq == 1 or len(slots) <= read, "the lane reads less than its row's table"
+        if group.max_blocks_per_seq == 1:
             slots = slots[: min(size, read)]
-        if group.chooses is not None:
+        if group.sparse_read_policy is not None:
             bounds = [self.bounds[g][block] for block in tables[g]]
-            chosen = best_blocks(bounds, at // size, at, -(-group.chooses.budget // size))
+            chosen = best_blocks(bounds, at // size, at, -(-group.sparse_read_policy.budget // size))
             slots = self.slots(g, [tables[g][block] for block in chosen])
-        reach = Reach.of(group.mixer)
+        reach = AttentionPattern.from_spec(group.spec)
         views = []
         for line in self.lines[g].values():
             cells = [cell for slot in slots if (cell := line[slot]) is not None and cell[1][0].position <= at]
-            if group.mixer.window is not None:
+            if group.spec.window is not None:
                 cells = [cell for cell in cells if seen_by(reach, at, cell[1][0].position)]
             for below, other in enumerate(self.groups):
-                if other.level is not None and other.level.of == g:
+                if other.lower_level is not None and other.lower_level.token_group == g:
                     (lower,) = self.lines[below].values()
                     cells += [cell for slot in self.slots(below, tables[below]) if (cell := lower[slot]) is not None]
             views.append(told(cells))
-        return tuple(views) if group.scored is not None else views[0]
+        return tuple(views) if group.eviction_policy is not None else views[0]
 
-    def encode(self, sources: Sequence[Sequence[int]], placed: PlacedSources) -> None:
-        self.apply(placed.moves)
-        own = sum(not group.mixer.cross for group in self.groups)
+    def encode(self, sources: Sequence[Sequence[int]], placed: EncoderAllocation) -> None:
+        self.apply(placed.block_ops)
+        own = sum(not group.spec.is_cross_attention for group in self.groups)
         written = [each for source in sources for each in written_source(source)]
         for g, slots in enumerate(placed.slots, own):
             for slot, (at, token, history) in zip(slots, written, strict=True):
@@ -442,7 +453,7 @@ class PolicyWorld(World):
         self,
         setup: Setup,
         *,
-        ledger: type[Ledger] = Ledger,
+        ledger: type[KVCacheManager] = KVCacheManager,
         memory: type[FakeMemory] = PolicyMemory,
         check: bool = True,
     ) -> None:
@@ -451,7 +462,9 @@ class PolicyWorld(World):
     def alone(self, root: bytes, tokens: Sequence[int], source: Sequence[int]) -> Solo:
         return PolicySolo(root, self.setup.groups(), tokens, source)
 
-    def settle(self, plan: Plan, faults: Callable[[Row], bool | str] = lambda row: False) -> list[Event]:
+    def settle(
+        self, plan: SchedulerOutput, faults: Callable[[TokenSequence], bool | str] = lambda row: False
+    ) -> list[SequenceEvent]:
         events = super().settle(plan, faults)
         self.memory.poison(self.ledger)
         return events
@@ -490,17 +503,21 @@ def test_ten_thousand_operations_under_every_policy(name: str, seed: int) -> Non
 class PolicyLedgerWorld(LedgerWorld):
     """Rows fork, rewind, throw drafts away, are parked, woken and forgotten."""
 
-    def __init__(self, setup: Setup, ledger: type[Ledger] = Ledger, memory: type[FakeMemory] = PolicyMemory) -> None:
+    def __init__(
+        self, setup: Setup, ledger: type[KVCacheManager] = KVCacheManager, memory: type[FakeMemory] = PolicyMemory
+    ) -> None:
         super().__init__(setup, ledger, memory)
-        self.asleep: list[tuple[Parked, Solo]] = []
-        self.forgets |= any(mixer.window is not None for mixer in setup.config.narrowed(setup.mixers))
+        self.asleep: list[tuple[SwappedSequence, Solo]] = []
+        self.forgets |= any(mixer.window is not None for mixer in setup.config.restrict(setup.mixers))
         self.forks = self.woken = 0
 
     def alone(self, root: bytes, tokens: Sequence[int], source: Sequence[int]) -> Solo:
         return PolicySolo(root, self.setup.groups(), tokens, source)
 
     def extend(self, spans: dict[int, tuple[list[int], int]]) -> bool:
-        within = {seat: (tokens[: self.ledger.room(seat)], keep) for seat, (tokens, keep) in spans.items()}
+        within = {
+            seat: (tokens[: self.ledger.tokens_until_eviction(seat)], keep) for seat, (tokens, keep) in spans.items()
+        }
         done = super().extend(within)
         assert isinstance(self.memory, PolicyMemory)
         self.memory.poison(self.ledger)
@@ -511,21 +528,21 @@ class PolicyLedgerWorld(LedgerWorld):
         self.forks += child in self.rows
 
     def rewind(self, seat: int, length: int) -> None:
-        if seat not in self.ledger._away.waking:
+        if seat not in self.ledger._away.pending_swap_ins:
             super().rewind(seat, length)
 
     def park(self, seat: int) -> None:
         if self.ledger.lossy and not self.rows[seat].source:
-            self.asleep.append((self.ledger.park(seat), self.rows.pop(seat)))
+            self.asleep.append((self.ledger.swap_out(seat), self.rows.pop(seat)))
 
     def wake(self, seat: int) -> None:
-        if self.asleep and seat not in self.rows and self.ledger.wake(seat, self.asleep[0][0]):
+        if self.asleep and seat not in self.rows and self.ledger.swap_in(seat, self.asleep[0][0]):
             self.rows[seat] = self.asleep.pop(0)[1]
             self.woken += 1
 
     def forget(self) -> None:
         if self.asleep:
-            self.ledger.forget(self.asleep.pop()[0])
+            self.ledger.drop_swapped(self.asleep.pop()[0])
 
     def operate(self, rng: random.Random, stems: Sequence[Sequence[int]]) -> None:
         draw, seat = rng.random(), rng.randrange(self.seats)
@@ -582,36 +599,36 @@ class TestPolicyStreamMachineLong(PolicyStreamMachine.TestCase):  # type: ignore
 class NothingParked(PolicyMemory):
     """Takes the blocks of a woken row as they are."""
 
-    def park_and_wake(self, moves: Moves) -> None:
+    def park_and_wake(self, moves: BlockOps) -> None:
         pass
 
 
 class OneCutAfterTheOther(PolicyMemory):
     """Writes what one cut leaves before the next one reads."""
 
-    def compact(self, g: int, cuts: Sequence[Compact]) -> None:
+    def compact(self, g: int, cuts: Sequence[EvictOp]) -> None:
         for cut in cuts:
             super().compact(g, [cut])
 
 
-class RunsPastCuts(Ledger):
-    def room(self, row: int) -> int:
+class RunsPastCuts(KVCacheManager):
+    def tokens_until_eviction(self, row: int) -> int:
         return 1 << 30
 
 
-class KeepsASiblingsBounds(Ledger):
+class KeepsASiblingsBounds(KVCacheManager):
     """Does not empty a block of later tokens before it is written."""
 
-    def __init__(self, placed: Sequence[Group], **given: object) -> None:
+    def __init__(self, placed: Sequence[CacheGroup], **given: object) -> None:
         super().__init__(placed, **given)  # type: ignore[arg-type]
-        for rules in self.rules:
-            rules.summed = False
+        for rules in self.block_mappings:
+            rules.has_block_bounds = False
 
 
-class SharesSummaries(Ledger):
+class SharesSummaries(KVCacheManager):
     """Fills a block of summaries that another row reads, too."""
 
-    def __init__(self, placed: Sequence[Group], **given: object) -> None:
+    def __init__(self, placed: Sequence[CacheGroup], **given: object) -> None:
         super().__init__(placed, **given)  # type: ignore[arg-type]
         self._growth.descents._shared = lambda *_: False  # type: ignore[method-assign]
 
@@ -621,7 +638,7 @@ class AtOnce(list[tuple[BlockPool, int]]):
 
     def extend(self, passed: Iterable[tuple[BlockPool, int]]) -> None:
         for pool, block in passed:
-            pool.release(block)
+            pool.decref(block)
 
 
 def objects(name: str, *, alone: bool = False, operations: int = 3000, **parts: object) -> None:
@@ -649,11 +666,11 @@ def cut_side_by_side(memory: type[FakeMemory]) -> None:
     world = PolicyLedgerWorld(POLICIES["ranked"], memory=memory)
     world.admit(0, [0], b"")
     for length in (4, 8, 9):
-        world.extend({0: ([1] * (length - world.ledger.length(0)), 8)})
+        world.extend({0: ([1] * (length - world.ledger.seq_len(0)), 8)})
     world.fork(0, 1, 9)
     for row in (0, 1):
         world.extend({row: ([row + 2] * 3, 3)})
-    assert [world.ledger.length(row) for row in (0, 1)] == [12, 12]
+    assert [world.ledger.seq_len(row) for row in (0, 1)] == [12, 12]
     world.extend({0: ([5], 1), 1: ([6], 1)})
     world.check()
 
@@ -679,11 +696,11 @@ def test_a_shared_block_of_summaries_is_noticed() -> None:
 
 
 def test_a_level_that_gives_on_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Descended.__init__
+    made = DemotionOps.__init__
 
-    def eager(self: Descended, groups: int) -> None:
+    def eager(self: DemotionOps, groups: int) -> None:
         made(self, groups)
         self.passed = AtOnce()
 
-    monkeypatch.setattr(Descended, "__init__", eager)
+    monkeypatch.setattr(DemotionOps, "__init__", eager)
     objects("levels-tight", alone=True)

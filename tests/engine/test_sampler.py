@@ -18,16 +18,24 @@ from transformers.generation import logits_process as theirs
 
 from kvad.engine import sampler
 from kvad.engine.philox import uniform
-from kvad.engine.request import Sampling
-from kvad.engine.sampler import FAULT, FOLD, NOTHING_LEFT, Chosen, Job, sample, score_tokens
+from kvad.engine.request import SamplingParams
+from kvad.engine.sampler import (
+    NO_ALLOWED_TOKEN,
+    NONFINITE_ERROR,
+    SAMPLER_STEPS,
+    SampledToken,
+    SamplingRow,
+    gather_logprobs,
+    sample_tokens,
+)
 
 VOCAB, ROWS = 29, 6
 
 
 def job(
     tokens: Sequence[int] = (1,), prompt: int = 1, number: int = 0, stops: Sequence[int] = (), **options: Any
-) -> Job:
-    return Job(Sampling(**options), tokens, prompt, number, frozenset(stops))
+) -> SamplingRow:
+    return SamplingRow(SamplingParams(**options), tokens, prompt, number, frozenset(stops))
 
 
 def logits_of(rows: int = ROWS, seed: int = 0, spread: float = 2.0) -> Tensor:
@@ -80,10 +88,10 @@ def typical_by_hand(row: list[float], p: float) -> set[int]:
 
 Filter = tuple[Callable[..., Tensor], str, Callable[[list[float], Any], set[int]], Any, list[Any]]
 FILTERS: list[Filter] = [
-    (sampler.keep_top_k, "top_k", top_k_by_hand, theirs.TopKLogitsWarper, [1, 2, 5, 28]),
-    (sampler.keep_top_p, "top_p", top_p_by_hand, theirs.TopPLogitsWarper, [0.05, 0.3, 0.7, 0.95, 0.999]),
-    (sampler.keep_min_p, "min_p", min_p_by_hand, theirs.MinPLogitsWarper, [0.01, 0.1, 0.5, 1.0]),
-    (sampler.keep_typical, "typical_p", typical_by_hand, theirs.TypicalLogitsWarper, [0.05, 0.3, 0.7, 0.95]),
+    (sampler.apply_top_k, "top_k", top_k_by_hand, theirs.TopKLogitsWarper, [1, 2, 5, 28]),
+    (sampler.apply_top_p, "top_p", top_p_by_hand, theirs.TopPLogitsWarper, [0.05, 0.3, 0.7, 0.95, 0.999]),
+    (sampler.apply_min_p, "min_p", min_p_by_hand, theirs.MinPLogitsWarper, [0.01, 0.1, 0.5, 1.0]),
+    (sampler.apply_typical_p, "typical_p", typical_by_hand, theirs.TypicalLogitsWarper, [0.05, 0.3, 0.7, 0.95]),
 ]
 FILTER_IDS = [name for _, name, *_ in FILTERS]
 
@@ -117,18 +125,18 @@ def test_filters_leave_out_what_is_banned_and_never_the_best(case: Filter) -> No
 
 @pytest.mark.parametrize("name", ["top_p", "typical_p"])
 def test_a_mass_too_small_for_float32_still_leaves_a_token(name: str) -> None:
-    (chosen,) = sample(logits_of(1), [job(**{name: 1e-60})])
-    assert chosen.fault is None
+    (chosen,) = sample_tokens(logits_of(1), [job(**{name: 1e-60})])
+    assert chosen.error is None
 
 
 def test_ties_with_the_kth_stay() -> None:
     row = torch.tensor([[3.0, 1.0, 2.0, 2.0, 0.0, 2.0]])
-    assert kept(sampler.keep_top_k(row, [job(top_k=2)])[0]) == {0, 2, 3, 5}
+    assert kept(sampler.apply_top_k(row, [job(top_k=2)])[0]) == {0, 2, 3, 5}
 
 
 def test_more_than_the_vocabulary_is_everything() -> None:
     row = logits_of(1)
-    assert torch.equal(sampler.keep_top_k(row, [job(top_k=VOCAB + 5)]), row)
+    assert torch.equal(sampler.apply_top_k(row, [job(top_k=VOCAB + 5)]), row)
 
 
 # ---------------------------------------------------------------- temperature, penalties, bias, bans
@@ -136,7 +144,7 @@ def test_more_than_the_vocabulary_is_everything() -> None:
 
 def test_temperature_divides() -> None:
     scores, taus = logits_of(4), [0.3, 1.0, 0.0, 2.5]
-    out = sampler.temper(scores, [job(temperature=tau) for tau in taus])
+    out = sampler.apply_temperature(scores, [job(temperature=tau) for tau in taus])
     for row, result, tau in zip(scores, out, taus, strict=True):
         expected = (row.double() / (tau or 1.0)).softmax(-1)
         torch.testing.assert_close(result.double().softmax(-1), expected, rtol=1e-5, atol=1e-7)
@@ -147,8 +155,8 @@ def test_temperature_divides() -> None:
 def test_a_tiny_temperature_is_greedy_and_no_fault(tau: float) -> None:
     scores = logits_of(5, spread=20.0)
     scores[:, 4] = -1000.0
-    chosen = sample(scores, [job(temperature=tau, seed=s) for s in range(5)])
-    assert [c.token for c in chosen] == scores.argmax(-1).tolist() and not any(c.fault for c in chosen)
+    chosen = sample_tokens(scores, [job(temperature=tau, seed=s) for s in range(5)])
+    assert [c.token for c in chosen] == scores.argmax(-1).tolist() and not any(c.error for c in chosen)
 
 
 TOKENS = [5, 7, 7, 2, 9, 2, 2]  # three of the prompt, four of the output
@@ -158,26 +166,26 @@ TOKENS = [5, 7, 7, 2, 9, 2, 2]  # three of the prompt, four of the output
 def test_repetition_is_theirs_over_prompt_and_output(penalty: float) -> None:
     scores = logits_of(1)
     assert {bool(scores[0, t] > 0) for t in set(TOKENS)} == {True, False}
-    mine = sampler.penalise(scores, [job(TOKENS, 3, repetition_penalty=penalty)])
+    mine = sampler.apply_penalties(scores, [job(TOKENS, 3, repetition_penalty=penalty)])
     expected = theirs.RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([TOKENS]), scores)
     torch.testing.assert_close(mine, expected, rtol=0, atol=0)
 
 
 def test_presence_and_frequency_count_the_output_only() -> None:
     scores = logits_of(1)
-    mine = sampler.penalise(scores, [job(TOKENS, 3, presence_penalty=0.7, frequency_penalty=-0.2)])
+    mine = sampler.apply_penalties(scores, [job(TOKENS, 3, presence_penalty=0.7, frequency_penalty=-0.2)])
     expected = scores.clone()
     for token, count in Counter(TOKENS[3:]).items():
         expected[0, token] -= 0.7 - 0.2 * count
     torch.testing.assert_close(mine, expected, rtol=0, atol=1e-6)
-    nothing_yet = sampler.penalise(scores, [job(TOKENS[:3], 3, presence_penalty=0.7)])
+    nothing_yet = sampler.apply_penalties(scores, [job(TOKENS[:3], 3, presence_penalty=0.7)])
     assert torch.equal(nothing_yet, scores)
 
 
 def test_all_three_penalties_at_once() -> None:
     scores = logits_of(1)
     options = {"repetition_penalty": 1.7, "presence_penalty": 0.5, "frequency_penalty": 0.3}
-    mine = sampler.penalise(scores, [job(TOKENS, 3, **options)])[0].tolist()
+    mine = sampler.apply_penalties(scores, [job(TOKENS, 3, **options)])[0].tolist()
     for token, z in enumerate(scores[0].tolist()):
         expected = (z / 1.7 if z > 0 else z * 1.7) if token in TOKENS else z
         count = TOKENS[3:].count(token)
@@ -187,12 +195,12 @@ def test_all_three_penalties_at_once() -> None:
 
 def test_logit_bias_is_added() -> None:
     scores = logits_of(2)
-    out = sampler.add_bias(scores, [job(logit_bias={3: 2.5, 9: -100.0}), job()])
+    out = sampler.apply_logit_bias(scores, [job(logit_bias={3: 2.5, 9: -100.0}), job()])
     expected = scores.clone()
     expected[0, 3] += 2.5
     expected[0, 9] -= 100.0
     assert torch.equal(out, expected)
-    (chosen,) = sample(logits_of(1), [job(temperature=0, logit_bias={11: 1000.0})])
+    (chosen,) = sample_tokens(logits_of(1), [job(temperature=0, logit_bias={11: 1000.0})])
     assert chosen.token == 11
 
 
@@ -208,7 +216,7 @@ def test_logit_bias_is_added() -> None:
 )
 def test_bad_words(tokens: list[int], words: list[tuple[int, ...]], banned: set[int]) -> None:
     scores = logits_of(1)
-    out = sampler.ban(scores, [job(tokens, 1, bad_words=tuple(words))])
+    out = sampler.apply_bans(scores, [job(tokens, 1, bad_words=tuple(words))])
     assert kept(out[0]) == set(range(VOCAB)) - banned
     if len(tokens) >= max(map(len, words)):  # theirs overlooks a word that is all that there is, and one token more
         expected = theirs.NoBadWordsLogitsProcessor([list(w) for w in words])(torch.tensor([tokens]), scores)
@@ -218,7 +226,7 @@ def test_bad_words(tokens: list[int], words: list[tuple[int, ...]], banned: set[
 @pytest.mark.parametrize(("output", "banned"), [(0, True), (1, True), (2, False), (5, False)])
 def test_stop_tokens_are_banned_until_min_tokens(output: int, banned: bool) -> None:
     tokens = [1, 2, 3, *range(10, 10 + output)]
-    out = sampler.ban(logits_of(1), [job(tokens, 3, stops=(4, 6), min_tokens=2)])
+    out = sampler.apply_bans(logits_of(1), [job(tokens, 3, stops=(4, 6), min_tokens=2)])
     assert kept(out[0]) == set(range(VOCAB)) - ({4, 6} if banned else set())
 
 
@@ -230,7 +238,7 @@ def test_no_sequence_of_n_tokens_comes_twice(n: int) -> None:
         length = 1 + seed
         tokens = torch.randint(3, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
         scores = logits_of(1, seed)
-        mine = sampler.ban(scores, [job(tokens, 1, no_repeat_ngram=n)])
+        mine = sampler.apply_bans(scores, [job(tokens, 1, no_repeat_ngram=n)])
         expected = theirs.NoRepeatNGramLogitsProcessor(n)(torch.tensor([tokens]), scores)
         assert kept(mine[0]) == kept(expected[0])
         banned += VOCAB - len(kept(mine[0]))
@@ -241,7 +249,7 @@ def test_only_what_is_allowed_after_this_text() -> None:
     def allowed(tokens: Sequence[int]) -> list[int]:
         return [tokens[-1], tokens[-1] + 1, VOCAB + 3, -1]  # ids that are none are not allowed either
 
-    out = sampler.force(logits_of(2), [job([3, 9], allowed=allowed), job([3, 9])])
+    out = sampler.apply_forced_tokens(logits_of(2), [job([3, 9], allowed=allowed), job([3, 9])])
     assert kept(out[0]) == {9, 10} and torch.equal(out[0, 9:11], logits_of(2)[0, 9:11])
     assert torch.equal(out[1], logits_of(2)[1])
 
@@ -251,8 +259,15 @@ def test_only_what_is_allowed_after_this_text() -> None:
 )
 def test_the_first_token_and_the_last_are_forced(tokens: list[int], limit: int, forced: int | None) -> None:
     """Of three tokens of prompt; where the first is the last, it is the last."""
-    mine = Job(Sampling(forced_first=7, forced_last=8, max_tokens=limit - 3), tokens, 3, 0, frozenset(), limit)
-    out = sampler.force(logits_of(1), [mine])
+    mine = SamplingRow(
+        SamplingParams(forced_bos_token_id=7, forced_eos_token_id=8, max_tokens=limit - 3),
+        tokens,
+        3,
+        0,
+        frozenset(),
+        limit,
+    )
+    out = sampler.apply_forced_tokens(logits_of(1), [mine])
     assert kept(out[0]) == (set(range(VOCAB)) if forced is None else {forced})
 
 
@@ -260,8 +275,8 @@ def test_a_beam_s_continuations_are_the_best_of_what_the_fold_leaves() -> None:
     """Log-probabilities of the model, bans and all; a row beside it is sampled as ever."""
     scores = logits_of(2)
     beam, plain = job(stops=(4,), beams=3, bad_words=((6,),), logit_bias={5: 9.0}), job(temperature=0)
-    found, other = sample(scores, [beam, plain])
-    assert other == sample(scores[1:], [plain])[0] and other.candidates == ()
+    found, other = sample_tokens(scores, [beam, plain])
+    assert other == sample_tokens(scores[1:], [plain])[0] and other.candidates == ()
     logprobs = scores[0].log_softmax(-1)
     logprobs[5] += 9.0
     logprobs[6] = -math.inf
@@ -272,9 +287,9 @@ def test_a_beam_s_continuations_are_the_best_of_what_the_fold_leaves() -> None:
 
 def test_a_beam_without_a_continuation_is_no_fault() -> None:
     """It has none, and the other beams go on; a sampled row's error is told."""
-    beam, row = sample(logits_of(2), [job(beams=2, allowed=lambda _: []), job(allowed=lambda _: [])])
-    assert beam.fault is None and all(value == -math.inf for _, value in beam.candidates)
-    assert row.fault == NOTHING_LEFT
+    beam, row = sample_tokens(logits_of(2), [job(beams=2, allowed=lambda _: []), job(allowed=lambda _: [])])
+    assert beam.error is None and all(value == -math.inf for _, value in beam.candidates)
+    assert row.error == NO_ALLOWED_TOKEN
 
 
 # ---------------------------------------------------------------- neighbours
@@ -297,7 +312,7 @@ USES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: next(iter(use)))
-@pytest.mark.parametrize("step", FOLD, ids=lambda step: step.__name__)
+@pytest.mark.parametrize("step", SAMPLER_STEPS, ids=lambda step: step.__name__)
 def test_rows_that_do_not_use_a_step_keep_their_bits(step: Any, use: dict[str, Any]) -> None:
     scores = logits_of(5)
     scores[1] = torch.tensor([-0.0, 1e-40, 3e38, -3e38, math.pi] + [0.1] * (VOCAB - 5))
@@ -315,12 +330,12 @@ def test_every_option_is_used_by_exactly_one_step() -> None:
     """Otherwise the test above would hold of steps that do nothing."""
     for use in USES:
         mine = job([1, 7, 9], 1, 0, (2,), **use)
-        changed = [step.__name__ for step in FOLD if not torch.equal(step(logits_of(1), [mine]), logits_of(1))]
+        changed = [step.__name__ for step in SAMPLER_STEPS if not torch.equal(step(logits_of(1), [mine]), logits_of(1))]
         assert len(changed) == 1, (use, changed)
 
 
 samplings = st.builds(
-    Sampling,
+    SamplingParams,
     temperature=st.sampled_from([0.0, 0.5, 1.0, 1.7]),
     top_k=st.sampled_from([0, 0, 3, 10]),
     top_p=st.sampled_from([1.0, 1.0, 0.8, 0.3]),
@@ -338,7 +353,7 @@ samplings = st.builds(
     logprobs=st.sampled_from([None, 0, 3]),
 )
 jobs_of = st.builds(
-    Job,
+    SamplingRow,
     samplings,
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9),
     st.just(1),
@@ -357,18 +372,20 @@ def row_of(seed: int, health: str) -> Tensor:
 
 @settings(max_examples=60)
 @given(st.lists(rows_of, min_size=1, max_size=6))
-def test_neighbours_change_nothing(rows: list[tuple[Job, int, str]]) -> None:
-    together = sample(torch.stack([row_of(seed, health) for _, seed, health in rows]), [mine for mine, *_ in rows])
+def test_neighbours_change_nothing(rows: list[tuple[SamplingRow, int, str]]) -> None:
+    together = sample_tokens(
+        torch.stack([row_of(seed, health) for _, seed, health in rows]), [mine for mine, *_ in rows]
+    )
     for (mine, seed, health), chosen in zip(rows, together, strict=True):
-        (alone,) = sample(row_of(seed, health)[None], [mine])
-        assert chosen.fault == alone.fault == (None if health == "fine" else FAULT)
+        (alone,) = sample_tokens(row_of(seed, health)[None], [mine])
+        assert chosen.error == alone.error == (None if health == "fine" else NONFINITE_ERROR)
         if health == "fine":
             assert chosen == alone
-            assert (chosen.score is None) == (mine.sampling.logprobs is None)
+            assert (chosen.logprob is None) == (mine.sampling.logprobs is None)
 
 
 def test_no_rows_no_tokens() -> None:
-    assert sample(torch.empty(0, VOCAB), []) == []
+    assert sample_tokens(torch.empty(0, VOCAB), []) == []
 
 
 # ---------------------------------------------------------------- what is drawn
@@ -376,7 +393,7 @@ def test_no_rows_no_tokens() -> None:
 
 def draws(row: Tensor, number: int, **options: Any) -> list[int]:
     """The same row for as many samples, of one seed."""
-    return [c.token for c in sample(row.expand(number, -1), [job(number=i, **options) for i in range(number)])]
+    return [c.token for c in sample_tokens(row.expand(number, -1), [job(number=i, **options) for i in range(number)])]
 
 
 # The 1 - 1e-5 quantile of chi-square by degrees of freedom, Wilson and Hilferty's approximation.
@@ -429,7 +446,7 @@ def test_seeds_samples_and_positions_each_make_another_draw() -> None:
     row = torch.zeros(1, 1000)
 
     def token(seed: int, number: int, length: int) -> int:
-        return sample(row, [job([1] * length, 1, number, seed=seed)])[0].token
+        return sample_tokens(row, [job([1] * length, 1, number, seed=seed)])[0].token
 
     assert token(5, 0, 3) == token(5, 0, 3)
     assert len({token(s, 0, 3) for s in range(20)}) > 15
@@ -463,7 +480,7 @@ def test_the_ends_of_the_unit_interval(u: float, monkeypatch: pytest.MonkeyPatch
 def test_greedy_takes_the_lowest_of_equals() -> None:
     row = torch.tensor([[0.0, 2.0, 1.0, 2.0, 2.0]])
     filters = {"top_k": 1, "top_p": 0.1, "min_p": 1.0, "typical_p": 0.1}
-    assert sample(row, [job(temperature=0, **filters)])[0].token == 1
+    assert sample_tokens(row, [job(temperature=0, **filters)])[0].token == 1
 
 
 # ---------------------------------------------------------------- reports and faults
@@ -473,31 +490,33 @@ def test_logprobs_are_the_model_s_own() -> None:
     """Before temperature, filters and penalties, whatever was chosen by them."""
     scores = logits_of(3)
     jobs = [job(logprobs=n, temperature=0.5, top_k=2, logit_bias={3: 9.0}) for n in (0, 2)] + [job(logprobs=VOCAB + 5)]
-    chosen = sample(scores, jobs)
+    chosen = sample_tokens(scores, jobs)
     for row, mine, answer in zip(scores, jobs, chosen, strict=True):
         expected = row.double().log_softmax(-1).tolist()
-        assert answer.score is not None and answer.score.token == answer.token
-        assert answer.score.logprob == pytest.approx(expected[answer.token], abs=1e-5)
+        assert answer.logprob is not None and answer.logprob.token_id == answer.token
+        assert answer.logprob.logprob == pytest.approx(expected[answer.token], abs=1e-5)
         best = sorted(range(VOCAB), key=lambda i: -expected[i])[: mine.sampling.logprobs]
-        assert [token for token, _ in answer.score.top] == best
-        assert [value for _, value in answer.score.top] == pytest.approx([expected[i] for i in best], abs=1e-5)
-    assert [len(c.score.top) for c in chosen if c.score] == [0, 2, VOCAB]
-    assert sample(scores[:1], [job()])[0].score is None
+        assert [token for token, _ in answer.logprob.top_logprobs] == best
+        assert [value for _, value in answer.logprob.top_logprobs] == pytest.approx(
+            [expected[i] for i in best], abs=1e-5
+        )
+    assert [len(c.logprob.top_logprobs) for c in chosen if c.logprob] == [0, 2, VOCAB]
+    assert sample_tokens(scores[:1], [job()])[0].logprob is None
 
 
 def test_prompt_scores() -> None:
     scores = logits_of(4)
-    found = score_tokens(scores, [3, 9, 0, 28], 2)
+    found = gather_logprobs(scores, [3, 9, 0, 28], 2)
     expected = scores.double().log_softmax(-1)
-    assert found is not None and [s.token for s in found] == [3, 9, 0, 28]
+    assert found is not None and [s.token_id for s in found] == [3, 9, 0, 28]
     for row, score in zip(expected, found, strict=True):
-        assert score.logprob == pytest.approx(float(row[score.token]), abs=1e-5)
-        assert [token for token, _ in score.top] == row.topk(2).indices.tolist()
+        assert score.logprob == pytest.approx(float(row[score.token_id]), abs=1e-5)
+        assert [token for token, _ in score.top_logprobs] == row.topk(2).indices.tolist()
     broken = scores.clone()
     broken[2, 5] = math.inf
-    assert score_tokens(broken, [3, 9, 0, 28], 2) is None
-    none = score_tokens(scores, [3, 9, 0, 28], 0)
-    assert none is not None and all(s.top == () for s in none)
+    assert gather_logprobs(broken, [3, 9, 0, 28], 2) is None
+    none = gather_logprobs(scores, [3, 9, 0, 28], 0)
+    assert none is not None and all(s.top_logprobs == () for s in none)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -505,10 +524,10 @@ def test_prompt_scores() -> None:
 def test_a_broken_row_is_a_fault_of_that_row_alone(bad: float, temperature: float) -> None:
     scores = logits_of(4)
     options = {"temperature": temperature, "top_p": 0.9, "repetition_penalty": 1.2, "logprobs": 1}
-    healthy = sample(scores, [job(number=i, **options) for i in range(4)])
+    healthy = sample_tokens(scores, [job(number=i, **options) for i in range(4)])
     scores[2, 7] = bad
-    chosen = sample(scores, [job(number=i, **options) for i in range(4)])
-    assert [c.fault for c in chosen] == [None, None, FAULT, None]
+    chosen = sample_tokens(scores, [job(number=i, **options) for i in range(4)])
+    assert [c.error for c in chosen] == [None, None, NONFINITE_ERROR, None]
     assert [c for i, c in enumerate(chosen) if i != 2] == [c for i, c in enumerate(healthy) if i != 2]
 
 
@@ -517,30 +536,30 @@ def test_a_row_with_every_token_banned_is_a_fault(temperature: float) -> None:
     every = tuple((token,) for token in range(VOCAB))
     filters = {"top_k": 3, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.5}
     jobs = [job(temperature=temperature, bad_words=words, **filters) for words in ((), every, every[1:])]
-    nothing, one = sample(logits_of(3), jobs)[1:]
-    assert nothing.fault == NOTHING_LEFT
-    assert (one.token, one.fault) == (0, None)
+    nothing, one = sample_tokens(logits_of(3), jobs)[1:]
+    assert nothing.error == NO_ALLOWED_TOKEN
+    assert (one.token, one.error) == (0, None)
 
 
 def test_half_precision_logits_are_widened_first() -> None:
     scores = logits_of(2).to(torch.bfloat16)
     jobs = [job(seed=3, logprobs=1), job(temperature=0, logprobs=1)]
-    assert sample(scores, jobs) == sample(scores.float(), jobs)
+    assert sample_tokens(scores, jobs) == sample_tokens(scores.float(), jobs)
 
 
 def test_the_fold_is_in_the_documented_order() -> None:
     filters = ["keep_top_k", "keep_top_p", "keep_min_p", "keep_typical"]
-    assert [step.__name__ for step in FOLD] == ["ban", "add_bias", "penalise", "force", "temper", *filters]
-    assert Sampling.__doc__ is not None
-    text = " ".join(Sampling.__doc__.split())
+    assert [step.__name__ for step in SAMPLER_STEPS] == ["ban", "add_bias", "penalise", "force", "temper", *filters]
+    assert SamplingParams.__doc__ is not None
+    text = " ".join(SamplingParams.__doc__.split())
     assert "``logit_bias``, penalties, temperature, ``top_k``, ``top_p``, ``min_p``, ``typical_p``" in text
 
 
 def test_results_are_plain_values() -> None:
-    (chosen,) = sample(logits_of(1), [job(logprobs=2)])
-    assert isinstance(chosen, Chosen) and type(chosen.token) is int and chosen.score is not None
-    assert {type(chosen.score.logprob), *(type(v) for _, v in chosen.score.top)} == {float}
-    assert {type(t) for t, _ in chosen.score.top} == {int}
+    (chosen,) = sample_tokens(logits_of(1), [job(logprobs=2)])
+    assert isinstance(chosen, SampledToken) and type(chosen.token) is int and chosen.logprob is not None
+    assert {type(chosen.logprob.logprob), *(type(v) for _, v in chosen.logprob.top_logprobs)} == {float}
+    assert {type(t) for t, _ in chosen.logprob.top_logprobs} == {int}
 
 
 def test_every_sampling_field_is_known_to_these_tests() -> None:
@@ -548,4 +567,4 @@ def test_every_sampling_field_is_known_to_these_tests() -> None:
     tested = {key for use in USES for key in use} | {"seed", "logprobs", "forced_first", "forced_last", "beams"}
     elsewhere = {"max_tokens", "stop", "stop_tokens", "ignore_eos", "n", "prompt_logprobs", "on_full"}
     elsewhere |= {"length_penalty", "length_form", "early_stopping", "patience"}  # test_beams.py
-    assert {f.name for f in dataclasses.fields(Sampling)} == tested | elsewhere
+    assert {f.name for f in dataclasses.fields(SamplingParams)} == tested | elsewhere

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from kvad.cache import session as module
-from kvad.cache.entry import write_entry
-from kvad.cache.identity import VERSION, Identity
-from kvad.cache.session import load_state
-from kvad.cache.sessions import examined, is_name, listed, named, sweep
-from kvad.errors import EntryError, UsageError
+from kvad.cache.entry import write_container
+from kvad.cache.identity import FORMAT_VERSION, CacheFingerprint
+from kvad.cache.session import load_session
+from kvad.cache.sessions import inspect_session, is_valid_name, list_sessions, remove_session_leftovers, session_path
+from kvad.errors import StorageError, UsageError
 from tests.cache.disks import FailingDisk
 from tests.engine.sessions import PROMPT, engine, identity_of, left, load, run, save, worst
 from tests.models import build, model_config
@@ -45,7 +45,7 @@ def path(made, tmp_path):
 def still_right(made, right):
     _, tokens, scores = run(made, [*SHORT, 9, 8], 4)
     assert tokens == right[1] and worst(scores, right[2]) <= 1e-10
-    assert not made.memory.parked
+    assert not made.kv_cache.swapped
 
 
 def test_every_flipped_byte_is_refused_and_the_next_request_is_right(made, right, path):
@@ -54,9 +54,9 @@ def test_every_flipped_byte_is_refused_and_the_next_request_is_right(made, right
         changed = bytearray(raw)
         changed[at] ^= 1 << at % 8
         other.write_bytes(changed)
-        with pytest.raises(EntryError) as caught:
+        with pytest.raises(StorageError) as caught:
             load(made, other)
-        assert caught.value.why in ("torn", "alien")
+        assert caught.value.reason in ("torn", "alien")
         if at % 256 == 0:
             still_right(made, right)
     still_right(made, right)
@@ -67,10 +67,10 @@ def test_every_cut_and_every_longer_file_is_refused(made, right, path):
     raw, other = path.read_bytes(), path.with_name("cut.session")
     for size in [*range(0, len(raw), 64), len(raw) - 1]:
         other.write_bytes(raw[:size])
-        with pytest.raises(EntryError):
+        with pytest.raises(StorageError):
             load(made, other)
     other.write_bytes(raw + b"\0")
-    with pytest.raises(EntryError):
+    with pytest.raises(StorageError):
         load(made, other)
     still_right(made, right)
 
@@ -110,8 +110,8 @@ def test_nothing_of_a_damaged_file_is_in_the_pool(made, path):
     raw = bytearray(path.read_bytes())
     raw[-10] ^= 1
     path.write_bytes(raw)
-    before = [leaf.clone() for leaf in made.memory.leaves()]
-    with pytest.raises(EntryError):
+    before = [leaf.clone() for leaf in made.kv_cache.tensors()]
+    with pytest.raises(StorageError):
         load(made, path)
     assert all(
         torch.equal(
@@ -119,7 +119,7 @@ def test_nothing_of_a_damaged_file_is_in_the_pool(made, path):
             b,
         )
         or (a.isnan() == b.isnan()).all()
-        for a, b in zip(before, made.memory.leaves(), strict=True)
+        for a, b in zip(before, made.kv_cache.tensors(), strict=True)
     )
 
 
@@ -137,39 +137,39 @@ def test_nothing_of_a_damaged_file_is_in_the_pool(made, path):
     ],
 )
 def test_another_way_of_keeping_is_named(path, part, fields):
-    with pytest.raises(EntryError, match=rf"does not belong to this model and cache: .*{part}: ") as caught:
+    with pytest.raises(StorageError, match=rf"does not belong to this model and cache: .*{part}: ") as caught:
         load(engine(CONFIG, **fields), path)
-    assert caught.value.why == "other"
+    assert caught.value.reason == "other"
 
 
 def test_other_weights_dtype_tokenizer_and_template_are_named(made, path):
     other = engine(CONFIG)
     other.model.load_state_dict(build(CONFIG, seed=1).state_dict())
-    with pytest.raises(EntryError, match=r"cache: model$|cache: model \("):
+    with pytest.raises(StorageError, match=r"cache: model$|cache: model \("):
         load(other, path)
-    with pytest.raises(EntryError, match="computed: float32 here, float64 there; model"):
+    with pytest.raises(StorageError, match="computed: float32 here, float64 there; model"):
         load(engine(CONFIG, dtype=torch.float32), path)
     for name in ("tokenizer", "template", "adapter", "summaries"):
         identity = identity_of(made)
 
         def changed(regime, salt, name=name, identity=identity):
             parts = {**identity(regime, salt).parts, name: "another"}
-            return Identity(**{key: value for key, value in parts.items() if key != "version"})
+            return CacheFingerprint(**{key: value for key, value in parts.items() if key != "version"})
 
-        with pytest.raises(EntryError, match=f"cache: {name}"):
-            load_state(path, changed, made.memory, made.keeper.home)
+        with pytest.raises(StorageError, match=f"cache: {name}"):
+            load_session(path, changed, made.kv_cache, made.state_keeper.engine_id)
 
 
 def test_another_version_and_another_kind_are_not_ours(made, path):
-    identity = {**identity_of(made)("", "").parts, "version": f"{int(VERSION) + 1}"}
-    write_entry(path, "session", identity, {"regime": "", "salt": ""}, [], durable=False)
-    with pytest.raises(EntryError, match="version: 1 here, 2 there"):
+    identity = {**identity_of(made)("", "").parts, "version": f"{int(FORMAT_VERSION) + 1}"}
+    write_container(path, "session", identity, {"regime": "", "salt": ""}, [], durable=False)
+    with pytest.raises(StorageError, match="version: 1 here, 2 there"):
         load(made, path)
-    write_entry(path, "block", {}, {}, [], durable=False)
-    with pytest.raises(EntryError, match="it is a block, no session"):
+    write_container(path, "block", {}, {}, [], durable=False)
+    with pytest.raises(StorageError, match="it is a block, no session"):
         load(made, path)
-    write_entry(path, "session", identity_of(made)("", "").parts, {"regime": "", "salt": ""}, [], durable=False)
-    with pytest.raises(EntryError, match="no session of this version"):
+    write_container(path, "session", identity_of(made)("", "").parts, {"regime": "", "salt": ""}, [], durable=False)
+    with pytest.raises(StorageError, match="no session of this version"):
         load(made, path)
 
 
@@ -177,27 +177,27 @@ def test_whole_blocks_need_their_size(tmp_path):
     for policy, size in (("hierarchy(12, packed=8, summaries=8, ratio=2, every=8)", 2), ("quest(12)", 8)):
         made = engine(CONFIG, policy=policy)
         save(made, left(made, PROMPT, 3)[1], tmp_path / "a")
-        with pytest.raises(EntryError, match=f"block size: {size} here, 4 there"):
+        with pytest.raises(StorageError, match=f"block size: {size} here, 4 there"):
             load(engine(CONFIG, policy=policy, block_size=size), tmp_path / "a")
     made = engine(CONFIG, policy="truncate(16)")
     save(made, left(made, PROMPT, 3)[1], tmp_path / "a")
-    with pytest.raises(EntryError, match=r"policy: Reach\(.*grain=8.* here, Reach\(.*grain=4"):
+    with pytest.raises(StorageError, match=r"policy: Reach\(.*grain=8.* here, Reach\(.*grain=4"):
         load(engine(CONFIG, policy="truncate(16)", block_size=8), tmp_path / "a")
 
 
 def test_a_longer_session_than_the_cache_holds(path, made):
     save(made, left(made, PROMPT, 30)[1], path)
-    with pytest.raises(EntryError, match="context: 58 tokens there, no room for so many here"):
+    with pytest.raises(StorageError, match="context: 58 tokens there, no room for so many here"):
         load(engine(CONFIG, capacity=40), path)
 
 
 def test_arrays_of_another_shape_are_refused(made, path, monkeypatch):
     """A file that says one thing of itself and holds another."""
     state = left(made, SHORT, 2)[1]
-    part = state.parts[0]
+    part = state.groups[0]
     short = part._replace(arrays={name: array[:-1] for name, array in part.arrays.items()})
     save(made, replace(state, parts=(short,)), path)
-    with pytest.raises(EntryError, match="the arrays of group 0 are not what its marks say"):
+    with pytest.raises(StorageError, match="the arrays of group 0 are not what its marks say"):
         load(made, path)
     monkeypatch.setattr(module, "_check", lambda *args: None)  # broken on purpose: now it gets through
     load(made, path)
@@ -211,22 +211,22 @@ def test_arrays_of_another_shape_are_refused(made, path, monkeypatch):
     ["", ".", "..", "../x", "a/b", "/etc/passwd", ".hidden", "-x", "a" * 65, "a\0b", "a\nb", "ä", "a b", "a\\b", "~"],
 )
 def test_names_that_are_none(name, tmp_path):
-    assert not is_name(name)
+    assert not is_valid_name(name)
     with pytest.raises(UsageError, match="is no name of a session"):
-        named(name, tmp_path)
+        session_path(name, tmp_path)
 
 
 def test_names_stay_in_their_folder(tmp_path):
     folder = tmp_path / "sessions"
     folder.mkdir()
-    assert named("a.b-C_9", folder) == folder / "a.b-C_9.session"
+    assert session_path("a.b-C_9", folder) == folder / "a.b-C_9.session"
     (tmp_path / "secret").write_text("x")
     (folder / "out.session").symlink_to(tmp_path / "secret")
     with pytest.raises(UsageError, match="leads out of its folder"):
-        named("out", folder)
+        session_path("out", folder)
     alias = tmp_path / "alias"
     alias.symlink_to(folder)
-    assert named("fine", alias).parent == alias
+    assert session_path("fine", alias).parent == alias
 
 
 def test_a_folder_is_looked_over(made, path):
@@ -238,12 +238,16 @@ def test_a_folder_is_looked_over(made, path):
     dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     (folder / f".trip.session.{int(dead.stdout)}.01234567.tmp").write_bytes(raw[:50])
     (folder / f".trip.session.{os.getpid()}.01234567.tmp").write_bytes(raw[:50])
-    states = {each.path.name: each.state for each in examined(folder)}
+    states = {each.path.name: each.state for each in inspect_session(folder)}
     assert sorted(states.values()) == ["alien", "leftover", "torn", "torn", "whole", "writing"]
     assert (states["trip.session"], states["flipped.session"], states["alien.session"]) == ("whole", "torn", "alien")
-    assert {each.path.stem: each.state for each in listed(folder)}["flipped"] == "whole"  # its header is
-    assert sweep(folder) == 1 and sweep(folder) == 0
-    assert len(list(folder.iterdir())) == 5 and not list(listed(folder / "nowhere")) and sweep(folder / "nowhere") == 0
+    assert {each.path.stem: each.state for each in list_sessions(folder)}["flipped"] == "whole"  # its header is
+    assert remove_session_leftovers(folder) == 1 and remove_session_leftovers(folder) == 0
+    assert (
+        len(list(folder.iterdir())) == 5
+        and not list(list_sessions(folder / "nowhere"))
+        and remove_session_leftovers(folder / "nowhere") == 0
+    )
 
 
 # ---------------------------------------------------------------- kill -9

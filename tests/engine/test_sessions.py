@@ -8,7 +8,7 @@ import pytest
 from kvad.cache import lines
 from kvad.cache import standing as standing_module
 from kvad.cache import state as state_module
-from kvad.engine.request import Sampling
+from kvad.engine.request import SamplingParams
 from kvad.errors import RequestError
 from tests.drive import fill_unowned
 from tests.engine.sessions import PROMPT, SOURCE, engine, left, load, moved, run, save, spoil, worst
@@ -63,7 +63,11 @@ WAYS = {
 
 
 def source_of(config):
-    return [token % (config.source.vocab or config.vocab) for token in SOURCE] if config.source is not None else None
+    return (
+        [token % (config.encoder_input.vocab_size or config.vocab_size) for token in SOURCE]
+        if config.encoder_input is not None
+        else None
+    )
 
 
 def stays(name):
@@ -94,8 +98,8 @@ def test_what_is_restored_goes_on_as_if_it_had_not_stopped(name, tmp_path):
         other = engine(config, **{**fields, **more})
         loaded = load(other, tmp_path / "a").state
         request, then, found = run(other, PROMPT + said, len(tokens) - FIRST, source=source, resume=loaded)
-        usage = other.usage(request)
-        assert (usage.cached, usage.missed) == (state.length, ""), way
+        usage = other.metrics(request)
+        assert (usage.num_cached_tokens, usage.resume_miss_reason) == (state.length, ""), way
         assert then == tokens[FIRST:], way
         assert worst(found, scores[FIRST:]) <= EXACT, way
 
@@ -109,7 +113,7 @@ def test_every_layout_takes_from_every_other(name, there):
     for here in WAYS.values():
         other = engine(config, **{**fields, **here})
         request, then, found = run(other, PROMPT + said, 12, resume=moved(state, other))
-        assert other.usage(request).cached == state.length
+        assert other.metrics(request).num_cached_tokens == state.length
         assert then == tokens[FIRST : FIRST + 12] and worst(found, scores[FIRST : FIRST + 12]) <= EXACT
 
 
@@ -139,10 +143,10 @@ def test_of_a_prompt_that_differs_what_agrees_is_used(way):
     made = engine(model_config("rope"), **WAYS[way])
     said, state = left(made, PROMPT, FIRST)
     for agreed in (1, 7, 16, len(PROMPT), state.length - 1, state.length):
-        made.ledger.drop_prefixes()
+        made.kv_cache_manager.reset_prefix_cache()
         prompt = [*(PROMPT + said)[:agreed], 66, 5, 6]
         request, then, found = run(made, prompt, 5, resume=state)
-        assert made.usage(request).cached == agreed and not made.usage(request).missed
+        assert made.metrics(request).num_cached_tokens == agreed and not made.metrics(request).resume_miss_reason
         _, right, scores = run(engine(model_config("rope"), dirty=False), prompt, 5)
         assert then == right and worst(found, scores) <= EXACT
 
@@ -150,11 +154,11 @@ def test_of_a_prompt_that_differs_what_agrees_is_used(way):
 def test_one_token_is_left_to_compute():
     made = engine(model_config("rope"))
     _, state = left(made, PROMPT, FIRST)
-    made.ledger.drop_prefixes()
+    made.kv_cache_manager.reset_prefix_cache()
     request, _, _ = run(made, PROMPT, 3, resume=state)
-    assert made.usage(request).cached == len(PROMPT) - 1
+    assert made.metrics(request).num_cached_tokens == len(PROMPT) - 1
     request, _, _ = run(made, PROMPT[:1], 3, resume=state)
-    assert (made.usage(request).cached, made.usage(request).missed) == (0, "")
+    assert (made.metrics(request).num_cached_tokens, made.metrics(request).resume_miss_reason) == (0, "")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -166,12 +170,14 @@ def test_a_window_serves_what_it_still_holds(name, way):
     said, state = left(made, PROMPT, FIRST)
     served = set()
     for agreed in range(1, state.length + 1, 3):
-        made.ledger.drop_prefixes()
+        made.kv_cache_manager.reset_prefix_cache()
         prompt = [*(PROMPT + said)[:agreed], 66, 5]
         request, then, found = run(made, prompt, 3, resume=state)
-        usage = made.usage(request)
-        assert usage.cached in (0, agreed) and bool(usage.missed) == (usage.cached == 0)
-        served.add(usage.cached > 0)
+        usage = made.metrics(request)
+        assert usage.num_cached_tokens in (0, agreed) and bool(usage.resume_miss_reason) == (
+            usage.num_cached_tokens == 0
+        )
+        served.add(usage.num_cached_tokens > 0)
         _, right, scores = run(engine(config, dirty=False, **fields), prompt, 3)
         assert then == right and worst(found, scores) <= EXACT
     assert True in served
@@ -185,8 +191,8 @@ def test_what_is_lossy_goes_on_whole_or_not_at_all(name):
     said, state = left(made, PROMPT, FIRST)
     prompt = [*PROMPT, *said[:4], 66]
     request, then, found = run(made, prompt, 4, resume=state)
-    assert made.usage(request).cached == 0
-    assert made.usage(request).missed.startswith(f"tokens: they agree for 33 of {state.length}, and what")
+    assert made.metrics(request).num_cached_tokens == 0
+    assert made.metrics(request).resume_miss_reason.startswith(f"tokens: they agree for 33 of {state.length}, and what")
     _, right, scores = run(engine(config, dirty=False, **fields), prompt, 4)
     assert then == right and worst(found, scores) <= EXACT
 
@@ -199,11 +205,11 @@ def test_of_restored_blocks_others_find_the_prefix():
     taken = moved(state, other)
     run(other, PROMPT + said, 3, resume=taken)
     request, then, _ = run(other, [*PROMPT, 5, 6], 4)
-    assert other.usage(request).cached == 28  # seven blocks of four
+    assert other.metrics(request).num_cached_tokens == 28  # seven blocks of four
     assert then == run(engine(config, dirty=False), [*PROMPT, 5, 6], 4)[1]
     request, _, _ = run(other, PROMPT + said, 3, resume=taken)
-    assert other.usage(request).cached == 40  # what is there is not copied in again
-    assert not other.memory.parked
+    assert other.metrics(request).num_cached_tokens == 40  # what is there is not copied in again
+    assert not other.kv_cache.swapped
 
 
 @pytest.mark.parametrize("name", ["window", "sinks"])
@@ -234,39 +240,39 @@ def test_beside_others_in_a_pool_that_is_too_small(name):
         fields["blocks"] = 34
     made = engine(config, **fields)
     said, state = left(made, PROMPT, FIRST, source=source)
-    made.ledger.drop_prefixes()
-    sampling = Sampling(max_tokens=THEN, temperature=0, ignore_eos=True)
-    asked = [made.submit(PROMPT + said, sampling, source=source, resume=state, keep=True) for _ in range(4)]
+    made.kv_cache_manager.reset_prefix_cache()
+    sampling = SamplingParams(max_tokens=THEN, temperature=0, ignore_eos=True)
+    asked = [made.add_request(PROMPT + said, sampling, source=source, resume=state, keep=True) for _ in range(4)]
     came = {request: [] for request in asked}
     while not made.idle:
         for piece in made.step():
             assert piece.error is None
-            if piece.token is not None:
-                came[piece.request].append(piece.token)
+            if piece.token_id is not None:
+                came[piece.request].append(piece.token_id)
         made.scheduler.check()
         fill_unowned(made, math.nan)
     assert all(each == tokens[FIRST : FIRST + THEN] for each in came.values())
-    assert {made.kept(request).length for request in asked} == {len(PROMPT) + FIRST + THEN - 1}
+    assert {made.pop_state(request).length for request in asked} == {len(PROMPT) + FIRST + THEN - 1}
     assert "blocks" not in fields or made.scheduler.stats().preemptions > 0
-    assert not [each for each in made.memory.parked.values() if not isinstance(each, list)]
+    assert not [each for each in made.kv_cache.swapped.values() if not isinstance(each, list)]
 
 
 def test_seeded_sampling_goes_on_with_the_same_numbers():
     config = model_config("rope")
 
     def sampled(made, prompt, most, **options):
-        sampling = Sampling(max_tokens=most, temperature=1.5, seed=11, ignore_eos=True)
-        request = made.submit(prompt, sampling, **options)
+        sampling = SamplingParams(max_tokens=most, temperature=1.5, seed=11, ignore_eos=True)
+        request = made.add_request(prompt, sampling, **options)
         out = []
         while not made.idle:
-            out += [piece.token for piece in made.step() if piece.token is not None]
+            out += [piece.token_id for piece in made.step() if piece.token_id is not None]
         return request, out
 
     _, tokens = sampled(engine(config), PROMPT, 30)
     made = engine(config)
     request, said = sampled(made, PROMPT, 9, keep=True)
-    state = made.kept(request)
-    made.ledger.drop_prefixes()
+    state = made.pop_state(request)
+    made.kv_cache_manager.reset_prefix_cache()
     _, then = sampled(made, PROMPT + said, 21, resume=state)
     assert said + then == tokens
 
@@ -277,23 +283,23 @@ def test_seeded_sampling_goes_on_with_the_same_numbers():
 def test_what_cannot_be_kept_or_resumed():
     made, other = engine(model_config("rope")), engine(model_config("rope"))
     _, state = left(made, PROMPT, 3)
-    for sampling in (Sampling(n=2, max_tokens=3), Sampling(beams=2, max_tokens=3, temperature=0)):
+    for sampling in (SamplingParams(n=2, max_tokens=3), SamplingParams(num_beams=2, max_tokens=3, temperature=0)):
         for options in ({"keep": True}, {"resume": state}):
             with pytest.raises(RequestError, match="one row, not 2"):
-                made.submit(PROMPT, sampling, **options)
+                made.add_request(PROMPT, sampling, **options)
     with pytest.raises(RequestError, match="another engine"):
-        other.submit(PROMPT, Sampling(), resume=state)
+        other.add_request(PROMPT, SamplingParams(), resume=state)
     request, _, _ = run(made, PROMPT, 3)
     with pytest.raises(RequestError, match=f"nothing was kept of request {request}"):
-        made.kept(request)
-    request = made.submit(PROMPT, Sampling(max_tokens=20, temperature=0), keep=True)
+        made.pop_state(request)
+    request = made.add_request(PROMPT, SamplingParams(max_tokens=20, temperature=0), keep=True)
     made.step()
-    made.cancel(request)
+    made.abort_request(request)
     with pytest.raises(RequestError, match="nothing was kept"):
-        made.kept(request)
+        made.pop_state(request)
     with pytest.raises(RequestError, match="the limit is"):
-        made.submit(PROMPT * 9, Sampling(), resume=state)
-    assert not made.memory.parked and made.idle
+        made.add_request(PROMPT * 9, SamplingParams(), resume=state)
+    assert not made.kv_cache.swapped and made.idle
 
 
 def test_misses_say_why():
@@ -301,19 +307,19 @@ def test_misses_say_why():
     made = engine(config)
     said, state = left(made, PROMPT, 3)
     request, _, _ = run(made, PROMPT + said, 60, resume=state)
-    assert (made.usage(request).cached, made.usage(request).missed[:8]) == (0, "regime: ")
+    assert (made.metrics(request).num_cached_tokens, made.metrics(request).resume_miss_reason[:8]) == (0, "regime: ")
     made = engine(model_config("rope"))
     said, state = left(made, PROMPT, 3)
     request, _, _ = run(made, PROMPT + said, 3, resume=state, salt="b")
-    assert made.usage(request).missed == "salt: b here, none there"
+    assert made.metrics(request).resume_miss_reason == "salt: b here, none there"
     request, _, _ = run(made, [66, *PROMPT], 3, resume=state)
-    assert made.usage(request).missed == "tokens: they differ from the first on"
-    request = made.submit(PROMPT + said, Sampling(max_tokens=1, prompt_logprobs=0), resume=state)
-    assert made.usage(request).missed.startswith("prompt_logprobs")
+    assert made.metrics(request).resume_miss_reason == "tokens: they differ from the first on"
+    request = made.add_request(PROMPT + said, SamplingParams(max_tokens=1, prompt_logprobs=0), resume=state)
+    assert made.metrics(request).resume_miss_reason.startswith("prompt_logprobs")
     translating = engine(pair_config("rope"))
     said, state = left(translating, PROMPT[:4], 3, source=SOURCE)
     request, then, _ = run(translating, PROMPT[:4] + said, 3, resume=state, source=SOURCE[1:])
-    assert translating.usage(request).missed == "source: it answers another source"
+    assert translating.metrics(request).resume_miss_reason == "source: it answers another source"
     assert then == run(engine(pair_config("rope"), dirty=False), PROMPT[:4] + said, 3, source=SOURCE[1:])[1]
 
 
@@ -331,9 +337,9 @@ def test_a_gap_that_is_forgotten_is_heard(monkeypatch):
     tokens, _ = whole("sinks")
     made = engine(config, **fields)
     said, state = left(made, PROMPT, FIRST)
-    real = standing_module.lay
-    monkeypatch.setattr(state_module, "lay", lambda *args: real(*args)._replace(gap=0))
-    made.ledger.drop_prefixes()
+    real = standing_module.fit_layout
+    monkeypatch.setattr(state_module, "lay", lambda *args: real(*args)._replace(num_skipped_blocks=0))
+    made.kv_cache_manager.reset_prefix_cache()
     with pytest.raises((AssertionError, IndexError)):
         same(made, PROMPT + said, state, tokens, None)
 
@@ -345,10 +351,10 @@ def test_an_array_that_is_forgotten_is_heard(kind, monkeypatch):
     _, scores = whole(name)
     made = engine(config, **fields)
     said, state = left(made, PROMPT, FIRST)
-    made.ledger.drop_prefixes()
+    made.kv_cache_manager.reset_prefix_cache()
     spoil(made)  # blocks that are filled whole are not cleared first
-    real = lines._every
-    monkeypatch.setattr(lines, "_every", lambda *given: (each for each in real(*given) if kind not in each[0]))
+    real = lines._all_arrays
+    monkeypatch.setattr(lines, "_all_arrays", lambda *given: (each for each in real(*given) if kind not in each[0]))
     with pytest.raises(AssertionError):
         same(made, PROMPT + said, state, None, scores)
 

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from kvad import config as cfg
-from kvad.cache.memory import Memory
+from kvad.cache.memory import KVCache
 from kvad.cache.sizing import CacheConfig
 from kvad.engine import buffers
-from kvad.engine.engine import Engine, Piece
-from kvad.engine.request import Result, Sampling
-from kvad.engine.row import Plan
+from kvad.engine.engine import Engine, StreamChunk
+from kvad.engine.request import SamplingParams, SequenceOutput
+from kvad.engine.row import SchedulerOutput
 from kvad.errors import ConfigError, KvadError, RequestError
-from kvad.model.fresh import Fresh
+from kvad.model.fresh import NoCache
 from kvad.model.transformer import Transformer
-from kvad.step import Lane, Step
+from kvad.step import ModelInput, SubBatch
 from tests.drive import Run, Stream, drive, fresh_step, uncached, worst
 from tests.models import LIMIT, SOURCE_LIMIT, SOURCE_VOCAB, VOCAB, build, encoder_config, model_config, pair_config
 
@@ -42,12 +42,12 @@ def cache(layout: str = "paged", **more: object) -> CacheConfig:
     return CacheConfig(layout=layout, **(fixed | more))  # type: ignore[arg-type]
 
 
-def greedy(new: int, **more: object) -> Sampling:
-    return Sampling(max_tokens=new, temperature=0, **more)  # type: ignore[arg-type]
+def greedy(new: int, **more: object) -> SamplingParams:
+    return SamplingParams(max_tokens=new, temperature=0, **more)  # type: ignore[arg-type]
 
 
-def finish(engine: Engine) -> dict[int, list[Piece]]:
-    told: dict[int, list[Piece]] = {}
+def finish(engine: Engine) -> dict[int, list[StreamChunk]]:
+    told: dict[int, list[StreamChunk]] = {}
     while not engine.idle:
         for piece in engine.step():
             told.setdefault(piece.request, []).append(piece)
@@ -55,12 +55,12 @@ def finish(engine: Engine) -> dict[int, list[Piece]]:
     return told
 
 
-def tokens_of(pieces: Sequence[Piece], sample: int = 0) -> list[int]:
-    return [piece.token for piece in pieces if piece.sample == sample and piece.token is not None]
+def tokens_of(pieces: Sequence[StreamChunk], sample: int = 0) -> list[int]:
+    return [piece.token_id for piece in pieces if piece.sample_index == sample and piece.token_id is not None]
 
 
 def unowned(engine: Engine) -> bool:
-    return all(pool.live == 0 for pool in engine.ledger.pools)
+    return all(pool.num_live == 0 for pool in engine.kv_cache_manager.pools)
 
 
 # ---------------------------------------------------------------- folded rows
@@ -83,16 +83,16 @@ def test_rows_that_share_a_source_are_one_row_of_cross_attention(layout: str, sa
     assert run.folded >= 4 and run.encodings == 1
 
 
-def plans(engine: Engine) -> list[Plan]:
+def plans(engine: Engine) -> list[SchedulerOutput]:
     """Every plan of decoder tokens until the engine is idle."""
-    seen: list[Plan] = []
-    real = engine.runner.run
+    seen: list[SchedulerOutput] = []
+    real = engine.runner.execute
 
-    def run(plan: Plan) -> Tensor:
+    def run(plan: SchedulerOutput) -> Tensor:
         seen.append(plan)
         return real(plan)
 
-    engine.runner.run = run  # type: ignore[method-assign]
+    engine.runner.execute = run  # type: ignore[method-assign]
     finish(engine)
     return seen
 
@@ -101,13 +101,18 @@ def test_the_folded_lanes_are_those_of_the_step() -> None:
     """The step's tokens, cut otherwise; where runs of a request are not equally long, nothing is folded."""
     engine = Engine(build(pair_config()), cache())
     for samples, new, source in ((3, 6, text(9)), (2, 9, text(30, 1)), (1, 3, text(4, 2))):
-        engine.submit([1, 2], greedy(new, n=samples), source=source)
+        engine.add_request([1, 2], greedy(new, n=samples), source=source)
     shapes = set()
     for plan in plans(engine):
-        assert plan.cross is not None
-        for lane, cross in zip(plan.lanes, plan.cross, strict=True):
-            assert lane.rows * lane.new == cross.rows * cross.new
-        shapes.add(tuple((lane.rows, cross.rows) for lane, cross in zip(plan.lanes, plan.cross, strict=True)))
+        assert plan.cross_sub_batches is not None
+        for lane, cross in zip(plan.sub_batches, plan.cross_sub_batches, strict=True):
+            assert lane.num_seqs * lane.num_new_tokens == cross.num_seqs * cross.num_new_tokens
+        shapes.add(
+            tuple(
+                (lane.num_seqs, cross.num_seqs)
+                for lane, cross in zip(plan.sub_batches, plan.cross_sub_batches, strict=True)
+            )
+        )
     assert any(rows > cross for shape in shapes for rows, cross in shape), shapes
     assert any(rows == cross > 1 for shape in shapes for rows, cross in shape), shapes
 
@@ -133,7 +138,7 @@ def test_without_clearing_a_shorter_source_sees_the_longer_one_before_it(
     streams = [Stream([3, 4], [[5, 6, 7]], source=text(length, length)) for length in (39, 38, 40, 5)]
     config = cache(layout, rows=2, prefix=False)
     assert worst(model, streams, drive(model, config, streams)) <= EXACT
-    monkeypatch.setattr(Memory, "_clear", lambda *_: None)
+    monkeypatch.setattr(KVCache, "_clear", lambda *_: None)
     assert not worst(model, streams, drive(model, config, streams, poison=False)) <= 1e-3
 
 
@@ -158,7 +163,7 @@ def test_an_equal_source_is_encoded_once(salts: tuple[str, str]) -> None:
     source, target = text(21), text(9, vocab=VOCAB)
     told, computed = [], []
     for salt in salts:
-        request = engine.submit(target, greedy(4), source=source, salt=salt)
+        request = engine.add_request(target, greedy(4), source=source, salt=salt)
         before = engine.scheduler.stats().tokens
         told.append(tokens_of(finish(engine)[request]))
         computed.append(engine.scheduler.stats().tokens - before)
@@ -169,15 +174,15 @@ def test_an_equal_source_is_encoded_once(salts: tuple[str, str]) -> None:
 
 def test_a_source_that_runs_is_shared_with_a_request_that_comes() -> None:
     engine = Engine(build(pair_config()), cache())
-    first = engine.submit([1, 2, 3], greedy(8), source=text(21))
+    first = engine.add_request([1, 2, 3], greedy(8), source=text(21))
     for _ in range(3):
         engine.step()
     before = engine.scheduler.stats().tokens
-    second = engine.submit([4, 5], greedy(8), source=text(21))
+    second = engine.add_request([4, 5], greedy(8), source=text(21))
     told = finish(engine)
     assert engine.scheduler.stats().tokens - before < 21 + 16
     alone = Engine(build(pair_config()), cache())
-    request = alone.submit([4, 5], greedy(8), source=text(21))
+    request = alone.add_request([4, 5], greedy(8), source=text(21))
     assert tokens_of(finish(alone)[request]) == tokens_of(told[second])
     assert first != second and unowned(engine)
 
@@ -221,7 +226,7 @@ def test_what_an_encoder_decoder_refuses() -> None:
         ([VOCAB], [1], f"token id {VOCAB} is outside"),
     ):
         with pytest.raises(RequestError, match=words):
-            engine.submit(tokens, greedy(3), source=source)
+            engine.add_request(tokens, greedy(3), source=source)
     assert engine.idle
     with pytest.raises(ConfigError, match=r"cache\.source_capacity"):
         Engine(build(pair_config()), cache(source_capacity=0))
@@ -230,34 +235,34 @@ def test_what_an_encoder_decoder_refuses() -> None:
 def test_who_has_no_source_and_who_has_no_encoder() -> None:
     decoder, encoder = Engine(build(model_config()), cache()), Engine(build(encoder_config()), cache())
     with pytest.raises(RequestError, match="no encoder to read a source"):
-        decoder.submit([1], greedy(3), source=[2])
+        decoder.add_request([1], greedy(3), source=[2])
     with pytest.raises(RequestError, match="no encoder"):
-        decoder.submit_source([1])
+        decoder.add_encoder_request([1])
     with pytest.raises(RequestError, match="cannot continue"):
-        encoder.submit([1], greedy(3))
+        encoder.add_request([1], greedy(3))
     with pytest.raises(RequestError, match="source is empty"):
-        encoder.submit_source([])
+        encoder.add_encoder_request([])
     with pytest.raises(RequestError, match=f"the encoder's limit is {LIMIT}"):
-        encoder.submit_source([1] * (LIMIT + 1))
+        encoder.add_encoder_request([1] * (LIMIT + 1))
 
 
 def test_a_source_that_is_not_finite_ends_its_request_and_is_not_remembered() -> None:
     config = pair_config("none", own=True)
     model = build(config)
-    assert model.source is not None and model.source.tokens is not None
+    assert model.encoder_embedding is not None and model.encoder_embedding.tokens is not None
     bad = 40
     with torch.no_grad():
-        model.source.tokens.weight[bad] = math.nan
+        model.encoder_embedding.tokens.weight[bad] = math.nan
     engine = Engine(model, cache())
     fine = [token % bad for token in text(9)]
     sick = [*fine[:5], bad, *fine[5:]]
-    numbers = [engine.submit([1, 2], greedy(3), source=source) for source in (fine, sick, fine[:4])]
+    numbers = [engine.add_request([1, 2], greedy(3), source=source) for source in (fine, sick, fine[:4])]
     told = finish(engine)
-    assert [told[number][-1].finish for number in numbers] == ["length", "error", "length"]
+    assert [told[number][-1].finish_reason for number in numbers] == ["length", "error", "length"]
     assert "NaN" in str(told[numbers[1]][-1].error)
     before = engine.scheduler.stats().tokens
-    again = engine.submit([1, 2], greedy(3), source=sick)
-    assert finish(engine)[again][-1].finish == "error"
+    again = engine.add_request([1, 2], greedy(3), source=sick)
+    assert finish(engine)[again][-1].finish_reason == "error"
     assert engine.scheduler.stats().tokens == before + len(sick)
     assert unowned(engine)
     with torch.no_grad():
@@ -269,15 +274,15 @@ def test_a_source_that_is_not_finite_ends_its_request_and_is_not_remembered() ->
 
 def test_cancelled_while_it_waits_for_its_source() -> None:
     engine = Engine(build(pair_config()), cache(rows=2))
-    numbers = [engine.submit([1, 2], greedy(5), source=text(8, i)) for i in range(3)]
-    plan = engine.scheduler.plan()
-    assert plan is not None and plan.encoding is not None
-    engine.cancel(numbers[0])
-    hidden, _ = engine.runner.encode(plan.encoding)
+    numbers = [engine.add_request([1, 2], greedy(5), source=text(8, i)) for i in range(3)]
+    plan = engine.scheduler.schedule()
+    assert plan is not None and plan.encoder_batch is not None
+    engine.abort_request(numbers[0])
+    hidden, _ = engine.runner.encode(plan.encoder_batch)
     assert len(hidden) == 16
-    engine.scheduler.settle(plan, [Result()] * 2)
+    engine.scheduler.update_from_output(plan, [SequenceOutput()] * 2)
     engine.scheduler.check()
-    engine.cancel(numbers[2])
+    engine.abort_request(numbers[2])
     told = finish(engine)
     assert len(tokens_of(told[numbers[1]])) == 5 and numbers[2] not in told
     assert unowned(engine)
@@ -288,9 +293,11 @@ def test_cancelled_while_it_waits_for_its_source() -> None:
 TEXTS = [text(11), text(3, 1), text(25, 2), text(11, 3), [6], text(40, 4)]
 HEADS = {
     "masked-lm": None,
-    "tags": cfg.Classes(("a", "b", "c")),
-    "classes": cfg.Classes(("a", "b"), per="row", pool="mean", transform=cfg.Transform("tanh")),
-    "pooled": cfg.Pooled("first", unit=True),
+    "tags": cfg.ClassificationHeadConfig(("a", "b", "c")),
+    "classes": cfg.ClassificationHeadConfig(
+        ("a", "b"), level="row", pool="mean", transform=cfg.HeadTransformConfig("tanh")
+    ),
+    "pooled": cfg.PoolingHeadConfig("first", normalize=True),
 }
 
 
@@ -303,23 +310,23 @@ def encoder(head: str = "masked-lm", position: str = "rope", heads: str = "gqa")
 @torch.inference_mode()
 def expected(model: Transformer, tokens: Sequence[int], want: str) -> Tensor:
     step = fresh_step(tokens)
-    hidden = model(step, Fresh(model.config)) if model.decoder is None else model.encode(step)
+    hidden = model(step, NoCache(model.config)) if model.decoder is None else model.encode(step)
     if want != "head":
         return hidden[0] if want == "first" else hidden.mean(dim=0)
     if model.decoder is not None:
         return hidden
-    if model.config.per_row:
-        return model.rows(hidden, step)[0]
-    return model.logits(hidden, step.wanted)
+    if model.config.pools_sequence:
+        return model.pooled_outputs(hidden, step)[0]
+    return model.logits(hidden, step.logit_indices)
 
 
 def answers(engine: Engine, texts: Sequence[Sequence[int]], wants: Sequence[str]) -> list[Tensor]:
-    numbers = [engine.submit_source(each, want) for each, want in zip(texts, wants, strict=True)]  # type: ignore[arg-type]
+    numbers = [engine.add_encoder_request(each, want) for each, want in zip(texts, wants, strict=True)]  # type: ignore[arg-type]
     told = finish(engine)
     found = []
     for number in numbers:
         (piece,) = told[number]
-        assert piece.finish == "stop" and piece.token is None and isinstance(piece.output, Tensor)
+        assert piece.finish_reason == "stop" and piece.token_id is None and isinstance(piece.output, Tensor)
         found.append(piece.output)
     return found
 
@@ -332,17 +339,17 @@ POSITIONED = ("none", "learned", "sinusoidal", "rope", "rope-dynamic", "rope-lon
 def test_an_encoder_s_answers_are_those_without_an_engine(head: str, budget: int) -> None:
     """A ragged batch, at once or a few rows per step: what each row would be told alone."""
     model = encoder(head)
-    engine = Engine(model, cache(), budget=budget)
+    engine = Engine(model, cache(), max_num_batched_tokens=budget)
     for want in ("head", "mean", "first"):
         for each, ours in zip(TEXTS, answers(engine, TEXTS, [want] * len(TEXTS)), strict=True):
             assert (ours - expected(model, each, want)).abs().max() <= 1e-12
-    assert all(pool.free == pool.total for pool in engine.ledger.pools), "an encoder keeps nothing"
+    assert all(pool.num_free == pool.total for pool in engine.kv_cache_manager.pools), "an encoder keeps nothing"
 
 
 @pytest.mark.parametrize("position", POSITIONED)
 def test_an_encoder_s_answers_with_every_position(position: str) -> None:
     model = encoder(position=position, heads="window-mix")
-    engine = Engine(model, cache(), budget=64)
+    engine = Engine(model, cache(), max_num_batched_tokens=64)
     wants = ["head", "mean", "first", "head", "head", "mean"]
     for each, want, ours in zip(TEXTS, wants, answers(engine, TEXTS, wants), strict=True):
         assert (ours - expected(model, each, want)).abs().max() <= 1e-12
@@ -352,10 +359,10 @@ def test_the_states_of_an_encoder_decoder_s_source() -> None:
     """Asked for between two translations, which do not notice."""
     model = build(pair_config("t5", "post", own=True))
     engine = Engine(model, cache())
-    first = engine.submit([1, 2], greedy(6), source=TEXTS[0])
+    first = engine.add_request([1, 2], greedy(6), source=TEXTS[0])
     engine.step()
-    wanted = [engine.submit_source(each) for each in TEXTS[1:4]]
-    second = engine.submit([1, 2], greedy(6), source=TEXTS[0])
+    wanted = [engine.add_encoder_request(each) for each in TEXTS[1:4]]
+    second = engine.add_request([1, 2], greedy(6), source=TEXTS[0])
     told = finish(engine)
     for each, number in zip(TEXTS[1:4], wanted, strict=True):
         (piece,) = told[number]
@@ -367,13 +374,13 @@ def test_the_states_of_an_encoder_decoder_s_source() -> None:
 def test_a_fault_of_one_text_is_not_its_neighbours() -> None:
     model = encoder()
     with torch.no_grad():
-        model.table[50] = math.nan
+        model.token_embedding[50] = math.nan
     model.head.weight = torch.nn.Parameter(torch.ones(VOCAB, 24, dtype=torch.float64))  # type: ignore[assignment]
     engine = Engine(model, cache())
     texts = [TEXTS[0], [1, 50, 2], TEXTS[3]]
-    numbers = [engine.submit_source(each) for each in texts]
+    numbers = [engine.add_encoder_request(each) for each in texts]
     told = finish(engine)
-    assert [told[number][0].finish for number in numbers] == ["stop", "error", "stop"]
+    assert [told[number][0].finish_reason for number in numbers] == ["stop", "error", "stop"]
     assert "NaN" in str(told[numbers[1]][0].error) and told[numbers[1]][0].output is None
     for number in (0, 2):
         assert (told[numbers[number]][0].output - expected(model, texts[number], "head")).abs().max() <= 1e-12
@@ -381,7 +388,7 @@ def test_a_fault_of_one_text_is_not_its_neighbours() -> None:
 
 def test_a_step_that_fails_ends_its_texts_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(encoder(), cache())
-    sick = engine.submit_source(TEXTS[0])
+    sick = engine.add_encoder_request(TEXTS[0])
 
     def broken(_: object) -> None:
         raise KvadError("on purpose")
@@ -391,16 +398,16 @@ def test_a_step_that_fails_ends_its_texts_and_the_engine_goes_on(monkeypatch: py
         with pytest.raises(KvadError):
             engine.step()
     (piece,) = engine.step()
-    assert piece.request == sick and piece.finish == "error" and "on purpose" in str(piece.error)
+    assert piece.request == sick and piece.finish_reason == "error" and "on purpose" in str(piece.error)
     assert answers(engine, TEXTS[:1], ["head"])[0].shape == (11, VOCAB)
 
 
 def test_a_cancelled_text_is_not_answered() -> None:
     engine = Engine(encoder(), cache(rows=2))
-    numbers = [engine.submit_source(each) for each in TEXTS]
+    numbers = [engine.add_encoder_request(each) for each in TEXTS]
     engine.step()
-    engine.cancel(numbers[3])
-    engine.cancel(numbers[3])
+    engine.abort_request(numbers[3])
+    engine.abort_request(numbers[3])
     told = finish(engine)
     assert numbers[3] not in told and set(told) <= set(numbers)
     assert set(told) | set(numbers[:2]) == set(numbers) - {numbers[3]}
@@ -417,7 +424,7 @@ def test_neighbours_of_any_number_change_nothing() -> None:
     draw = torch.Generator().manual_seed(0)
     for count in (1, 2, 7):
         texts = [text(int(n), int(n)) for n in torch.randint(1, 30, (count,), generator=draw)]
-        engine = Engine(model, cache(), budget=40)
+        engine = Engine(model, cache(), max_num_batched_tokens=40)
         for each, ours in zip(texts, answers(engine, texts, ["head"] * count), strict=True):
             assert (ours - alone(each)).abs().max() <= 1e-12
 
@@ -431,5 +438,5 @@ def test_the_judge_of_translations_can_object() -> None:
     assert streams[0].source is not None
     streams[0].source[0] = (streams[0].source[0] + 1) % SOURCE_VOCAB
     assert worst(model, streams, run) > 1e-3
-    lane: Step = fresh_step([1], source=[2])
-    assert lane.source is not None and lane.source.lanes == (Lane(1, 1, 1),)
+    lane: ModelInput = fresh_step([1], source=[2])
+    assert lane.encoder_input is not None and lane.encoder_input.sub_batches == (SubBatch(1, 1, 1),)

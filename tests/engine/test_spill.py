@@ -24,14 +24,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvad.cache import spilled
-from kvad.cache.disk import DISK, Disk
-from kvad.cache.settle import settle
-from kvad.cache.sizing import CacheConfig, groups
-from kvad.cache.spill import Spill, _Ahead
-from kvad.cache.spool import Spool
-from kvad.config import ModelConfig, mixers
+from kvad.cache.disk import REAL_FILE_SYSTEM, FileSystem
+from kvad.cache.settle import resolve_for_model
+from kvad.cache.sizing import CacheConfig, build_groups
+from kvad.cache.spill import OffloadReader, _ReadAhead
+from kvad.cache.spool import OffloadFile
+from kvad.config import ModelConfig, attention_specs
 from kvad.engine.engine import Engine
-from kvad.engine.request import Sampling
+from kvad.engine.request import SamplingParams
 from kvad.errors import ConfigError, RequestError
 from kvad.model.transformer import Transformer
 from tests.cache.disks import FailingDisk
@@ -71,7 +71,7 @@ def streams(config: ModelConfig) -> list[Stream]:
 
     made = [Stream(ids(50), [ids(40)]), Stream(ids(3), [ids(80)], 2), Stream(ids(40), [ids(20), ids(20)], 3)]
     made.append(Stream(ids(5), [ids(10)], 5))
-    if config.source is None:
+    if config.encoder_input is None:
         return made
     return [replace(stream, source=[rng.randrange(40) for _ in range(9 + 2 * at)]) for at, stream in enumerate(made)]
 
@@ -133,31 +133,31 @@ def test_layers_spill_beside_others(where: str) -> None:
     "breaks", ["a tile left out", "tiles of another layer", "read too early", "zeros for what is lost"]
 )
 def test_broken_on_purpose_it_is_heard(breaks: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_take, real_write, real_split = _Ahead.take, Spool.write, Spill._tiles
+    real_take, real_write, real_split = _ReadAhead.take, OffloadFile.write, OffloadReader._tiles
     if breaks == "a tile left out":
-        monkeypatch.setattr(Spill, "_tiles", lambda *given: list(real_split(*given))[1:])
+        monkeypatch.setattr(OffloadReader, "_tiles", lambda *given: list(real_split(*given))[1:])
     elif breaks == "tiles of another layer":
-        monkeypatch.setattr(Spool, "write", lambda self, layer, *rest: real_write(self, 1 - layer, *rest))
+        monkeypatch.setattr(OffloadFile, "write", lambda self, layer, *rest: real_write(self, 1 - layer, *rest))
     elif breaks == "read too early":
 
-        def take(self: _Ahead, layer: int, tile: Any) -> torch.Tensor:
+        def take(self: _ReadAhead, layer: int, tile: Any) -> torch.Tensor:
             made = real_take(self, layer, tile)
             self._submit(self._flying[0][3])  # the buffer is given away before it was unpacked
             if len(self._flying) > 1:
                 self._flying[-1][-1].result()
             return made
 
-        monkeypatch.setattr(_Ahead, "take", take)
-        monkeypatch.setattr(_Ahead, "done", lambda self: self._flying.popleft())
+        monkeypatch.setattr(_ReadAhead, "take", take)
+        monkeypatch.setattr(_ReadAhead, "done", lambda self: self._flying.popleft())
     else:
-        monkeypatch.setattr(Spool, "_read", lambda self, layer, first, into: into.fill(0) or {})
+        monkeypatch.setattr(OffloadFile, "_read", lambda self, layer, first, into: into.fill(0) or {})
     model, every = build(model_config()), streams(model_config())
     assert worst(model, every, drive(model, spilling(where, spill_ram=0), every, budget=24)) > 1e-3
 
 
 # ---------------------------------------------------------------- engines, by their tokens
 
-ASKED = Sampling(max_tokens=30, temperature=1.0, seed=3, ignore_eos=True)
+ASKED = SamplingParams(max_tokens=30, temperature=1.0, seed=3, ignore_eos=True)
 PROMPTS = [[3 * i % 67 for i in range(50)], [5, 6, 7], [(i * i) % 67 for i in range(61)]]
 Said = dict[tuple[int, int], tuple[list[int], str | None, str | None]]
 
@@ -169,22 +169,22 @@ def model() -> Transformer:
 
 @pytest.fixture(scope="module")
 def right(model: Transformer) -> Said:
-    cache = CacheConfig(dtype="float64", block_size=4, rows=3, capacity=LIMIT, chunk=8)
-    return talk(Engine(model, cache, budget=24))
+    cache = CacheConfig(dtype="float64", block_size=4, max_num_seqs=3, max_seq_len=LIMIT, prefill_chunk_size=8)
+    return talk(Engine(model, cache, max_num_batched_tokens=24))
 
 
 def talk(engine: Engine, between: Callable[[Engine, int], None] = lambda *_: None, most: int = 3000) -> Said:
     """Every prompt's tokens, how it ended, and why; ``between`` two steps something happens."""
     said: Said = {}
     for prompt in PROMPTS:
-        said[engine.submit(prompt, ASKED), 0] = [], None, None
+        said[engine.add_request(prompt, ASKED), 0] = [], None, None
     step = 0
     while not engine.idle:
         between(engine, step)
         for piece in engine.step():
-            tokens, *_ = said[piece.request, piece.sample]
-            tokens += [piece.token] if piece.token is not None else []
-            said[piece.request, piece.sample] = tokens, piece.finish, piece.error
+            tokens, *_ = said[piece.request, piece.sample_index]
+            tokens += [piece.token_id] if piece.token_id is not None else []
+            said[piece.request, piece.sample_index] = tokens, piece.finish_reason, piece.error
         engine.scheduler.check()
         step += 1
         assert step < most, "it does not end"
@@ -206,38 +206,38 @@ def right_or_told(said: Said, right: Said) -> int:
     return ended
 
 
-def spills(engine: Engine) -> list[Spool]:
-    assert engine.memory.spill is not None
-    return list(engine.memory.spill.spools.values())
+def spills(engine: Engine) -> list[OffloadFile]:
+    assert engine.kv_cache.offload_reader is not None
+    return list(engine.kv_cache.offload_reader.spools.values())
 
 
 @pytest.mark.parametrize("ram", RAM)
 def test_tokens_are_those_of_a_cache_that_holds_everything(
     model: Transformer, right: Said, ram: str, where: str
 ) -> None:
-    engine = Engine(model, spilling(where, spill_ram=RAM[ram]), budget=24)
+    engine = Engine(model, spilling(where, spill_ram=RAM[ram]), max_num_batched_tokens=24)
     assert talk(engine) == right
-    assert engine.memory.spill is not None
-    stats = engine.memory.spill.stats()
+    assert engine.kv_cache.offload_reader is not None
+    stats = engine.kv_cache.offload_reader.stats()
     assert stats.written and (stats.from_ram > 0) == (ram != "disk") and (stats.from_disk > 0) == (ram != "memory")
     assert (stats.folder is None) == (ram == "memory") and stats.failed == 0
 
 
 def test_beams_fork_what_is_spilled(model: Transformer, where: str) -> None:
-    asked = Sampling(max_tokens=40, beams=3, n=3, temperature=0.0)
+    asked = SamplingParams(max_tokens=40, num_beams=3, n=3, temperature=0.0)
     said = []
     for cache in (
-        CacheConfig(dtype="float64", block_size=4, rows=3, capacity=LIMIT, chunk=8),
+        CacheConfig(dtype="float64", block_size=4, max_num_seqs=3, max_seq_len=LIMIT, prefill_chunk_size=8),
         spilling(where, spill_ram=0),
     ):
-        engine = Engine(model, cache, budget=24)
-        engine.submit(PROMPTS[0], asked)
+        engine = Engine(model, cache, max_num_batched_tokens=24)
+        engine.add_request(PROMPTS[0], asked)
         said.append([piece for _ in range(400) for piece in engine.step()])
         assert engine.idle
         engine.close()
-    tokens = [[(piece.sample, piece.token, piece.finish) for piece in pieces] for pieces in said]
+    tokens = [[(piece.sample_index, piece.token_id, piece.finish_reason) for piece in pieces] for pieces in said]
     assert tokens[0] == tokens[1] and len(tokens[0]) > 100
-    totals = [[piece.total for piece in pieces if piece.total is not None] for pieces in said]
+    totals = [[piece.cumulative_logprob for piece in pieces if piece.cumulative_logprob is not None] for pieces in said]
     assert totals[0] == pytest.approx(totals[1], abs=1e-9)
 
 
@@ -248,12 +248,12 @@ def test_the_kth_operation_fails_for_every_k(
 ) -> None:
     """One that fails costs the row's computing again, and nothing else."""
     counting = FailingDisk(which=which)
-    talk(Engine(model, spilling(where), budget=24, disk=counting))
+    talk(Engine(model, spilling(where), max_num_batched_tokens=24, fs=counting))
     assert counting.count > 20
     rng = random.Random(len(which[0]) + code)
     for k in sorted({0, 1, 2, counting.count - 1, *rng.sample(range(counting.count), 3)}):
         disk = FailingDisk(k, which=which, code=code)
-        assert talk(Engine(model, spilling(where), budget=24, disk=disk)) == right
+        assert talk(Engine(model, spilling(where), max_num_batched_tokens=24, fs=disk)) == right
         assert disk.failed == 1
 
 
@@ -263,9 +263,9 @@ def test_the_kth_operation_fails_for_every_single_k(
     model: Transformer, right: Said, which: tuple[str, ...], where: str
 ) -> None:
     counting = FailingDisk(which=which)
-    talk(Engine(model, spilling(where), budget=24, disk=counting))
+    talk(Engine(model, spilling(where), max_num_batched_tokens=24, fs=counting))
     for k in range(counting.count):
-        assert talk(Engine(model, spilling(where), budget=24, disk=FailingDisk(k, which=which))) == right
+        assert talk(Engine(model, spilling(where), max_num_batched_tokens=24, fs=FailingDisk(k, which=which))) == right
 
 
 @pytest.mark.parametrize("which", [("write_at",), ("read",)])
@@ -276,7 +276,7 @@ def test_a_disk_that_is_gone_for_good(
     """What does not fit into memory ends with the reason; a row that spills little, or nothing, says all it has to."""
     for k in (0, 5, 20):
         disk = FailingDisk(k, which=which, code=errno.ENOSPC, on=True)
-        said = talk(Engine(model, spilling(where, spill_ram=RAM[ram]), budget=24, disk=disk))
+        said = talk(Engine(model, spilling(where, spill_ram=RAM[ram]), max_num_batched_tokens=24, fs=disk))
         assert right_or_told(said, right) in (1, 2) and disk.failed
         assert said[1, 0] == right[1, 0], "the short one goes on"
 
@@ -285,7 +285,7 @@ def test_with_room_in_memory_nothing_needs_the_disk(model: Transformer, right: S
     """All memory is given out when the disk fails; by the time rows come back others have left."""
     cache = spilling(where, spill_ram=40_000)
     disk = FailingDisk(3, which=("write_at",), on=True)
-    said = talk(Engine(model, cache, budget=24, disk=disk))
+    said = talk(Engine(model, cache, max_num_batched_tokens=24, fs=disk))
     assert disk.failed and right_or_told(said, right) < 2
 
 
@@ -307,7 +307,7 @@ def damage(kind: str, at: int, engine: Engine) -> None:
 @pytest.mark.parametrize("times", ["once", "always"])
 def test_damage_between_steps_is_found(model: Transformer, right: Said, kind: str, times: str, where: str) -> None:
     """At places 64 bytes apart over the whole of the files, at steps of all ages."""
-    engine = Engine(model, spilling(where, spill_ram=0), budget=24)
+    engine = Engine(model, spilling(where, spill_ram=0), max_num_batched_tokens=24)
     sizes: list[int] = []
     talk(engine, lambda engine, step: sizes.append(spills(engine)[0].paths[0].stat().st_size))
     found, rng = 0, random.Random(7)
@@ -320,10 +320,10 @@ def test_damage_between_steps_is_found(model: Transformer, right: Said, kind: st
             if step == when or (times == "always" and step > when):
                 damage(kind, at, engine)
 
-        engine = Engine(model, spilling(where, spill_ram=0), budget=24)
+        engine = Engine(model, spilling(where, spill_ram=0), max_num_batched_tokens=24)
         ended = right_or_told(talk(engine, between), right)
         assert times == "always" or not ended
-        found += engine.memory.spill is not None and engine.memory.spill.stats().failed > 0
+        found += engine.kv_cache.offload_reader is not None and engine.kv_cache.offload_reader.stats().failed > 0
     assert found > 2, "nothing of it was read"
 
 
@@ -331,7 +331,7 @@ def test_damage_between_steps_is_found(model: Transformer, right: Said, kind: st
 @pytest.mark.parametrize("kind", ["flip", "cut"])
 def test_damage_at_every_sixty_four_bytes(model: Transformer, right: Said, kind: str, where: str) -> None:
     for at in range(0, 20_000, 64):
-        engine = Engine(model, spilling(where, spill_ram=0), budget=24)
+        engine = Engine(model, spilling(where, spill_ram=0), max_num_batched_tokens=24)
         assert not right_or_told(talk(engine, lambda e, step, at=at: step == 30 and damage(kind, at, e)), right)
 
 
@@ -340,7 +340,7 @@ def test_what_is_damaged_without_checksums_is_heard(
 ) -> None:
     """Proof that the tests above would notice."""
     monkeypatch.setattr("kvad.cache.spool.zlib.crc32", lambda data: 0)
-    engine = Engine(model, spilling(where, spill_ram=0), budget=24)
+    engine = Engine(model, spilling(where, spill_ram=0), max_num_batched_tokens=24)
     said = talk(engine, lambda engine, step: [damage("flip", at, engine) for at in range(7, 20_000, 8) if step == 20])
     with pytest.raises(AssertionError):
         right_or_told(said, right)
@@ -373,7 +373,7 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start(model: Transfor
 
 
 def laid_out(config: ModelConfig, cache: CacheConfig) -> None:
-    groups(mixers(config), settle(config, cache))
+    build_groups(attention_specs(config), resolve_for_model(config, cache))
 
 
 def test_what_cannot_spill_is_refused_with_the_reason() -> None:
@@ -389,38 +389,40 @@ def test_what_cannot_spill_is_refused_with_the_reason() -> None:
             laid_out(config, spilling("", **fields))
         assert said in str(error.value)
     with pytest.raises(ConfigError, match=r"recent 6 is not a multiple of the block size 4 \(recent=8\)"):
-        groups(mixers(config), spilling("", on_full="preempt", policy="spilled(6, every=8)"))
+        build_groups(attention_specs(config), spilling("", on_full="preempt", policy="spilled(6, every=8)"))
     with pytest.raises(ConfigError, match="a row is either kept whole or not"):
-        groups(mixers(config), spilling("", on_full="preempt", policy="0: norm(8, every=4); spilled(8, every=8)"))
+        build_groups(
+            attention_specs(config), spilling("", on_full="preempt", policy="0: norm(8, every=4); spilled(8, every=8)")
+        )
     with pytest.raises(ConfigError, match="an encoder keeps nothing"):
-        settle(encoder_config(), spilling(""))
+        resolve_for_model(encoder_config(), spilling(""))
 
 
 def test_a_request_may_end_where_the_pool_does(model: Transformer, where: str) -> None:
     engine = Engine(model, spilling(where))
-    asked = replace(ASKED, max_tokens=None, on_full="stop")
-    engine.submit(PROMPTS[1], asked)
+    asked = replace(ASKED, max_tokens=None, overflow="stop")
+    engine.add_request(PROMPTS[1], asked)
     pieces = [piece for _ in range(200) for piece in engine.step()]
-    assert sum(piece.token is not None for piece in pieces) == 29 and pieces[-1].limit == "cache"
+    assert sum(piece.token_id is not None for piece in pieces) == 29 and pieces[-1].limit == "cache"
     engine.close()
-    plain = Engine(model, CacheConfig(dtype="float64", rows=1, capacity=32))
+    plain = Engine(model, CacheConfig(dtype="float64", max_num_seqs=1, max_seq_len=32))
     with pytest.raises(RequestError, match="the cache has to be laid out for it"):
-        plain.submit([1], replace(ASKED, on_full="spill"))
+        plain.add_request([1], replace(ASKED, overflow="spill"))
 
 
 def test_a_row_that_spills_shares_no_prefix(model: Transformer, right: Said, where: str) -> None:
-    engine = Engine(model, spilling(where), budget=24)
+    engine = Engine(model, spilling(where), max_num_batched_tokens=24)
     for _ in range(2):
-        request = engine.submit(PROMPTS[0], ASKED)
-        tokens = [piece.token for _ in range(80) for piece in engine.step()]
-        assert tokens == right[0, 0][0] and engine.usage(request).cached == 0
+        request = engine.add_request(PROMPTS[0], ASKED)
+        tokens = [piece.token_id for _ in range(80) for piece in engine.step()]
+        assert tokens == right[0, 0][0] and engine.metrics(request).num_cached_tokens == 0
     engine.close()
 
 
 # ---------------------------------------------------------------- all of it at once
 
 
-class Unreliable(Disk):
+class Unreliable(FileSystem):
     """Fails, or changes a bit of what it reads, when it is told to."""
 
     def __init__(self) -> None:
@@ -457,13 +459,13 @@ class SpillMachine(RuleBasedStateMachine):
     def start(self, ram: int, blocks: int) -> None:
         self.folder = tempfile.TemporaryDirectory()
         cache = spilling(self.folder.name, spill_ram=ram, blocks=blocks)
-        self.engine = Engine(self.model, cache, budget=20, disk=self.disk)
+        self.engine = Engine(self.model, cache, max_num_batched_tokens=20, fs=self.disk)
 
     def alone(self, stem: int, length: int) -> list[int]:
         if (stem, length) not in self.solos:
-            engine = Engine(self.model, CacheConfig(dtype="float64", block_size=4, rows=1, capacity=LIMIT))
-            engine.submit(self.prompt(stem, length), ASKED)
-            self.solos[stem, length] = [p.token for _ in range(60) for p in engine.step() if p.token is not None]
+            engine = Engine(self.model, CacheConfig(dtype="float64", block_size=4, max_num_seqs=1, max_seq_len=LIMIT))
+            engine.add_request(self.prompt(stem, length), ASKED)
+            self.solos[stem, length] = [p.token_id for _ in range(60) for p in engine.step() if p.token_id is not None]
         return self.solos[stem, length]
 
     def prompt(self, stem: int, length: int) -> list[int]:
@@ -472,7 +474,7 @@ class SpillMachine(RuleBasedStateMachine):
     @rule(stem=st.integers(0, 1), length=st.sampled_from([2, 30, 45, 64]))
     def submit(self, stem: int, length: int) -> None:
         if len(self.prompts) < 6:
-            self.prompts[self.engine.submit(self.prompt(stem, length), ASKED)] = stem, length
+            self.prompts[self.engine.add_request(self.prompt(stem, length), ASKED)] = stem, length
 
     @rule(steps=st.integers(1, 12))
     def step(self, steps: int) -> None:
@@ -481,19 +483,19 @@ class SpillMachine(RuleBasedStateMachine):
                 if piece.request not in self.prompts:
                     continue
                 said = self.said.setdefault((piece.request, 0), [])
-                said += [piece.token] if piece.token is not None else []
+                said += [piece.token_id] if piece.token_id is not None else []
                 whole = self.alone(*self.prompts[piece.request])
                 assert said == whole[: len(said)]
-                if piece.finish == "error":
+                if piece.finish_reason == "error":
                     assert piece.error is not None and "cannot be read" in piece.error
-                elif piece.finish is not None:
+                elif piece.finish_reason is not None:
                     assert said == whole
 
     @precondition(lambda self: self.prompts)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.prompts)))
-        self.engine.cancel(number)
+        self.engine.abort_request(number)
         del self.prompts[number]
 
     @precondition(lambda self: self.engine.scheduler._running)
@@ -529,5 +531,5 @@ class TestSpillMachineLong(SpillMachine.TestCase):  # type: ignore[name-defined,
 
 def test_the_real_disk_is_what_an_engine_has(model: Transformer, where: str) -> None:
     engine = Engine(model, spilling(where, spill_ram=0))
-    assert all(spool.disk is DISK for spool in spills(engine))
+    assert all(spool.disk is REAL_FILE_SYSTEM for spool in spills(engine))
     engine.close()

@@ -22,25 +22,25 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvad.cache.blocks import Prefix, Prefixes, digest
-from kvad.cache.deposits import Fetch
-from kvad.cache.ledger import Ledger, Placed
-from kvad.cache.rules import Rules
-from kvad.cache.sizing import CacheConfig, Group, groups
-from kvad.cache.sources import PlacedSources, Source, Sources
-from kvad.config import MixerSpec
-from kvad.engine.beams import BeamGroup, Hypothesis, num_candidates
-from kvad.engine.request import Event, Result, Sampling, TokenScore
-from kvad.engine.row import Encoding
-from kvad.engine.scheduler import Plan, Row, Scheduler, Usage
-from kvad.step import BIN_BLOCK, EMPTY_BLOCK, Moves
+from kvad.cache.blocks import PrefixIndex, PrefixNode, digest
+from kvad.cache.deposits import PrefetchRequest
+from kvad.cache.ledger import BlockAllocation, KVCacheManager
+from kvad.cache.rules import BlockMapping
+from kvad.cache.sizing import CacheConfig, CacheGroup, build_groups
+from kvad.cache.sources import EncoderAllocation, EncoderBlocks, EncoderSequence
+from kvad.config import AttentionSpec
+from kvad.engine.beams import BeamSearch, Hypothesis, num_candidates
+from kvad.engine.request import SamplingParams, SequenceEvent, SequenceOutput, TokenLogprob
+from kvad.engine.row import EncoderBatch
+from kvad.engine.scheduler import RequestMetrics, Scheduler, SchedulerOutput, TokenSequence
+from kvad.step import NULL_BLOCK, PADDING_BLOCK, BlockOps
 
-FULL = MixerSpec(True, None, 1, 8, 8)
-WIDE = MixerSpec(True, None, 2, 8, 8)
-NARROW = MixerSpec(True, 5, 1, 8, 8)
-SELF = MixerSpec(True, 1, 1, 8, 8)
-CROSS = MixerSpec(False, None, 1, 8, 8, cross=True)
-WIDE_CROSS = MixerSpec(False, None, 2, 8, 8, cross=True)
+FULL = AttentionSpec(True, None, 1, 8, 8)
+WIDE = AttentionSpec(True, None, 2, 8, 8)
+NARROW = AttentionSpec(True, 5, 1, 8, 8)
+SELF = AttentionSpec(True, 1, 1, 8, 8)
+CROSS = AttentionSpec(False, None, 1, 8, 8, is_cross_attention=True)
+WIDE_CROSS = AttentionSpec(False, None, 2, 8, 8, is_cross_attention=True)
 VOCAB = 997
 EVERY_17TH = frozenset(range(0, VOCAB, 17))
 
@@ -56,7 +56,7 @@ class Solo:
     """A row alone, without a cache: ``seen[p]`` is the hash of everything that position p sees."""
 
     def __init__(
-        self, root: bytes, mixers: Sequence[MixerSpec], tokens: Sequence[int] = (), source: Sequence[int] = ()
+        self, root: bytes, mixers: Sequence[AttentionSpec], tokens: Sequence[int] = (), source: Sequence[int] = ()
     ) -> None:
         self.root, self.mixers, self.source = root, tuple(dict.fromkeys(mixers)), tuple(source)
         self.tokens: list[int] = []
@@ -70,7 +70,7 @@ class Solo:
         items = [*zip(range(at), self.tokens, self.seen, strict=False), (at, token, 0)]
         source = written_source(self.source)
         views = tuple(
-            source if m.cross else tuple(items[0 if m.window is None else max(0, at - m.window + 1) :])
+            source if m.is_cross_attention else tuple(items[0 if m.window is None else max(0, at - m.window + 1) :])
             for m in self.mixers
         )
         self.seen.append(hash((crc32(self.root), views)))
@@ -92,14 +92,14 @@ def written_source(source: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
 class FakeMemory:
     """Per group and slot: position (-1 = empty), token, history.  Obeys Moves and decides nothing."""
 
-    def __init__(self, placed: Sequence[Group]) -> None:
+    def __init__(self, placed: Sequence[CacheGroup]) -> None:
         self.groups = placed
-        sizes = [group.blocks * group.block_size for group in placed]
+        sizes = [group.num_blocks * group.block_size for group in placed]
         self.position = [[-1] * size for size in sizes]
         self.token = [[0] * size for size in sizes]
         self.history = [[0] * size for size in sizes]
 
-    def apply(self, moves: Moves) -> None:
+    def apply(self, moves: BlockOps) -> None:
         for g, group in enumerate(self.groups):
             size = group.block_size
             for block in moves.clear[g]:
@@ -110,17 +110,21 @@ class FakeMemory:
                 self.position[g][target * size + kept : (target + 1) * size] = [-1] * (size - kept)
 
     def run(
-        self, spans: Sequence[tuple[int, Sequence[int]]], roots: Sequence[bytes], placed: Placed, reads: Sequence[int]
+        self,
+        spans: Sequence[tuple[int, Sequence[int]]],
+        roots: Sequence[bytes],
+        placed: BlockAllocation,
+        reads: Sequence[int],
     ) -> list[list[int]]:
         """spans: (start, tokens) -> per span, what each of its positions sees.  All writes come before all reads."""
-        self.apply(placed.moves)
+        self.apply(placed.block_ops)
         at, begins = 0, []
         for start, tokens in spans:
             begins.append(at)
             for offset, token in enumerate(tokens):
                 for g, slots in enumerate(placed.slots):
                     slot = slots[at + offset]
-                    assert slot // self.groups[g].block_size not in (EMPTY_BLOCK, BIN_BLOCK)
+                    assert slot // self.groups[g].block_size not in (NULL_BLOCK, PADDING_BLOCK)
                     self.position[g][slot], self.token[g][slot], self.history[g][slot] = start + offset, token, 0
             at += len(tokens)
         assert all(len(slots) == at for slots in placed.slots)
@@ -135,34 +139,36 @@ class FakeMemory:
         """What lies there is garbage."""
         self.history[g][slot] = 666
 
-    def encode(self, sources: Sequence[Sequence[int]], placed: PlacedSources) -> None:
-        self.apply(placed.moves)
-        own = sum(not group.mixer.cross for group in self.groups)
+    def encode(self, sources: Sequence[Sequence[int]], placed: EncoderAllocation) -> None:
+        self.apply(placed.block_ops)
+        own = sum(not group.spec.is_cross_attention for group in self.groups)
         written = [entry for source in sources for entry in written_source(source)]
         for g, slots in enumerate(placed.slots, own):
             assert len(slots) == len(set(slots)) == len(written)
             for slot, (at, token, history) in zip(slots, written, strict=True):
-                assert slot // self.groups[g].block_size not in (EMPTY_BLOCK, BIN_BLOCK)
+                assert slot // self.groups[g].block_size not in (NULL_BLOCK, PADDING_BLOCK)
                 self.position[g][slot], self.token[g][slot], self.history[g][slot] = at, token, history
 
     def _span(
-        self, number: int, start: int, count: int, root: bytes, placed: Placed, begin: int, read: int
+        self, number: int, start: int, count: int, root: bytes, placed: BlockAllocation, begin: int, read: int
     ) -> list[int]:
         seen = []
         for offset in range(count):
-            views = tuple(self._view(g, table[number], start + offset, read) for g, table in enumerate(placed.tables))
+            views = tuple(
+                self._view(g, table[number], start + offset, read) for g, table in enumerate(placed.block_tables)
+            )
             seen.append(hash((crc32(root), views)))
             for g, slots in enumerate(placed.slots):
                 self.history[g][slots[begin + offset]] = seen[-1]
         return seen
 
     def _view(self, g: int, table: Sequence[int], at: int, read: int) -> tuple[tuple[int, int, int], ...]:
-        group, window = self.groups[g], self.groups[g].mixer.window
+        group, window = self.groups[g], self.groups[g].spec.window
         size = group.block_size
-        if group.mixer.cross:
+        if group.spec.is_cross_attention:
             at, read = 1 << 30, 1 << 30  # all of it
-        shown = min(size, read) if group.blocks_per_row == 1 else size
-        assert group.blocks_per_row == 1 or len(table) * size <= read, "the lane reads less than its row's table"
+        shown = min(size, read) if group.max_blocks_per_seq == 1 else size
+        assert group.max_blocks_per_seq == 1 or len(table) * size <= read, "the lane reads less than its row's table"
         low = -1 if window is None else at - window
         position, token, history = self.position[g], self.token[g], self.history[g]
         return tuple(
@@ -183,47 +189,86 @@ class Setup(NamedTuple):
 
     ``spare``: no pool has more than so many blocks beside those of one row at its longest."""
 
-    mixers: tuple[MixerSpec, ...]
+    mixers: tuple[AttentionSpec, ...]
     config: CacheConfig
     budget: int
     limit: int
     hash_bits: int = 128
     spare: int | None = None
 
-    def groups(self) -> tuple[Group, ...]:
-        made, spare = groups(self.mixers, self.config), self.spare
+    def groups(self) -> tuple[CacheGroup, ...]:
+        made, spare = build_groups(self.mixers, self.config), self.spare
         if spare is None:
             return made
-        return tuple(each._replace(blocks=min(each.blocks, each.blocks_per_row + spare + 2)) for each in made)
+        return tuple(
+            each._replace(num_blocks=min(each.num_blocks, each.max_blocks_per_seq + spare + 2)) for each in made
+        )
 
 
 SETUPS = {
-    "full-tight": Setup((FULL,), CacheConfig(block_size=4, rows=5, capacity=40, chunk=7, blocks=12), 12, 40),
-    "full-collisions": Setup((FULL,), CacheConfig(block_size=2, rows=5, capacity=40, chunk=7, blocks=30), 12, 40, 8),
-    "pool-below-limit": Setup((FULL, NARROW), CacheConfig(block_size=4, rows=3, capacity=40, chunk=7, blocks=6), 9, 40),
-    "mixed": Setup(
-        (NARROW, FULL, NARROW, WIDE, SELF),
-        CacheConfig(block_size=4, rows=4, capacity=40, chunk=6, blocks=13),
+    "full-tight": Setup(
+        (FULL,), CacheConfig(block_size=4, max_num_seqs=5, max_seq_len=40, prefill_chunk_size=7, num_blocks=12), 12, 40
+    ),
+    "full-collisions": Setup(
+        (FULL,),
+        CacheConfig(block_size=2, max_num_seqs=5, max_seq_len=40, prefill_chunk_size=7, num_blocks=30),
+        12,
+        40,
+        8,
+    ),
+    "pool-below-limit": Setup(
+        (FULL, NARROW),
+        CacheConfig(block_size=4, max_num_seqs=3, max_seq_len=40, prefill_chunk_size=7, num_blocks=6),
         9,
         40,
     ),
-    "mixed-tall": Setup((FULL, NARROW), CacheConfig(block_size=1, rows=4, capacity=30, chunk=5, blocks=45), 30, 30),
-    "windows": Setup((NARROW, SELF), CacheConfig(block_size=2, rows=4, capacity=40, chunk=6), 8, 40),
-    "contiguous": Setup((FULL, NARROW, SELF), CacheConfig(layout="contiguous", rows=4, capacity=40, chunk=6), 9, 40),
+    "mixed": Setup(
+        (NARROW, FULL, NARROW, WIDE, SELF),
+        CacheConfig(block_size=4, max_num_seqs=4, max_seq_len=40, prefill_chunk_size=6, num_blocks=13),
+        9,
+        40,
+    ),
+    "mixed-tall": Setup(
+        (FULL, NARROW),
+        CacheConfig(block_size=1, max_num_seqs=4, max_seq_len=30, prefill_chunk_size=5, num_blocks=45),
+        30,
+        30,
+    ),
+    "windows": Setup(
+        (NARROW, SELF), CacheConfig(block_size=2, max_num_seqs=4, max_seq_len=40, prefill_chunk_size=6), 8, 40
+    ),
+    "contiguous": Setup(
+        (FULL, NARROW, SELF),
+        CacheConfig(layout="contiguous", max_num_seqs=4, max_seq_len=40, prefill_chunk_size=6),
+        9,
+        40,
+    ),
     "translating": Setup(
         (FULL, NARROW, CROSS, WIDE_CROSS),
-        CacheConfig(block_size=4, rows=4, capacity=40, chunk=6, blocks=16, source_capacity=14),
+        CacheConfig(
+            block_size=4, max_num_seqs=4, max_seq_len=40, prefill_chunk_size=6, num_blocks=16, max_source_len=14
+        ),
         12,
         40,
     ),
     "translating-contiguous": Setup(
         (FULL, CROSS),
-        CacheConfig(layout="contiguous", rows=4, capacity=40, chunk=6, source_capacity=14),
+        CacheConfig(layout="contiguous", max_num_seqs=4, max_seq_len=40, prefill_chunk_size=6, max_source_len=14),
         9,
         40,
     ),
     "no-prefix": Setup(
-        (FULL, NARROW), CacheConfig(block_size=4, rows=4, capacity=40, chunk=6, blocks=14, prefix=False), 9, 40
+        (FULL, NARROW),
+        CacheConfig(
+            block_size=4,
+            max_num_seqs=4,
+            max_seq_len=40,
+            prefill_chunk_size=6,
+            num_blocks=14,
+            enable_prefix_caching=False,
+        ),
+        9,
+        40,
     ),
 }
 
@@ -235,25 +280,25 @@ def hasher(bits: int) -> Callable[[bytes], bytes]:
 class Stream:
     """What one sample must say: the oracle for its events."""
 
-    def __init__(self, solo: Solo, sample: int, sampling: Sampling, stops: frozenset[int], limit: int) -> None:
+    def __init__(self, solo: Solo, sample: int, sampling: SamplingParams, stops: frozenset[int], limit: int) -> None:
         self.solo, self.sample, self.sampling, self.stops, self.limit = solo, sample, sampling, stops, limit
         self.prompt_len = len(solo.tokens)
-        self.told_prompt: tuple[TokenScore, ...] = ()
+        self.told_prompt: tuple[TokenLogprob, ...] = ()
 
-    def expect(self, event: Event) -> None:
-        if event.finish in ("cancelled", "error"):
+    def expect(self, event: SequenceEvent) -> None:
+        if event.finish_reason in ("cancelled", "error"):
             return
-        if event.prompt:
-            self.told_prompt += event.prompt
-        if event.token is not None:
+        if event.prompt_logprobs:
+            self.told_prompt += event.prompt_logprobs
+        if event.token_id is not None:
             seen = self.solo.seen[-1]
             token = choose(seen, self.sample)
-            if event.token != token or event.score != TokenScore(token, float(seen)):
+            if event.token_id != token or event.logprob != TokenLogprob(token, float(seen)):
                 raise Mismatch(f"sample {self.sample}: token {len(self.solo.tokens)} is {event}, alone it is {token}")
             self.solo.push(token)
-        if event.finish in ("stop", "length"):
+        if event.finish_reason in ("stop", "length"):
             self._ended(event)
-        elif event.token is not None and self._reason(event.token) is not None:
+        elif event.token_id is not None and self._reason(event.token_id) is not None:
             raise Mismatch(f"{event} should have been the last")
 
     def _reason(self, token: int | None) -> str | None:
@@ -262,13 +307,13 @@ class Stream:
             return "stop"
         return "length" if len(self.solo.tokens) >= self.limit else None
 
-    def _ended(self, event: Event) -> None:
-        stopped = event.limit == "pool" and self.sampling.on_full == "stop" and event.finish == "length"
-        if event.error is not None or (event.finish != self._reason(event.token) and not stopped):
+    def _ended(self, event: SequenceEvent) -> None:
+        stopped = event.limit == "pool" and self.sampling.overflow == "stop" and event.finish_reason == "length"
+        if event.error is not None or (event.finish_reason != self._reason(event.token_id) and not stopped):
             raise Mismatch(f"{event} at {len(self.solo.tokens)} tokens of {self.limit}")
         if self.sampling.prompt_logprobs is not None and self.sample == 0:
             tokens, seen = self.solo.tokens, self.solo.seen
-            expected = tuple(TokenScore(tokens[i + 1], float(seen[i])) for i in range(self.prompt_len - 1))
+            expected = tuple(TokenLogprob(tokens[i + 1], float(seen[i])) for i in range(self.prompt_len - 1))
             if self.told_prompt != expected:
                 raise Mismatch(f"prompt scores {self.told_prompt}, alone {expected}")
         elif self.told_prompt:
@@ -279,7 +324,7 @@ def choose(seen: int, sample: int) -> int:
     return hash((seen, sample)) % VOCAB
 
 
-def continuations(seen: int, sampling: Sampling, stops: frozenset[int]) -> tuple[tuple[int, float], ...]:
+def continuations(seen: int, sampling: SamplingParams, stops: frozenset[int]) -> tuple[tuple[int, float], ...]:
     """A beam's candidates: tokens and log-probabilities that depend on all that it sees."""
     count = num_candidates(sampling, len(stops))
     tokens = dict.fromkeys(hash((seen, i)) % VOCAB for i in range(2 * count))
@@ -293,19 +338,19 @@ class Searched:
     def __init__(self, hypothesis: Hypothesis) -> None:
         self.hypothesis, self.told = hypothesis, 0
 
-    def expect(self, event: Event) -> None:
-        if event.finish in ("cancelled", "error"):
+    def expect(self, event: SequenceEvent) -> None:
+        if event.finish_reason in ("cancelled", "error"):
             return
         tokens, last = self.hypothesis.tokens, self.told == len(self.hypothesis.tokens) - 1
         end = (self.hypothesis.finish, self.hypothesis.score) if last else (None, None)
-        if (event.token, event.finish, event.total) != (tokens[self.told], *end):
+        if (event.token_id, event.finish_reason, event.cumulative_logprob) != (tokens[self.told], *end):
             raise Mismatch(f"{event}: alone token {self.told} of {self.hypothesis}")
         self.told += 1
 
 
-def search(solo: Solo, sampling: Sampling, stops: frozenset[int], limit: int) -> list[Hypothesis]:
+def search(solo: Solo, sampling: SamplingParams, stops: frozenset[int], limit: int) -> list[Hypothesis]:
     """Alone: every beam computed anew, without a cache."""
-    group = BeamGroup(sampling, len(solo.tokens), limit, stops)
+    group = BeamSearch(sampling, len(solo.tokens), limit, stops)
     beams = [list(solo.tokens)]
     while True:
         found = []
@@ -314,7 +359,7 @@ def search(solo: Solo, sampling: Sampling, stops: frozenset[int], limit: int) ->
             found.append(continuations(alone.seen[-1], sampling, stops))
         children = group.advance(beams, found)
         if not children:
-            return group.best(beams)
+            return group.best_hypotheses(beams)
         beams = [[*beams[child.parent], child.token] for child in children]
 
 
@@ -322,29 +367,34 @@ class World:
     """Scheduler + ledger + fake model + fake clock, with every event judged and every invariant checked."""
 
     def __init__(
-        self, setup: Setup, *, ledger: type[Ledger] = Ledger, memory: type[FakeMemory] = FakeMemory, check: bool = True
+        self,
+        setup: Setup,
+        *,
+        ledger: type[KVCacheManager] = KVCacheManager,
+        memory: type[FakeMemory] = FakeMemory,
+        check: bool = True,
     ) -> None:
         self.setup = setup
         placed = setup.groups()
         self.ledger = ledger(
             placed,
-            prefix=setup.config.prefix,
-            seats=setup.config.rows,
-            hasher=hasher(setup.hash_bits),
+            prefix_caching=setup.config.enable_prefix_caching,
+            max_num_seqs=setup.config.max_num_seqs,
+            hash_fn=hasher(setup.hash_bits),
             watermark=setup.config.watermark,
         )
         self.memory = memory(placed)
         self.time = 0.0
         self.scheduler = Scheduler(
             self.ledger,
-            rows=setup.config.rows,
-            budget=setup.budget,
-            chunk=setup.config.chunk,
+            max_num_seqs=setup.config.max_num_seqs,
+            max_num_batched_tokens=setup.budget,
+            prefill_chunk_size=setup.config.prefill_chunk_size,
             limit=setup.limit,
             clock=self._clock,
         )
         self.streams: dict[int, dict[int, Stream | Searched]] = {}
-        self.usages: dict[int, Usage] = {}
+        self.usages: dict[int, RequestMetrics] = {}
         self.numbers = itertools.count()
         self.checked = check
         self.ended: dict[str, int] = {}
@@ -356,24 +406,24 @@ class World:
     def add(
         self,
         prompt: Sequence[int],
-        sampling: Sampling,
+        sampling: SamplingParams,
         root: bytes = b"",
         stops: frozenset[int] = EVERY_17TH,
         source: Sequence[int] = (1, 2, 0),
     ) -> int:
         number = next(self.numbers)
-        crossed = any(mixer.cross for mixer in self.setup.mixers)
+        crossed = any(mixer.is_cross_attention for mixer in self.setup.mixers)
         root = root + bytes(source) if crossed else root
         read = tuple(source) if crossed else None
-        self.usages[number] = self.scheduler.add(number, prompt, sampling, root, stop_tokens=stops, source=read)
+        self.usages[number] = self.scheduler.add_request(number, prompt, sampling, root, stop_tokens=stops, source=read)
         limit = self.setup.limit
         if sampling.max_tokens is not None:
             limit = min(limit, len(prompt) + sampling.max_tokens)
         elif self.ledger.capacity < limit:
             limit = max(len(prompt), self.ledger.capacity + 1)
-        stops = stops | frozenset(sampling.stop_tokens)
+        stops = stops | frozenset(sampling.stop_token_ids)
         solos = [self.alone(root, prompt, read or ()) for _ in range(sampling.n)]
-        if sampling.beams > 1 and limit > len(prompt):
+        if sampling.num_beams > 1 and limit > len(prompt):
             self.streams[number] = dict(enumerate(map(Searched, search(solos[0], sampling, stops, limit))))
         else:
             self.streams[number] = {
@@ -385,84 +435,94 @@ class World:
         return Solo(root, self.setup.mixers, tokens, source)
 
     def cancel(self, number: int) -> None:
-        told = self.scheduler.cancel(number)
-        untold = {event.sample for event in self.scheduler._pending if event.request == number}  # ended, and not told
-        assert {event.sample for event in told} | untold == set(self.streams.get(number, {}))
-        assert all(event.finish == "cancelled" for event in told)
+        told = self.scheduler.abort_request(number)
+        untold = {
+            event.sample_index for event in self.scheduler._pending if event.request == number
+        }  # ended, and not told
+        assert {event.sample_index for event in told} | untold == set(self.streams.get(number, {}))
+        assert all(event.finish_reason == "cancelled" for event in told)
         self._judge(told)
 
     def finish(self, number: int, sample: int) -> None:
-        for event in self.scheduler.finish(number, sample, "stop"):
+        for event in self.scheduler.finish_sequence(number, sample, "stop"):
             self._drop(event)
 
-    def plan(self) -> Plan | None:
-        plan = self.scheduler.plan()
+    def plan(self) -> SchedulerOutput | None:
+        plan = self.scheduler.schedule()
         if plan is None:
             assert not self.streams, f"nothing runs, and {sorted(self.streams)} wait"
             return None
-        if plan.encoding is None:
+        if plan.encoder_batch is None:
             self._check_lanes(plan)
         return plan
 
-    def settle(self, plan: Plan, faults: Callable[[Row], bool | str] = lambda row: False) -> list[Event]:
+    def settle(
+        self, plan: SchedulerOutput, faults: Callable[[TokenSequence], bool | str] = lambda row: False
+    ) -> list[SequenceEvent]:
         """``faults``: which rows' numbers are wrong; "again": for something that was lost."""
-        if plan.encoding is not None:
-            return self._encoded(plan, plan.encoding, faults)
-        reads = [lane.read for lane in plan.lanes for _ in range(lane.rows)]
-        spans = [(work.start, work.row.tokens[work.start : work.start + work.count]) for work in plan.work]
-        seen = self.memory.run(spans, [work.row.group.root for work in plan.work], plan.placed, reads)
-        results = []
-        for work, values, number in zip(plan.work, seen, range(len(seen)), strict=True):
-            if faulted := faults(work.row):
-                self._poison(plan, number)
-                results.append(Result(fault="not a number", again=faulted == "again"))
-            else:
-                results.append(self._result(work.row, work.start, work.wanted, work.samples, values))
-        events = self.scheduler.settle(plan, results)
-        self._judge(events)
-        self.check()
-        return events
-
-    def _encoded(self, plan: Plan, encoding: Encoding, faults: Callable[[Row], bool | str]) -> list[Event]:
-        assert sum(lane.rows * lane.new for lane in encoding.lanes) == sum(
-            len(row.group.source or ()) for row in encoding.rows
+        if plan.encoder_batch is not None:
+            return self._encoded(plan, plan.encoder_batch, faults)
+        reads = [lane.num_read_slots for lane in plan.sub_batches for _ in range(lane.num_seqs)]
+        spans = [
+            (work.start, work.sequence.token_ids[work.start : work.start + work.num_tokens]) for work in plan.scheduled
+        ]
+        seen = self.memory.run(
+            spans, [work.sequence.request.prefix_root for work in plan.scheduled], plan.allocation, reads
         )
-        if encoding.placed is not None:
-            self.memory.encode([row.group.source or () for row in encoding.rows], encoding.placed)
         results = []
-        for number, row in enumerate(encoding.rows):
-            faulted = faults(row)
-            results.append(Result(fault="not a number") if faulted else Result())
-            if faulted and encoding.placed is not None:
-                begin = sum(len(before.group.source or ()) for before in encoding.rows[:number])
-                own = len(self.ledger.own) + len(self.ledger.below)
-                for g, slots in enumerate(encoding.placed.slots, own):
-                    for slot in slots[begin : begin + len(row.group.source or ())]:
-                        self.memory.spoil(g, slot)
-        events = self.scheduler.settle(plan, results)
+        for work, values, number in zip(plan.scheduled, seen, range(len(seen)), strict=True):
+            if faulted := faults(work.sequence):
+                self._poison(plan, number)
+                results.append(SequenceOutput(error="not a number", retry=faulted == "again"))
+            else:
+                results.append(self._result(work.sequence, work.start, work.logit_offsets, work.is_sampled, values))
+        events = self.scheduler.update_from_output(plan, results)
         self._judge(events)
         self.check()
         return events
 
-    def _result(self, row: Row, start: int, wanted: range, samples: bool, seen: list[int]) -> Result:
-        scored = wanted[:-1] if samples else wanted
-        prompt = tuple(TokenScore(row.tokens[start + i + 1], float(seen[i])) for i in scored)
-        if not samples:
-            return Result(prompt=prompt)
-        if row.group.beams is not None:
-            found = continuations(seen[wanted[-1]], row.sampling, row.stop_tokens)
-            return Result(0, None, prompt, candidates=found)
-        token = choose(seen[wanted[-1]], row.sample)
-        return Result(token, TokenScore(token, float(seen[wanted[-1]])), prompt)
+    def _encoded(
+        self, plan: SchedulerOutput, encoding: EncoderBatch, faults: Callable[[TokenSequence], bool | str]
+    ) -> list[SequenceEvent]:
+        assert sum(lane.num_seqs * lane.num_new_tokens for lane in encoding.sub_batches) == sum(
+            len(row.request.encoder_tokens or ()) for row in encoding.sequences
+        )
+        if encoding.allocation is not None:
+            self.memory.encode([row.request.encoder_tokens or () for row in encoding.sequences], encoding.allocation)
+        results = []
+        for number, row in enumerate(encoding.sequences):
+            faulted = faults(row)
+            results.append(SequenceOutput(error="not a number") if faulted else SequenceOutput())
+            if faulted and encoding.allocation is not None:
+                begin = sum(len(before.request.encoder_tokens or ()) for before in encoding.sequences[:number])
+                own = len(self.ledger.token_groups) + len(self.ledger.lower_groups)
+                for g, slots in enumerate(encoding.allocation.slots, own):
+                    for slot in slots[begin : begin + len(row.request.encoder_tokens or ())]:
+                        self.memory.spoil(g, slot)
+        events = self.scheduler.update_from_output(plan, results)
+        self._judge(events)
+        self.check()
+        return events
 
-    def _poison(self, plan: Plan, number: int) -> None:
+    def _result(self, row: TokenSequence, start: int, wanted: range, samples: bool, seen: list[int]) -> SequenceOutput:
+        scored = wanted[:-1] if samples else wanted
+        prompt = tuple(TokenLogprob(row.token_ids[start + i + 1], float(seen[i])) for i in scored)
+        if not samples:
+            return SequenceOutput(prompt_logprobs=prompt)
+        if row.request.beams is not None:
+            found = continuations(seen[wanted[-1]], row.sampling_params, row.stop_tokens)
+            return SequenceOutput(0, None, prompt, candidates=found)
+        token = choose(seen[wanted[-1]], row.sample_index)
+        return SequenceOutput(token, TokenLogprob(token, float(seen[wanted[-1]])), prompt)
+
+    def _poison(self, plan: SchedulerOutput, number: int) -> None:
         """What a faulted row wrote is garbage; nobody may ever see it."""
-        begin = sum(work.count for work in plan.work[:number])
-        for g, slots in enumerate(plan.placed.slots):
-            for slot in slots[begin : begin + plan.work[number].count]:
+        begin = sum(work.num_tokens for work in plan.scheduled[:number])
+        for g, slots in enumerate(plan.allocation.slots):
+            for slot in slots[begin : begin + plan.scheduled[number].num_tokens]:
                 self.memory.spoil(g, slot)
 
-    def step(self, faults: Callable[[Row], bool | str] = lambda row: False) -> list[Event]:
+    def step(self, faults: Callable[[TokenSequence], bool | str] = lambda row: False) -> list[SequenceEvent]:
         plan = self.plan()
         return [] if plan is None else self.settle(plan, faults)
 
@@ -486,31 +546,35 @@ class World:
         if self.checked:
             self.scheduler.check()
 
-    def _judge(self, events: Sequence[Event]) -> None:
+    def _judge(self, events: Sequence[SequenceEvent]) -> None:
         for event in events:
-            self.streams[event.request][event.sample].expect(event)
-            if event.finish is not None:
+            self.streams[event.request][event.sample_index].expect(event)
+            if event.finish_reason is not None:
                 self._drop(event)
 
-    def _drop(self, event: Event) -> None:
-        assert event.finish is not None
-        self.ended[event.finish] = self.ended.get(event.finish, 0) + 1
-        del self.streams[event.request][event.sample]
+    def _drop(self, event: SequenceEvent) -> None:
+        assert event.finish_reason is not None
+        self.ended[event.finish_reason] = self.ended.get(event.finish_reason, 0) + 1
+        del self.streams[event.request][event.sample_index]
         if not self.streams[event.request]:
             del self.streams[event.request]
             assert self.usages.pop(event.request).finished is not None
 
-    def _check_lanes(self, plan: Plan) -> None:
-        assert sum(work.count for work in plan.work) == sum(lane.rows * lane.new for lane in plan.lanes)
-        assert 0 < sum(work.count for work in plan.work) <= self.setup.budget
+    def _check_lanes(self, plan: SchedulerOutput) -> None:
+        assert sum(work.num_tokens for work in plan.scheduled) == sum(
+            lane.num_seqs * lane.num_new_tokens for lane in plan.sub_batches
+        )
+        assert 0 < sum(work.num_tokens for work in plan.scheduled) <= self.setup.budget
         at = 0
-        for lane in plan.lanes:
-            rows = plan.work[at : at + lane.rows]
-            assert all(work.count == lane.new <= self.setup.config.chunk for work in rows)
-            orders = [work.row.seat if plan.cross is None else work.row.order for work in rows]
+        for lane in plan.sub_batches:
+            rows = plan.scheduled[at : at + lane.num_seqs]
+            assert all(work.num_tokens == lane.num_new_tokens <= self.setup.config.prefill_chunk_size for work in rows)
+            orders = [
+                work.sequence.seq_index if plan.cross_sub_batches is None else work.sequence.priority for work in rows
+            ]
             assert orders == sorted(orders)  # type: ignore[type-var]
-            at += lane.rows
-        assert at == len(plan.work) == len({work.row.seat for work in plan.work})
+            at += lane.num_seqs
+        assert at == len(plan.scheduled) == len({work.sequence.seq_index for work in plan.scheduled})
 
 
 # ---------------------------------------------------------------- random runs
@@ -539,7 +603,7 @@ class Driver:
         elif draw < 0.38:
             self.step_with_changes()
         elif draw < 0.382:
-            world.ledger.drop_prefixes()
+            world.ledger.reset_prefix_cache()
         else:
             world.step(faults=lambda row: rng.random() < 0.01)
         world.check()
@@ -550,28 +614,33 @@ class Driver:
         prompt = stem[: rng.randint(1, min(limit, 24))]
         if rng.random() < 0.3:
             prompt = [*prompt[:-1], rng.randrange(3)]
-        sampling = Sampling(
+        sampling = SamplingParams(
             n=rng.choice((1, 1, 1, 2, 3)),
             max_tokens=rng.choice((None, 0, 1, *range(2, 12))),
             prompt_logprobs=rng.choice((None, None, None, 0)),
-            stop_tokens=(5,) if rng.random() < 0.3 else (),
+            stop_token_ids=(5,) if rng.random() < 0.3 else (),
         )
         if sampling.max_tokens is not None and len(prompt) + sampling.max_tokens - 1 > limit:
-            sampling = Sampling(n=sampling.n, max_tokens=None)
+            sampling = SamplingParams(n=sampling.n, max_tokens=None)
         source = [rng.randrange(2) for _ in range(rng.choice((1, 4, 5, 5, 14)))]
         if rng.random() < 0.2 and not self.world.ledger.lossy:
             sampling = self.beams(len(prompt))
         self.world.add(prompt, sampling, rng.choice((b"", b"", b"", b"other")), EVERY_17TH, source)
 
-    def beams(self, prompt: int) -> Sampling:
+    def beams(self, prompt: int) -> SamplingParams:
         """A search that the pool could hold; few tokens, as its oracle computes every beam anew."""
         rng, setup = self.rng, self.world.setup
         beams, new = rng.choice((2, 3)), rng.randint(1, 6)
-        if not self.world.ledger.holds(beams, min(prompt + new, setup.limit)) or beams > setup.config.rows:
-            return Sampling(max_tokens=1 if prompt <= self.world.ledger.capacity else 0)
+        if (
+            not self.world.ledger.has_capacity(beams, min(prompt + new, setup.limit))
+            or beams > setup.config.max_num_seqs
+        ):
+            return SamplingParams(max_tokens=1 if prompt <= self.world.ledger.capacity else 0)
         stopping = rng.choice((True, False, "never"))
         form = rng.choice(("length", "gnmt"))
-        return Sampling(beams=beams, n=rng.randint(1, beams), max_tokens=new, early_stopping=stopping, length_form=form)
+        return SamplingParams(
+            num_beams=beams, n=rng.randint(1, beams), max_tokens=new, early_stopping=stopping, length_penalty_form=form
+        )
 
     def step_with_changes(self) -> None:
         """Cancel, finish and add while the plan is in flight."""
@@ -624,13 +693,20 @@ def test_ten_thousand_operations_of_every_kind(name: str, seed: int) -> None:
 class LedgerWorld:
     """Rows that extend by spans (of which only a part may be committed, as with drafts), fork, rewind and leave."""
 
-    def __init__(self, setup: Setup, ledger: type[Ledger] = Ledger, memory: type[FakeMemory] = FakeMemory) -> None:
+    def __init__(
+        self, setup: Setup, ledger: type[KVCacheManager] = KVCacheManager, memory: type[FakeMemory] = FakeMemory
+    ) -> None:
         self.setup = setup
         placed = setup.groups()
-        self.seats = setup.config.rows
-        self.ledger = ledger(placed, prefix=setup.config.prefix, seats=self.seats, hasher=hasher(setup.hash_bits))
+        self.seats = setup.config.max_num_seqs
+        self.ledger = ledger(
+            placed,
+            prefix_caching=setup.config.enable_prefix_caching,
+            max_num_seqs=self.seats,
+            hash_fn=hasher(setup.hash_bits),
+        )
         self.memory = memory(placed)
-        self.longest = min(setup.config.capacity, self.ledger.capacity)
+        self.longest = min(setup.config.max_seq_len, self.ledger.capacity)
         self.rows: dict[int, Solo] = {}
         self.forgets = self.ledger.lossy or any(mixer.window is not None for mixer in setup.mixers)
 
@@ -638,22 +714,22 @@ class LedgerWorld:
         return Solo(root, self.setup.mixers, tokens, source)
 
     def admit(self, seat: int, tokens: Sequence[int], root: bytes) -> None:
-        length = self.ledger.admit(seat, tokens, root)
+        length = self.ledger.add_sequence(seat, tokens, root)
         if seat in self.rows:
             assert length is None
             return
         assert length is not None and 0 <= length < max(1, len(tokens)) and length % self.setup.config.block_size == 0
-        source = (1, 2, 0, len(root)) if any(mixer.cross for mixer in self.setup.mixers) else ()
+        source = (1, 2, 0, len(root)) if any(mixer.is_cross_attention for mixer in self.setup.mixers) else ()
         if source and not self.attach(seat, source, root):
-            self.ledger.release(seat)
+            self.ledger.free(seat)
             return
         self.rows[seat] = self.alone(root, tokens[:length], source)
 
     def attach(self, seat: int, source: tuple[int, ...], root: bytes) -> bool:
-        known = self.ledger.attach(seat, source, root)
+        known = self.ledger.attach_encoder_input(seat, source, root)
         if known is False:
-            self.memory.encode([source], self.ledger.place_sources([seat]))
-            self.ledger.commit_source(seat)
+            self.memory.encode([source], self.ledger.allocate_encoder_slots([seat]))
+            self.ledger.commit_encoder_blocks(seat)
         return known is not None
 
     def extend(self, spans: dict[int, tuple[list[int], int]]) -> bool:
@@ -666,7 +742,7 @@ class LedgerWorld:
         if not spans:
             return True
         before = self.ledger.stats()
-        placed = self.ledger.reserve(
+        placed = self.ledger.allocate_slots(
             [(seat, len(self.rows[seat].tokens), len(new)) for seat, (new, _) in spans.items()]
         )
         if placed is None:
@@ -694,19 +770,19 @@ class LedgerWorld:
             assert self.forgets
 
     def rewind(self, seat: int, length: int) -> None:
-        kept = self.ledger.rewind(seat, length)
+        kept = self.ledger.truncate(seat, length)
         assert kept in (0, min(length, len(self.rows[seat].tokens)))
         assert kept or not length or self.forgets
         self.rows[seat].cut(kept)
 
     def release(self, seat: int, publish: bool) -> None:
-        self.ledger.release(seat, publish)
+        self.ledger.free(seat, publish)
         del self.rows[seat]
 
     def check(self) -> None:
         self.ledger.check()
         for seat, solo in self.rows.items():
-            assert self.ledger.length(seat) == len(solo.tokens)
+            assert self.ledger.seq_len(seat) == len(solo.tokens)
 
     # -------- random operations
 
@@ -724,7 +800,7 @@ class LedgerWorld:
         elif draw < 0.40 and taken:
             self.release(seat, publish=rng.random() < 0.9)
         elif draw < 0.402:
-            self.ledger.drop_prefixes()
+            self.ledger.reset_prefix_cache()
         elif not self.extend(self.spans(rng, stems)):
             self.release(rng.choice(sorted(self.rows)), publish=True)
 
@@ -733,7 +809,7 @@ class LedgerWorld:
         spans = {}
         for seat in rng.sample(sorted(self.rows), rng.randint(0, len(self.rows))):
             at = len(self.rows[seat].tokens)
-            count = rng.choice((1, 1, 1, rng.randint(1, self.setup.config.chunk)))
+            count = rng.choice((1, 1, 1, rng.randint(1, self.setup.config.prefill_chunk_size)))
             tokens = [t if rng.random() < 0.97 else 9 for t in stems[seat % len(stems)][at : at + count]]
             if tokens:
                 spans[seat] = (tokens, len(tokens) if rng.random() < 0.8 else rng.randint(0, len(tokens)))
@@ -804,15 +880,15 @@ class StreamMachine(RuleBasedStateMachine):
         self, prompt: list[int], n: int, max_tokens: int | None, scores: int | None, root: bytes, source: list[int]
     ) -> None:
         if len(self.world.streams) < 8 and len(prompt) + (max_tokens or 0) <= self.longest:
-            sampling = Sampling(n=n, max_tokens=max_tokens, prompt_logprobs=scores)
+            sampling = SamplingParams(n=n, max_tokens=max_tokens, prompt_logprobs=scores)
             self.world.add(prompt, sampling, root, source=source)
 
     @rule(prompt=TOKENS, beams=st.integers(2, 3), new=st.integers(1, 5), early=st.sampled_from((True, False, "never")))
     def search(self, prompt: list[int], beams: int, new: int, early: bool | str) -> None:
-        fits = self.world.ledger.holds(beams, min(len(prompt) + new, self.world.setup.limit))
+        fits = self.world.ledger.has_capacity(beams, min(len(prompt) + new, self.world.setup.limit))
         fits = fits and not self.world.ledger.lossy
-        if len(self.world.streams) < 8 and fits and beams <= self.world.setup.config.rows:
-            sampling = Sampling(n=beams, beams=beams, max_tokens=new, early_stopping=early)  # type: ignore[arg-type]
+        if len(self.world.streams) < 8 and fits and beams <= self.world.setup.config.max_num_seqs:
+            sampling = SamplingParams(n=beams, num_beams=beams, max_tokens=new, early_stopping=early)  # type: ignore[arg-type]
             self.world.add(prompt, sampling)
 
     @precondition(lambda self: self.world.streams)
@@ -835,7 +911,7 @@ class StreamMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def fault(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.world.streams)))
-        self.world.step(faults=lambda row: row.request == number)
+        self.world.step(faults=lambda row: row.request_id == number)
 
     @precondition(lambda self: self.world.streams)
     @rule(data=st.data())
@@ -921,62 +997,67 @@ class TestLedgerMachineLong(LedgerMachine.TestCase):  # type: ignore[name-define
 # ---------------------------------------------------------------- broken on purpose
 
 
-class NoCopyOnWrite(Ledger):
-    def __init__(self, placed: Sequence[Group], **asked: Any) -> None:
+class NoCopyOnWrite(KVCacheManager):
+    def __init__(self, placed: Sequence[CacheGroup], **asked: Any) -> None:
         super().__init__(placed, **asked)
-        self._growth.shared = lambda *_: False  # type: ignore[method-assign]
+        self._growth.is_shared = lambda *_: False  # type: ignore[method-assign]
 
 
 class NoClearing(FakeMemory):
-    def apply(self, moves: Moves) -> None:
+    def apply(self, moves: BlockOps) -> None:
         super().apply(moves._replace(clear=tuple(() for _ in moves.clear)))
 
 
 class CopiesTooLittle(FakeMemory):
-    def apply(self, moves: Moves) -> None:
+    def apply(self, moves: BlockOps) -> None:
         less = [tuple((source, target, kept - 1) for source, target, kept in copies) for copies in moves.copy]
         super().apply(moves._replace(copy=tuple(less)))
 
 
-class TooShort(Rules):
+class TooShort(BlockMapping):
     def first_needed(self, start: int) -> int:
-        return max(0, start - self.window + 2) // self.size
+        return max(0, start - self.window + 2) // self.block_size
 
 
-class KeepsLess(Ledger):
+class KeepsLess(KVCacheManager):
     """Drops a windowed row's block one token too early."""
 
-    def __init__(self, placed: Sequence[Group], **asked: Any) -> None:
+    def __init__(self, placed: Sequence[CacheGroup], **asked: Any) -> None:
         super().__init__(placed, **asked)
-        for rules in self.rules:
+        for rules in self.block_mappings:
             rules.__class__ = TooShort
 
 
-class ClaimsAll(Ledger):
+class ClaimsAll(KVCacheManager):
     """Forks and rewinds without asking whether the window before that point is still held."""
 
     def _window_held(self, seat: object, length: int) -> bool:
         return True
 
 
-class OneRoot(Ledger):
+class OneRoot(KVCacheManager):
     """Every adapter, tenant and rotary regime in one chain of prefixes."""
 
-    def admit(
-        self, row: int, tokens: Sequence[int], root: bytes, most: int | None = None, fetch: Fetch | None = None
+    def add_sequence(
+        self,
+        row: int,
+        tokens: Sequence[int],
+        root: bytes,
+        most: int | None = None,
+        fetch: PrefetchRequest | None = None,
     ) -> int | None:
-        return super().admit(row, tokens, b"", most, fetch)
+        return super().add_sequence(row, tokens, b"", most, fetch)
 
 
-class Trusting(Prefixes):
+class Trusting(PrefixIndex):
     """Believes a digest without comparing tokens and parent."""
 
-    def find(self, parent: Prefix | None, tokens: bytes) -> Prefix | None:
+    def find(self, parent: PrefixNode | None, tokens: bytes) -> PrefixNode | None:
         return self._known.get(self._key(parent, tokens))
 
 
-class TrustsTheHash(Ledger):
-    def __init__(self, placed: Sequence[Group], **asked: Any) -> None:
+class TrustsTheHash(KVCacheManager):
+    def __init__(self, placed: Sequence[CacheGroup], **asked: Any) -> None:
         super().__init__(placed, **asked)
         self._chains.prefixes = Trusting(asked["hasher"])
 
@@ -1020,10 +1101,10 @@ def test_a_prefix_of_another_root_is_noticed() -> None:
     broken("full-tight", ledger=OneRoot)
 
 
-class SharesByPrefix(Sources):
+class SharesByPrefix(EncoderBlocks):
     """Knows a source by its first token alone."""
 
-    def attach(self, tokens: Sequence[int], root: bytes) -> Source | None:
+    def attach(self, tokens: Sequence[int], root: bytes) -> EncoderSequence | None:
         found = next((each for each in self.kept if each.tokens[:1] == tuple(tokens[:1])), None) if self.kept else None
         if (
             found is not None
@@ -1036,16 +1117,16 @@ class SharesByPrefix(Sources):
         return source
 
     @property
-    def kept(self) -> list[Source]:
+    def kept(self) -> list[EncoderSequence]:
         return self.__dict__.setdefault("_kept", [])
 
     @kept.setter
-    def kept(self, value: list[Source]) -> None:
+    def kept(self, value: list[EncoderSequence]) -> None:
         self.__dict__["_kept"] = value
 
 
-class SourcesMixedUp(Ledger):
-    def __init__(self, placed: Sequence[Group], **asked: Any) -> None:
+class SourcesMixedUp(KVCacheManager):
+    def __init__(self, placed: Sequence[CacheGroup], **asked: Any) -> None:
         super().__init__(placed, **asked)
         self._sources.__class__ = SharesByPrefix
 
@@ -1055,18 +1136,18 @@ def test_another_sources_keys_are_noticed(setup: str) -> None:
     broken(setup, ledger=SourcesMixedUp)
 
 
-class ForksTheWrongBeam(Ledger):
+class ForksTheWrongBeam(KVCacheManager):
     """Forks a beam one token short of its end."""
 
     def fork(self, row: int, child: int, length: int) -> bool:
         done = super().fork(row, child, length)
         if done and length > 1:
-            seat = self._seats[child]
+            seat = self._max_num_seqs[child]
             assert seat is not None
-            for hold in seat.holds:
+            for hold in seat.groups:
                 hold.blocks = hold.blocks[:-1] + hold.blocks[-1:][::-1]
-            self.rewind(child, length - 1)
-            self.reserve([(child, length - 1, 1)])
+            self.truncate(child, length - 1)
+            self.allocate_slots([(child, length - 1, 1)])
             self.commit(child, [7])
         return done
 
@@ -1078,10 +1159,10 @@ def test_a_beam_forked_wrongly_is_noticed() -> None:
 def test_two_sources_with_equal_targets_share_nothing_but_equal_sources_do() -> None:
     world = World(SETUPS["translating"])
     target = [1, 2, 0, 1, 1, 2, 0, 0, 1]
-    sampling = Sampling(max_tokens=2)
+    sampling = SamplingParams(max_tokens=2)
     for source in ([1, 2, 0, 1, 1], [1, 2, 0, 1, 0], [1, 2, 0, 1, 1]):
         number = world.add(target, sampling, source=source)
         usage = world.usages[number]
         world.drain()
-        assert usage.cached == (8 if number == 2 else 0)
+        assert usage.num_cached_tokens == (8 if number == 2 else 0)
     assert (world.ledger._sources.hits, world.ledger._sources.misses) == (1, 2)

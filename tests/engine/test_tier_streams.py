@@ -21,12 +21,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from kvad.cache.deposits import Deposits, Fetch, Name, Ticket
-from kvad.cache.ledger import Ledger
+from kvad.cache.deposits import BlockKey, LoadHandle, PrefetchRequest, PrefixOffload
+from kvad.cache.ledger import KVCacheManager
 from kvad.cache.sizing import CacheConfig
-from kvad.engine.request import Sampling
-from kvad.engine.scheduler import Plan
-from kvad.step import RESERVED_BLOCKS, Moves
+from kvad.engine.request import SamplingParams
+from kvad.engine.scheduler import SchedulerOutput
+from kvad.step import RESERVED_BLOCKS, BlockOps
 from tests.engine.test_streams import (
     FULL,
     MACHINE,
@@ -42,12 +42,27 @@ from tests.engine.test_streams import (
     World,
 )
 
-TIERED = {name: setup for name, setup in SETUPS.items() if setup.config.prefix and setup.config.layout == "paged"} | {
+TIERED = {
+    name: setup
+    for name, setup in SETUPS.items()
+    if setup.config.enable_prefix_caching and setup.config.layout == "paged"
+} | {
     "narrow-and-full": Setup(
-        (NARROW, FULL, WIDE, SELF), CacheConfig(block_size=2, rows=4, capacity=40, chunk=5, blocks=24), 9, 40
+        (NARROW, FULL, WIDE, SELF),
+        CacheConfig(block_size=2, max_num_seqs=4, max_seq_len=40, prefill_chunk_size=5, num_blocks=24),
+        9,
+        40,
     ),
-    "scarce": Setup((FULL,), CacheConfig(block_size=4, rows=4, capacity=40, chunk=7, blocks=10), 10, 40),
-    "scarce-collisions": Setup((FULL,), CacheConfig(block_size=2, rows=4, capacity=40, chunk=7, blocks=20), 10, 40, 8),
+    "scarce": Setup(
+        (FULL,), CacheConfig(block_size=4, max_num_seqs=4, max_seq_len=40, prefill_chunk_size=7, num_blocks=10), 10, 40
+    ),
+    "scarce-collisions": Setup(
+        (FULL,),
+        CacheConfig(block_size=2, max_num_seqs=4, max_seq_len=40, prefill_chunk_size=7, num_blocks=20),
+        10,
+        40,
+        8,
+    ),
 }
 
 
@@ -56,21 +71,21 @@ class FakeTier:
 
     def __init__(self, seed: int, limit: int = 60, failing: float = 0.1) -> None:
         self.rng, self.limit, self.failing = random.Random(seed), limit, failing
-        self.kept: dict[str, tuple[Name, dict[int, Any]]] = {}
-        self.wanted: dict[int, Name] = {}
+        self.kept: dict[str, tuple[BlockKey, dict[int, Any]]] = {}
+        self.wanted: dict[int, BlockKey] = {}
         self.lent: dict[int, Mapping[int, Any]] = {}
-        self.coming: list[Ticket] = []
+        self.coming: list[LoadHandle] = []
         self.number = self.stored = self.loaded = self.failed = self.withdrawn = self.refused = 0
 
     def has(self, key: str) -> bool:
         return key in self.kept
 
-    def load(self, name: Name, groups: tuple[int, ...]) -> Ticket:
-        ticket = Ticket(name, groups)
+    def load(self, name: BlockKey, groups: tuple[int, ...]) -> LoadHandle:
+        ticket = LoadHandle(name, groups)
         self.coming.append(ticket)
         return ticket
 
-    def wants(self, name: Name, groups: tuple[int, ...], *, evicted: bool) -> int | None:
+    def request_copy(self, name: BlockKey, groups: tuple[int, ...], *, evicted: bool) -> int | None:
         if self.rng.random() < (0.1 if evicted else 0.6):
             return None
         self.number += 1
@@ -80,7 +95,7 @@ class FakeTier:
     def cancel(self, number: int) -> None:
         del self.wanted[number]
 
-    def lend(self, pieces: Mapping[int, Any]) -> int:
+    def stage_load(self, pieces: Mapping[int, Any]) -> int:
         self.number += 1
         self.lent[self.number] = pieces
         self.loaded += 1
@@ -92,9 +107,9 @@ class FakeTier:
             del self.wanted[number]
         for ticket in self.coming:
             if ticket.name.key == key:
-                ticket.failed("withdrawn")
+                ticket.fail("withdrawn")
 
-    def give(self, number: int, pieces: Mapping[int, Any]) -> None:
+    def put(self, number: int, pieces: Mapping[int, Any]) -> None:
         name = self.wanted.pop(number, None)
         if name is None:
             return
@@ -114,34 +129,34 @@ class FakeTier:
             if not ticket.done:
                 self.finish(ticket)
 
-    def finish(self, ticket: Ticket) -> None:
+    def finish(self, ticket: LoadHandle) -> None:
         name, pieces = self.kept.get(ticket.name.key, (None, {}))
         if name is not None and not self.matches(name, ticket.name):
             self.refused += 1
-            ticket.failed("collision")
+            ticket.fail("collision")
         elif name is None or self.rng.random() < self.failing:
             self.failed += 1
-            ticket.failed("torn")
+            ticket.fail("torn")
         else:
-            ticket.came({group: pieces[group] for group in ticket.groups if group in pieces}, "disk")
+            ticket.complete({group: pieces[group] for group in ticket.groups if group in pieces}, "disk")
 
-    def matches(self, name: Name, asked: Name) -> bool:
+    def matches(self, name: BlockKey, asked: BlockKey) -> bool:
         return name == asked
 
 
 class TieredMemory(FakeMemory):
     tier: FakeTier
 
-    def apply(self, moves: Moves) -> None:
+    def apply(self, moves: BlockOps) -> None:
         self.store(moves)
         self.load(moves)
         super().apply(moves)
 
-    def store(self, moves: Moves) -> None:
+    def store(self, moves: BlockOps) -> None:
         for number, blocks in moves.store:
-            self.tier.give(number, {g: self.copied(g, own[0]) for g, own in enumerate(blocks) if own})
+            self.tier.put(number, {g: self.copied(g, own[0]) for g, own in enumerate(blocks) if own})
 
-    def load(self, moves: Moves) -> None:
+    def load(self, moves: BlockOps) -> None:
         for number, blocks in moves.load:
             pieces = self.tier.take(number)
             for g, own in enumerate(blocks):
@@ -166,29 +181,29 @@ class TieredWorld(World):
         self,
         setup: Setup,
         *,
-        ledger: type[Ledger] = Ledger,
+        ledger: type[KVCacheManager] = KVCacheManager,
         memory: type[TieredMemory] = TieredMemory,
         tier: type[FakeTier] = FakeTier,
-        deposits: type[Deposits] = Deposits,
+        deposits: type[PrefixOffload] = PrefixOffload,
         luck: int = 0,
         check: bool = True,
     ) -> None:
         self.tier = tier(luck)
-        super().__init__(setup, ledger=partial(ledger, tier=self.tier), memory=memory, check=check)  # type: ignore[arg-type]
-        if deposits is not Deposits:
-            made = self.ledger._chains.deposits = deposits(self.tier, len(self.ledger.groups))
-            for index in range(len(self.ledger.own)):
-                self.ledger.pools[index].evicting = partial(made.evicted, index)
+        super().__init__(setup, ledger=partial(ledger, block_store=self.tier), memory=memory, check=check)  # type: ignore[arg-type]
+        if deposits is not PrefixOffload:
+            made = self.ledger._chains.offload = deposits(self.tier, len(self.ledger.groups))
+            for index in range(len(self.ledger.token_groups)):
+                self.ledger.pools[index].on_evict = partial(made.on_evicted, index)
         self.memory.tier = self.tier  # type: ignore[attr-defined]
         self.aborted = 0
 
-    def plan(self) -> Plan | None:
+    def plan(self) -> SchedulerOutput | None:
         self.tier.tick()
-        plan = self.scheduler.plan()
+        plan = self.scheduler.schedule()
         if plan is None:
-            waiting = [row for row in self.scheduler._waiting if row.fetch is not None and not row.fetch.ready()]
+            waiting = [row for row in self.scheduler._waiting if row.prefetch is not None and not row.prefetch.ready()]
             assert waiting or not self.streams, f"nothing runs, nothing is on its way, and {sorted(self.streams)} wait"
-        elif plan.encoding is None:
+        elif plan.encoder_batch is None:
             self._check_lanes(plan)
         return plan
 
@@ -196,17 +211,19 @@ class TieredWorld(World):
         return super().plan_and_settle_is_idle() and not self.streams
 
     def cancel(self, number: int) -> None:
-        rows = self.scheduler.rows(number)
-        self.aborted += any(row.fetch is not None and row.fetch.started and not row.fetch.ready() for row in rows)
+        rows = self.scheduler.sequences(number)
+        self.aborted += any(
+            row.prefetch is not None and row.prefetch.started and not row.prefetch.ready() for row in rows
+        )
         super().cancel(number)
 
     def check(self) -> None:
         super().check()
-        moves = self.ledger.store_now()
+        moves = self.ledger.flush_offload()
         if moves is not None:
             self.memory.apply(moves)
         for g, (group, pool) in enumerate(zip(self.ledger.groups, self.ledger.pools, strict=True)):
-            for block in range(RESERVED_BLOCKS, group.blocks):
+            for block in range(RESERVED_BLOCKS, group.num_blocks):
                 if pool.refs[block] == 0 and pool.prefixes[block] is None:
                     for slot in range(block * group.block_size, (block + 1) * group.block_size):
                         self.memory.position[g][slot] = 0
@@ -221,8 +238,8 @@ class TieredDriver(Driver):
 @pytest.mark.parametrize("seed", [1])
 def test_every_stream_equals_its_solo_run_with_tiers(name: str, seed: int) -> None:
     world = TieredDriver(TIERED[name], seed, luck=seed).run(1000)
-    assert isinstance(world, TieredWorld) and world.ledger.deposits is not None
-    tier, tokens = world.tier, world.ledger.deposits.hits.tokens
+    assert isinstance(world, TieredWorld) and world.ledger.prefix_offload is not None
+    tier, tokens = world.tier, world.ledger.prefix_offload.hits.tokens
     assert min(tier.stored, tier.loaded, tier.failed, tokens["disk"]) > 4
     assert world.aborted and tier.withdrawn
     assert name not in ("full-collisions", "scarce-collisions") or tier.refused
@@ -254,7 +271,7 @@ class TierMachine(StreamMachine):
         """A long prompt of few kinds: what was evicted of it is fetched."""
         prompt = [seed % 2] * 15
         if len(self.world.streams) < 8 and len(prompt) + 2 <= self.longest:
-            self.world.add(prompt, Sampling(max_tokens=2), b"")
+            self.world.add(prompt, SamplingParams(max_tokens=2), b"")
 
 
 class TestTierMachine(TierMachine.TestCase):  # type: ignore[name-defined, misc]
@@ -272,7 +289,7 @@ class TestTierMachineLong(TierMachine.TestCase):  # type: ignore[name-defined, m
 class Sure(FakeTier):
     """Keeps everything, and brings what the test lets come."""
 
-    def wants(self, name: Name, groups: tuple[int, ...], *, evicted: bool) -> int | None:
+    def request_copy(self, name: BlockKey, groups: tuple[int, ...], *, evicted: bool) -> int | None:
         self.number += 1
         self.wanted[self.number] = name
         return self.number
@@ -284,53 +301,53 @@ class Sure(FakeTier):
         """All that is on its way, but for those that are damaged."""
         self.failing = 0.0
         for at, ticket in enumerate(self.coming):
-            ticket.failed("torn") if at in torn else self.finish(ticket)
+            ticket.fail("torn") if at in torn else self.finish(ticket)
         self.coming.clear()
 
 
 def after(prompt: Sequence[int], **parts: Any) -> TieredWorld:
     """A world whose tier has this prompt, and whose pools do not."""
     world = TieredWorld(TIERED["full-tight"], **{"tier": Sure, **parts})
-    world.add(prompt, Sampling(max_tokens=1), b"", frozenset())
+    world.add(prompt, SamplingParams(max_tokens=1), b"", frozenset())
     world.drain()
-    world.ledger.drop_prefixes()
+    world.ledger.reset_prefix_cache()
     assert len(world.tier.kept) == len(prompt) // 4
     return world
 
 
 def test_who_needs_nothing_from_the_tiers_goes_past_who_waits() -> None:
     world = after([1] * 12)
-    waits = world.add([1] * 13, Sampling(max_tokens=3), b"", frozenset())
-    goes = world.add([2] * 9, Sampling(max_tokens=3), b"", frozenset())
+    waits = world.add([1] * 13, SamplingParams(max_tokens=3), b"", frozenset())
+    goes = world.add([2] * 9, SamplingParams(max_tokens=3), b"", frozenset())
     usage = world.usages[waits]
     for _ in range(10):
         world.step()
     assert waits in world.streams and goes not in world.streams
-    assert world.scheduler.plan() is None
+    assert world.scheduler.schedule() is None
     world.tier.bring()  # type: ignore[attr-defined]
     world.drain()
-    assert usage.cached == 12
+    assert usage.num_cached_tokens == 12
 
 
 @pytest.mark.parametrize(("broken", "cached"), [((2,), 8), ((1,), 4), ((1, 2), 4), ((0,), 0), ((), 12)])
 def test_the_row_computes_from_the_first_block_that_did_not_come(broken: tuple[int, ...], cached: int) -> None:
     world = after([1] * 12)
-    usage = world.usages[world.add([1] * 13, Sampling(max_tokens=3), b"", frozenset())]
-    assert world.scheduler.plan() is None and len(world.tier.coming) == 3
+    usage = world.usages[world.add([1] * 13, SamplingParams(max_tokens=3), b"", frozenset())]
+    assert world.scheduler.schedule() is None and len(world.tier.coming) == 3
     world.tier.bring(broken)  # type: ignore[attr-defined]
     world.drain()
-    assert usage.cached == cached
-    assert world.ledger.deposits is not None and world.ledger.deposits.hits.misses["torn"] == bool(broken)
+    assert usage.num_cached_tokens == cached
+    assert world.ledger.prefix_offload is not None and world.ledger.prefix_offload.hits.misses["torn"] == bool(broken)
 
 
 @pytest.mark.parametrize("how", ["cancel", "finish"])
 def test_blocks_that_come_for_a_request_that_has_ended_go_nowhere(how: str) -> None:
     world = after([1] * 12)
-    number = world.add([1] * 13, Sampling(max_tokens=3), b"", frozenset())
-    assert world.scheduler.plan() is None
+    number = world.add([1] * 13, SamplingParams(max_tokens=3), b"", frozenset())
+    assert world.scheduler.schedule() is None
     getattr(world, how)(number, *([0] if how == "finish" else []))
     assert world.scheduler.idle
-    world.add([2] * 12, Sampling(max_tokens=20), b"", frozenset())
+    world.add([2] * 12, SamplingParams(max_tokens=20), b"", frozenset())
     world.step()
     world.tier.bring()  # type: ignore[attr-defined]
     world.drain()
@@ -339,9 +356,9 @@ def test_blocks_that_come_for_a_request_that_has_ended_go_nowhere(how: str) -> N
 
 def test_a_row_without_room_keeps_what_it_was_fetched() -> None:
     world = after([1] * 12)
-    world.add([2] * 36, Sampling(max_tokens=4), b"", frozenset())
+    world.add([2] * 36, SamplingParams(max_tokens=4), b"", frozenset())
     world.step()
-    world.add([1] * 39, Sampling(max_tokens=1), b"", frozenset())
+    world.add([1] * 39, SamplingParams(max_tokens=1), b"", frozenset())
     world.step()
     world.tier.bring()  # type: ignore[attr-defined]
     world.drain()
@@ -351,17 +368,17 @@ def test_a_row_without_room_keeps_what_it_was_fetched() -> None:
 def fault(**parts: Any) -> None:
     """What a faulted row has published, and what it was fetched, is in no tier when it has ended."""
     world = after([1] * 12, **parts)
-    number = world.add([1] * 23, Sampling(max_tokens=5), b"", frozenset())
-    assert world.scheduler.plan() is None
+    number = world.add([1] * 23, SamplingParams(max_tokens=5), b"", frozenset())
+    assert world.scheduler.schedule() is None
     world.tier.bring()  # type: ignore[attr-defined]
     world.step()  # 12 fetched, 7 computed
-    world.step(faults=lambda row: row.request == number)
+    world.step(faults=lambda row: row.request_id == number)
     assert not world.streams and world.ended == {"length": 1, "error": 1}
     world.check()
     assert not world.tier.kept, "a faulted row's blocks are in the tier"
-    again = world.usages[world.add([1] * 23, Sampling(max_tokens=5), b"", frozenset())]
+    again = world.usages[world.add([1] * 23, SamplingParams(max_tokens=5), b"", frozenset())]
     world.drain()
-    assert again.cached == 0
+    assert again.num_cached_tokens == 0
 
 
 def test_what_a_faulted_row_had_is_withdrawn_from_the_tiers() -> None:
@@ -370,8 +387,8 @@ def test_what_a_faulted_row_had_is_withdrawn_from_the_tiers() -> None:
 
 def test_a_row_that_fails_in_its_first_step_takes_what_it_was_fetched_along() -> None:
     world = after([1] * 12)
-    world.add([1] * 13, Sampling(max_tokens=5), b"", frozenset())
-    assert world.scheduler.plan() is None
+    world.add([1] * 13, SamplingParams(max_tokens=5), b"", frozenset())
+    assert world.scheduler.schedule() is None
     world.tier.bring()  # type: ignore[attr-defined]
     world.step(faults=lambda row: True)
     assert not world.tier.kept
@@ -379,19 +396,19 @@ def test_a_row_that_fails_in_its_first_step_takes_what_it_was_fetched_along() ->
 
 def test_a_block_that_was_withdrawn_on_its_way_does_not_come() -> None:
     world = after([1] * 12)
-    usage = world.usages[world.add([1] * 13, Sampling(max_tokens=3), b"", frozenset())]
-    assert world.scheduler.plan() is None
+    usage = world.usages[world.add([1] * 13, SamplingParams(max_tokens=3), b"", frozenset())]
+    assert world.scheduler.schedule() is None
     world.tier.drop(list(world.tier.kept)[1])
     world.tier.bring()  # type: ignore[attr-defined]
     world.drain()
-    assert usage.cached == 4
+    assert usage.num_cached_tokens == 4
 
 
 # ---------------------------------------------------------------- broken on purpose
 
 
 class LoadsNothing(TieredMemory):
-    def load(self, moves: Moves) -> None:
+    def load(self, moves: BlockOps) -> None:
         for number, _ in moves.load:
             self.tier.take(number)
 
@@ -399,21 +416,21 @@ class LoadsNothing(TieredMemory):
 class StoresLate(TieredMemory):
     """After the blocks have changed hands."""
 
-    def apply(self, moves: Moves) -> None:
+    def apply(self, moves: BlockOps) -> None:
         FakeMemory.apply(self, moves)
         self.store(moves)
         self.load(moves)
 
 
 class TrustsTheKey(FakeTier):
-    def matches(self, name: Name, asked: Name) -> bool:
+    def matches(self, name: BlockKey, asked: BlockKey) -> bool:
         return True
 
 
 class TrustsTheTokens(FakeTier):
     """Compares the block's tokens and not what stands before it."""
 
-    def matches(self, name: Name, asked: Name) -> bool:
+    def matches(self, name: BlockKey, asked: BlockKey) -> bool:
         return name.tokens == asked.tokens
 
 
@@ -422,21 +439,21 @@ class KeepsTheWithdrawn(Sure):
         pass
 
 
-class ForgetsToWithdraw(Deposits):
+class ForgetsToWithdraw(PrefixOffload):
     """What a row was fetched stays known when that row fails."""
 
-    def withdrawn(self, prefix: object) -> None:
+    def on_invalidated(self, prefix: object) -> None:
         pass
 
 
-class TooEarly(Ledger):
+class TooEarly(KVCacheManager):
     """Takes what has not come for what has."""
 
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
         there = self._chains._there
 
-        def early(index: int, prefix: Any, fetch: Fetch | None) -> bool:
+        def early(index: int, prefix: Any, fetch: PrefetchRequest | None) -> bool:
             return there(index, prefix, fetch) or (fetch is not None and prefix in fetch.tickets)
 
         self._chains._there = early  # type: ignore[method-assign]

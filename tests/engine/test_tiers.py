@@ -18,14 +18,14 @@ import pytest
 import torch
 
 from kvad.cache.blocks import digest
-from kvad.cache.deposits import Deposits
-from kvad.cache.disk import Disk
+from kvad.cache.deposits import PrefixOffload
+from kvad.cache.disk import FileSystem
 from kvad.cache.sizing import CacheConfig
 from kvad.engine import engine as engine_module
 from kvad.engine.engine import Engine
-from kvad.engine.prefixes import keep_prefix
-from kvad.engine.request import Result, Sampling
-from kvad.engine.storage import open_tiers
+from kvad.engine.prefixes import pin_prefix
+from kvad.engine.request import SamplingParams, SequenceOutput
+from kvad.engine.storage import open_block_store
 from kvad.errors import ConfigError, SaveError, UsageError
 from tests.cache.disks import FailingDisk
 from tests.drive import fill_unowned, uncached
@@ -40,27 +40,29 @@ def config(**fields):
 
 def make(folder=None, heads="gqa", position="rope", model=None, disk=None, monkeypatch=None, **fields):
     if disk is not None:
-        monkeypatch.setattr(engine_module, "open_tiers", lambda *parts: open_tiers(*parts, disk=disk))
+        monkeypatch.setattr(engine_module, "open_tiers", lambda *parts: open_block_store(*parts, disk=disk))
     tier = {} if folder is None else {"tier": os.fspath(folder)}
     return Engine(model or build(model_config(position, heads=heads)), config(**tier, **fields))
 
 
 def say(engine, *prompts, new=6, salt="", poison=True, patience=60.0):
     """Greedy tokens of each prompt, submitted together, and how many of its tokens were cached."""
-    requests = [engine.submit(prompt, Sampling(max_tokens=new, temperature=0), salt=salt) for prompt in prompts]
+    requests = [
+        engine.add_request(prompt, SamplingParams(max_tokens=new, temperature=0), salt=salt) for prompt in prompts
+    ]
     said = {request: [] for request in requests}
-    usages, end = [engine.usage(request) for request in requests], time.monotonic() + patience
+    usages, end = [engine.metrics(request) for request in requests], time.monotonic() + patience
     while not engine.idle:
         assert time.monotonic() < end, "it hangs"
         for piece in engine.step():
             assert piece.error is None
-            if piece.token is not None:
-                said[piece.request].append(piece.token)
+            if piece.token_id is not None:
+                said[piece.request].append(piece.token_id)
         if poison:
-            engine.store()
+            engine.flush_offload()
             fill_unowned(engine, float("nan"))
         engine.scheduler.check()
-    return [(said[request], usage.cached) for request, usage in zip(requests, usages, strict=True)]
+    return [(said[request], usage.num_cached_tokens) for request, usage in zip(requests, usages, strict=True)]
 
 
 def right(engine, *prompts, new=6):
@@ -77,21 +79,23 @@ def right(engine, *prompts, new=6):
 def logits_of(engine, tokens):
     """[V] at the last of these tokens, through the engine's cache; and how many were cached."""
     with torch.inference_mode():
-        request, kept = engine.submit(tokens, Sampling(max_tokens=1, temperature=0)), None
-        usage = engine.usage(request)
+        request, kept = engine.add_request(tokens, SamplingParams(max_tokens=1, temperature=0)), None
+        usage = engine.metrics(request)
         while not engine.idle:
-            plan = engine.scheduler.plan()
+            plan = engine.scheduler.schedule()
             if plan is None:
                 time.sleep(0.001)
                 continue
-            logits = engine.runner.run(plan)
+            logits = engine.runner.execute(plan)
             kept = logits[-1].clone()
-            engine.scheduler.settle(plan, [Result(0 if work.samples else None) for work in plan.work])
-    return kept, usage.cached
+            engine.scheduler.update_from_output(
+                plan, [SequenceOutput(0 if work.is_sampled else None) for work in plan.scheduled]
+            )
+    return kept, usage.num_cached_tokens
 
 
 def hits(engine):
-    return engine.ledger.deposits.hits
+    return engine.kv_cache_manager.prefix_offload.hits
 
 
 # ---------------------------------------------------------------- the same as without
@@ -110,7 +114,7 @@ def test_another_engine_finds_what_this_one_stored_and_says_the_same(tmp_path, h
     assert cached == 44 and hits(second).tokens == {"disk": 44} and not hits(second).misses["unknown"]
     wanted = uncached(second.model, whole, limit=len(whole) + 1)[-1]
     assert (got - wanted).abs().max() <= 1e-10
-    assert second.tiers.stats().into > 0
+    assert second.block_store.stats().bytes_in > 0
     second.close()
 
 
@@ -138,14 +142,14 @@ def test_formats_and_policies_come_back_as_they_were(tmp_path, fields, policy):
 def test_an_encoder_decoder_finds_the_start_of_its_target_but_only_of_the_same_source(tmp_path):
     model = build(pair_config())
     engine = Engine(model, config(tier=os.fspath(tmp_path), source_capacity=32))
-    sampling = Sampling(max_tokens=4, temperature=0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 
     def answer(engine, source):
-        request = engine.submit(PROMPT, sampling, source=source)
-        usage, said = engine.usage(request), []
+        request = engine.add_request(PROMPT, sampling, source=source)
+        usage, said = engine.metrics(request), []
         while not engine.idle:
-            said += [piece.token for piece in engine.step() if piece.token is not None]
-        return said, usage.cached
+            said += [piece.token_id for piece in engine.step() if piece.token_id is not None]
+        return said, usage.num_cached_tokens
 
     said, _ = answer(engine, [1, 2, 3])
     engine.close()
@@ -187,16 +191,16 @@ def test_evicted_blocks_come_back_all_the_time(tmp_path, heads, tiers):
         chosen = rng.sample(PROMPTS, 3)
         for prompt, (tokens, _) in zip(chosen, say(engine, *chosen, new=4), strict=True):
             assert tokens == expected[tuple(prompt)]
-    stats = engine.tiers.stats()
+    stats = engine.block_store.stats()
     places = {"ram": ["ram"], "small": ["ram"], "disk": ["disk"], "both": ["ram"]}[tiers]
-    assert all(hits(engine).tokens[place] > 50 for place in places) and stats.into and stats.out
+    assert all(hits(engine).tokens[place] > 50 for place in places) and stats.bytes_in and stats.bytes_out
     assert tiers != "small" or stats.ram.evictions > 20
     engine.close()
 
 
 def test_a_key_of_eight_bits_hits_less_and_is_never_wrong(tmp_path):
     engine = make(tmp_path, blocks=24, tier_ram=100_000)
-    engine.ledger._chains.prefixes._hash = lambda data: digest(data)[:1]
+    engine.kv_cache_manager._chains.prefixes._hash = lambda data: digest(data)[:1]
     rng, expected = random.Random(2), dict(zip(map(tuple, PROMPTS), right(engine, *PROMPTS, new=3), strict=True))
     for _ in range(25):
         chosen = rng.sample(PROMPTS, 2)
@@ -231,7 +235,7 @@ def test_whichever_operation_of_the_disk_fails_the_output_is_right(tmp_path, mon
     def life(folder, disk):
         engine = make(folder, disk=disk, monkeypatch=monkeypatch, tier_bytes=60_000)
         answers = [say(engine, prompt, new=3, poison=False)[0][0] for prompt in prompts]
-        failed = engine.tiers is None or engine.tiers.stats().disk.failures
+        failed = engine.block_store is None or engine.block_store.stats().disk.failures
         engine.close()
         return answers, failed
 
@@ -282,7 +286,7 @@ def test_a_read_only_folder_and_a_full_disk_do_not_stop_serving(tmp_path, monkey
         assert say(engine, PROMPT)[0][1] == 40, "what is there can still be read"
         for start in range(1, 4):
             say(engine, PROMPT[start:])
-    assert engine.tiers.stats().disk.off and engine.tiers.stats().disk.failures
+    assert engine.block_store.stats().disk.disabled_reason and engine.block_store.stats().disk.failures
     assert len([record for record in caplog.records if "serving goes on" in record.message]) == 1
     assert say(engine, PROMPT)[0][0] == expected[0][0]
     engine.close()
@@ -292,7 +296,7 @@ def test_a_folder_that_cannot_be_opened_is_left_out(tmp_path, monkeypatch, caplo
     disk = FailingDisk(0, which=("folder", "lock"), code=errno.EACCES, on=True)
     with caplog.at_level(logging.WARNING):
         engine = make(tmp_path / "tier", disk=disk, monkeypatch=monkeypatch)
-    assert engine.tiers is None and "goes on without it" in caplog.text
+    assert engine.block_store is None and "goes on without it" in caplog.text
     assert say(engine, PROMPT)[0][0] == right(engine, PROMPT)[0]
     engine.close()
 
@@ -304,25 +308,25 @@ def test_two_engines_on_one_folder(tmp_path, caplog):
     assert "in use by another process" in caplog.text
     expected = right(first, PROMPT)
     assert [say(engine, PROMPT)[0][0] for engine in (first, second)] == expected * 2
-    assert second.tiers.stats().disk.entries == 0 and first.tiers.flush()
-    assert first.tiers.stats().disk.entries
+    assert second.block_store.stats().disk.num_blocks == 0 and first.block_store.flush()
+    assert first.block_store.stats().disk.num_blocks
     first.close()
     second.close()
     third = make(tmp_path)
-    assert third.tiers.stats().disk.entries
+    assert third.block_store.stats().disk.num_blocks
     third.close()
 
 
 def test_an_engine_that_was_forgotten_lets_its_folder_go(tmp_path):
     engine = make(tmp_path)
     say(engine, PROMPT)
-    assert engine.tiers.flush()
+    assert engine.block_store.flush()
     del engine
     import gc
 
     gc.collect()
     again = make(tmp_path)
-    assert again.tiers.on_disk and say(again, PROMPT)[0][1] == 40
+    assert again.block_store.on_disk and say(again, PROMPT)[0][1] == 40
     again.close()
 
 
@@ -377,17 +381,17 @@ def test_an_entry_under_a_name_that_is_not_its_own_is_refused(tmp_path):
 def test_a_prefix_that_was_kept_stays_and_its_blocks_are_flushed(tmp_path, monkeypatch):
     disk = FailingDisk()
     engine = make(tmp_path, disk=disk, monkeypatch=monkeypatch, tier_bytes=60_000)
-    pin = keep_prefix(engine, PROMPT, "system", "the text")
-    assert pin.tokens == 40 and len(pin.keys) == 10 and engine.tiers.stats().disk.pinned == 10
+    pin = pin_prefix(engine, PROMPT, "system", "the text")
+    assert pin.tokens == 40 and len(pin.keys) == 10 and engine.block_store.stats().disk.pinned == 10
     for start in range(1, 9):
         say(engine, [start, *PROMPT])
-    assert engine.tiers.flush() and engine.tiers.stats().disk.bytes <= 60_000
-    assert engine.tiers.stats().disk.evictions > 10
+    assert engine.block_store.flush() and engine.block_store.stats().disk.bytes <= 60_000
+    assert engine.block_store.stats().disk.evictions > 10
     engine.close()
     again = make(tmp_path, tier_bytes=60_000)
     for start in range(1, 9):
         say(again, [start, *PROMPT], new=2)
-    again.ledger.drop_prefixes()
+    again.kv_cache_manager.reset_prefix_cache()
     assert say(again, PROMPT)[0][1] == 40
     again.close()
 
@@ -396,14 +400,14 @@ def test_a_prefix_that_cannot_be_flushed_is_not_kept(tmp_path, monkeypatch):
     disk = FailingDisk(0, which=("sync",))
     engine = make(tmp_path, disk=disk, monkeypatch=monkeypatch)
     with pytest.raises(SaveError, match="not kept"):
-        keep_prefix(engine, PROMPT, "system")
+        pin_prefix(engine, PROMPT, "system")
     assert not list(tmp_path.glob("*.pin"))
     for name in ("", "../x", ".hidden", "a/b", "x" * 65):
         with pytest.raises(UsageError, match="no name"):
-            keep_prefix(engine, PROMPT, name)
+            pin_prefix(engine, PROMPT, name)
     engine.close()
     with pytest.raises(UsageError, match="not to be had"):
-        keep_prefix(make(), PROMPT, "system")
+        pin_prefix(make(), PROMPT, "system")
 
 
 # ---------------------------------------------------------------- what cannot be asked
@@ -440,7 +444,7 @@ def test_a_policy_that_shares_nothing_and_a_folder_of_others_are_refused(tmp_pat
 # ---------------------------------------------------------------- a slow disk, and requests that end meanwhile
 
 
-class SlowDisk(Disk):
+class SlowDisk(FileSystem):
     """Reads wait until the test says so."""
 
     def __init__(self):
@@ -459,19 +463,19 @@ def test_nobody_waits_for_the_disk_of_another(tmp_path, monkeypatch):
     disk = SlowDisk()
     engine = make(tmp_path, disk=disk, monkeypatch=monkeypatch)
     disk.slow = True
-    waits = engine.submit(PROMPT, Sampling(max_tokens=3, temperature=0))
-    goes = engine.submit(PROMPT[1:], Sampling(max_tokens=3, temperature=0))
+    waits = engine.add_request(PROMPT, SamplingParams(max_tokens=3, temperature=0))
+    goes = engine.add_request(PROMPT[1:], SamplingParams(max_tokens=3, temperature=0))
     said = {waits: [], goes: []}
     for _ in range(12):
         for piece in engine.step():
-            said[piece.request].append(piece.token)
+            said[piece.request].append(piece.token_id)
     assert len(said[goes]) == 3 and not said[waits] and not engine.idle
-    usage = engine.usage(waits)
+    usage = engine.metrics(waits)
     disk.slow = False
     while not engine.idle:
         for piece in engine.step():
-            said[piece.request].append(piece.token)
-    assert usage.cached == 40 and [said[waits]] == right(engine, PROMPT, new=3)
+            said[piece.request].append(piece.token_id)
+    assert usage.num_cached_tokens == 40 and [said[waits]] == right(engine, PROMPT, new=3)
     engine.close()
 
 
@@ -482,24 +486,24 @@ def test_a_request_that_ends_while_its_blocks_are_on_their_way_leaves_nothing(tm
     disk = SlowDisk()
     engine = make(tmp_path, disk=disk, monkeypatch=monkeypatch, blocks=24)
     disk.slow = True
-    request = engine.submit(PROMPT, Sampling(max_tokens=3, temperature=0))
+    request = engine.add_request(PROMPT, SamplingParams(max_tokens=3, temperature=0))
     engine.step()
-    engine.cancel(request)
+    engine.abort_request(request)
     assert engine.idle
-    before = [leaf.clone() for leaf in engine.memory.leaves()]
+    before = [leaf.clone() for leaf in engine.kv_cache.tensors()]
     disk.slow = False
-    assert all(reader.wait(10) for reader in engine.tiers._readers)
-    assert all(torch.equal(old, new) for old, new in zip(before, engine.memory.leaves(), strict=True))
+    assert all(reader.wait(10) for reader in engine.block_store._readers)
+    assert all(torch.equal(old, new) for old, new in zip(before, engine.kv_cache.tensors(), strict=True))
     assert say(engine, PROMPT[1:])[0][0] == right(engine, PROMPT[1:])[0]
     engine.close()
 
 
 def test_the_queue_of_writes_is_bounded(tmp_path):
     engine = make(tmp_path)
-    engine.tiers._queue = 1
+    engine.block_store._queue = 1
     say(engine, PROMPT)
-    stats = engine.tiers.stats()
-    assert stats.late > 0
+    stats = engine.block_store.stats()
+    assert stats.num_not_written > 0
     engine.close()
 
 
@@ -508,9 +512,9 @@ def test_the_queue_of_writes_is_bounded(tmp_path):
 
 def same_key(engine):
     """Two first blocks whose keys are the same eight bits."""
-    root, found = engine._root(PROMPT, Sampling(max_tokens=2, temperature=0), ""), {}
+    root, found = engine._root(PROMPT, SamplingParams(max_tokens=2, temperature=0), ""), {}
     for token in range(1, 60):
-        (key,) = engine.ledger.keys([token] * 4, root)
+        (key,) = engine.kv_cache_manager.block_keys([token] * 4, root)
         if key in found:
             return found[key], token
         found[key] = token
@@ -523,11 +527,11 @@ def test_a_block_of_another_history_is_refused_by_its_proof(tmp_path, monkeypatc
     if not compared:
         monkeypatch.setattr("kvad.cache.deposits.proof", lambda prefix: b"")
     engine = make(tmp_path)
-    engine.ledger._chains.prefixes._hash = lambda data: digest(data)[:1]
+    engine.kv_cache_manager._chains.prefixes._hash = lambda data: digest(data)[:1]
     a, b = same_key(engine)
     say(engine, [a] * 4 + [1] * 8 + [2], new=2)
-    assert engine.tiers.flush()
-    engine.ledger.drop_prefixes()
+    assert engine.block_store.flush()
+    engine.kv_cache_manager.reset_prefix_cache()
     say(engine, [b] * 4 + [2], new=2)
     prompt = [b] * 4 + [1] * 8 + [2]
     got, cached = logits_of(engine, prompt)
@@ -541,7 +545,7 @@ def test_loads_that_are_left_out_would_be_heard(tmp_path, monkeypatch):
     first = make(tmp_path)
     say(first, PROMPT)
     first.close()
-    monkeypatch.setattr(Deposits, "loads", lambda self: ())
+    monkeypatch.setattr(PrefixOffload, "take_loads", lambda self: ())
     engine = make(tmp_path)
     got, cached = logits_of(engine, PROMPT)
     assert cached == 40 and not (got - uncached(engine.model, PROMPT, limit=len(PROMPT) + 1)[-1]).abs().max() <= 1e-10
@@ -572,7 +576,7 @@ def fill(folder, number, started):
     """Serve for ever over a tier, and write down every answer."""
     torch.set_num_threads(1)
     engine = Engine(build(model_config()), config(tier=folder, tier_bytes=200_000, blocks=24))
-    os.write(started, b"o" if engine.tiers is not None else b"-")
+    os.write(started, b"o" if engine.block_store is not None else b"-")
     with open(f"{folder}.said", "a") as said:
         while True:
             number += 1
@@ -595,11 +599,11 @@ def kills(folder, count, seed):
             assert tokens == known[prompt]
             said += 1
     last = Engine(build(model_config()), config(tier=os.fspath(folder), tier_bytes=200_000))
-    stats = last.tiers.stats().disk
-    assert stats.entries and stats.bytes <= 200_000 and not list(Path(folder).glob(".*.tmp"))
+    stats = last.block_store.stats().disk
+    assert stats.num_blocks and stats.bytes <= 200_000 and not list(Path(folder).glob(".*.tmp"))
     for prompt in PROMPTS:
         say(last, prompt, new=2)
-    assert last.tiers.stats().disk.misses.get("torn", 0) == 0, "renamed when whole: a kill alone tears nothing"
+    assert last.block_store.stats().disk.misses.get("torn", 0) == 0, "renamed when whole: a kill alone tears nothing"
     last.close()
     return said
 

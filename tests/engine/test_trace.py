@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvad.engine.trace import LayerTrace, trace
+from kvad.engine.trace import LayerTrace, trace_forward
 from tests.drive import uncached
 from tests.models import build, model_config
 
@@ -17,8 +17,8 @@ PIECES = [str(token) for token in TOKENS]
 @pytest.mark.parametrize("position", ["rope", "alibi", "t5", "learned"])
 def test_cached_and_uncached_show_the_same(position: str, heads: str) -> None:
     model = build(model_config(position, heads=heads))
-    fresh = trace(model, TOKENS, PIECES, layers=[0, 1])
-    cached = trace(model, TOKENS, PIECES, layers=[0, 1], cached=True)
+    fresh = trace_forward(model, TOKENS, PIECES, layers=[0, 1])
+    cached = trace_forward(model, TOKENS, PIECES, layers=[0, 1], cached=True)
     assert torch.allclose(fresh.logits, cached.logits, atol=1e-10)
     for layer in (0, 1):
         for name in LayerTrace.__dataclass_fields__:
@@ -32,7 +32,7 @@ def test_cached_and_uncached_show_the_same(position: str, heads: str) -> None:
 def test_the_parts_fit_together() -> None:
     """scores = scale q.k, weights = softmax(scores), head outputs = weights v, and the logits are the model's."""
     model = build(model_config("rope", heads="gqa"))
-    shown = trace(model, TOKENS, PIECES, layers=[1])
+    shown = trace_forward(model, TOKENS, PIECES, layers=[1])
     layer = shown.layers[1]
     k, v = layer.k.repeat_interleave(2, dim=1), layer.v.repeat_interleave(2, dim=1)
     scores = torch.einsum("thd,shd->hts", layer.q, k) / 8**0.5
@@ -45,13 +45,13 @@ def test_the_parts_fit_together() -> None:
 
 def test_layers_and_heads_can_be_chosen() -> None:
     model = build(model_config("rope", heads="gqa"))
-    every = trace(model, TOKENS, PIECES, layers=[1]).layers[1]
-    some = trace(model, TOKENS, PIECES, layers=[1], heads=[5, 2]).layers[1]
+    every = trace_forward(model, TOKENS, PIECES, layers=[1]).layers[1]
+    some = trace_forward(model, TOKENS, PIECES, layers=[1], heads=[5, 2]).layers[1]
     assert torch.equal(some.weights, every.weights[[5, 2]]) and torch.equal(some.q, every.q[:, [5, 2]])
     assert some.k.shape[1] == 2 and torch.equal(some.k, every.k[:, [1, 2]])  # heads 2 and 5 read kv heads 1 and 2
 
 
 def test_a_single_token_can_be_traced_through_the_cache() -> None:
     model = build(model_config())
-    shown = trace(model, [3], ["3"], layers=[0], cached=True)
+    shown = trace_forward(model, [3], ["3"], layers=[0], cached=True)
     assert shown.layers[0].weights.tolist() == [[[1.0]]] * 6

@@ -9,7 +9,7 @@ cache drops is gone.
 
 import torch
 
-from kvad.config import Attention, Layer, ModelConfig, Norm, Plain, Rope, Stack
+from kvad.config import AttentionConfig, LayerConfig, ModelConfig, NormConfig, PlainMLPConfig, RopeConfig, StackConfig
 from kvad.lab import lookup
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import train_tokenizer
@@ -21,10 +21,15 @@ def make_looker(limit=1024):
     """(model, tokenizer)."""
     tokenizer = train_tokenizer("word", [" ".join(lookup.vocabulary())])
     n = tokenizer.vocab_size
-    back = Attention(1, head_dim=TURNED, value_dim=n, bias=True, scale=100.0, position=Rope())
-    match = Attention(1, head_dim=n + 1, value_dim=n, bias=True, scale=1.0, position=None)
-    kinds = {"A": Layer(back, Plain(1), Norm(eps=0.0)), "B": Layer(match, Plain(1), Norm(eps=0.0))}
-    config = ModelConfig(width=3 * n, vocab=n, limit=limit, decoder=Stack(2, kinds, "AB"), tie=False)
+    back = AttentionConfig(1, head_dim=TURNED, value_dim=n, qkv_bias=True, softmax_scale=100.0, position=RopeConfig())
+    match = AttentionConfig(1, head_dim=n + 1, value_dim=n, qkv_bias=True, softmax_scale=1.0, position=None)
+    kinds = {
+        "A": LayerConfig(back, PlainMLPConfig(1), NormConfig(eps=0.0)),
+        "B": LayerConfig(match, PlainMLPConfig(1), NormConfig(eps=0.0)),
+    }
+    config = ModelConfig(
+        hidden_size=3 * n, vocab_size=n, max_seq_len=limit, decoder=StackConfig(2, kinds, "AB"), tie_embeddings=False
+    )
     model = Transformer(config)
     with torch.no_grad():
         _fill(dict(model.named_parameters()), tokenizer)
@@ -37,9 +42,9 @@ def _fill(weights, tokenizer):
     for name, weight in weights.items():
         if "norm" not in name:
             weight.zero_()
-    weights["embed.tokens.weight"][:, current] = eye
+    weights["embedding.tokens.weight"][:, current] = eye
     weights["head.weight"][:, answer] = 50 * eye
-    first, second = "decoder.layers.0.mixer.", "decoder.layers.1.mixer."
+    first, second = "decoder.layers.0.attention.", "decoder.layers.1.attention."
     angles = 10000.0 ** (-torch.arange(0, TURNED, 2) / TURNED)
     weights[first + "k.bias"][: TURNED // 2] = 1
     weights[first + "q.bias"][:] = torch.cat((angles.cos(), -angles.sin()))  # turned back by one position

@@ -10,18 +10,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kvad import flops
 from kvad.cache.sizing import CacheConfig, group_bytes
-from kvad.cli.bench import bench_lines, keep
+from kvad.cli.bench import bench_lines, write_results
 from kvad.engine.engine import Engine
-from kvad.engine.request import Sampling
+from kvad.engine.request import SamplingParams
 from kvad.errors import RequestError
 from kvad.lab import bench
-from kvad.lab.bench import CURVES, GrownByCat, bench_cache, slope
-from kvad.lab.chart import chart
-from kvad.lab.plot import read_lines, series_of
+from kvad.lab.bench import CURVE_NAMES, ConcatCache, bench_cache, loglog_slope
+from kvad.lab.chart import ascii_chart
+from kvad.lab.plot import build_series, read_jsonl
 from kvad.llm import LLM
-from kvad.model.fresh import Fresh
+from kvad.model.fresh import NoCache
 from kvad.model.transformer import Transformer
-from kvad.step import Lane, Step
+from kvad.step import ModelInput, SubBatch
 from tests.lab.models import CONFIGS, tiny
 from tests.models import build
 
@@ -31,12 +31,12 @@ COUNTED = ("plain", "mha", "mqa", "dims", "biases", "pattern")
 def make_llm(config=None, **cache):
     config = tiny(limit=128) if config is None else config
     model = build(config, dtype=torch.float32)
-    return LLM(model, None, CacheConfig(**{"capacity": config.limit, "rows": 2, **cache}))
+    return LLM(model, None, CacheConfig(**{"capacity": config.max_seq_len, "rows": 2, **cache}))
 
 
 def step_of(tokens, first=0):
     ids = torch.arange(tokens)
-    return Step(ids, ids + first, (Lane(1, tokens, first + tokens),), torch.tensor([tokens - 1]))
+    return ModelInput(ids, ids + first, (SubBatch(1, tokens, first + tokens),), torch.tensor([tokens - 1]))
 
 
 # ---------------------------------------------------------------- counting
@@ -47,18 +47,18 @@ def test_flops_of_a_recomputation_are_those_that_torch_counts(name):
     config, step = CONFIGS[name], step_of(7)
     model = Transformer(config).eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model.logits(model(step, Fresh(config, kernel="reference")), step.wanted)
-    assert counter.get_total_flops() == flops.fresh_pass(config, 7).flops
+        model.logits(model(step, NoCache(config, kernel="reference")), step.logit_indices)
+    assert counter.get_total_flops() == flops.uncached_pass(config, 7).flops
 
 
 @pytest.mark.parametrize("name", ["plain", "mha", "mqa", "dims", "biases"])
 def test_flops_with_the_cache_are_those_that_torch_counts(name):
     """Through the real engine, with blocks of one slot, so that no slot is read that holds nothing."""
     config = CONFIGS[name]
-    cache = CacheConfig(rows=1, capacity=32, block_size=1, prefix=False)
+    cache = CacheConfig(max_num_seqs=1, max_seq_len=32, block_size=1, enable_prefix_caching=False)
     model = Transformer(config).requires_grad_(False)  # torch's counter wants a graph of what could have one
     engine = Engine(model.eval(), cache, kernel="reference")
-    engine.submit([1, 2, 3, 4, 5], Sampling(max_tokens=6, temperature=0))
+    engine.add_request([1, 2, 3, 4, 5], SamplingParams(max_tokens=6, temperature=0))
     counted = []
     while not engine.idle:
         with FlopCounterMode(display=False) as counter:
@@ -67,33 +67,33 @@ def test_flops_with_the_cache_are_those_that_torch_counts(name):
     expected = [flops.cached_pass(config, 5, 5).flops]
     expected += [flops.cached_pass(config, 1, length).flops for length in range(6, 11)]
     assert counted == expected
-    assert sum(counted) == flops.generation(config, 5, 6)[0].flops
+    assert sum(counted) == flops.generation_cost(config, 5, 6)[0].flops
 
 
 @pytest.mark.parametrize("tokens", [2, 64, 512])
 def test_the_gain_is_that_of_document_004(tokens):
     """4.7: 2N/3 times the attention, N/2 times the projections; exactly (2N + 1) / 3 and (N + 1) / 2."""
-    cached, fresh = flops.generation(CONFIGS["plain"], 1, tokens)
+    cached, fresh = flops.generation_cost(CONFIGS["plain"], 1, tokens)
     assert fresh.attention / cached.attention == pytest.approx((2 * tokens + 1) / 3, rel=1e-12)
     assert fresh.projections / cached.projections == pytest.approx((tokens + 1) / 2, rel=1e-12)
-    told = flops.formula(tokens)
+    told = flops.closed_form_flops(tokens)
     assert told == (2 * tokens / 3, tokens / 2)
     assert fresh.head == cached.head
 
 
 def test_bytes_of_the_cache_are_those_that_the_pool_holds():
     config = CONFIGS["mqa"]
-    engine = Engine(Transformer(config), CacheConfig(rows=1, capacity=32, dtype="bfloat16"))
-    held = sum(group_bytes(group).per_token_payload for group in engine.ledger.groups)
+    engine = Engine(Transformer(config), CacheConfig(max_num_seqs=1, max_seq_len=32, dtype="bfloat16"))
+    held = sum(group_bytes(group).per_token_payload for group in engine.kv_cache_manager.groups)
     cost = flops.cached_pass(config, 1, 20, stored=2)
-    assert (cost.written, cost.read) == (held, 20 * held)
+    assert (cost.bytes_written, cost.bytes_read) == (held, 20 * held)
     assert cost.bytes == cost.weights + 21 * held
 
 
 def test_a_window_reads_no_more_than_it_holds():
     config = CONFIGS["pattern"]
     near, far = flops.cached_pass(config, 1, 10), flops.cached_pass(config, 1, 60)
-    whole = flops.fresh_pass(config, 60)
+    whole = flops.uncached_pass(config, 60)
     assert near.attention < far.attention < whole.attention / 60
 
 
@@ -104,14 +104,14 @@ def test_a_window_reads_no_more_than_it_holds():
 def test_the_cache_grown_by_cat_says_what_the_model_says(name):
     config = CONFIGS[name]
     model = Transformer(config).double().eval()
-    grown, logits = GrownByCat(model), []
+    grown, logits = ConcatCache(model), []
     with torch.no_grad():
         whole = step_of(12)
-        expected = model.logits(model(whole, Fresh(config)), whole.tokens)
+        expected = model.logits(model(whole, NoCache(config)), whole.token_ids)
         for first, count in ((0, 5), (5, 1), (6, 1), (7, 1), (8, 4)):
             ids = torch.arange(first, first + count)
-            step = Step(ids, ids, (Lane(1, count, first + count),), torch.arange(count))
-            logits.append(model.logits(model(step, grown), step.wanted))
+            step = ModelInput(ids, ids, (SubBatch(1, count, first + count),), torch.arange(count))
+            logits.append(model.logits(model(step, grown), step.logit_indices))
     assert (torch.cat(logits) - expected).abs().max() <= 1e-10
 
 
@@ -121,10 +121,10 @@ def test_the_three_curves_generate_the_same_tokens(layout):
         result = bench_cache(llm, (4, 9, 20), 2)
         expected = llm.generate([0], max_tokens=20, temperature=0, ignore_eos=True).tokens
         runner = bench._Bench(llm, [0], (4, 9, 20))
-        for name in CURVES:
+        for name in CURVE_NAMES:
             assert list(runner._steps(name, 20)) == list(expected)
-    assert len(set(expected)) > 4 and result.agree == 20 and result.layout == layout
-    assert result.tokens == (4, 9, 20) and set(result.curves) == set(CURVES)
+    assert len(set(expected)) > 4 and result.outputs_agree == 20 and result.layout == layout
+    assert result.tokens == (4, 9, 20) and set(result.curves) == set(CURVE_NAMES)
     for curve in result.curves.values():
         assert list(curve.seconds) == sorted(curve.seconds) and curve.seconds[0] > 0
         for low, middle, high in zip(curve.fastest, curve.seconds, curve.slowest, strict=True):
@@ -142,7 +142,7 @@ def test_it_sees_curves_that_do_not_agree(monkeypatch):
                 yield token if at != 6 else (token + 1) % 61
 
         monkeypatch.setattr(bench._Bench, "_recomputed", wrong)
-        assert bench_cache(llm, (4, 9), 1).agree == 6
+        assert bench_cache(llm, (4, 9), 1).outputs_agree == 6
 
 
 def test_it_sees_a_cache_that_is_slow_and_grows_slower(monkeypatch):
@@ -166,17 +166,17 @@ def test_it_sees_a_cache_that_is_slow_and_grows_slower(monkeypatch):
 
 
 def test_slope():
-    assert slope((64, 128, 256), (5.0, 10.0, 20.0)) == pytest.approx(1)
-    assert slope((64, 128, 256), (5.0, 20.0, 80.0)) == pytest.approx(2)
+    assert loglog_slope((64, 128, 256), (5.0, 10.0, 20.0)) == pytest.approx(1)
+    assert loglog_slope((64, 128, 256), (5.0, 20.0, 80.0)) == pytest.approx(2)
 
 
 def test_it_leaves_the_llm_as_it_was_and_reports_progress():
     with make_llm() as llm:
-        before = llm.engine.ledger.stats()
+        before = llm.engine.kv_cache_manager.stats()
         seen = []
         bench_cache(llm, (4, 9), 2, lambda *at: seen.append(at), prompt=[5, 6])
-        assert llm.engine.ledger.stats() == before and llm.engine.times.steps == 0
-    assert len(seen) == 12 and {name for name, _, _ in seen} == set(CURVES)
+        assert llm.engine.kv_cache_manager.stats() == before and llm.engine.times.steps == 0
+    assert len(seen) == 12 and {name for name, _, _ in seen} == set(CURVE_NAMES)
     assert [done for name, done, _ in seen if name == "cat"] == [4, 9, 13, 18] and seen[0][2] == 18
 
 
@@ -198,8 +198,8 @@ def test_what_cannot_be_timed_is_refused(tokens, repeats, says):
 
 def test_the_longest_that_fits():
     with make_llm(CONFIGS["plain"]) as llm:
-        room = llm.model.config.limit - 1
-        assert bench_cache(llm, (2, room), 1).agree == room
+        room = llm.model.config.max_seq_len - 1
+        assert bench_cache(llm, (2, room), 1).outputs_agree == room
 
 
 # ---------------------------------------------------------------- what is shown
@@ -213,7 +213,7 @@ def result():
 
 def test_lines_are_flat_json_with_machine_and_commit(result):
     lines = result.lines()
-    assert len(lines) == 9 and {line["curve"] for line in lines} == set(CURVES)
+    assert len(lines) == 9 and {line["curve"] for line in lines} == set(CURVE_NAMES)
     for line in lines:
         assert json.loads(json.dumps(line)) == line
         assert line["what"] == "bench cache" and "cores" in line["machine"] and "commit" in line
@@ -242,19 +242,19 @@ def test_text_shows_times_exponents_counts_and_the_formula(result):
 
 def test_keep_writes_json_lines_and_figures(result, tmp_path):
     pytest.importorskip("matplotlib")
-    files = keep(result, tmp_path / "new")
+    files = write_results(result, tmp_path / "new")
     assert [path.name for path in files] == ["bench-cache.png", "bench-cache.svg"]
     assert files[0].read_bytes().startswith(b"\x89PNG") and b"torch.cat" in files[1].read_bytes()
     whole = json.loads((tmp_path / "new" / "bench-cache.json").read_text("utf-8"))
     assert whole["tokens"] == [8, 16, 32] and whole["counted"][2]["cached"]["attention"] > 0
     assert {*whole} == {field.name for field in dataclasses.fields(result)}
-    lines = read_lines(tmp_path / "new" / "bench-cache.jsonl")
-    assert [one.name for one in series_of(lines, "tokens", ["seconds"], by="curve")] == list(CURVES)
+    lines = read_jsonl(tmp_path / "new" / "bench-cache.jsonl")
+    assert [one.name for one in build_series(lines, "tokens", ["seconds"], by="curve")] == list(CURVE_NAMES)
 
 
 def test_chart_places_points_by_their_logarithms():
     steep = {"flat": [(1, 10.0), (100, 10.0)], "steep": [(1, 1.0), (10, 10.0), (100, 100.0)]}
-    text = chart(steep, x="n", y="s", width=21, height=5)
+    text = ascii_chart(steep, x="n", y="s", width=21, height=5)
     assert text.splitlines() == [
         "s",
         "     100 |                  ..*",
@@ -269,5 +269,5 @@ def test_chart_places_points_by_their_logarithms():
 
 
 def test_chart_of_one_value_and_marks():
-    text = chart({"one": [(3, 7.0)]}, x="n", y="s", width=9, height=3)
+    text = ascii_chart({"one": [(3, 7.0)]}, x="n", y="s", width=9, height=3)
     assert text.splitlines()[2] == "       7 |    o"

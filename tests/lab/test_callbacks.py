@@ -7,18 +7,18 @@ import shutil
 import pytest
 import torch
 
-from kvad.cache.memory import Memory
-from kvad.checkpoint.native import load
+from kvad.cache.memory import KVCache
+from kvad.checkpoint.native import open_folder
 from kvad.cli.main import main
 from kvad.errors import ConfigError, RequestError, UsageError
-from kvad.lab.callbacks import CheckCache, Continue, Translate, watchers
-from kvad.train.config import RunConfig, WatchConfig
-from kvad.train.job import stored_run, train
+from kvad.lab.callbacks import CheckCache, SamplePrompts, TranslationBleu, build_callbacks
+from kvad.train.config import CallbacksConfig, RunConfig
+from kvad.train.job import read_model_run, train_model
 from kvad.train.metrics import read_metrics
 from tests.train.conftest import corpus, run_config  # noqa: F401  fixtures
 
 PAIRS = [("ab" * n + "c", "c" + "ba" * n) for n in range(1, 5)] * 12
-SMALL = ("width=16", "encoder.layers=1", "decoder.layers=1", "train.log_every=1", "train.save_every=2")
+SMALL = ("width=16", "encoder.num_layers=1", "decoder.num_layers=1", "train.log_interval=1", "train.save_interval=2")
 
 
 @pytest.fixture
@@ -34,11 +34,11 @@ def lines(out, kind):
 
 def test_watched_or_not_a_run_is_the_same_to_the_bit(corpus, run_config, tmp_path):  # noqa: F811
     config = run_config(steps=2, eval_every=1)
-    plain = train(config, [corpus], tmp_path / "plain")
-    watchers = [CheckCache(), Continue(["1 is", "2 is less"], tokens=3, temperature=0.8)]
-    watched = train(config, [corpus], tmp_path / "watched", callbacks=watchers)
+    plain = train_model(config, [corpus], tmp_path / "plain")
+    watchers = [CheckCache(), SamplePrompts(["1 is", "2 is less"], tokens=3, temperature=0.8)]
+    watched = train_model(config, [corpus], tmp_path / "watched", callbacks=watchers)
     assert (plain.loss, plain.val_loss) == (watched.loss, watched.val_loss)
-    one, other = (dict(load(tmp_path / name).weights()) for name in ("plain", "watched"))
+    one, other = (dict(open_folder(tmp_path / name).weights()) for name in ("plain", "watched"))
     assert all(torch.equal(one[name], other[name]) for name in one)
     found = lines(tmp_path / "watched", "measured")
     assert [line["step"] for line in found] == [1, 2] and all(line["what"] == "cache" for line in found)
@@ -63,7 +63,7 @@ def test_of_pairs_the_cache_is_checked_and_bleu_is_measured(pairs, tmp_path):
 
 
 def test_a_broken_cache_is_seen(corpus, run_config, tmp_path, monkeypatch):  # noqa: F811
-    class Forgetful(Memory):
+    class Forgetful(KVCache):
         def open(self, step):
             for positions in self.positions:
                 positions[positions == 3] = -1
@@ -76,39 +76,39 @@ def test_a_broken_cache_is_seen(corpus, run_config, tmp_path, monkeypatch):  # n
         def on_measured(self, report):
             heard.append(report)
 
-    train(run_config(steps=2, eval_every=2), [corpus], tmp_path / "run", callbacks=[Hear(tokens=8)])
+    train_model(run_config(steps=2, eval_every=2), [corpus], tmp_path / "run", callbacks=[Hear(tokens=8)])
     assert heard[0].values["max_dlogit"] > heard[0].values["tolerance"] and "BEYOND ROUNDING" in heard[0].words
 
 
 def test_what_says_nothing_of_a_run_is_refused(corpus, run_config, tmp_path, capsys):  # noqa: F811
     with pytest.raises(UsageError, match=r"--bleu.*: only what is trained on pairs"):
-        train(run_config(), [corpus], tmp_path / "run", callbacks=[Translate(3)])
+        train_model(run_config(), [corpus], tmp_path / "run", callbacks=[TranslationBleu(3)])
     assert not (tmp_path / "run" / "run.toml").exists()
     code = main(["train", str(corpus), "--objective", "compress", "--check-cache", "--out", str(tmp_path / "c")])
     assert code == 2 and "a compressor is trained" in capsys.readouterr().err
     for name, model, watcher, words in (
-        ("encoder", {"preset": "encoder-tiny"}, Continue(["1 is"]), "an encoder continues no text"),
-        ("long", {}, Continue(["1 is less than 2 " * 20]), "and the model's limit is"),
+        ("encoder", {"preset": "encoder-tiny"}, SamplePrompts(["1 is"]), "an encoder continues no text"),
+        ("long", {}, SamplePrompts(["1 is less than 2 " * 20]), "and the model's limit is"),
     ):
         with pytest.raises((UsageError, RequestError), match=words):
-            train(run_config(model=model), [corpus], tmp_path / name, callbacks=[watcher])
+            train_model(run_config(model=model), [corpus], tmp_path / name, callbacks=[watcher])
         assert not (tmp_path / name / "checkpoints").exists(), "refused before the first step"
 
 
 def test_a_run_file_says_what_is_watched_and_resuming_goes_on_with_it(corpus, tmp_path, capsys):  # noqa: F811
     out, small = tmp_path / "run", ("--preset", "tiny", "--tokenizer", "char", "--context", 16, "--batch", 2)
     words = ["train", corpus, "--out", out, *small, "--steps", 4, "--eval-every", 2, "--save-every", 2]
-    words += ["--prompt", "1 is", "--prompt", "2 is", "--check-cache", "--set", "watch.prompt_tokens=2"]
+    words += ["--prompt", "1 is", "--prompt", "2 is", "--check-cache", "--set", "callbacks.max_tokens=2"]
     assert main([str(word) for word in words]) == 0
-    wanted = WatchConfig(check_cache=True, prompts=("1 is", "2 is"), prompt_tokens=2)
-    assert RunConfig.load(out / "run.toml").watch == wanted == stored_run(out)[0].watch
+    wanted = CallbacksConfig(check_cache=True, prompts=("1 is", "2 is"), max_tokens=2)
+    assert RunConfig.load(out / "run.toml").callbacks == wanted == read_model_run(out)[0].callbacks
     shutil.rmtree(out / "checkpoints" / "step-00000004")
     assert main(["train", "--resume", "--out", str(out)]) == 0  # as it was
     assert (
         [line["step"] for line in lines(out, "samples")] == [2, 4] == [line["step"] for line in lines(out, "measured")]
     )
     shutil.rmtree(out / "checkpoints" / "step-00000004")
-    more = ("--set", 'watch.prompts=["3 is"]', "--set", "watch.check_cache=false")
+    more = ("--set", 'callbacks.prompts=["3 is"]', "--set", "callbacks.check_cache=false")
     assert main(["train", "--resume", "--out", str(out), *more]) == 0  # and otherwise, which changes no number
     assert [sample["source"] for sample in lines(out, "samples")[-1]["samples"]] == ["3 is"]
     assert [line["step"] for line in lines(out, "measured")] == [2]
@@ -116,20 +116,20 @@ def test_a_run_file_says_what_is_watched_and_resuming_goes_on_with_it(corpus, tm
 
 
 def test_what_a_run_file_asks_is_not_ignored_by_who_trains_without_the_engine(corpus, run_config, tmp_path):  # noqa: F811
-    config = dataclasses.replace(run_config(), watch=WatchConfig(prompts=("1 is",), bleu=3))
+    config = dataclasses.replace(run_config(), watch=CallbacksConfig(prompts=("1 is",), bleu_samples=3))
     with pytest.raises(UsageError, match=r"watch\.bleu: no listener answers it"):
-        train(config, [corpus], tmp_path / "run", callbacks=[Continue(["1 is"])])
-    assert [type(each) for each in watchers(config.watch)] == [Continue, Translate]
+        train_model(config, [corpus], tmp_path / "run", callbacks=[SamplePrompts(["1 is"])])
+    assert [type(each) for each in build_callbacks(config.callbacks)] == [SamplePrompts, TranslationBleu]
 
 
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ({"prompt_tokens": 3}, "watch.prompt_tokens: means nothing without watch.prompts"),
-        ({"prompts": [""]}, "watch.prompts: must be texts that are not empty"),
-        ({"bleu": 0}, "watch.bleu: must be at least 1"),
-        ({"prompt": ["a"]}, "unknown key watch.prompt"),
-        ({"prompts": ["a"], "temperature": -1}, "watch.temperature: must be 0 or more"),
+        ({"prompt_tokens": 3}, "callbacks.max_tokens: means nothing without callbacks.prompts"),
+        ({"prompts": [""]}, "callbacks.prompts: must be texts that are not empty"),
+        ({"bleu": 0}, "callbacks.bleu_samples: must be at least 1"),
+        ({"prompt": ["a"]}, "unknown key callbacks.prompt"),
+        ({"prompts": ["a"], "temperature": -1}, "callbacks.temperature: must be 0 or more"),
     ],
 )
 def test_a_watch_that_cannot_be_is_refused(table, words):

@@ -8,16 +8,24 @@ import torch
 import transformers
 
 from kvad.cache.sizing import CacheConfig
-from kvad.checkpoint.generation import Generation
+from kvad.checkpoint.generation import GenerationConfig
 from kvad.checkpoint.open import load_model
 from kvad.engine.engine import Engine
 from kvad.errors import DataError, NumericalError, RequestError, UsageError
-from kvad.lab.evaluate import Document, Window, Windows, evaluate_pairs, evaluate_text, pair_row, windows
-from kvad.lab.extrapolate import extrapolate, joined
-from kvad.lab.reading import Cached, Row, Uncached
+from kvad.lab.evaluate import (
+    EvalDocument,
+    EvalWindow,
+    WindowOptions,
+    build_pair_row,
+    evaluate_pairs,
+    evaluate_text,
+    sliding_windows,
+)
+from kvad.lab.extrapolate import extrapolate, join_texts
+from kvad.lab.reading import CachedScorer, ScoredRow, UncachedScorer
 from kvad.llm import LLM
 from kvad.text.tokenizer import train_tokenizer
-from kvad.train.job import train
+from kvad.train.job import train_model
 from kvad.train.reports import Callback
 from tests.models import LIMIT, SOURCE_LIMIT, VOCAB, build, model_config, pair_config
 from tests.train.conftest import run_config  # noqa: F401  a fixture
@@ -28,7 +36,7 @@ def ids(count, seed=0, vocab=VOCAB):
 
 
 def document(tokens):
-    return Document(tokens, len(tokens), len(tokens), 1)
+    return EvalDocument(tokens, len(tokens), len(tokens), 1)
 
 
 # ---------------------------------------------------------------- against transformers
@@ -76,7 +84,7 @@ def test_perplexity_is_that_of_a_loop_over_transformers(gpt2, window, stride):
     theirs, ours = gpt2
     tokens = ids(75 if stride > 1 else 36)
     nats, count = their_loop(theirs, tokens, window, stride)
-    found = evaluate_text(Uncached(ours), [document(tokens)], Windows(window, stride))
+    found = evaluate_text(UncachedScorer(ours), [document(tokens)], WindowOptions(window, stride))
     assert found.scored == count and found.nats == pytest.approx(nats, rel=1e-10)
     assert found.perplexity == pytest.approx(math.exp(nats / count), rel=1e-9)
 
@@ -84,7 +92,7 @@ def test_perplexity_is_that_of_a_loop_over_transformers(gpt2, window, stride):
 def test_the_loop_sees_another_model(gpt2):
     theirs, ours = gpt2
     tokens = ids(75)
-    changed = evaluate_text(Uncached(ours), [document(tokens)], Windows(32, 15))
+    changed = evaluate_text(UncachedScorer(ours), [document(tokens)], WindowOptions(32, 15))
     assert changed.nats != pytest.approx(their_loop(theirs, tokens, 32, 16)[0], rel=1e-6)
 
 
@@ -92,13 +100,13 @@ def test_the_loop_sees_another_model(gpt2):
 def test_an_opening_token_is_read_and_never_scored(gpt2, opening):
     theirs, ours = gpt2
     tokens, bos = ids(40), torch.tensor([3])
-    found = evaluate_text(Uncached(ours), [document(tokens)], Windows(16, 8, opening), 3)
+    found = evaluate_text(UncachedScorer(ours), [document(tokens)], WindowOptions(16, 8, opening), 3)
     assert found.scored == found.tokens == 40
     if opening == "start":
         nats, _ = their_loop(theirs, torch.cat([bos, tokens]), 16, 8)
     else:
         nats = 0.0
-        for window in windows(40, 15, 8):
+        for window in sliding_windows(40, 15, 8):
             known = window.scored if window.start else 0
             inputs = torch.cat([bos, tokens[window.start : window.stop]])
             targets = inputs.clone()
@@ -111,11 +119,11 @@ def test_an_opening_token_is_read_and_never_scored(gpt2, opening):
 
 
 def test_windows_as_the_docstring_has_them():
-    assert list(windows(7, 4, 2)) == [Window(0, 4, 1), Window(2, 6, 4), Window(4, 7, 6)]
-    assert list(windows(8, 4, 4)) == [Window(0, 4, 1), Window(4, 8, 5)]
+    assert list(sliding_windows(7, 4, 2)) == [EvalWindow(0, 4, 1), EvalWindow(2, 6, 4), EvalWindow(4, 7, 6)]
+    assert list(sliding_windows(8, 4, 4)) == [EvalWindow(0, 4, 1), EvalWindow(4, 8, 5)]
     for tokens in range(1, 30):
         for stride in range(1, 6):
-            scored = [at for window in windows(tokens, 5, stride) for at in range(window.scored, window.stop)]
+            scored = [at for window in sliding_windows(tokens, 5, stride) for at in range(window.scored, window.stop)]
             assert len(scored) == len(set(scored))
             assert stride == 5 or scored == list(range(1, tokens))
 
@@ -126,22 +134,22 @@ def test_windows_as_the_docstring_has_them():
 )
 def test_windows_that_cannot_be(window, stride, opening, says):
     with pytest.raises(UsageError, match=says):
-        Windows(window, stride, opening)
+        WindowOptions(window, stride, opening)
 
 
 def test_documents_do_not_see_each_other_and_some_windows_stand_for_all():
     model = build(model_config())
     first, second = document(ids(50, 1)), document(ids(41, 2))
-    alone = [evaluate_text(Uncached(model), [one], Windows(16, 8)) for one in (first, second)]
-    both = evaluate_text(Uncached(model), [first, second], Windows(16, 8), unknown=int(first.tokens[0]))
+    alone = [evaluate_text(UncachedScorer(model), [one], WindowOptions(16, 8)) for one in (first, second)]
+    both = evaluate_text(UncachedScorer(model), [first, second], WindowOptions(16, 8), unknown=int(first.tokens[0]))
     assert both.nats == pytest.approx(sum(one.nats for one in alone)) and both.scored == 49 + 40
     assert both.unknown == sum(int((one.tokens == first.tokens[0]).sum()) for one in (first, second)) > 0
-    some = evaluate_text(Uncached(model), [first, second], Windows(16, 8), most=30)
+    some = evaluate_text(UncachedScorer(model), [first, second], WindowOptions(16, 8), most=30)
     assert 0 < some.scored < both.scored and some.tokens == both.tokens == 91
     with pytest.raises(DataError, match="nothing to score"):
-        evaluate_text(Uncached(model), [document(ids(1))], Windows(16, 8))
+        evaluate_text(UncachedScorer(model), [document(ids(1))], WindowOptions(16, 8))
     with pytest.raises(UsageError, match="no token that opens"):
-        evaluate_text(Uncached(model), [first], Windows(16, 8, "start"))
+        evaluate_text(UncachedScorer(model), [first], WindowOptions(16, 8, "start"))
 
 
 def test_training_s_validation_loss_is_a_window_of_one_more_token(tmp_path, run_config):  # noqa: F811
@@ -153,21 +161,21 @@ def test_training_s_validation_loss_is_a_window_of_one_more_token(tmp_path, run_
             held.append(subject)
 
     config = run_config(steps=2, eval_every=2, eval_tokens=0, tokenizer={"kind": "char"})
-    outcome = train(config, [tmp_path / "one.txt"], tmp_path / "run", callbacks=[Hold()])
+    outcome = train_model(config, [tmp_path / "one.txt"], tmp_path / "run", callbacks=[Hold()])
     split = held[0].data.validation
     begin, length = int(split._begin[0]), len(split)
     tokens = torch.from_numpy(split.store.take(range(begin, begin + length)))
     model, _ = load_model(tmp_path / "run")
-    found = evaluate_text(Uncached(model), [document(tokens)], Windows(33, 32))
+    found = evaluate_text(UncachedScorer(model), [document(tokens)], WindowOptions(33, 32))
     assert found.scored == length - 1 and found.loss == pytest.approx(outcome.val_loss, rel=1e-5)
 
 
 def test_nan_is_an_error():
     model = build(model_config())
     with torch.no_grad():
-        model.embed.tokens.weight.fill_(torch.nan)
+        model.embedding.tokens.weight.fill_(torch.nan)
     with pytest.raises(NumericalError, match="NaN"):
-        Uncached(model).read([Row(ids(5))])
+        UncachedScorer(model).score([ScoredRow(ids(5))])
 
 
 # ---------------------------------------------------------------- through caches
@@ -178,30 +186,38 @@ def test_a_cache_says_what_the_model_says(topology):
     model = build(pair_config() if topology == "pair" else model_config(topology))
     sources = [None] * 6 if topology != "pair" else [ids(n, n, 40) for n in (5, 5, 9, 1, 5, 30)]
     lengths = (80, 80, LIMIT, 1, 2, 31)
-    rows = [Row(ids(n, n), source) for n, source in zip(lengths, sources, strict=True)]
-    true = Uncached(model).read(rows)
+    rows = [ScoredRow(ids(n, n), source) for n, source in zip(lengths, sources, strict=True)]
+    true = UncachedScorer(model).score(rows)
     cache = CacheConfig(
-        rows=3, capacity=LIMIT, dtype="float64", chunk=16, source_capacity=SOURCE_LIMIT, blocks=8, park_ram=0
+        max_num_seqs=3,
+        max_seq_len=LIMIT,
+        dtype="float64",
+        prefill_chunk_size=16,
+        max_source_len=SOURCE_LIMIT,
+        num_blocks=8,
+        swap_space=0,
     )
     engine = Engine(model, cache)
-    have = Cached(engine).read(rows)
+    have = CachedScorer(engine).score(rows)
     assert engine.scheduler.stats().preemptions  # what is computed again is not scored again
     assert [len(one.nats) for one in have] == [n - 1 for n in lengths]
     for a, b in zip(true, have, strict=True):
-        assert torch.allclose(a.nats, b.nats, rtol=0, atol=1e-10) and bool((a.hits == b.hits).all())
+        assert torch.allclose(a.nats, b.nats, rtol=0, atol=1e-10) and bool((a.correct == b.correct).all())
     with pytest.raises(RequestError, match="shorter windows"):
-        Cached(engine).read([Row(ids(LIMIT + 1), sources[0])])
+        CachedScorer(engine).score([ScoredRow(ids(LIMIT + 1), sources[0])])
     engine.close()
 
 
 def test_a_cache_that_drops_has_a_price():
     model = build(model_config(), dtype=torch.float32)
-    texts, how = [document(ids(120))], Windows(64, 32)
-    full = evaluate_text(Uncached(model), texts, how)
+    texts, how = [document(ids(120))], WindowOptions(64, 32)
+    full = evaluate_text(UncachedScorer(model), texts, how)
     prices = {}
     for policy in ("full", "window(8)"):
-        engine = Engine(model, CacheConfig(rows=2, capacity=64, chunk=16, policy=policy, block_size=4))
-        prices[policy] = evaluate_text(Cached(engine), texts, how)
+        engine = Engine(
+            model, CacheConfig(max_num_seqs=2, max_seq_len=64, prefill_chunk_size=16, policy=policy, block_size=4)
+        )
+        prices[policy] = evaluate_text(CachedScorer(engine), texts, how)
         engine.close()
     assert prices["full"].loss == pytest.approx(full.loss, rel=1e-5) and prices["full"].scored == full.scored
     assert prices["window(8)"].loss != pytest.approx(full.loss, rel=1e-3)
@@ -213,24 +229,32 @@ def test_a_cache_that_drops_has_a_price():
 def make_pairs():
     config = pair_config()
     tokenizer = train_tokenizer("char", ["abcdefgh "], specials=("bos", "eos", "pad", "unk"))
-    said = Generation(start=tokenizer.specials.bos, stops=(tokenizer.specials.eos,), source_end=tokenizer.specials.eos)
-    cache = CacheConfig(rows=2, capacity=LIMIT, dtype="float64", source_capacity=SOURCE_LIMIT)
+    said = GenerationConfig(
+        decoder_start_token_id=tokenizer.special_tokens.bos,
+        eos_token_ids=(tokenizer.special_tokens.eos,),
+        source_eos_token_id=tokenizer.special_tokens.eos,
+    )
+    cache = CacheConfig(max_num_seqs=2, max_seq_len=LIMIT, dtype="float64", max_source_len=SOURCE_LIMIT)
     return LLM(build(config), tokenizer, cache, generation=said)
 
 
 def test_targets_are_scored_behind_their_sources_and_with_their_ends():
     pairs = [("abc", "cba"), ("a", "b h"), ("hgf ed", "gf")]
     with make_pairs() as llm:
-        found = evaluate_pairs(llm, Uncached(llm.model), pairs)
+        found = evaluate_pairs(llm, UncachedScorer(llm.model), pairs)
         nats, hits = 0.0, 0
         for source, target in pairs:
-            tokens = [llm.generation.start, *llm.tokenizer.encode(target), *llm.generation.stops]
+            tokens = [
+                llm.generation.decoder_start_token_id,
+                *llm.tokenizer.encode(target),
+                *llm.generation.eos_token_ids,
+            ]
             logits = llm.logits(tokens, source).double().log_softmax(-1)[:-1]
             wanted = torch.tensor(tokens[1:])
             nats -= float(logits.gather(-1, wanted.unsqueeze(-1)).sum())
             hits += int((logits.argmax(-1) == wanted).sum())
         with pytest.raises(RequestError, match="a target has 97 tokens"):
-            pair_row(llm, "a", "b" * 96)
+            build_pair_row(llm, "a", "b" * 96)
     assert found.scored == found.tokens == 3 + 3 + 2 + 3 and found.nats == pytest.approx(nats) and found.hits == hits
     assert (found.words, found.lines) == (4, 3)
 
@@ -248,19 +272,19 @@ def test_rows_go_on_beyond_the_limit(position):
     # By hand: the same tokens, at the end of rows of either length.
     ends = [2 * LIMIT + 24 * number for number in range(13)]
     ends = [ends[number * 13 // 4] for number in range(4)]
-    reader = Uncached(model, 2 * LIMIT)
+    reader = UncachedScorer(model, 2 * LIMIT)
     for point in curve.points:
-        rows = [Row(text[end - point.length : end]) for end in ends]
-        nats = torch.stack([read.nats for read in reader.read(rows)])
+        rows = [ScoredRow(text[end - point.length : end]) for end in ends]
+        nats = torch.stack([read.nats for read in reader.score(rows)])
         assert point.loss == pytest.approx(float(nats[:, -24:].mean()))
         assert point.whole == pytest.approx(float(nats.mean()))
 
 
 def test_a_window_that_reaches_the_limit_binds_longer_rows():
-    model = build(replace(model_config(heads="window"), limit=7))  # two layers of 7 tokens
+    model = build(replace(model_config(heads="window"), max_seq_len=7))  # two layers of 7 tokens
     one, other = ids(40), ids(40)
     other[:20] = ids(20, 9)
-    near, far = (Uncached(model, 40).read([Row(tokens)])[0].nats[-6:] for tokens in (one, other))
+    near, far = (UncachedScorer(model, 40).score([ScoredRow(tokens)])[0].nats[-6:] for tokens in (one, other))
     assert torch.allclose(near, far, rtol=0, atol=1e-12)  # nobody sees 20 tokens back
 
 
@@ -269,7 +293,7 @@ def test_learned_positions_end_at_their_table():
     curve = extrapolate(model, [ids(3 * LIMIT)], LIMIT // 2, multiples=(1, 2, 4))
     assert [point.length for point in curve.points] == [LIMIT // 2, LIMIT] and "table of 96" in curve.note
     with pytest.raises(UsageError, match="the table of learned positions ends at 96"):
-        Uncached(model, LIMIT + 1)
+        UncachedScorer(model, LIMIT + 1)
     with pytest.raises(UsageError, match="no row can be read"):
         extrapolate(model, [ids(3 * LIMIT)], LIMIT, multiples=(2, 4))
 
@@ -280,4 +304,4 @@ def test_texts_too_short_for_a_curve():
         extrapolate(model, [ids(40)], 32, multiples=(1, 2))
     with pytest.raises(UsageError, match="above 0"):
         extrapolate(model, [ids(40)], 32, multiples=(0,))
-    assert joined([ids(2), ids(3)], 7).tolist() == [7, *ids(2).tolist(), 7, *ids(3).tolist()]
+    assert join_texts([ids(2), ids(3)], 7).tolist() == [7, *ids(2).tolist(), 7, *ids(3).tolist()]

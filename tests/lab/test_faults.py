@@ -8,45 +8,49 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvad.cache.memory import Memory
+from kvad.cache.memory import KVCache
 from kvad.cache.sizing import CacheConfig
 from kvad.config import (
-    Alibi,
-    Attention,
-    DynamicScaling,
-    Embedding,
-    Gated,
-    Layer,
-    LearnedPositions,
+    AlibiConfig,
+    AttentionConfig,
+    DynamicScalingConfig,
+    EmbeddingConfig,
+    GatedMLPConfig,
+    LayerConfig,
+    LearnedPositionsConfig,
     ModelConfig,
-    Norm,
-    Plain,
-    Rope,
-    SinusoidalPositions,
-    Stack,
-    T5Bias,
+    NormConfig,
+    PlainMLPConfig,
+    RopeConfig,
+    SinusoidalPositionsConfig,
+    StackConfig,
+    T5BiasConfig,
 )
 from kvad.errors import KvadError, UsageError
 from kvad.lab.diagnose import diagnose
-from kvad.lab.faults import check_fault, hurt_memory
-from kvad.lab.findings import FAULTS, UNKNOWN
-from kvad.lab.scenario import Options, cache_config, make_streams, prompts_of, squeezes
+from kvad.lab.faults import check_fault_name, inject_cache_fault
+from kvad.lab.findings import FAULTS, UNKNOWN_FAULT
+from kvad.lab.scenario import ScenarioOptions, build_prompts, build_streams, cache_config, num_preemptions
 from kvad.lab.verify import verify
 from kvad.model.transformer import Transformer
-from kvad.ops.rotary import Angles
+from kvad.ops.rotary import RotaryCache
 
-NAMES = [name for name in FAULTS if name != UNKNOWN]
-OPTIONS = Options(rows=3, chunk=8, block_size=4, tokens=8, dtypes=("float64",))
-WINDOWED = Layer(Attention(4, 2, window=12, softcap=20.0, sinks=True), Gated(48))
+NAMES = [name for name in FAULTS if name != UNKNOWN_FAULT]
+OPTIONS = ScenarioOptions(num_seqs=3, chunk=8, block_size=4, tokens=8, dtypes=("float64",))
+WINDOWED = LayerConfig(AttentionConfig(4, 2, window=12, logit_softcap=20.0, sink_logits=True), GatedMLPConfig(48))
 STACKS = {
-    "rope-gqa": {"L": Layer(Attention(4, 2), Gated(48))},
-    "rope-interleaved-partial": {"L": Layer(Attention(4, 4, position=Rope(interleaved=True, fraction=0.5)), Gated(48))},
-    "learned-mha": {"L": Layer(Attention(4, position=None), Plain(48))},
-    "alibi": {"L": Layer(Attention(4, position=Alibi()), Plain(48))},
-    "t5": {"L": Layer(Attention(4, position=T5Bias(), scale="none"), Gated(48))},
-    "windowed": {"L": Layer(Attention(4, 2, window=12), Gated(48))},
-    "windowed-and-global": {"L": WINDOWED, "G": Layer(Attention(4, 2, qk_norm="head"), Gated(48))},
-    "no-positions": {"L": Layer(Attention(4, 1, position=None), Gated(48))},
+    "rope-gqa": {"L": LayerConfig(AttentionConfig(4, 2), GatedMLPConfig(48))},
+    "rope-interleaved-partial": {
+        "L": LayerConfig(
+            AttentionConfig(4, 4, position=RopeConfig(interleaved=True, partial_rotary_factor=0.5)), GatedMLPConfig(48)
+        )
+    },
+    "learned-mha": {"L": LayerConfig(AttentionConfig(4, position=None), PlainMLPConfig(48))},
+    "alibi": {"L": LayerConfig(AttentionConfig(4, position=AlibiConfig()), PlainMLPConfig(48))},
+    "t5": {"L": LayerConfig(AttentionConfig(4, position=T5BiasConfig(), softmax_scale="none"), GatedMLPConfig(48))},
+    "windowed": {"L": LayerConfig(AttentionConfig(4, 2, window=12), GatedMLPConfig(48))},
+    "windowed-and-global": {"L": WINDOWED, "G": LayerConfig(AttentionConfig(4, 2, qk_norm="head"), GatedMLPConfig(48))},
+    "no-positions": {"L": LayerConfig(AttentionConfig(4, 1, position=None), GatedMLPConfig(48))},
 }
 
 
@@ -72,14 +76,16 @@ def loud(config, seed=0):
 def named(name):
     kinds = STACKS[name]
     pattern = "LGLG" if len(kinds) > 1 else "L"
-    stack = Stack(
-        layers=len(pattern) if len(kinds) > 1 else 3,
-        kinds=kinds,
-        pattern=pattern,
-        norm_place="sandwich" if len(kinds) > 1 else "pre",
+    stack = StackConfig(
+        num_layers=len(pattern) if len(kinds) > 1 else 3,
+        layer_types=kinds,
+        layer_pattern=pattern,
+        norm_position="sandwich" if len(kinds) > 1 else "pre",
     )
-    position = LearnedPositions(96) if name == "learned-mha" else None
-    return loud(ModelConfig(width=32, vocab=64, limit=96, decoder=stack, embed=Embedding(position)))
+    position = LearnedPositionsConfig(96) if name == "learned-mha" else None
+    return loud(
+        ModelConfig(hidden_size=32, vocab_size=64, max_seq_len=96, decoder=stack, embedding=EmbeddingConfig(position))
+    )
 
 
 def meaningless(fault, name):
@@ -92,12 +98,12 @@ def meaningless(fault, name):
 @pytest.mark.parametrize("name", STACKS)
 def test_the_confusion_table_is_diagonal(name, layout):
     model = named(name)
-    prompts = prompts_of(model.config, OPTIONS, None)
+    prompts = build_prompts(model.config, OPTIONS, None)
     options = dataclasses.replace(OPTIONS, layouts=(layout,))
     found = {}
     for fault in NAMES:
         try:
-            (memory,) = verify(model, prompts, options, fault=fault).memories
+            (memory,) = verify(model, prompts, options, fault=fault).cases
             assert memory.verdict == "BROKEN"
             found[fault] = memory.finding.fault if memory.finding else None
         except UsageError:
@@ -108,7 +114,7 @@ def test_the_confusion_table_is_diagonal(name, layout):
 # ---------------------------------------------------------------- other forms of the same mistakes
 
 
-class Tampering(Memory):
+class Tampering(KVCache):
     """A Memory whose step, or whose view's arguments and result, are changed."""
 
     step = staticmethod(lambda step, groups: step)
@@ -133,7 +139,7 @@ def turned(by):
 
     def arguments(step, layer, q, k, v, score):
         late = step.positions + by * (step.positions >= 8)
-        rotate = partial(Angles(late).rotate, rotary=score.rotary)
+        rotate = partial(RotaryCache(late).rotate, rotary=score.rotary)
         return rotate(q), rotate(k), v, score._replace(rotary=None)
 
     return {"arguments": staticmethod(arguments)}
@@ -141,7 +147,7 @@ def turned(by):
 
 def keys_turned(how):
     def arguments(step, layer, q, k, v, score):
-        angles = Angles(step.positions)
+        angles = RotaryCache(step.positions)
         return angles.rotate(q, score.rotary), how(step, angles, k, score.rotary), v, score._replace(rotary=None)
 
     return {"arguments": staticmethod(arguments)}
@@ -155,10 +161,10 @@ def scaled(by):
 
 def to_the_bin(step, groups):
     """Decoded tokens are written to block 1, which nobody reads."""
-    decoding = step.lanes and step.positions.shape[0] == sum(lane.rows for lane in step.lanes)
+    decoding = step.sub_batches and step.positions.shape[0] == sum(lane.num_seqs for lane in step.sub_batches)
     places = tuple(
         place._replace(slots=torch.full_like(place.slots, group.block_size) if decoding else place.slots)
-        for place, group in zip(step.places, groups, strict=True)
+        for place, group in zip(step.slot_mappings, groups, strict=True)
     )
     return step._replace(places=places)
 
@@ -168,14 +174,14 @@ def values_rounded(step, layer, q, k, v, score):
 
 
 def uncleared(memory):
-    memory.apply = lambda moves: Memory.apply(memory, moves._replace(clear=((),) * len(moves.clear)))
+    memory.apply = lambda moves: KVCache.apply(memory, moves._replace(clear=((),) * len(moves.clear)))
     return memory
 
 
 FORMS = {
     "q and k a position late": ("position", turned(1)),
     "q and k three positions early": ("position", turned(-3)),
-    "keys turned backwards": ("rotation", keys_turned(lambda s, a, k, r: Angles(-s.positions).rotate(k, r))),
+    "keys turned backwards": ("rotation", keys_turned(lambda s, a, k, r: RotaryCache(-s.positions).rotate(k, r))),
     "keys turned twice": ("rotation", keys_turned(lambda s, a, k, r: a.rotate(a.rotate(k, r), r))),
     "keys in other pairs": (
         "rotation",
@@ -184,7 +190,10 @@ FORMS = {
     "no scale": ("scale", scaled(8**0.5)),
     "the newest key is nowhere": ("cursor", {"step": staticmethod(to_the_bin)}),
     "values rounded": ("dtype", {"arguments": staticmethod(values_rounded)}),
-    "noise": (UNKNOWN, {"arguments": staticmethod(lambda s, n, q, k, v, score: (q, k + 0.1 * k.sin(), v, score))}),
+    "noise": (
+        UNKNOWN_FAULT,
+        {"arguments": staticmethod(lambda s, n, q, k, v, score: (q, k + 0.1 * k.sin(), v, score))},
+    ),
 }
 
 
@@ -202,15 +211,15 @@ def test_the_first_difference_is_located():
     methods = {"result": staticmethod(lambda layer, out: out * 1.5 if layer == 1 else out)}
     cls = type("Tampered", (Tampering,), methods)
     finding = diagnose_with(named("rope-gqa"), lambda placed, probe: cls(placed, probe=probe))
-    assert (finding.fault, finding.layer, finding.position, finding.what) == (UNKNOWN, 2, 0, "q")
+    assert (finding.fault, finding.layer, finding.position, finding.what) == (UNKNOWN_FAULT, 2, 0, "q")
 
 
 def test_a_mask_that_forgets_its_window():
     model = named("windowed")
 
     def build(placed, probe):
-        seeing = [group._replace(mixer=group.mixer._replace(window=None)) for group in placed]
-        return Memory(seeing, probe=probe)
+        seeing = [group._replace(mixer=group.spec._replace(window=None)) for group in placed]
+        return KVCache(seeing, attention_hook=probe)
 
     finding = diagnose_with(model, build)
     assert finding.fault == "mask" and finding.position >= 12
@@ -218,7 +227,9 @@ def test_a_mask_that_forgets_its_window():
 
 def test_blocks_handed_on_uncleared_are_seen():
     """A stale key of an earlier row is visible where nothing should be: some fault, never silence."""
-    finding = diagnose_with(named("learned-mha"), lambda placed, probe: uncleared(Memory(placed, probe=probe)))
+    finding = diagnose_with(
+        named("learned-mha"), lambda placed, probe: uncleared(KVCache(placed, attention_hook=probe))
+    )
     assert finding is not None and "nobody wrote" in finding.evidence
 
 
@@ -227,34 +238,34 @@ def test_float32_that_stores_less_is_named_in_float32(layout):
     """A float64 twin would not show it: the diagnosis works in the stored precision too."""
 
     def build(placed, probe):
-        assert all(group.keys == group.values == "float32" for group in placed)
-        return Memory([group._replace(keys="bfloat16", values="bfloat16") for group in placed], probe=probe)
+        assert all(group.key_format == group.value_format == "float32" for group in placed)
+        return KVCache([group._replace(keys="bfloat16", values="bfloat16") for group in placed], attention_hook=probe)
 
     finding = diagnose_with(named("rope-gqa"), build, layout=layout, dtype="float32")
     assert finding.fault == "dtype" and "bfloat16" in finding.evidence
 
 
 def diagnose_with(model, build, layout="paged", dtype="float64", options=OPTIONS):
-    streams = make_streams(model, prompts_of(model.config, options, None), options)
+    streams = build_streams(model, build_prompts(model.config, options, None), options)
     cache = cache_config(model.config, streams, options, layout, dtype)
     judged = model.double() if dtype == "float64" else model
-    return diagnose(judged, cache, streams, build, squeezes=squeezes(options))
+    return diagnose(judged, cache, streams, build, squeezes=num_preemptions(options))
 
 
 # ---------------------------------------------------------------- no false alarm
 
 attention = st.builds(
-    Attention,
+    AttentionConfig,
     heads=st.just(4),
     kv_heads=st.sampled_from([1, 2, 4]),
     value_dim=st.sampled_from([None, 6]),
     position=st.sampled_from(
         [
-            Rope(),
-            Rope(interleaved=True, fraction=0.5),
-            Rope(scaling=DynamicScaling(2.0, 16)),
-            Alibi(),
-            T5Bias(8, 16),
+            RopeConfig(),
+            RopeConfig(interleaved=True, partial_rotary_factor=0.5),
+            RopeConfig(scaling=DynamicScalingConfig(2.0, 16)),
+            AlibiConfig(),
+            T5BiasConfig(8, 16),
             None,
         ]
     ),
@@ -265,7 +276,10 @@ attention = st.builds(
     scale=st.sampled_from(["default", "none", 0.2]),
 )
 layer = st.builds(
-    Layer, mixer=attention, mlp=st.just(Gated(40)), norm=st.sampled_from([Norm(), Norm("layer", bias=True)])
+    LayerConfig,
+    mixer=attention,
+    mlp=st.just(GatedMLPConfig(40)),
+    norm=st.sampled_from([NormConfig(), NormConfig("layer", bias=True)]),
 )
 configs = st.builds(
     ModelConfig,
@@ -273,13 +287,15 @@ configs = st.builds(
     vocab=st.just(48),
     limit=st.just(64),
     decoder=st.builds(
-        Stack,
+        StackConfig,
         layers=st.just(3),
         kinds=st.fixed_dictionaries({"L": layer, "G": layer}),
         pattern=st.sampled_from(["LLLG", "LG", "LLG"]),
         norm_place=st.sampled_from(["pre", "post", "sandwich", "after", "normed", "parallel", "parallel_pair"]),
     ),
-    embed=st.builds(Embedding, position=st.sampled_from([None, LearnedPositions(64), SinusoidalPositions()])),
+    embed=st.builds(
+        EmbeddingConfig, position=st.sampled_from([None, LearnedPositionsConfig(64), SinusoidalPositionsConfig()])
+    ),
 )
 
 
@@ -288,8 +304,8 @@ configs = st.builds(
 def test_an_unhurt_memory_is_never_diagnosed(config, layout, block_size, seed):
     model = loud(config, seed)
     options = dataclasses.replace(OPTIONS, block_size=block_size, layouts=(layout,), tokens=6)
-    assert diagnose_with(model, partial(hurt_memory, None), layout=layout, options=options) is None
-    assert verify(model, prompts_of(config, options, None), options).verdict() == f"exact ({layout} float64)"
+    assert diagnose_with(model, partial(inject_cache_fault, None), layout=layout, options=options) is None
+    assert verify(model, build_prompts(config, options, None), options).verdict() == f"exact ({layout} float64)"
 
 
 @pytest.mark.long(minutes=2)
@@ -300,7 +316,7 @@ def test_no_random_model_confuses_two_faults(config, layout, block_size, seed):
     options = dataclasses.replace(OPTIONS, block_size=block_size, layouts=(layout,), tokens=6)
     for fault in NAMES:
         try:
-            (memory,) = verify(model, prompts_of(config, options, None), options, fault=fault).memories
+            (memory,) = verify(model, build_prompts(config, options, None), options, fault=fault).cases
         except KvadError:  # meaningless here, or without effect (a window of 1 sees no second key)
             continue
         assert memory.finding is not None and memory.finding.fault == fault, memory.finding
@@ -308,7 +324,7 @@ def test_no_random_model_confuses_two_faults(config, layout, block_size, seed):
 
 # ---------------------------------------------------------------- what cannot be
 
-CACHE = CacheConfig(rows=2, capacity=32, chunk=8, block_size=4)
+CACHE = CacheConfig(max_num_seqs=2, max_seq_len=32, prefill_chunk_size=8, block_size=4)
 
 
 @pytest.mark.parametrize(
@@ -316,17 +332,22 @@ CACHE = CacheConfig(rows=2, capacity=32, chunk=8, block_size=4)
     [
         ("rotation", "alibi", CACHE, "rotates"),
         ("position", "no-positions", CACHE, "no positions"),
-        ("mask", "rope-gqa", dataclasses.replace(CACHE, chunk=1), "--chunk 1"),
+        ("mask", "rope-gqa", dataclasses.replace(CACHE, prefill_chunk_size=1), "--chunk 1"),
         ("mesk", "rope-gqa", CACHE, "did you mean 'mask'"),
     ],
 )
 def test_a_meaningless_fault_is_refused_by_name(fault, name, cache, word):
     with pytest.raises(UsageError, match=word):
-        check_fault(fault, named(name).config, cache)
+        check_fault_name(fault, named(name).config, cache)
 
 
 def test_layers_of_different_groups_cannot_be_confused():
-    kinds = {"L": WINDOWED, "G": Layer(Attention(4, 2), Gated(48))}
-    config = ModelConfig(width=32, vocab=64, limit=96, decoder=Stack(layers=2, kinds=kinds, pattern="LG"))
+    kinds = {"L": WINDOWED, "G": LayerConfig(AttentionConfig(4, 2), GatedMLPConfig(48))}
+    config = ModelConfig(
+        hidden_size=32,
+        vocab_size=64,
+        max_seq_len=96,
+        decoder=StackConfig(num_layers=2, layer_types=kinds, layer_pattern="LG"),
+    )
     with pytest.raises(KvadError, match="share a cache group"):
-        check_fault("layer", config, CACHE)
+        check_fault_name("layer", config, CACHE)

@@ -11,17 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from kvad.cache.planning import plan_memory, planned_total, require
-from kvad.cache.sizing import CacheConfig, groups
+from kvad.cache.planning import plan_memory, require_memory, total_bytes_with
+from kvad.cache.sizing import CacheConfig, build_groups
 from kvad.cli.main import main
-from kvad.config import Attention, mixers
+from kvad.config import AttentionConfig, attention_specs
 from kvad.errors import DataError, MemoryPlanError
 from kvad.lab import prices, quality
-from kvad.lab.caches import FORMATS, HIERARCHIES, POLICIES
-from kvad.lab.fit import FAMILIES, Choice, choices_of, formats_of, offers, shortfall
-from kvad.lab.kept import kept, layer_names
-from kvad.lab.prices import LINES, collect, find_prices, merged, read_lines, read_prices
-from kvad.lab.shapes import shape
+from kvad.lab.caches import CACHE_FORMATS, POLICY_BUILDERS, TIERED_POLICIES
+from kvad.lab.fit import (
+    DEFAULT_POLICIES,
+    PolicyChoice,
+    find_configurations,
+    format_choices,
+    policy_choices,
+    weights_shortfall,
+)
+from kvad.lab.kept import describe_retention, layer_names
+from kvad.lab.prices import LINES_FILE, collect_costs, find_costs, merge_depths, read_cost_lines, read_costs
+from kvad.lab.shapes import known_model
 from kvad.lab.variants import known_variants
 from tests.lab.models import tiny
 
@@ -53,15 +60,15 @@ SAID = {
 @pytest.mark.parametrize("policy", SAID)
 def test_a_group_says_what_it_keeps(policy):
     config = tiny(limit=2048)
-    made = groups(mixers(config), CacheConfig(capacity=2048, policy=policy))
-    assert [kept(group, mixers(config)) for group in made] == SAID[policy]
+    made = build_groups(attention_specs(config), CacheConfig(max_seq_len=2048, policy=policy))
+    assert [describe_retention(group, attention_specs(config)) for group in made] == SAID[policy]
 
 
 def test_a_models_own_window_is_told_from_a_policys():
-    own = mixers(tiny(Attention(4, 2, window=7)))
+    own = attention_specs(tiny(AttentionConfig(4, 2, window=7)))
     for policy, words in (("full", "the last 7 tokens (the model's window)"), ("window(5)", "the last 5 tokens")):
-        (group,) = groups(own, CacheConfig(capacity=64, policy=policy))
-        assert kept(group, own) == words
+        (group,) = build_groups(own, CacheConfig(max_seq_len=64, policy=policy))
+        assert describe_retention(group, own) == words
 
 
 @pytest.mark.parametrize(
@@ -82,75 +89,79 @@ def test_layers_have_short_names(layers, words):
 
 
 def planned(name="gpt2", **asked):
-    return plan_memory(shape(name), CacheConfig(**{"capacity": 1024, **asked}))
+    return plan_memory(known_model(name), CacheConfig(**{"capacity": 1024, **asked}))
 
 
 def table(plan, memory, contexts=(), rows=(), ratios=(0.75,), measured=()):
-    return offers(
+    return find_configurations(
         plan,
         memory,
         contexts=contexts,
         rows=rows,
-        choices=choices_of(plan, ratios),
-        formats=formats_of(plan),
+        choices=policy_choices(plan, ratios),
+        formats=format_choices(plan),
         prices=measured,
     )
 
 
 def test_every_line_fits_and_one_more_does_not():
     plan = planned()
-    found = table(plan, 2 * GIB, contexts=(256, 1024), rows=(4, 64)).offers
-    assert len(found) == 4 * 4 * 4 and len({(o.stored, o.policy) for o in found if o.context == 1024}) > 12
+    found = table(plan, 2 * GIB, contexts=(256, 1024), rows=(4, 64)).rows
+    assert len(found) == 4 * 4 * 4 and len({(o.cache_format, o.policy) for o in found if o.context == 1024}) > 12
     for offer in found:
 
         def total(rows, context, offer=offer):
-            choice = Choice(offer.policy.partition("(")[0], offer.ratio)
-            keys = {} if offer.stored == plan.cache.stored else {"keys": offer.stored, "values": offer.stored}
+            choice = PolicyChoice(offer.policy.partition("(")[0], offer.ratio)
+            keys = (
+                {}
+                if offer.cache_format == plan.cache.format_name
+                else {"keys": offer.cache_format, "values": offer.cache_format}
+            )
             asked = replace(plan.cache, rows=rows, capacity=context, policy=choice.policy(context), **keys)
-            return planned_total(plan, asked)
+            return total_bytes_with(plan, asked)
 
-        assert offer.bytes == total(offer.rows, offer.context) <= 2 * GIB
-        more = total(offer.rows + 1, offer.context) > 2 * GIB
-        longer = offer.context == 1024 or total(offer.rows, offer.context + 16) > 2 * GIB
-        assert more if offer.rows not in (4, 64) else longer
+        assert offer.bytes == total(offer.num_seqs, offer.context) <= 2 * GIB
+        more = total(offer.num_seqs + 1, offer.context) > 2 * GIB
+        longer = offer.context == 1024 or total(offer.num_seqs, offer.context + 16) > 2 * GIB
+        assert more if offer.num_seqs not in (4, 64) else longer
 
 
 def test_a_policy_that_was_asked_for_is_held_against_everything():
     plan = planned(policy="sinks(4, 252)")
-    found = table(plan, 2 * GIB, contexts=(1024,)).offers
+    found = table(plan, 2 * GIB, contexts=(1024,)).rows
     assert {offer.policy for offer in found} == {"full", "sinks(4, 252)"}
-    assert {offer.policy for offer in table(planned(keys="int8", dtype="int8"), 2 * GIB, rows=(2,)).offers} > {"full"}
-    endless = plan_memory(shape("smollm-135m"), CacheConfig(capacity=1024, on_full="sinks", rows=2))
-    found = table(endless, 2 * GIB, contexts=(512, 1024)).offers
+    assert {offer.policy for offer in table(planned(keys="int8", dtype="int8"), 2 * GIB, rows=(2,)).rows} > {"full"}
+    endless = plan_memory(known_model("smollm-135m"), CacheConfig(max_seq_len=1024, overflow="sinks", max_num_seqs=2))
+    found = table(endless, 2 * GIB, contexts=(512, 1024)).rows
     assert {offer.policy for offer in found} == {"sinks(4, 508)", "sinks(4, 1020)"}
-    assert not any(offer.free or offer.perplexity for offer in found)
+    assert not any(offer.is_lossless or offer.perplexity for offer in found)
 
 
 def test_a_line_says_the_policy_that_rows_go_on_under():
-    plan = plan_memory(shape("smollm-135m"), CacheConfig(capacity=256, on_full="spill", rows=2))
-    found = table(plan, 2 * GIB, contexts=(256, 512)).offers
+    plan = plan_memory(known_model("smollm-135m"), CacheConfig(max_seq_len=256, overflow="spill", max_num_seqs=2))
+    found = table(plan, 2 * GIB, contexts=(256, 512)).rows
     assert {offer.policy for offer in found} == {"spilled(192, 1856)", "spilled(384, 1664, 128)"}
-    assert {offer.stored: offer.free for offer in found} == {
+    assert {offer.cache_format: offer.is_lossless for offer in found} == {
         "float32": True, "bfloat16": False, "int8": False, "int4": False
     }  # fmt: skip
-    plan = plan_memory(shape("smollm-135m"), CacheConfig(capacity=256, on_full="summarise", rows=2))
-    found = table(plan, 2 * GIB, contexts=(256,)).offers
+    plan = plan_memory(known_model("smollm-135m"), CacheConfig(max_seq_len=256, overflow="summarise", max_num_seqs=2))
+    found = table(plan, 2 * GIB, contexts=(256,)).rows
     (policy,) = {offer.policy for offer in found}
-    assert policy.startswith("hierarchy(") and not any(offer.free or offer.perplexity for offer in found)
+    assert policy.startswith("hierarchy(") and not any(offer.is_lossless or offer.perplexity for offer in found)
 
 
 def test_what_a_model_cannot_have_is_said():
-    plan = plan_memory(tiny(Attention(4, 2, head_dim=10, value_dim=3)), CacheConfig(capacity=64))
+    plan = plan_memory(tiny(AttentionConfig(4, 2, head_dim=10, value_dim=3)), CacheConfig(max_seq_len=64))
     found = table(plan, GIB, contexts=(64,))
-    assert found.offers and {offer.stored for offer in found.offers} == {"float32", "bfloat16", "int8"}
+    assert found.rows and {offer.cache_format for offer in found.rows} == {"float32", "bfloat16", "int8"}
     assert all("int4" in each and "packs two numbers" in each for each in found.refused) and found.refused
 
 
 def test_weights_that_are_too_large():
-    plan = plan_memory(shape("llama-3-8b"), CacheConfig(capacity=1024, rows=1))
-    missing, dtype, weights = shortfall(plan, 20 * GIB)
+    plan = plan_memory(known_model("llama-3-8b"), CacheConfig(max_seq_len=1024, max_num_seqs=1))
+    missing, dtype, weights = weights_shortfall(plan, 20 * GIB)
     assert missing == plan.weights - 20 * GIB and dtype == "bfloat16" and weights == plan.weights // 2
-    assert shortfall(plan, 40 * GIB) is None
+    assert weights_shortfall(plan, 40 * GIB) is None
 
 
 # ---------------------------------------------------------------- prices
@@ -179,77 +190,81 @@ MINE = [
 
 
 def test_lines_become_prices():
-    found = collect(MINE)
+    found = collect_costs(MINE)
     assert (found.model, found.commit) == ("mine", "c") and "mine, 64 tokens" in found.source
-    ((_, sinks),) = find_prices([found], "sinks", 0.75)
-    assert sinks.recall == {"single": 0.375} and sinks.times is None  # of many the full cache finds too little
-    ((_, int8),) = find_prices([found], "int8", 0.0)
-    assert (int8.times, int8.recall) == (1.25, {})
-    assert find_prices([found], "sinks", 0.5) == [] and find_prices([found], "tova", 0.75) == []
+    ((_, sinks),) = find_costs([found], "sinks", 0.75)
+    assert (
+        sinks.recall == {"single": 0.375} and sinks.perplexity_ratio is None
+    )  # of many the full cache finds too little
+    ((_, int8),) = find_costs([found], "int8", 0.0)
+    assert (int8.perplexity_ratio, int8.recall) == (1.25, {})
+    assert find_costs([found], "sinks", 0.5) == [] and find_costs([found], "tova", 0.75) == []
 
 
 def test_a_price_is_what_was_measured_or_nothing():
-    found = table(planned(), 2 * GIB, contexts=(1024,), measured=[collect(MINE)]).offers
-    paid = {(offer.stored, offer.policy.partition("(")[0]): offer for offer in found}
-    assert paid["float32", "full"].free and not paid["float32", "full"].paid
-    assert paid["int8", "full"].perplexity.times == 1.25 and paid["int8", "full"].needle is None
+    found = table(planned(), 2 * GIB, contexts=(1024,), measured=[collect_costs(MINE)]).rows
+    paid = {(offer.cache_format, offer.policy.partition("(")[0]): offer for offer in found}
+    assert paid["float32", "full"].is_lossless and not paid["float32", "full"].measured
+    assert paid["int8", "full"].perplexity.perplexity_ratio == 1.25 and paid["int8", "full"].needle is None
     assert paid["float32", "sinks"].needle.recall == {"single": 0.375} and paid["float32", "sinks"].perplexity is None
     both = paid["int8", "sinks"]
-    assert both.perplexity.times == 1.5 and both.needle.recall == {"single": 0.125}
+    assert both.perplexity.perplexity_ratio == 1.5 and both.needle.recall == {"single": 0.125}
     known = ("int8", "full"), ("float32", "sinks"), ("int8", "sinks")
     others = [offer for key, offer in paid.items() if key not in known]
-    assert all(not offer.paid for offer in others)
+    assert all(not offer.measured for offer in others)
 
 
 def test_a_policy_as_written_has_the_price_of_its_share():
     plan = planned(policy="sinks(4, 252)")
-    found = table(plan, 2 * GIB, contexts=(256, 512, 1024), measured=[collect(MINE)]).offers
-    own = {offer.context: offer for offer in found if (offer.stored, offer.policy) == ("float32", "sinks(4, 252)")}
-    assert own[256].free  # a row of 256 tokens loses none
-    assert not own[512].paid and own[1024].needle.recall == {"single": 0.375}
+    found = table(plan, 2 * GIB, contexts=(256, 512, 1024), measured=[collect_costs(MINE)]).rows
+    own = {
+        offer.context: offer for offer in found if (offer.cache_format, offer.policy) == ("float32", "sinks(4, 252)")
+    }
+    assert own[256].is_lossless  # a row of 256 tokens loses none
+    assert not own[512].measured and own[1024].needle.recall == {"single": 0.375}
 
 
 def test_what_is_read_has_the_price_of_its_share():
-    found = table(planned(policy="quest(512)"), 2 * GIB, contexts=(512, 1024), measured=[collect(MINE)]).offers
-    own = {offer.context: offer for offer in found if (offer.stored, offer.policy) == ("float32", "quest(512)")}
-    assert own[512].free and own[1024].perplexity.times == 1.125
+    found = table(planned(policy="quest(512)"), 2 * GIB, contexts=(512, 1024), measured=[collect_costs(MINE)]).rows
+    own = {offer.context: offer for offer in found if (offer.cache_format, offer.policy) == ("float32", "quest(512)")}
+    assert own[512].is_lossless and own[1024].perplexity.perplexity_ratio == 1.125
 
 
 def test_lines_of_fewer_depths_are_the_same_prices(tmp_path, capsys):
-    few = merged(MINE)
-    assert collect(few) == collect(MINE) and len(few) == len(MINE) - 2
+    few = merge_depths(MINE)
+    assert collect_costs(few) == collect_costs(MINE) and len(few) == len(MINE) - 2
     (both,) = [each for each in few if (each["cache"], each["measure"]) == ("sinks", "single")]
     assert (both["recall"], both["tasks"], "depth" in both) == (0.375, 16, False)
-    (tmp_path / LINES).write_text("".join(f"{json.dumps(each)}\n" for each in MINE))
+    (tmp_path / LINES_FILE).write_text("".join(f"{json.dumps(each)}\n" for each in MINE))
     prices.main(["--merge", str(tmp_path)])
-    assert [json.loads(each) for each in capsys.readouterr().out.splitlines()] == few == read_lines(tmp_path)
+    assert [json.loads(each) for each in capsys.readouterr().out.splitlines()] == few == read_cost_lines(tmp_path)
 
 
 def test_the_packaged_prices_are_what_the_runs_say():
     runs = sorted((ROOT / "runs").glob("cache-quality-*.jsonl"))
-    said = [each for path in runs for each in read_prices(path)]
-    assert all(each in said for each in read_prices())
+    said = [each for path in runs for each in read_costs(path)]
+    assert all(each in said for each in read_costs())
 
 
 def test_the_packaged_prices_say_where_they_are_from():
-    found = read_prices()
-    assert found and prices.ENOUGH == quality.ENOUGH
+    found = read_costs()
+    assert found and prices.MIN_FULL_RECALL == quality.MIN_FULL_RECALL
     for each in found:
         assert each.model and each.digest and len(each.commit) == 12 and each.machine and each.options
         assert "/" not in each.model
-        for price in each.prices:
+        for price in each.costs:
             assert set(re.split("[+/]", price.cache)) <= set(known_variants()) and (
-                price.times is None or price.times > 0.99
+                price.perplexity_ratio is None or price.perplexity_ratio > 0.99
             )
             assert all(0 <= recall <= 1 for recall in price.recall.values())
-    priced = {price.cache for each in found for price in each.prices}
-    assert priced >= {"full", "int8", "int4", *POLICIES, *HIERARCHIES}
-    assert priced >= {f"{name}+{form}" for name in FAMILIES for form in ("bfloat16", "int8", "int4")}
-    assert set(FORMATS) <= set(known_variants())
+    priced = {price.cache for each in found for price in each.costs}
+    assert priced >= {"full", "int8", "int4", *POLICY_BUILDERS, *TIERED_POLICIES}
+    assert priced >= {f"{name}+{form}" for name in DEFAULT_POLICIES for form in ("bfloat16", "int8", "int4")}
+    assert set(CACHE_FORMATS) <= set(known_variants())
 
 
 def test_prices_of_ones_own(tmp_path, capsys):
-    (tmp_path / LINES).write_text("".join(f"{json.dumps(each)}\n" for each in MINE))
+    (tmp_path / LINES_FILE).write_text("".join(f"{json.dumps(each)}\n" for each in MINE))
     arguments = ["plan", "gpt2", "--fit", "2GiB", "--context", "1024", "--bandwidth", "10", "--prices", str(tmp_path)]
     assert main(arguments) == 0
     out = capsys.readouterr().out
@@ -261,14 +276,14 @@ def test_prices_of_ones_own(tmp_path, capsys):
         if text is not None:
             path.write_text(text)
         with pytest.raises(DataError, match=words):
-            read_prices(path)
+            read_costs(path)
 
 
 def test_prices_are_made_anew(tmp_path, monkeypatch):
-    (tmp_path / LINES).write_text("".join(f"{json.dumps(each)}\n" for each in MINE))
-    monkeypatch.setattr(prices, "PACKAGED", tmp_path / "prices.json")
+    (tmp_path / LINES_FILE).write_text("".join(f"{json.dumps(each)}\n" for each in MINE))
+    monkeypatch.setattr(prices, "PACKAGED_COSTS", tmp_path / "prices.json")
     prices.main([str(tmp_path)])
-    assert read_prices(tmp_path / "prices.json") == (collect(MINE),)
+    assert read_costs(tmp_path / "prices.json") == (collect_costs(MINE),)
 
 
 # ---------------------------------------------------------------- the command
@@ -359,13 +374,13 @@ def test_no_torch_for_a_table():
 def test_a_refusal_names_a_format_and_a_policy_that_would_fit():
     plan = planned(rows=16)
     with pytest.raises(MemoryPlanError) as caught:
-        require(plan, 1700 * 2**20)
+        require_memory(plan, 1700 * 2**20)
     assert "all of it as bfloat16 (" in caught.value.hint and "under sinks(4, 252) (" in caught.value.hint
-    assert planned_total(plan, replace(plan.cache, dtype="bfloat16")) <= 1700 * 2**20
-    assert planned_total(plan, replace(plan.cache, policy="sinks(4, 252)")) <= 1700 * 2**20
+    assert total_bytes_with(plan, replace(plan.cache, dtype="bfloat16")) <= 1700 * 2**20
+    assert total_bytes_with(plan, replace(plan.cache, policy="sinks(4, 252)")) <= 1700 * 2**20
 
 
 def test_a_refusal_names_none_that_would_not():
     with pytest.raises(MemoryPlanError) as caught:
-        require(planned(rows=600), GIB)
+        require_memory(planned(rows=600), GIB)
     assert "all of it" not in caught.value.hint

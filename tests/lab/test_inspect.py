@@ -12,17 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvad.cache.weights import weight_shapes
-from kvad.checkpoint.imported import Imported
-from kvad.checkpoint.native import Training
+from kvad.checkpoint.imported import HFCheckpoint
+from kvad.checkpoint.native import TrainingState
 from kvad.cli.main import main
 from kvad.errors import CheckpointError, RequestError
 from kvad.lab import inspect as lab
 from kvad.lab import sides
-from kvad.lab.draw import AttentionMap, as_json, terminal
+from kvad.lab.draw import AttentionMap, attention_to_json, attention_to_text
 from kvad.lab.headers import read_headers, stored_dtype
-from kvad.lab.inspect import Attention, outline, summarise
+from kvad.lab.inspect import AttentionSummary, outline_values, summarize_checkpoint
 from kvad.llm import LLM
-from kvad.model.fresh import Fresh
+from kvad.model.fresh import NoCache
 from kvad.text.tokenizer import train_tokenizer
 from tests.lab.models import CONFIGS, ENCODERS, EVERY, PAIRS, tiny, write_checkpoint, write_foreign
 from tests.oracle import checkpoint as oracle
@@ -38,7 +38,7 @@ def run(capsys, *arguments):
 
 
 def test_a_summary(checkpoint):
-    found = summarise(checkpoint)
+    found = summarize_checkpoint(checkpoint)
     assert {tensor.name: tensor.shape for tensor in found.tensors} == weight_shapes(CONFIG)
     assert found.config == CONFIG and found.problems == () and found.training is None
     assert found.plan.weights == sum(tensor.bytes for tensor in found.tensors) == 4 * found.num_parameters
@@ -48,12 +48,12 @@ def test_a_summary(checkpoint):
 def test_the_page(checkpoint, capsys):
     code, out, err = run(capsys, checkpoint)
     assert (code, err) == (0, "")
-    found = summarise(checkpoint)
+    found = summarize_checkpoint(checkpoint)
     assert f"{found.num_parameters:,} parameters in {len(found.tensors)} tensors, float32" in out
-    assert "decoder.pattern" in out and '"LLG"' in out and "tokenizer: char" in out and "group 1:" in out
+    assert "decoder.layer_pattern" in out and '"LLG"' in out and "tokenizer: char" in out and "group 1:" in out
     for part, count in found.parameters.items():
         assert not count or f"{part:<12}{count:>16,}" in out
-    assert "decoder.layers.0.mixer.q.weight" not in out
+    assert "decoder.layers.0.attention.q.weight" not in out
 
 
 def test_tensors_are_listed(checkpoint, capsys):
@@ -74,11 +74,11 @@ def test_json(checkpoint, capsys):
 
 def test_a_bare_checkpoint_and_one_in_training(tmp_path, capsys):
     bare = write_checkpoint(tmp_path / "bare", CONFIG, dtype=torch.bfloat16, tokenizer=False)
-    assert stored_dtype(bare / "model.safetensors") == "bfloat16" and summarise(bare).tokenizer is None
-    state = Training({"w.m": torch.zeros(3), "w.v": torch.zeros(3)}, {"step": 200, "loss": {"validation": 2.5}})
+    assert stored_dtype(bare / "model.safetensors") == "bfloat16" and summarize_checkpoint(bare).tokenizer is None
+    state = TrainingState({"w.m": torch.zeros(3), "w.v": torch.zeros(3)}, {"step": 200, "loss": {"validation": 2.5}})
     busy = write_checkpoint(tmp_path / "busy" / "checkpoints" / "step-00000200", CONFIG, training=state)
-    assert summarise(tmp_path / "busy").path == busy
-    assert summarise(busy).training == {**state.state, "tensors": 2, "tensor_bytes": 24}
+    assert summarize_checkpoint(tmp_path / "busy").path == busy
+    assert summarize_checkpoint(busy).training == {**state.state, "tensors": 2, "tensor_bytes": 24}
     _, out, _ = run(capsys, tmp_path / "busy")
     assert "loss.validation" in out and "2.5" in out
     _, out, _ = run(capsys, bare)
@@ -86,7 +86,7 @@ def test_a_bare_checkpoint_and_one_in_training(tmp_path, capsys):
 
 
 def test_problems_are_named_and_the_code_is_1(tmp_path, capsys):
-    gone, other = "decoder.layers.1.mlp.up.weight", "decoder.layers.0.mixer.k.weight"
+    gone, other = "decoder.layers.1.mlp.up.weight", "decoder.layers.0.attention.k.weight"
     change = {other: torch.zeros(3, 24), "extra": torch.zeros(2)}
     folder = write_checkpoint(tmp_path / "run", CONFIG, drop=(gone,), change=change)
     code, out, _ = run(capsys, folder)
@@ -168,8 +168,8 @@ def test_no_torch_is_loaded(checkpoint):
 
 def test_outline_opens_objects():
     values = {"a": {"b": 1, "c": None, "d": {"e": "x"}}, "f": [], "g": [1, 2], "h": "y" * 100}
-    assert [line.split()[0] for line in outline(values)] == ["a.b", "a.d.e", "g", "h"]
-    assert outline(values)[-1].endswith("...")
+    assert [line.split()[0] for line in outline_values(values)] == ["a.b", "a.d.e", "g", "h"]
+    assert outline_values(values)[-1].endswith("...")
 
 
 # ---------------------------------------------------------------- every topology, Hugging Face
@@ -179,7 +179,7 @@ def test_outline_opens_objects():
 def test_of_every_topology(name, tmp_path, capsys):
     folder = write_checkpoint(tmp_path / "run", EVERY[name])
     code, out, err = run(capsys, folder)
-    assert (code, err) == (0, "") and "encoder.kinds.L.mixer.heads" in out and "embedding" in out
+    assert (code, err) == (0, "") and "encoder.layer_types.L.attention.num_heads" in out and "embedding" in out
     found = json.loads(run(capsys, folder, "--json")[1])
     assert found["config"] == EVERY[name].to_dict() and found["problems"] == [] and found["origin"] is None
     assert found["memory"]["bytes"]["weights"] == sum(tensor["bytes"] for tensor in found["tensors"])
@@ -195,8 +195,8 @@ CASES = [name for name in oracle.names("5") if name != "roformer-rotary-value"]
 @pytest.mark.parametrize("name", CASES)
 def test_a_foreign_folder_has_no_problems(name, tmp_path):
     """Names and shapes alone show that the file fits its config: no tensor's data is there to be read."""
-    found = summarise(write_foreign(tmp_path / "m", name))
-    assert found.problems == () and found.origin == Imported(found.path).origin
+    found = summarize_checkpoint(write_foreign(tmp_path / "m", name))
+    assert found.problems == () and found.origin == HFCheckpoint(found.path).origin
     assert found.num_parameters == sum(math.prod(shape) for shape in weight_shapes(found.config).values())
     assert {tensor.name for tensor in found.tensors} == set(oracle.load("5", name)[0]["tensors"])
     assert found.plan.weights == 4 * found.num_parameters
@@ -224,14 +224,14 @@ def test_problems_of_a_foreign_folder_are_all_named(tmp_path, capsys):
     code, out, _ = run(capsys, folder)
     assert code == 1 and out.count("problem: ") == 4
     assert f"problem: {gone} is missing" in out and "problem: model.extra [2] is extra" in out
-    assert f"problem: {other} [3, 48] does not give decoder.layers.0.mixer.k.weight [" in out
+    assert f"problem: {other} [3, 48] does not give decoder.layers.0.attention.k.weight [" in out
     assert "problem: model.norm.weight [5] does not give decoder.norm.weight [" in out
 
 
 def test_a_sharded_folder_is_one(tmp_path, capsys):
     folder = write_foreign(tmp_path / "m", "llama")
     tensors = load_file(folder / "model.safetensors")
-    whole = summarise(folder)
+    whole = summarize_checkpoint(folder)
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
     files = {f"model-0000{number}-of-00002.safetensors": names[number - 1 :: 2] for number in (1, 2)}
@@ -239,7 +239,7 @@ def test_a_sharded_folder_is_one(tmp_path, capsys):
         save_file({name: tensors[name] for name in held}, folder / file)
     places = {name: file for file, held in files.items() for name in held}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    found = summarise(folder)
+    found = summarize_checkpoint(folder)
     assert sorted(found.tensors) == sorted(whole.tensors) and found.plan == whole.plan and found.problems == ()
     (folder / next(iter(files))).unlink()
     code, _, err = run(capsys, folder)
@@ -316,7 +316,7 @@ def seen(monkeypatch):
         calls.append((text, layers, heads, cached))
         weights = ((1.0, 0.0), (0.25, 0.75))
         maps = tuple(AttentionMap(i, j, weights) for i in layers or range(3) for j in heads or range(2))
-        return Attention((7, 8), ("de", "f"), maps)
+        return AttentionSummary((7, 8), ("de", "f"), maps)
 
     monkeypatch.setattr(lab, "attention_maps", answer)
     return calls
@@ -374,7 +374,7 @@ def test_an_encoder_decoder_looks_in_three_ways(name, tmp_path):
     folder = write_checkpoint(tmp_path / "run", config)
     found = lab.attention_maps(folder, "quick fox", target="the", layers=None, heads=[1])
     sides = {side: [one for one in found.maps if one.side == side] for side in ("encoder", "decoder", "cross")}
-    assert [len(sides[side]) for side in sides] == [config.encoder.layers] + [config.decoder.layers] * 2
+    assert [len(sides[side]) for side in sides] == [config.encoder.num_layers] + [config.decoder.num_layers] * 2
     shapes = {side: {(len(one.queries), len(one.keys)) for one in maps} for side, maps in sides.items()}
     assert shapes == {"encoder": {(9, 9)}, "decoder": {(4, 4)}, "cross": {(4, 9)}}  # <opening> t h e
     for one in found.maps:
@@ -403,11 +403,13 @@ def test_cross_attention_is_what_the_decoder_reads(tmp_path):
         held = []
         hook = layer.cross.register_forward_hook(lambda module, inputs, output: held.append(inputs[0]))
         source = llm.encode("fox")
-        step = sides._step(llm.texts.target("q"), "cpu")._replace(source=sides._step(source, "cpu"))
+        step = sides._step(llm.texts.encode_target("q"), "cpu")._replace(encoder_input=sides._step(source, "cpu"))
         with torch.no_grad():
-            llm.model(step, Fresh(config))
-            encoded = llm.model.encode(step.source)
-            q = layer.cross.q(held[0]).unflatten(-1, (config.decoder.kinds["L"].cross.heads, -1))[:, 0]
+            llm.model(step, NoCache(config))
+            encoded = llm.model.encode(step.encoder_input)
+            q = layer.cross.q(held[0]).unflatten(-1, (config.decoder.layer_types["L"].cross_attention.num_heads, -1))[
+                :, 0
+            ]
             k = layer.cross.k(encoded).unflatten(-1, (layer.cross.kv_heads, -1))[:, 0]
             expected = (q @ k.T * q.shape[-1] ** -0.5).softmax(-1)
         hook.remove()
@@ -418,8 +420,8 @@ def test_an_encoder_alone_looks_at_itself(tmp_path):
     folder = write_checkpoint(tmp_path / "run", ENCODERS["encoder"])
     found = lab.attention_maps(folder, "quick fox", layers=[0], heads=[0])
     assert [one.side for one in found.maps] == ["encoder"] and found.maps[0].weights[0][-1] > 0
-    assert as_json(found.tokens, found.pieces, found.maps)["attention"][0]["side"] == "encoder"
-    drawn = terminal(found.pieces, found.maps[0])
+    assert attention_to_json(found.tokens, found.pieces, found.maps)["attention"][0]["side"] == "encoder"
+    drawn = attention_to_text(found.pieces, found.maps[0])
     assert drawn.startswith("encoder, layer 0, head 0: rows are queries")
     with pytest.raises(RequestError, match="an encoder reads no target"):
         lab.attention_maps(folder, "fox", layers=[0], heads=[0], target="x")

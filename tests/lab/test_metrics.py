@@ -6,8 +6,8 @@ import pytest
 import sacrebleu
 from sacrebleu.metrics import BLEU, CHRF
 
-from kvad.lab.bleu import Form, overlap
-from kvad.lab.metrics import Likelihood, Match, exact_match, label_scores
+from kvad.lab.bleu import BleuOptions, compute_bleu
+from kvad.lab.metrics import ExactMatch, Likelihood, count_exact_matches, score_labels
 
 GOLD = list("NNNVVDD..X")
 SAID = list("NNVVNDD.DY")
@@ -24,8 +24,8 @@ def test_perplexities_and_bits_by_hand():
 
 
 def test_f1_by_hand():
-    found = label_scores(GOLD, SAID)
-    each = {one.label: one for one in found.each}
+    found = score_labels(GOLD, SAID)
+    each = {one.label: one for one in found.by_label}
     assert found.accuracy == 0.6 and (found.count, found.hits) == (10, 6)
     # N: gold 3, said 3, both 2.  V: 2, 2, 1.  D: 2, 3, 2.  '.': 2, 1, 1.  X is never said, Y is never right.
     assert {name: one.f1 for name, one in each.items()} == pytest.approx(
@@ -34,12 +34,12 @@ def test_f1_by_hand():
     assert (each["D"].precision, each["D"].recall) == (pytest.approx(2 / 3), 1.0)
     assert (each["X"].precision, each["X"].recall, each["Y"].precision, each["Y"].recall) == (0, 0, 0, 0)
     assert found.macro_f1 == pytest.approx((2 / 3 + 1 / 2 + 4 / 5 + 2 / 3) / 6)
-    assert [one.label for one in found.each] == ["N", ".", "D", "V", "X", "Y"]  # by how often, then by name
+    assert [one.label for one in found.by_label] == ["N", ".", "D", "V", "X", "Y"]  # by how often, then by name
 
 
 def test_exact_match():
-    assert exact_match([" a b\n", "A", ""], ["a b", "a", ""]) == Match(2, 3)
-    assert exact_match(["A"], ["a"], lower=True).share == 1.0
+    assert count_exact_matches([" a b\n", "A", ""], ["a b", "a", ""]) == ExactMatch(2, 3)
+    assert count_exact_matches(["A"], ["a"], lower=True).accuracy == 1.0
 
 
 TEXTS = ["The dog doesn't bark .", "A man, in a RED coat!", "two well-known towns"]
@@ -48,7 +48,7 @@ REFERENCES = ["The dog does not bark.", "A man in a red coat!", "Two well-known 
 
 @pytest.mark.parametrize("lower", [False, True])
 def test_bleu_and_chrf_are_those_of_sacrebleu(lower):
-    found = overlap(TEXTS, REFERENCES, Form(lower=lower))
+    found = compute_bleu(TEXTS, REFERENCES, BleuOptions(lowercase=lower))
     by_hand = sacrebleu.corpus_bleu(TEXTS, [REFERENCES], lowercase=lower)
     assert found.bleu == by_hand.score > 0 and list(found.precisions) == by_hand.precisions
     assert found.chrf == CHRF(lowercase=lower).corpus_score(TEXTS, [REFERENCES]).score
@@ -57,11 +57,11 @@ def test_bleu_and_chrf_are_those_of_sacrebleu(lower):
 
 
 def test_tokenised_bleu_is_of_words_at_spaces():
-    found = overlap(TEXTS, REFERENCES, Form("spaces"))
+    found = compute_bleu(TEXTS, REFERENCES, BleuOptions("spaces"))
     plain = BLEU(tokenize="none", force=True)
     assert found.bleu == plain.corpus_score(TEXTS, [REFERENCES]).score and "|tok:none|" in found.bleu_signature
     cut = [
         ["The dog doesn't bark .", "A man , in a RED coat !", "two well-known towns"],
         ["The dog does not bark .", "A man in a red coat !", "Two well-known towns ."],
     ]
-    assert overlap(TEXTS, REFERENCES, Form("words")).bleu == plain.corpus_score(cut[0], [cut[1]]).score
+    assert compute_bleu(TEXTS, REFERENCES, BleuOptions("words")).bleu == plain.corpus_score(cut[0], [cut[1]]).score

@@ -11,20 +11,34 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from kvad.cache.disk import Disk
+from kvad.cache.disk import FileSystem
 from kvad.cache.sizing import CacheConfig
 from kvad.cli.main import main
-from kvad.engine.costs import Costs
+from kvad.engine.costs import SwapCostModel
 from kvad.engine.engine import Engine
-from kvad.engine.request import Sampling
-from kvad.engine.trace import trace
+from kvad.engine.request import SamplingParams
+from kvad.engine.trace import trace_forward
 from kvad.errors import EngineError, RequestError
 from kvad.lab import slide as slides
-from kvad.lab.cachepage import page
-from kvad.lab.drawslide import text
-from kvad.lab.microscope import Recorder, examine
-from kvad.lab.slide import STATES, Block, Change, Level, Life, Line, Row, Slide, Span, Step, Why, as_json, counts
-from kvad.step import Moves
+from kvad.lab.cachepage import trace_to_html
+from kvad.lab.drawslide import trace_to_text
+from kvad.lab.microscope import CacheTracer, trace_requests
+from kvad.lab.slide import (
+    STATES,
+    BlockUse,
+    GroupReport,
+    GroupTrace,
+    Reason,
+    SequenceEventRecord,
+    SequenceReport,
+    StateChange,
+    StepSpan,
+    TraceReport,
+    TraceStep,
+    count_states,
+    trace_to_json,
+)
+from kvad.step import BlockOps
 from tests.lab.models import CONFIGS, PAIRS, write_checkpoint
 from tests.models import build, model_config, pair_config
 
@@ -59,7 +73,7 @@ def engine_of(policy="full", model=MODEL, **changes):
 def seen(policy="full", prompts=(PROMPT,), tokens=30, n=1, **changes):
     """(the slide, the engine that it was made on: its tensors hold what they held at the end)."""
     engine = engine_of(policy, **changes)
-    return examine(engine, prompts, Sampling(max_tokens=tokens, temperature=0, n=n)), engine
+    return trace_requests(engine, prompts, SamplingParams(max_tokens=tokens, temperature=0, n=n)), engine
 
 
 def state_of(row, layer, head, at):
@@ -85,8 +99,8 @@ def test_every_position_is_in_exactly_one_state(policy):
     slide, _ = seen(policy, (PROMPT, BRANCH), n=2, tokens=20)
     assert len(slide.rows) == 4
     for row in slide.rows:
-        assert sum(counts(row).values()) == LAYERS * KV * len(row.tokens) == LAYERS * KV * (row.prompt + 20)
-        assert counts(row)["unwritten"] == LAYERS * KV  # the token that was sampled last
+        assert sum(count_states(row).values()) == LAYERS * KV * len(row.tokens) == LAYERS * KV * (row.prompt + 20)
+        assert count_states(row)["unwritten"] == LAYERS * KV  # the token that was sampled last
         covered = Counter((layer, head) for line in row.lines for layer in line.layers for head in heads_of(line))
         assert covered == {(layer, head): 1 for layer in range(LAYERS) for head in range(KV)}
         for line in row.lines:
@@ -115,11 +129,15 @@ def check_changes(line, slide):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_watching_changes_nothing_and_ends(policy):
     slide, engine = seen(policy, (PROMPT, BRANCH), n=2, tokens=20)
-    assert engine.memory.probe is None and engine.memory.witness is None and type(engine.runner).__name__ == "Runner"
+    assert (
+        engine.kv_cache.attention_hook is None
+        and engine.kv_cache.eviction_hook is None
+        and type(engine.runner).__name__ == "Runner"
+    )
     plain, said = engine_of(policy), []
-    plain.submit(PROMPT, Sampling(max_tokens=20, temperature=0))
+    plain.add_request(PROMPT, SamplingParams(max_tokens=20, temperature=0))
     while not plain.idle:
-        said += [piece.token for piece in plain.step() if piece.token is not None]
+        said += [piece.token_id for piece in plain.step() if piece.token_id is not None]
     assert slide.rows[0].tokens == (*PROMPT, *said)
 
 
@@ -129,7 +147,7 @@ def test_all_attention_is_counted(policy):
     slide, _ = seen(policy, (PROMPT, BRANCH), n=2, tokens=20)
     for number, row in enumerate(slide.rows):
         queries = sum(span.count for step in slide.steps for span in step.spans if span.row == number)
-        for layer in row.mass:
+        for layer in row.attention_mass:
             assert len(layer) == KV and all(len(head) == len(row.tokens) for head in layer)
             assert sum(map(sum, layer)) == pytest.approx(queries * HEADS)
         for layer in range(LAYERS):
@@ -148,10 +166,10 @@ def test_attention_is_that_of_the_model_without_a_cache():
     slide, _ = seen(tokens=20)
     row = slide.rows[0]
     tokens = row.tokens[:-1]
-    judge = trace(MODEL, tokens, [""] * len(tokens), layers=range(LAYERS))
+    judge = trace_forward(MODEL, tokens, [""] * len(tokens), layers=range(LAYERS))
     for layer in range(LAYERS):
         expected = judge.layers[layer].weights.sum(1).unflatten(0, (KV, -1)).sum(1)
-        got = torch.tensor(row.mass[layer], dtype=torch.float64)[:, :-1]
+        got = torch.tensor(row.attention_mass[layer], dtype=torch.float64)[:, :-1]
         assert torch.allclose(got, expected, atol=1e-10)
 
 
@@ -173,7 +191,7 @@ def test_what_a_policy_by_position_lets_go(policy, sinks, window, grain, layout)
     kept = set(range(sinks)) | set(range(oldest, last + 1))
     assert positions_in(row, ["hot"]) == kept
     assert positions_in(row, ["evicted"]) == set(range(last + 1)) - kept
-    held = {p for block in row.blocks for p in engine.memory.positions[0][block.block].tolist()}
+    held = {p for block in row.blocks for p in engine.kv_cache.positions[0][block.block].tolist()}
     assert kept <= held
     for change in row.lines[0].changes:
         if change.state == "evicted":
@@ -216,9 +234,14 @@ def test_ranks_are_those_of_the_attention_that_was_seen():
                     kept, gone = others[: budget - len(always)], others[budget - len(always) :]
                     for place, at in enumerate(gone, budget + 1):
                         why = reasons.pop(at)
-                        assert (why.cause, why.length, why.place, why.of) == ("rank", length, place, len(slots))
+                        assert (why.cause, why.length, why.rank, why.num_candidates) == (
+                            "rank",
+                            length,
+                            place,
+                            len(slots),
+                        )
                         assert why.score == pytest.approx(mass[at], rel=1e-6)
-                        assert why.least == pytest.approx(mass[kept[-1]], rel=1e-6)
+                        assert why.lowest_score == pytest.approx(mass[kept[-1]], rel=1e-6)
                         assert f"score {mass[at]:.4g}, rank {place} of {len(slots)} ({place / len(slots):.0%})" in (
                             why.text
                         )
@@ -237,8 +260,10 @@ def test_ranks_are_those_of_the_attention_that_was_seen():
 def weights_of(policy, tokens):
     """By layer, of each step: (weights [H, L, S] of the one row, L)."""
     engine, steps = engine_of(policy), {layer: [] for layer in range(LAYERS)}
-    engine.memory.probe = lambda seen: steps[seen.layer].append((seen.weights[0].clone(), seen.weights.shape[2]))
-    engine.submit(PROMPT, Sampling(max_tokens=tokens, temperature=0))
+    engine.kv_cache.attention_hook = lambda seen: steps[seen.layer].append(
+        (seen.weights[0].clone(), seen.weights.shape[2])
+    )
+    engine.add_request(PROMPT, SamplingParams(max_tokens=tokens, temperature=0))
     while not engine.idle:
         engine.step()
     return steps
@@ -248,7 +273,7 @@ def weights_of(policy, tokens):
 def test_what_heads_keep_is_what_their_columns_say(policy):
     slide, engine = seen(policy)
     row = slide.rows[0]
-    for layer, columns in engine.memory.columns.items():
+    for layer, columns in engine.kv_cache.head_metadata.items():
         blocks = [b.block for b in row.blocks if layer in slide.groups[b.group].layers]
         for head in range(KV):
             held = {at for at in columns.positions[blocks, head].flatten().tolist() if at >= 0}
@@ -266,9 +291,9 @@ def test_levels_are_where_their_blocks_are():
     assert row.lines[0].states == "." * 32 + "~" * 8 + "o" * 8 + "#" * 11 + "-"
     found = {"hot": set(), "packed": set(), "summarised": set()}
     for block in row.blocks:
-        group, inside = slide.groups[block.group], engine.memory.positions[block.group][block.block]
+        group, inside = slide.groups[block.group], engine.kv_cache.positions[block.group][block.block]
         for at in inside[inside >= 0].tolist():
-            found[group.form] |= {at} if group.form != "summarised" else set(range(at - 1, at + 3))  # 4 around 1.5
+            found[group.state] |= {at} if group.state != "summarised" else set(range(at - 1, at + 3))  # 4 around 1.5
     assert {form: positions_in(row, [form]) for form in found} == found
     story = [c.why for c in row.lines[0].changes if c.first <= 20 <= c.last]
     assert [why.cause for why in story] == ["written", "packed", "summary", "gone"]
@@ -282,14 +307,14 @@ def test_levels_are_where_their_blocks_are():
 def test_a_shared_prefix():
     slide, _ = seen("full", (PROMPT, BRANCH))
     first, second = slide.rows
-    assert (first.claimed, second.claimed) == (0, 20)
+    assert (first.num_prefix_hits, second.num_prefix_hits) == (0, 20)
     assert positions_in(second, ["shared"]) == set(range(20)) == positions_in(first, ["shared"])
     (joined,) = [c for c in first.lines[0].changes if c.state == "shared"]
     (found,) = [c for c in second.lines[0].changes if c.state == "shared"]
     assert (joined.why.cause, found.why.cause) == ("shared", "hit") and joined.step == found.step
     assert {block.rows for block in first.blocks if block.last < 20} == {2}
     assert all(block.published for block in first.blocks if block.tokens == SIZE)
-    assert second.life[0].text == "seated, 20 tokens found in the prefix cache: 20 in the pool"
+    assert second.events[0].text == "seated, 20 tokens found in the prefix cache: 20 in the pool"
     assert (found.why.source, found.why.text) == (
         "pool",
         f"found at step {found.step} in the prefix cache, in the pool",
@@ -299,9 +324,9 @@ def test_a_shared_prefix():
 def test_samples_share_their_prompt_until_they_write():
     slide, _ = seen("full", n=2, tokens=6)
     one = slide.rows[1]
-    assert one.life[0].text == "seated, 29 tokens shared with sample 0"
+    assert one.events[0].text == "seated, 29 tokens shared with sample 0"
     causes = [c.why.cause for c in one.lines[0].changes if c.first <= 3 <= c.last]
-    assert causes[0] == "shared" and one.claimed == 0
+    assert causes[0] == "shared" and one.num_prefix_hits == 0
 
 
 def test_rows_that_are_preempted_are_away():
@@ -311,10 +336,10 @@ def test_rows_that_are_preempted_are_away():
     away = [c for c in row.lines[0].changes if c.state == "away"]
     assert away and all(c.why.cause == "preempted" for c in away)
     assert row.lines[0].states == "#" * 59 + "-" or set(row.lines[0].states) == {"=", "#", "-"}
-    assert any(each.text.startswith("seated again") for each in row.life)
+    assert any(each.text.startswith("seated again") for each in row.events)
     back = [c.why.cause for c in row.lines[0].changes if c.first >= 28 and c.why.cause in ("back", "again")]
     assert back and set(back) == {"again"}
-    assert sum(counts(row).values()) == LAYERS * KV * 60
+    assert sum(count_states(row).values()) == LAYERS * KV * 60
 
 
 def test_rows_that_are_parked_come_back():
@@ -324,20 +349,20 @@ def test_rows_that_are_parked_come_back():
     assert {"parked", "back", "packed"} <= causes
     for row in slide.rows:
         assert row.lines[0].states == slide.rows[0].lines[0].states
-        assert sum(counts(row).values()) == LAYERS * KV * 60
+        assert sum(count_states(row).values()) == LAYERS * KV * 60
 
 
 # ---------------------------------------------------------------- beyond the pool
 
 
-class Forced(Costs):
+class Forced(SwapCostModel):
     """Rows that give way are swapped."""
 
     def swap_is_cheaper(self, nbytes, tokens, *, disk=False, back=False):
         return True
 
 
-class Unreadable(Disk):
+class Unreadable(FileSystem):
     def read(self, file, into, offset):
         raise OSError(5, "Input/output error")
 
@@ -349,16 +374,16 @@ def whys(row, cause):
 
 
 def watched(engine, *prompts, tokens=6, **options):
-    return examine(engine, prompts, Sampling(max_tokens=tokens, temperature=0, ignore_eos=True), **options)
+    return trace_requests(engine, prompts, SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True), **options)
 
 
 def place(slide, name):
-    (found,) = [each for each in slide.places if each.place == name]
+    (found,) = [each for each in slide.storage if each.location == name]
     return found
 
 
 def lives(slide, number=0):
-    return [each.text for each in slide.rows[number].life]
+    return [each.text for each in slide.rows[number].events]
 
 
 def test_a_hit_from_the_disk_of_a_process_that_ended(tmp_path):
@@ -367,12 +392,12 @@ def test_a_hit_from_the_disk_of_a_process_that_ended(tmp_path):
     cold = watched(engine, PROMPT)
     assert lives(cold) == ["seated; the tiers know no more of it (unknown)"] and not whys(cold.rows[0], "tier")
     assert place(cold, "tier disk").blocks == 8  # of the 35 tokens that were computed
-    size = engine.memory.block_bytes()[0]
+    size = engine.kv_cache.block_bytes()[0]
     engine.close()
     engine = engine_of(tier=folder, rows=1)
     slide = watched(engine, PROMPT, BRANCH)
     row = slide.rows[0]
-    assert row.tokens == cold.rows[0].tokens and row.claimed == 28
+    assert row.tokens == cold.rows[0].tokens and row.num_prefix_hits == 28
     told = whys(row, "tier")
     assert set(told) == set(range(28)) and not whys(row, "hit")
     assert {(why.source, why.text) for why in told.values()} == {("disk", "read back from the disk tier at step 1")}
@@ -390,7 +415,7 @@ def test_a_hit_from_the_disk_of_a_process_that_ended(tmp_path):
 def test_a_block_that_cannot_be_read_is_named(tmp_path):
     engine = engine_of(tier=str(tmp_path), rows=1)
     watched(engine, PROMPT)
-    keys = engine.block_keys(PROMPT, Sampling())
+    keys = engine.block_keys(PROMPT, SamplingParams())
     engine.close()
     (third,) = tmp_path.glob(f"*{keys[2]}.kv")
     third.write_bytes(third.read_bytes()[:-3])
@@ -411,7 +436,7 @@ def test_a_hit_from_host_memory(ram, where, named):
     engine = engine_of(tier_ram=ram, rows=1, blocks=24, capacity=64)
     before = watched(engine, PROMPT, *OTHERS, tokens=20)
     kept = place(before, "tier RAM")
-    assert kept.bytes == engine.tiers.stats().ram.bytes and kept.limit == ram and kept.blocks > 8
+    assert kept.bytes == engine.block_store.stats().ram.bytes and kept.limit == ram and kept.blocks > 8
     assert ("packed" in kept.text) == (where == "packed")
     slide = watched(engine, PROMPT)
     told = whys(slide.rows[0], "tier")
@@ -425,7 +450,7 @@ def parked_run(folder=None, disk=None, **fields):
     cache = CacheConfig(
         **{"dtype": "float64", "block_size": SIZE, "rows": 2, "capacity": 96, "chunk": 16, "blocks": 20, **fields}
     )
-    engine = Engine(MODEL, cache, park_dir=folder, costs=Forced(), **options)
+    engine = Engine(MODEL, cache, swap_dir=folder, cost_model=Forced(), **options)
     slide = watched(engine, PROMPT, PROMPT[::-1], tokens=30)
     engine.close()
     return slide, engine
@@ -435,7 +460,7 @@ def parked_run(folder=None, disk=None, **fields):
 def test_where_a_parked_row_went_and_came_from(tmp_path, where):
     on_disk = where == "disk"
     slide, engine = parked_run(tmp_path if on_disk else None, park_ram=0 if on_disk else 1 << 20)
-    row, stats = slide.rows[1], engine.swaps.stats()
+    row, stats = slide.rows[1], engine.preemption.stats()
     assert (stats.to_ram, stats.to_disk) == ((0, 1) if on_disk else (1, 0))
     name, size = "disk" if on_disk else "RAM", f"{stats.swapped_bytes:,} bytes"
     _, left, back = lives(slide, 1)
@@ -447,7 +472,7 @@ def test_where_a_parked_row_went_and_came_from(tmp_path, where):
     assert whys(row, "back")[0].text.endswith(f", from {name}") and not whys(row, "again")
     assert positions_in(row, ["away"]) == set()
     if on_disk:
-        assert f"1 row written ({stats.parking.written_bytes:,} bytes), 1 read" in place(slide, "parked disk").text
+        assert f"1 row written ({stats.swap_space.written_bytes:,} bytes), 1 read" in place(slide, "parked disk").text
     else:
         assert place(slide, "parked RAM")[:3] == ("parked RAM", 0, 1 << 20)
         assert place(slide, "parked RAM").peak == stats.swapped_bytes
@@ -471,7 +496,7 @@ def test_a_session_that_goes_on(policy):
     slide = watched(engine, whole.tokens[:40], tokens=20, resume=state, session="notes")
     row = slide.rows[0]
     assert row.tokens == whole.tokens and [line.states for line in row.lines] == [line.states for line in whole.lines]
-    assert (row.restored, row.claimed) == (39, 0)
+    assert (row.restored, row.num_prefix_hits) == (39, 0)
     assert lives(slide) == [f"seated, 39 tokens restored from session notes ({state.nbytes:,} bytes)"]
     for line in row.lines:
         early = [c for c in line.changes if c.first < 39 and c.step == 1]
@@ -488,10 +513,10 @@ def test_a_session_that_goes_on(policy):
 def left_behind(policy):
     """An engine, and what a request of 30 tokens and 10 more has left in it."""
     engine = engine_of(policy, prefix=False)
-    request = engine.submit(PROMPT, Sampling(max_tokens=10, temperature=0), keep=True)
+    request = engine.add_request(PROMPT, SamplingParams(max_tokens=10, temperature=0), keep=True)
     while not engine.idle:
         engine.step()
-    return engine, engine.kept(request)
+    return engine, engine.pop_state(request)
 
 
 def test_a_session_that_is_of_no_use_says_why():
@@ -503,25 +528,30 @@ def test_a_session_that_is_of_no_use_says_why():
 
 def test_where_things_live():
     slide, engine = seen("full", (PROMPT, BRANCH))
-    (pool,) = slide.places
-    size = engine.memory.block_bytes()[0]
-    held = engine.ledger.stats().used[0] + engine.ledger.stats().evictable[0]
-    assert (pool.place, pool.blocks, pool.of, pool.bytes) == ("pool", held, engine.ledger.pools[0].total, held * size)
+    (pool,) = slide.storage
+    size = engine.kv_cache.block_bytes()[0]
+    held = engine.kv_cache_manager.stats().used[0] + engine.kv_cache_manager.stats().evictable[0]
+    assert (pool.location, pool.blocks, pool.of, pool.bytes) == (
+        "pool",
+        held,
+        engine.kv_cache_manager.pools[0].total,
+        held * size,
+    )
     assert pool.peak == max(step.used[0] for step in slide.steps) * size
-    assert f"{held} blocks kept for reuse" in pool.text and pool.text in text(slide)
+    assert f"{held} blocks kept for reuse" in pool.text and pool.text in trace_to_text(slide)
     slide, engine = seen("spilled(8, every=8)")
     ram = place(slide, "spilled RAM")
-    share = engine.memory.spill.plan.shares[1]
-    assert ram.peak == max(step.used[1] for step in slide.steps) * share.layers * share.line > 0 == ram.bytes
+    share = engine.kv_cache.offload_reader.plan.shares[1]
+    assert ram.peak == max(step.used[1] for step in slide.steps) * share.layers * share.block_bytes > 0 == ram.bytes
 
 
 def test_nothing_is_noted_where_nobody_looks():
     """The seams are off by default, and again when the microscope is put away."""
     engine = engine_of(tier_ram=1 << 20)
     for _ in range(2):
-        assert engine.ledger.deposits.found is None and engine.swaps.witness is None
+        assert engine.kv_cache_manager.prefix_offload.found is None and engine.preemption.witness is None
         watched(engine, PROMPT)
-    assert engine.ledger.deposits.found is None and engine.swaps.witness is None
+    assert engine.kv_cache_manager.prefix_offload.found is None and engine.preemption.witness is None
 
 
 # ---------------------------------------------------------------- what must be named
@@ -529,37 +559,37 @@ def test_nothing_is_noted_where_nobody_looks():
 
 def test_a_token_that_is_lost_is_named(monkeypatch):
     """A memory that loses a slot: no policy says why, and the microscope does not make one up."""
-    honest = Recorder._positions
+    honest = CacheTracer._positions
 
     def blind(self, number, blocks):
         found = honest(self, number, blocks)
         return found.masked_fill(found == 5, -1)
 
-    monkeypatch.setattr(Recorder, "_positions", blind)
+    monkeypatch.setattr(CacheTracer, "_positions", blind)
     slide, _ = seen(tokens=3)
     assert [c.why.cause for c in slide.rows[0].lines[0].changes if c.first <= 5 <= c.last] == ["lost"]
 
 
 def test_what_cannot_be_examined():
     engine = engine_of()
-    engine.submit(PROMPT, Sampling(max_tokens=3))
+    engine.add_request(PROMPT, SamplingParams(max_tokens=3))
     with pytest.raises(EngineError, match="at work"):
-        examine(engine, [PROMPT], Sampling())
+        trace_requests(engine, [PROMPT], SamplingParams())
     mesh = engine_of()
-    mesh.memory.ranks = 2
+    mesh.kv_cache.ranks = 2
     with pytest.raises(RequestError, match="a mesh of 2 ranks cannot be examined: each sees its own heads"):
-        examine(mesh, [PROMPT], Sampling())
-    pair = Engine(build(pair_config()), CacheConfig(dtype="float64", capacity=96, source_capacity=32))
+        trace_requests(mesh, [PROMPT], SamplingParams())
+    pair = Engine(build(pair_config()), CacheConfig(dtype="float64", max_seq_len=96, max_source_len=32))
     with pytest.raises(RequestError, match="an encoder-decoder cannot be examined yet"):
-        examine(pair, [PROMPT], Sampling())
+        trace_requests(pair, [PROMPT], SamplingParams())
 
 
 def test_a_failure_leaves_the_engine_unwatched(monkeypatch):
     engine = engine_of()
-    monkeypatch.setattr(Recorder, "end", lambda self, plan: 1 / 0)
+    monkeypatch.setattr(CacheTracer, "on_executed", lambda self, plan: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        examine(engine, [PROMPT], Sampling(max_tokens=3))
-    assert engine.memory.probe is None and type(engine.runner).__name__ == "Runner"
+        trace_requests(engine, [PROMPT], SamplingParams(max_tokens=3))
+    assert engine.kv_cache.attention_hook is None and type(engine.runner).__name__ == "Runner"
 
 
 # ---------------------------------------------------------------- JSON
@@ -582,7 +612,7 @@ KEYS = {
 def test_the_schema_is_as_documented():
     """Who removes or renames a key raises SCHEMA, and changes docs/kv-cache.md."""
     slide, _ = seen("heavy-hitters(16, 8)")
-    told = json.loads(json.dumps(as_json(slide), allow_nan=False))
+    told = json.loads(json.dumps(trace_to_json(slide), allow_nan=False))
     assert told["schema"] == slides.SCHEMA == 1 and told["states"] == STATES
     assert set(told) == KEYS[""] and set(told["rows"][0]) == KEYS["rows"]
     row, step = told["rows"][0], told["steps"][0]
@@ -601,7 +631,7 @@ def test_the_schema_is_as_documented():
     )
     ranked = next(change["why"] for change in changes if change["why"]["cause"] == "rank")
     assert set(ranked) == {"cause", "text", "length", "score", "place", "of", "least"}
-    assert row["counts"] == dict(counts(slide.rows[0])) and row["tokens"] == list(slide.rows[0].tokens)
+    assert row["counts"] == dict(count_states(slide.rows[0])) and row["tokens"] == list(slide.rows[0].tokens)
 
 
 # ---------------------------------------------------------------- text
@@ -609,20 +639,31 @@ def test_the_schema_is_as_documented():
 
 def small(pieces=("a", "b", "c", "d", "e", "f"), states=("#..##-", "##.##-")):
     """Two heads of one layer, by hand."""
-    why = Why("rank", "dropped at step 2 by norm(3) at length 4: score -2, rank 4 of 4 (100%)", 4, -2.0, 4, 4, None)
-    here = Why("written", "computed at step 1", 0)
+    why = Reason("rank", "dropped at step 2 by norm(3) at length 4: score -2, rank 4 of 4 (100%)", 4, -2.0, 4, 4, None)
+    here = Reason("written", "computed at step 1", 0)
     lines = tuple(
-        Line(0, (0,), head, signs, (Change(1, 0, 3, "hot", here), Change(2, 2, 2, "evicted", why)))
+        GroupTrace(0, (0,), head, signs, (StateChange(1, 0, 3, "hot", here), StateChange(2, 2, 2, "evicted", why)))
         for head, signs in enumerate(states)
     )
     mass = ((1.0, 0.25, 0.25, 0.25, 0.25, 0.0),) * 2
-    blocks = (Block(0, 2, 3, 0, 3, 1, False, (0.75,)), Block(0, 5, 1, 4, 4, 2, True, (0.125,)))
-    row = Row(
-        0, 0, 4, 0, (0, 1, 2, 3, 4, 5), tuple(pieces), "length", None, lines, blocks, (mass,), (Life(1, "seated"),)
+    blocks = (BlockUse(0, 2, 3, 0, 3, 1, False, (0.75,)), BlockUse(0, 5, 1, 4, 4, 2, True, (0.125,)))
+    row = SequenceReport(
+        0,
+        0,
+        4,
+        0,
+        (0, 1, 2, 3, 4, 5),
+        tuple(pieces),
+        "length",
+        None,
+        lines,
+        blocks,
+        (mass,),
+        (SequenceEventRecord(1, "seated"),),
     )
-    group = Level("hot", (0,), 2, "norm(3)", "float32", 4, 6, 1024)
-    steps = (Step(1, (Span(0, 0, 4),), (1,)), Step(2, (Span(0, 4, 1),), (2,)))
-    return Slide("m", "norm(3)", "paged", 1, (group,), steps, (row,))
+    group = GroupReport("hot", (0,), 2, "norm(3)", "float32", 4, 6, 1024)
+    steps = (TraceStep(1, (StepSpan(0, 0, 4),), (1,)), TraceStep(2, (StepSpan(0, 4, 1),), (2,)))
+    return TraceReport("m", "norm(3)", "paged", 1, (group,), steps, (row,))
 
 
 GOLDEN = """\
@@ -645,20 +686,20 @@ row 0: 4 tokens of prompt, 2 generated, ended by length
 
 
 def test_the_text():
-    assert text(small(), most=1) == GOLDEN
+    assert trace_to_text(small(), most=1) == GOLDEN
 
 
 def test_a_narrow_text_says_what_a_cell_is():
     long = small(tuple("abcdef" * 10), ("#" * 30 + "." * 30,) * 2)
     row = long.rows[0]._replace(tokens=tuple(range(60)), mass=(((0.5,) * 60,) * 2,))
-    drawn = text(long._replace(rows=(row,)), width=40).splitlines()
+    drawn = trace_to_text(long._replace(rows=(row,)), width=40).splitlines()
     assert "  a cell is 3 tokens and shows how most of them are" in drawn
     assert "  layer 0    " + "#" * 10 + "." * 10 in drawn  # two heads that keep the same are one line
     assert all(line == line.rstrip() for line in drawn)
 
 
 def test_a_tokens_story():
-    told = text(small(), tokens=[2, 9]).splitlines()
+    told = trace_to_text(small(), tokens=[2, 9]).splitlines()
     assert "  token 2 'c', id 2, attention 0.5" in told
     assert any("layer 0: computed at step 1; dropped at step 2 by norm(3)" in line for line in told)
     assert told[-1] == "  token 9: this row has 6 tokens"
@@ -688,14 +729,14 @@ class Parsed(HTMLParser):
 
 def test_the_page_stands_alone():
     slide = small(EVIL)._replace(model="<b>m</b>")
-    source = page(slide)
+    source = trace_to_html(slide)
     found = Parsed(source)
     assert not re.search(r"https?:|//[a-z]|@import|url\(|fetch\(|XMLHttp|eval\(|innerHTML|document\.write", source)
     assert Counter(tag for tag, _ in found.tags)["script"] == 2 and not {"img", "b", "link", "iframe"} & {
         tag for tag, _ in found.tags
     }
     assert not [attrs for _, attrs in found.tags if {"src", "href", "onerror", "onload"} & set(attrs)]
-    assert json.loads(found.data["script data"]) == json.loads(json.dumps(as_json(slide)))
+    assert json.loads(found.data["script data"]) == json.loads(json.dumps(trace_to_json(slide)))
     rules = next(attrs["content"] for tag, attrs in found.tags if attrs.get("http-equiv") == "Content-Security-Policy")
     digest = b64encode(sha256(found.data["script"].encode()).digest()).decode()
     assert "default-src 'none'" in rules and f"script-src 'sha256-{digest}'" in rules and "unsafe" not in rules
@@ -854,5 +895,5 @@ def test_help_tells_of_it(capsys):
 def test_a_cut_is_not_told_to_nobody():
     """The seam is off by default."""
     engine = engine_of("norm(12, 8)")
-    assert engine.memory.witness is None
-    engine.memory.apply(Moves(((),), ((),)))
+    assert engine.kv_cache.eviction_hook is None
+    engine.kv_cache.apply(BlockOps(((),), ((),)))

@@ -16,46 +16,46 @@ from torch.utils._pytree import tree_leaves
 
 from kvad.cache import peak, planning, scratch, spilled
 from kvad.cache.available import available_bytes
-from kvad.cache.memory import Memory
-from kvad.cache.planning import fits, plan_memory, planned_total, require, step_bytes
+from kvad.cache.memory import KVCache
+from kvad.cache.planning import decode_step_bytes, find_fits, plan_memory, require_memory, total_bytes_with
 from kvad.cache.sizing import DTYPE_BYTES, CacheConfig
 from kvad.cache.weights import (
-    PARTS,
-    Summaries,
-    compressor_shapes,
+    COMPONENTS,
+    SummarizerShape,
+    component_sizes,
     lookup_bytes,
     num_parameters,
-    part_of,
-    parts,
+    summarizer_shapes,
+    tensor_component,
     weight_bytes,
     weight_shapes,
 )
-from kvad.checkpoint.compressor import save_compressor
-from kvad.checkpoint.imported import Imported
-from kvad.checkpoint.opened import Training
+from kvad.checkpoint.compressor import save_summarizer_step
+from kvad.checkpoint.imported import HFCheckpoint
+from kvad.checkpoint.opened import TrainingState
 from kvad.cli.main import main
-from kvad.cli.plan import plan as command
+from kvad.cli.plan import plan_command as command
 from kvad.config import (
-    Alibi,
-    Attention,
-    Classes,
-    Experts,
-    Gated,
-    Head,
-    Layer,
+    AlibiConfig,
+    AttentionConfig,
+    ClassificationHeadConfig,
+    GatedMLPConfig,
+    LanguageHeadConfig,
+    LayerConfig,
     ModelConfig,
-    Plain,
-    Pooled,
-    Stack,
-    T5Bias,
-    mixers,
+    MoEConfig,
+    PlainMLPConfig,
+    PoolingHeadConfig,
+    StackConfig,
+    T5BiasConfig,
+    attention_specs,
 )
 from kvad.engine.engine import Engine
-from kvad.engine.request import Sampling
+from kvad.engine.request import SamplingParams
 from kvad.errors import ConfigError, MemoryPlanError
-from kvad.lab.machine import read_bandwidth
-from kvad.lab.shapes import SHAPES, shape
-from kvad.model.compress import Compressor
+from kvad.lab.machine import measure_bandwidth
+from kvad.lab.shapes import KNOWN_MODELS, known_model
+from kvad.model.compress import Summarizer
 from kvad.model.transformer import Transformer
 from kvad.ops import attend, invariant
 from tests.lab.models import CONFIGS, ENCODERS, EVERY, PAIRS, encoder, pair, tiny, write_checkpoint, write_foreign
@@ -86,27 +86,29 @@ def test_weights_take_what_is_predicted(dtype):
 
 
 def test_every_tensor_has_a_part(config):
-    counted = parts(weight_shapes(config))
-    assert tuple(counted) == PARTS and sum(counted.values()) == num_parameters(config)
+    counted = component_sizes(weight_shapes(config))
+    assert tuple(counted) == COMPONENTS and sum(counted.values()) == num_parameters(config)
     assert counted["attention"] and counted["mlp"] and counted["embedding"]
     head = config.head
-    has_head = head.transform is not None or isinstance(head, Classes)
-    assert bool(counted["head"]) == (has_head or (isinstance(head, Head) and (not config.tie or head.bias)))
+    has_head = head.transform is not None or isinstance(head, ClassificationHeadConfig)
+    assert bool(counted["head"]) == (
+        has_head or (isinstance(head, LanguageHeadConfig) and (not config.tie_embeddings or head.bias))
+    )
 
 
 def test_parts_of_names():
     names = {
-        "embed.tokens.weight": "embedding",
-        "embed.norm.bias": "norms",
-        "decoder.layers.10.mixer.q_norm.weight": "norms",
+        "embedding.tokens.weight": "embedding",
+        "embedding.norm.bias": "norms",
+        "decoder.layers.10.attention.q_norm.weight": "norms",
         "decoder.layers.0.norm1_after.weight": "norms",
         "decoder.norm.weight": "norms",
-        "decoder.relative.L": "attention",
-        "decoder.layers.0.mixer.sink_logits": "attention",
+        "decoder.relative_bias.L": "attention",
+        "decoder.layers.0.attention.sink_logits": "attention",
         "decoder.layers.0.mlp.down.bias": "mlp",
         "head.weight": "head",
     }
-    assert {name: part_of(name) for name in names} == names
+    assert {name: tensor_component(name) for name in names} == names
 
 
 CACHES = [
@@ -124,28 +126,36 @@ CACHES = [
 ]
 
 
-@pytest.mark.parametrize("asked", CACHES, ids=lambda c: f"{c.layout}-{c.dtype}-{c.rows}x{c.capacity}-{c.chunk}")
+@pytest.mark.parametrize(
+    "asked", CACHES, ids=lambda c: f"{c.layout}-{c.dtype}-{c.max_num_seqs}x{c.max_seq_len}-{c.prefill_chunk_size}"
+)
 @pytest.mark.parametrize("name", ["plain", "dims", "window", "pattern", *PAIRS])
 def test_the_pool_takes_what_is_predicted(name, asked):
     plan = plan_memory(EVERY[name], asked)
-    if EVERY[name].source is not None:
-        crossing = [each for each in plan.groups if each.group.mixer.cross]
-        assert sum(len(each.group.layers) for each in crossing) == EVERY[name].decoder.layers
-        assert all(each.slots >= asked.source_capacity > each.slots - each.group.block_size for each in crossing)
-    memory = Memory([each.group for each in plan.groups])
+    if EVERY[name].encoder_input is not None:
+        crossing = [each for each in plan.groups if each.group.spec.is_cross_attention]
+        assert sum(len(each.group.layers) for each in crossing) == EVERY[name].decoder.num_layers
+        assert all(
+            each.max_slots_per_seq >= asked.max_source_len > each.max_slots_per_seq - each.group.block_size
+            for each in crossing
+        )
+    memory = KVCache([each.group for each in plan.groups])
     assert sum(each.bytes.payload for each in plan.groups) == memory.payload_bytes()
     assert sum(each.bytes.scales for each in plan.groups) == memory.scale_bytes()
-    assert sum(each.bytes.columns for each in plan.groups) == memory.column_bytes()
-    assert plan.pool == memory.payload_bytes() + memory.scale_bytes() + memory.column_bytes()
+    assert sum(each.bytes.metadata for each in plan.groups) == memory.metadata_bytes()
+    assert plan.pool == memory.payload_bytes() + memory.scale_bytes() + memory.metadata_bytes()
     for each in plan.groups:
-        assert each.payload == asked.rows * each.row_payload and each.columns == asked.rows * each.row_columns
-        assert each.scales == asked.rows * each.row_scales
+        assert (
+            each.payload == asked.max_num_seqs * each.seq_payload
+            and each.metadata == asked.max_num_seqs * each.seq_metadata
+        )
+        assert each.scales == asked.max_num_seqs * each.seq_scales
 
 
 def test_a_pool_of_fewer_blocks_is_planned_as_it_is():
     plan = plan_memory(CONFIGS["plain"], cache(blocks=5))
-    memory = Memory([each.group for each in plan.groups])
-    assert plan.pool == memory.payload_bytes() + memory.scale_bytes() + memory.column_bytes()
+    memory = KVCache([each.group for each in plan.groups])
+    assert plan.pool == memory.payload_bytes() + memory.scale_bytes() + memory.metadata_bytes()
     assert plan.payload == 5 * 4 * plan.groups[0].bytes.per_token_payload
 
 
@@ -158,9 +168,9 @@ def test_an_encoder_has_no_pool(name):
 @pytest.mark.parametrize(("dtype", "payload"), [("float32", 3_221_225_472), ("bfloat16", 1_610_612_736)])
 def test_the_notes_example(dtype, payload, capsys):
     """Document 004, 4.17: 24 layers, 32 heads of 64, 8,192 tokens in float32 are "about 4 GB": 3,221,225,472 bytes."""
-    plan = plan_memory(shape("notes-example"), CacheConfig(rows=1, capacity=8192, dtype=dtype))
-    assert plan.payload == payload == plan.groups[0].row_payload == 2 * 24 * 32 * 64 * 8192 * DTYPE_BYTES[dtype]
-    assert plan.columns == 8 * 8192
+    plan = plan_memory(known_model("notes-example"), CacheConfig(max_num_seqs=1, max_seq_len=8192, dtype=dtype))
+    assert plan.payload == payload == plan.groups[0].seq_payload == 2 * 24 * 32 * 64 * 8192 * DTYPE_BYTES[dtype]
+    assert plan.metadata == 8 * 8192
     assert plan.reserved == 2 * 16 * (payload // 8192 + 8)
     arguments = ["plan", "notes-example", "--context", "8192", "--rows", "1", "--dtype", dtype, "--bandwidth", "10"]
     assert main(arguments) == 0
@@ -204,20 +214,25 @@ def test_the_pool_of_every_policy_takes_what_is_predicted(model, name, layout, d
         pytest.skip("its values have an odd width, and int4 packs pairs")
     asked = cache(layout=layout, dtype=dtype, source_capacity=21, **{"block_size": 4, **POLICIES[name]})
     plan = plan_memory(EVERY[model], asked)
-    memory = Memory([each.group for each in plan.groups])
-    payload, scales, columns = memory.payload_bytes(), memory.scale_bytes(), memory.column_bytes()
+    memory = KVCache([each.group for each in plan.groups])
+    payload, scales, columns = memory.payload_bytes(), memory.scale_bytes(), memory.metadata_bytes()
     assert sum(each.bytes.payload for each in plan.groups) == payload
     assert sum(each.bytes.scales for each in plan.groups) == scales
-    assert sum(each.bytes.columns for each in plan.groups) == columns
+    assert sum(each.bytes.metadata for each in plan.groups) == columns
     assert plan.pool == payload + scales + columns
     for each, alone in zip(plan.groups, by_group(memory), strict=True):
-        assert (each.bytes.payload, each.bytes.scales, each.bytes.columns) == alone
-        assert each.payload == asked.rows * each.row_payload and each.columns == asked.rows * each.row_columns
-        assert each.scales == asked.rows * each.row_scales
+        assert (each.bytes.payload, each.bytes.scales, each.bytes.metadata) == alone
+        assert (
+            each.payload == asked.max_num_seqs * each.seq_payload
+            and each.metadata == asked.max_num_seqs * each.seq_metadata
+        )
+        assert each.scales == asked.max_num_seqs * each.seq_scales
     taken = sum(
-        each.row_payload + each.row_scales + each.row_columns for each in plan.groups if not each.group.mixer.cross
+        each.seq_payload + each.seq_scales + each.seq_metadata
+        for each in plan.groups
+        if not each.group.spec.is_cross_attention
     )
-    assert plan.parked_row in (0, taken)
+    assert plan.swapped_seq_bytes in (0, taken)
 
 
 def by_group(memory):
@@ -228,10 +243,10 @@ def by_group(memory):
         payload = sum(store.data.nbytes for pair in held.values() for store in pair)
         every = sum(store.nbytes for pair in held.values() for store in pair)
         columns = positions.nbytes + sum(store.nbytes for store in weights.values())
-        if group.level is None:
+        if group.lower_level is None:
             columns += sum(
                 kept[layer].nbytes
-                for kept in (memory.columns, memory.bounds)
+                for kept in (memory.head_metadata, memory.block_bounds)
                 for layer in group.layers
                 if layer in kept
             )
@@ -243,10 +258,13 @@ def by_group(memory):
 def test_a_row_under_a_bounded_policy_does_not_grow_with_its_context(layout, policy):
     config = replace(CONFIGS["plain"], limit=100_000)
     pools = {
-        plan_memory(config, CacheConfig(layout=layout, capacity=n, chunk=32, policy=policy)).pool for n in (1024, 65536)
+        plan_memory(config, CacheConfig(layout=layout, max_seq_len=n, prefill_chunk_size=32, policy=policy)).pool
+        for n in (1024, 65536)
     }
     assert len(pools) == 1
-    assert pools.pop() < plan_memory(config, CacheConfig(layout=layout, capacity=1024, chunk=32)).pool / 2
+    assert (
+        pools.pop() < plan_memory(config, CacheConfig(layout=layout, max_seq_len=1024, prefill_chunk_size=32)).pool / 2
+    )
 
 
 # ---------------------------------------------------------------- bounds of what comes and goes
@@ -282,97 +300,115 @@ class Peak(TorchDispatchMode):
 
 
 def middling(mixer, mlp=None, vocab=500):
-    stack = Stack(1, {"L": Layer(mixer, mlp or Gated(192))})
+    stack = StackConfig(1, {"L": LayerConfig(mixer, mlp or GatedMLPConfig(192))})
     return ModelConfig(64, vocab, 2048, stack)
 
 
 def middling_pair(mixer, mlp=None, *, source_width=None, shared=True):
     layers = 1 if shared else 12
     made = pair(
-        mixer, mlp or Plain(192), width=64, limit=2048, layers=layers, source_width=source_width, source_vocab=300
+        mixer,
+        mlp or PlainMLPConfig(192),
+        width=64,
+        limit=2048,
+        layers=layers,
+        source_width=source_width,
+        source_vocab=300,
     )
-    return replace(made, source=replace(made.source, limit=1024), vocab=500)
+    return replace(made, source=replace(made.encoder_input, limit=1024), vocab=500)
 
 
 def middling_encoder(mixer, mlp=None, vocab=500, **rest):
-    return encoder(mixer, mlp=mlp or Plain(192), width=64, limit=2048, vocab=vocab, **rest)
+    return encoder(mixer, mlp=mlp or PlainMLPConfig(192), width=64, limit=2048, vocab=vocab, **rest)
 
 
-T5 = Attention(8, 4, head_dim=8, position=T5Bias())
+T5 = AttentionConfig(8, 4, head_dim=8, position=T5BiasConfig())
 BOUNDED = {
-    "paged": (middling(Attention(8, 4)), {}, "float32"),
-    "contiguous": (middling(Attention(8, 4)), {"layout": "contiguous"}, "float32"),
-    "one row in place": (middling(Attention(8, 4)), {"layout": "contiguous", "rows": 1}, "float32"),
-    "int8": (middling(Attention(8, 4)), {"dtype": "int8"}, "float32"),
-    "int4, half": (middling(Attention(8, 4)), {"dtype": "int4"}, "bfloat16"),
-    "fp8, half": (middling(Attention(8, 4)), {"dtype": "fp8-e4m3"}, "bfloat16"),
+    "paged": (middling(AttentionConfig(8, 4)), {}, "float32"),
+    "contiguous": (middling(AttentionConfig(8, 4)), {"layout": "contiguous"}, "float32"),
+    "one row in place": (middling(AttentionConfig(8, 4)), {"layout": "contiguous", "rows": 1}, "float32"),
+    "int8": (middling(AttentionConfig(8, 4)), {"dtype": "int8"}, "float32"),
+    "int4, half": (middling(AttentionConfig(8, 4)), {"dtype": "int4"}, "bfloat16"),
+    "fp8, half": (middling(AttentionConfig(8, 4)), {"dtype": "fp8-e4m3"}, "bfloat16"),
     "int8 and int4 in place": (
-        middling(Attention(8, 4)),
+        middling(AttentionConfig(8, 4)),
         {"layout": "contiguous", "rows": 1, "keys": "int8", "values": "int4"},
         "float32",
     ),
     "pair, int4, long sources": (
-        middling_pair(Attention(8, 4)),
+        middling_pair(AttentionConfig(8, 4)),
         {"capacity": 8, "source_capacity": 900, "dtype": "int4"},
         "bfloat16",
     ),
-    "widened": (middling(Attention(8, 4)), {"dtype": "bfloat16"}, "float32"),
-    "half": (middling(Attention(8, 4)), {"dtype": "bfloat16"}, "bfloat16"),
-    "window": (middling(Attention(8, 4, window=64)), {}, "float32"),
-    "wide mlp": (middling(Attention(8), Plain(1024)), {"capacity": 64}, "float32"),
-    "wide gated mlp": (middling(Attention(8), Gated(1024)), {"capacity": 64}, "float32"),
-    "wide relu2 mlp": (middling(Attention(8), Plain(1024, "relu2")), {"capacity": 64}, "float32"),
-    "experts": (middling(Attention(8), Experts(512, 4, 2)), {"capacity": 64}, "float32"),
-    "one expert": (middling(Attention(8), Experts(512, 1, 1)), {"capacity": 64}, "float32"),
-    "capped experts": (middling(Attention(8), Experts(512, 1, 1, alpha=1.7, clip=7.0)), {"capacity": 64}, "float32"),
-    "large vocabulary": (middling(Attention(8), vocab=20000), {"capacity": 64, "rows": 16}, "float32"),
-    "softcap": (middling(Attention(8, 4, softcap=30.0)), {}, "float32"),
-    "softcap half": (middling(Attention(8, 4, softcap=30.0)), {"dtype": "bfloat16"}, "bfloat16"),
-    "values of another width": (middling(Attention(8, 4, value_dim=24)), {}, "float32"),
-    "alibi": (middling(Attention(8, 4, position=Alibi())), {}, "float32"),
+    "widened": (middling(AttentionConfig(8, 4)), {"dtype": "bfloat16"}, "float32"),
+    "half": (middling(AttentionConfig(8, 4)), {"dtype": "bfloat16"}, "bfloat16"),
+    "window": (middling(AttentionConfig(8, 4, window=64)), {}, "float32"),
+    "wide mlp": (middling(AttentionConfig(8), PlainMLPConfig(1024)), {"capacity": 64}, "float32"),
+    "wide gated mlp": (middling(AttentionConfig(8), GatedMLPConfig(1024)), {"capacity": 64}, "float32"),
+    "wide relu2 mlp": (middling(AttentionConfig(8), PlainMLPConfig(1024, "relu2")), {"capacity": 64}, "float32"),
+    "experts": (middling(AttentionConfig(8), MoEConfig(512, 4, 2)), {"capacity": 64}, "float32"),
+    "one expert": (middling(AttentionConfig(8), MoEConfig(512, 1, 1)), {"capacity": 64}, "float32"),
+    "capped experts": (
+        middling(AttentionConfig(8), MoEConfig(512, 1, 1, swiglu_alpha=1.7, swiglu_limit=7.0)),
+        {"capacity": 64},
+        "float32",
+    ),
+    "large vocabulary": (middling(AttentionConfig(8), vocab=20000), {"capacity": 64, "rows": 16}, "float32"),
+    "softcap": (middling(AttentionConfig(8, 4, logit_softcap=30.0)), {}, "float32"),
+    "softcap half": (middling(AttentionConfig(8, 4, logit_softcap=30.0)), {"dtype": "bfloat16"}, "bfloat16"),
+    "values of another width": (middling(AttentionConfig(8, 4, value_dim=24)), {}, "float32"),
+    "alibi": (middling(AttentionConfig(8, 4, position=AlibiConfig())), {}, "float32"),
     "t5": (middling(T5), {}, "float32"),
-    "t5, one head": (middling(Attention(1, head_dim=8, position=T5Bias())), {}, "float32"),
-    "sinks": (middling(Attention(8, 4)), {"policy": "sinks(4, 60)"}, "float32"),
-    "endless": (middling(Attention(8, 4)), {"policy": "sinks(4, 60)", "endless": True}, "float32"),
-    "read": (middling(Attention(8, 4)), {"rotate": "read"}, "float32"),
-    "read, half": (middling(Attention(8, 4)), {"rotate": "read", "dtype": "bfloat16"}, "bfloat16"),
-    "read, in place": (middling(Attention(8, 4)), {"rotate": "read", "rows": 1, "layout": "contiguous"}, "float32"),
+    "t5, one head": (middling(AttentionConfig(1, head_dim=8, position=T5BiasConfig())), {}, "float32"),
+    "sinks": (middling(AttentionConfig(8, 4)), {"policy": "sinks(4, 60)"}, "float32"),
+    "endless": (middling(AttentionConfig(8, 4)), {"policy": "sinks(4, 60)", "endless": True}, "float32"),
+    "read": (middling(AttentionConfig(8, 4)), {"rotate": "read"}, "float32"),
+    "read, half": (middling(AttentionConfig(8, 4)), {"rotate": "read", "dtype": "bfloat16"}, "bfloat16"),
+    "read, in place": (
+        middling(AttentionConfig(8, 4)),
+        {"rotate": "read", "rows": 1, "layout": "contiguous"},
+        "float32",
+    ),
     "read, endless": (
-        middling(Attention(8, 4)),
+        middling(AttentionConfig(8, 4)),
         {"policy": "sinks(4, 60)", "endless": True, "rotate": "read"},
         "float32",
     ),
-    "hitters": (middling(Attention(8, 4)), {"policy": "heavy-hitters(96, every=32)"}, "float32"),
+    "hitters": (middling(AttentionConfig(8, 4)), {"policy": "heavy-hitters(96, every=32)"}, "float32"),
     "hitters, half": (
-        middling(Attention(8, 4)),
+        middling(AttentionConfig(8, 4)),
         {"policy": "heavy-hitters(96, every=32)", "dtype": "bfloat16"},
         "bfloat16",
     ),
     "snapkv, read": (
-        middling(Attention(8, 4)),
+        middling(AttentionConfig(8, 4)),
         {"policy": "snapkv(96, every=32)", "rotate": "read", "chunk": 32},
         "float32",
     ),
     "hitters, t5": (middling(T5), {"policy": "heavy-hitters(96, every=32)"}, "float32"),
-    "norm, alibi": (middling(Attention(8, 4, position=Alibi())), {"policy": "norm(96, every=32)"}, "float32"),
+    "norm, alibi": (
+        middling(AttentionConfig(8, 4, position=AlibiConfig())),
+        {"policy": "norm(96, every=32)"},
+        "float32",
+    ),
     "norm, int8, in place": (
-        middling(Attention(8, 4)),
+        middling(AttentionConfig(8, 4)),
         {"policy": "norm(96, every=32)", "dtype": "int8", "rows": 1, "layout": "contiguous"},
         "float32",
     ),
     "norm, short chunks": (
-        middling(Attention(8, 4)),
+        middling(AttentionConfig(8, 4)),
         {"policy": "norm(192, every=4)", "rows": 1, "layout": "contiguous", "chunk": 4},
         "float32",
     ),
-    "packed": (middling(Attention(8, 4)), {"policy": "hierarchy(32, every=32)"}, "float32"),
+    "packed": (middling(AttentionConfig(8, 4)), {"policy": "hierarchy(32, every=32)"}, "float32"),
     "packed, half": (
-        middling(Attention(8, 4)),
+        middling(AttentionConfig(8, 4)),
         {"policy": "hierarchy(32, every=32, keys=int4)", "dtype": "bfloat16"},
         "bfloat16",
     ),
     "summaries": (
-        middling(Attention(8, 4)),
+        middling(AttentionConfig(8, 4)),
         {"policy": "hierarchy(32, packed=64, summaries=32, every=32)"},
         "float32",
     ),
@@ -382,58 +418,66 @@ BOUNDED = {
         "float32",
     ),
     "long summaries": (
-        middling(Attention(8, 4)),
+        middling(AttentionConfig(8, 4)),
         {"policy": "hierarchy(16, packed=0, summaries=64, every=128)", "chunk": 16},
         "float32",
     ),
-    "channels": (middling(Attention(8, 4)), {"keys": "int4-channel", "residual": 32}, "float32"),
-    "spilled": (middling(Attention(8, 4)), {"policy": "spilled(32, every=32)"}, "float32"),
+    "channels": (middling(AttentionConfig(8, 4)), {"keys": "int4-channel", "residual": 32}, "float32"),
+    "spilled": (middling(AttentionConfig(8, 4)), {"policy": "spilled(32, every=32)"}, "float32"),
     "spilled, int8, read": (
-        middling(Attention(8, 4)),
+        middling(AttentionConfig(8, 4)),
         {"policy": "spilled(32, every=32)", "dtype": "int8", "rotate": "read", "spill_ram": 4000},
         "bfloat16",
     ),
     "spilled, t5": (middling(T5), {"policy": "spilled(64, every=64)"}, "float32"),
-    "quest": (middling(Attention(8, 4)), {"policy": "quest(64)"}, "float32"),
-    "quest, small blocks": (middling(Attention(8, 4)), {"policy": "quest(64)", "block_size": 2}, "float32"),
-    "quest, int8": (middling(Attention(8, 4)), {"policy": "quest(64)", "dtype": "int8"}, "bfloat16"),
-    "pair, hitters": (middling_pair(Attention(8, 4)), {"policy": "heavy-hitters(96, every=32)"}, "float32"),
-    "pair": (middling_pair(Attention(8, 4)), {}, "float32"),
-    "pair, short targets": (middling_pair(Attention(8, 4)), {"capacity": 8}, "float32"),
-    "pair, long sources": (middling_pair(Attention(8, 4)), {"capacity": 8, "source_capacity": 900}, "float32"),
+    "quest": (middling(AttentionConfig(8, 4)), {"policy": "quest(64)"}, "float32"),
+    "quest, small blocks": (middling(AttentionConfig(8, 4)), {"policy": "quest(64)", "block_size": 2}, "float32"),
+    "quest, int8": (middling(AttentionConfig(8, 4)), {"policy": "quest(64)", "dtype": "int8"}, "bfloat16"),
+    "pair, hitters": (middling_pair(AttentionConfig(8, 4)), {"policy": "heavy-hitters(96, every=32)"}, "float32"),
+    "pair": (middling_pair(AttentionConfig(8, 4)), {}, "float32"),
+    "pair, short targets": (middling_pair(AttentionConfig(8, 4)), {"capacity": 8}, "float32"),
+    "pair, long sources": (middling_pair(AttentionConfig(8, 4)), {"capacity": 8, "source_capacity": 900}, "float32"),
     "pair t5": (middling_pair(T5), {"capacity": 8}, "float32"),
     "pair t5 half": (middling_pair(T5), {"capacity": 8, "dtype": "bfloat16"}, "bfloat16"),
     "pair t5, long sources": (middling_pair(T5), {"capacity": 8, "source_capacity": 900}, "float32"),
     "pair umt5": (
-        middling_pair(replace(T5, position=T5Bias(shared=False)), shared=False),
+        middling_pair(replace(T5, position=T5BiasConfig(shared=False)), shared=False),
         {"capacity": 16, "source_capacity": 256},
         "float32",
     ),
-    "pair, wide encoder": (middling_pair(Attention(8, 4, head_dim=8), source_width=200), {"capacity": 8}, "float32"),
-    "pair, contiguous": (middling_pair(Attention(8, 4)), {"layout": "contiguous", "capacity": 8}, "float32"),
-    "encoder": (middling_encoder(Attention(8, 4)), {}, "float32"),
-    "encoder half": (middling_encoder(Attention(8, 4)), {"dtype": "bfloat16"}, "bfloat16"),
-    "encoder, long": (middling_encoder(Attention(8, 4)), {"capacity": 1500}, "float32"),
+    "pair, wide encoder": (
+        middling_pair(AttentionConfig(8, 4, head_dim=8), source_width=200),
+        {"capacity": 8},
+        "float32",
+    ),
+    "pair, contiguous": (middling_pair(AttentionConfig(8, 4)), {"layout": "contiguous", "capacity": 8}, "float32"),
+    "encoder": (middling_encoder(AttentionConfig(8, 4)), {}, "float32"),
+    "encoder half": (middling_encoder(AttentionConfig(8, 4)), {"dtype": "bfloat16"}, "bfloat16"),
+    "encoder, long": (middling_encoder(AttentionConfig(8, 4)), {"capacity": 1500}, "float32"),
     "encoder t5": (middling_encoder(T5), {}, "float32"),
-    "encoder, large vocabulary": (middling_encoder(Attention(8), vocab=9000), {"capacity": 64, "rows": 8}, "float32"),
-    "encoder, capped": (
-        middling_encoder(Attention(8), vocab=9000, head=Head(softcap=9.0, scale=2.0)),
+    "encoder, large vocabulary": (
+        middling_encoder(AttentionConfig(8), vocab=9000),
         {"capacity": 64, "rows": 8},
         "float32",
     ),
-    "encoder, pooled": (middling_encoder(Attention(8, window=9), head=Pooled("first")), {}, "float32"),
+    "encoder, capped": (
+        middling_encoder(AttentionConfig(8), vocab=9000, head=LanguageHeadConfig(logit_softcap=9.0, logit_scale=2.0)),
+        {"capacity": 64, "rows": 8},
+        "float32",
+    ),
+    "encoder, pooled": (middling_encoder(AttentionConfig(8, window=9), head=PoolingHeadConfig("first")), {}, "float32"),
 }
 
 
 def fill(engine, config, asked):
     """Every row at its longest, and every source."""
-    for row in range(asked.rows):
+    for row in range(asked.max_num_seqs):
         if config.kind == "encoder":
-            engine.submit_source([(7 * row + i) % 97 for i in range(asked.capacity)])
+            engine.add_encoder_request([(7 * row + i) % 97 for i in range(asked.max_seq_len)])
             continue
-        source = None if config.source is None else [(5 * row + i) % 97 for i in range(asked.source_capacity)]
-        prompt = [(7 * row + i) % 97 for i in range(asked.capacity - 4)]
-        engine.submit(prompt, Sampling(max_tokens=2, temperature=0.0), source=source)
+        source = None if config.encoder_input is None else [(5 * row + i) % 97 for i in range(asked.max_source_len)]
+        prompt = [(7 * row + i) % 97 for i in range(asked.max_seq_len - 4)]
+        engine.add_request(prompt, SamplingParams(max_tokens=2, temperature=0.0), source=source)
 
 
 @pytest.mark.parametrize("name", BOUNDED)
@@ -441,7 +485,7 @@ def test_a_step_stays_within_scratch_and_activations(name):
     config, more, dtype = BOUNDED[name]
     asked = CacheConfig(**{"rows": 2, "capacity": 256, "chunk": 128, "source_capacity": 200, "prefix": False, **more})
     model = Transformer(config).to(getattr(torch, dtype))
-    engine = Engine(model, asked, budget=1024)
+    engine = Engine(model, asked, max_num_batched_tokens=1024)
     fill(engine, config, asked)
     with Peak() as seen:
         while not engine.idle:
@@ -461,7 +505,9 @@ TILED = [
 def test_a_step_of_the_same_bits_stays_within_scratch_and_activations(name):
     config, more, dtype = BOUNDED[name]
     asked = CacheConfig(**{"rows": 2, "capacity": 256, "chunk": 128, "source_capacity": 200, "prefix": False, **more})
-    engine = Engine(Transformer(config).to(getattr(torch, dtype)), asked, budget=1024, deterministic=True)
+    engine = Engine(
+        Transformer(config).to(getattr(torch, dtype)), asked, max_num_batched_tokens=1024, deterministic=True
+    )
     fill(engine, config, asked)
     with Peak() as seen:
         while not engine.idle:
@@ -475,9 +521,11 @@ def test_a_step_of_the_same_bits_stays_within_scratch_and_activations(name):
 @pytest.mark.parametrize("rows", [1, 4])
 def test_sinks_and_the_last_tokens_are_far_apart(rows):
     """Tiles lie at positions: what a block of queries may see is counted from the first sink to the last token."""
-    config = replace(middling(Attention(8, 4, position=Alibi())), limit=2048)
-    asked = CacheConfig(rows=rows, capacity=700, chunk=64, policy="sinks(4, 60)", prefix=False)
-    engine = Engine(Transformer(config), asked, budget=512, deterministic=True)
+    config = replace(middling(AttentionConfig(8, 4, position=AlibiConfig())), limit=2048)
+    asked = CacheConfig(
+        max_num_seqs=rows, max_seq_len=700, prefill_chunk_size=64, policy="sinks(4, 60)", enable_prefix_caching=False
+    )
+    engine = Engine(Transformer(config), asked, max_num_batched_tokens=512, deterministic=True)
     fill(engine, config, asked)
     with Peak() as seen:
         while not engine.idle:
@@ -511,17 +559,17 @@ SUMMARISING = {"policy": "hierarchy(8, packed=8, summaries=12, ratio=2, every=4)
 @pytest.mark.parametrize("name", ["plain", "dims", "window", "pattern"])
 @pytest.mark.parametrize("hidden", [1, 16])
 def test_a_compressor_takes_what_is_predicted(name, hidden):
-    own = mixers(EVERY[name])
+    own = attention_specs(EVERY[name])
     if not any(mixer.window is None for mixer in own):
         pytest.skip("no layer keeps all its tokens")
-    state = Compressor(own, 2, hidden).state_dict()
-    learned = Summaries(2, hidden)
-    assert compressor_shapes(own, learned) == {key: tuple(tensor.shape) for key, tensor in state.items()}
+    state = Summarizer(own, 2, hidden).state_dict()
+    learned = SummarizerShape(2, hidden)
+    assert summarizer_shapes(own, learned) == {key: tuple(tensor.shape) for key, tensor in state.items()}
     plan = plan_memory(EVERY[name], cache(**SUMMARISING), weights_dtype="bfloat16", learned=learned)
     plain = plan_memory(EVERY[name], cache(**SUMMARISING), weights_dtype="bfloat16")
-    assert plan.compressor == sum(tensor.nbytes for tensor in state.values()) and plain.compressor == 0
+    assert plan.summarizer == sum(tensor.nbytes for tensor in state.values()) and plain.summarizer == 0
     assert (plan.weights, plan.pool) == (plain.weights, plain.pool)
-    assert plan.total - plain.total == plan.compressor + plan.scratch - plain.scratch
+    assert plan.total - plain.total == plan.summarizer + plan.scratch - plain.scratch
 
 
 @pytest.mark.parametrize("hidden", [4, 2000])
@@ -529,37 +577,39 @@ def test_a_compressor_takes_what_is_predicted(name, hidden):
 def test_summarising_stays_within_scratch_and_activations(policy, hidden):
     config, more, dtype = BOUNDED[policy]
     asked = CacheConfig(**{"rows": 2, "capacity": 256, "chunk": 128, "prefix": False, **more})
-    compressor = Compressor(mixers(config), 8, hidden)
-    engine = Engine(Transformer(config).to(getattr(torch, dtype)), asked, budget=1024, compressor=compressor)
+    compressor = Summarizer(attention_specs(config), 8, hidden)
+    engine = Engine(
+        Transformer(config).to(getattr(torch, dtype)), asked, max_num_batched_tokens=1024, summarizer=compressor
+    )
     fill(engine, config, asked)
     with Peak() as seen:
         while not engine.idle:
             engine.step()
-    plan = plan_memory(config, asked, weights_dtype=dtype, budget=1024, learned=Summaries(8, hidden))
+    plan = plan_memory(config, asked, weights_dtype=dtype, budget=1024, learned=SummarizerShape(8, hidden))
     assert seen.peak <= plan.scratch + plan.activations <= 9 * seen.peak
 
 
 def test_a_compressor_wants_summaries_of_its_ratio():
     with pytest.raises(ConfigError, match="summarises nothing"):
-        plan_memory(CONFIGS["plain"], cache(), learned=Summaries(2, 4))
+        plan_memory(CONFIGS["plain"], cache(), learned=SummarizerShape(2, 4))
     with pytest.raises(ConfigError, match="it makes a summary of 8 tokens, the policy of 2"):
-        plan_memory(CONFIGS["plain"], cache(**SUMMARISING), learned=Summaries(8, 4))
+        plan_memory(CONFIGS["plain"], cache(**SUMMARISING), learned=SummarizerShape(8, 4))
 
 
 def test_what_else_would_fit_has_a_compressor_where_it_summarises():
-    plan = plan_memory(CONFIGS["plain"], cache(**SUMMARISING), learned=Summaries(2, 16))
+    plan = plan_memory(CONFIGS["plain"], cache(**SUMMARISING), learned=SummarizerShape(2, 16))
     full = plan_memory(CONFIGS["plain"], cache())
-    assert planned_total(plan, plan.cache) == plan.total and planned_total(plan, full.cache) == full.total
+    assert total_bytes_with(plan, plan.cache) == plan.total and total_bytes_with(plan, full.cache) == full.total
     tiled = plan_memory(CONFIGS["plain"], cache(), deterministic=True)
-    assert planned_total(tiled, tiled.cache) == tiled.total > full.total
+    assert total_bytes_with(tiled, tiled.cache) == tiled.total > full.total
 
 
 def test_a_compressors_folder_is_planned(tmp_path, capsys):
     config = CONFIGS["plain"]
     folder = write_checkpoint(tmp_path / "run", config)
-    compressor = Compressor(mixers(config), 4, 8)
+    compressor = Summarizer(attention_specs(config), 4, 8)
     said = {"ratio": 4, "hidden": 8}
-    save_compressor(tmp_path / "learned", 1, compressor.state_dict(), "of the model", said, Training({}, {}))
+    save_summarizer_step(tmp_path / "learned", 1, compressor.state_dict(), "of the model", said, TrainingState({}, {}))
     policy = ("--policy", "hierarchy(16, packed=0, summaries=16, ratio=4, every=16)")
     asked = (str(folder), *policy, "--compressor", str(tmp_path / "learned"))
     found = as_json(capsys, *asked)
@@ -586,19 +636,25 @@ def test_the_same_bits_are_planned_by_a_flag(capsys):
 def test_what_is_read_of_a_spilled_row_does_not_grow_with_it(monkeypatch):
     """But for its positions, and what a tile's masks are: a row four times as long is read by as little memory."""
     monkeypatch.setattr(spilled, "TILE", 30_000)
-    config, seen, planned = middling(Attention(8, 4)), [], []
+    config, seen, planned = middling(AttentionConfig(8, 4)), [], []
     for capacity in (480, 1920):
-        asked = CacheConfig(rows=2, capacity=capacity, chunk=32, prefix=False, policy="spilled(32, every=32)")
-        engine = Engine(Transformer(config), asked, budget=64)
-        spill = engine.memory.spill
-        assert sum(buffer.nbytes for buffer in spill._staging) == spill.plan.staging
+        asked = CacheConfig(
+            max_num_seqs=2,
+            max_seq_len=capacity,
+            prefill_chunk_size=32,
+            enable_prefix_caching=False,
+            policy="spilled(32, every=32)",
+        )
+        engine = Engine(Transformer(config), asked, max_num_batched_tokens=64)
+        spill = engine.kv_cache.offload_reader
+        assert sum(buffer.nbytes for buffer in spill._staging) == spill.plan.staging_bytes
         fill(engine, config, asked)
         with Peak() as peaks:
             while not engine.idle:
                 engine.step()
         engine.close()
         plan = plan_memory(config, asked, budget=64)
-        assert plan.spilling == spill.plan
+        assert plan.offload == spill.plan
         assert peaks.peak <= plan.scratch + plan.activations
         seen.append(peaks.peak)
         planned.append(plan.scratch + plan.activations)
@@ -609,11 +665,11 @@ def test_what_is_read_of_a_spilled_row_does_not_grow_with_it(monkeypatch):
 
 
 def test_texts_beyond_the_budget_are_read_in_several_steps():
-    config = middling_encoder(Attention(8, 4))
-    asked = CacheConfig(rows=8, capacity=300)
-    assert peak.encoder_tokens(config, asked, 1024) == 1024 and peak.encoder_tokens(config, asked, 100) == 300
-    assert peak.encoder_tokens(config, replace(asked, rows=2), 1024) == 600
-    engine = Engine(Transformer(config), asked, budget=1024)
+    config = middling_encoder(AttentionConfig(8, 4))
+    asked = CacheConfig(max_num_seqs=8, max_seq_len=300)
+    assert peak.max_encoder_tokens(config, asked, 1024) == 1024 and peak.max_encoder_tokens(config, asked, 100) == 300
+    assert peak.max_encoder_tokens(config, replace(asked, max_num_seqs=2), 1024) == 600
+    engine = Engine(Transformer(config), asked, max_num_batched_tokens=1024)
     fill(engine, config, asked)
     with Peak() as seen:
         while not engine.idle:
@@ -626,49 +682,55 @@ def test_texts_beyond_the_budget_are_read_in_several_steps():
 
 
 def test_what_fits_fits_and_one_more_does_not():
-    config = shape("gemma-2-2b")
-    plan = plan_memory(config, CacheConfig(rows=4, capacity=4096, dtype="bfloat16"), weights_dtype="bfloat16")
+    config = known_model("gemma-2-2b")
+    plan = plan_memory(
+        config, CacheConfig(max_num_seqs=4, max_seq_len=4096, dtype="bfloat16"), weights_dtype="bfloat16"
+    )
     memory = 12 * GIB
-    found = fits(plan, memory)
-    assert [fit.rows for fit in found] == sorted(fit.rows for fit in found)
-    assert {1, 2, 4, 8, 16} <= {fit.rows for fit in found}
+    found = find_fits(plan, memory)
+    assert [fit.num_seqs for fit in found] == sorted(fit.num_seqs for fit in found)
+    assert {1, 2, 4, 8, 16} <= {fit.num_seqs for fit in found}
 
     def total(rows, capacity):
-        return plan_memory(config, replace(plan.cache, rows=rows, capacity=capacity), weights_dtype="bfloat16").total
+        return plan_memory(
+            config, replace(plan.cache, max_num_seqs=rows, max_seq_len=capacity), weights_dtype="bfloat16"
+        ).total
 
     for rows, capacity, size in found:
         assert size == total(rows, capacity) <= memory
-        at_limit = capacity == config.limit
+        at_limit = capacity == config.max_seq_len
         whole = capacity == 4096 and total(rows + 1, 4096) > memory
         assert at_limit or whole or total(rows, capacity + 16) > memory
-    most = [fit.rows for fit in found if fit.capacity == 4096]
+    most = [fit.num_seqs for fit in found if fit.max_seq_len == 4096]
     assert most and total(most[-1] + 1, 4096) > memory
 
 
 def test_nothing_fits_where_the_weights_do_not():
-    assert fits(plan_memory(shape("llama-3-8b"), CacheConfig(capacity=4096)), 8 * GIB) == ()
+    assert find_fits(plan_memory(known_model("llama-3-8b"), CacheConfig(max_seq_len=4096)), 8 * GIB) == ()
 
 
 def test_require_names_need_have_and_what_would_fit():
-    plan = plan_memory(shape("gpt2"), CacheConfig(rows=64, capacity=1024))
-    require(plan, plan.total)
-    require(plan, None)
+    plan = plan_memory(known_model("gpt2"), CacheConfig(max_num_seqs=64, max_seq_len=1024))
+    require_memory(plan, plan.total)
+    require_memory(plan, None)
     with pytest.raises(MemoryPlanError) as caught:
-        require(plan, 2 * GIB)
+        require_memory(plan, 2 * GIB)
     assert caught.value.exit_code == 2
     assert "64 rows of 1,024 tokens need" in caught.value.message and "2.00 GiB is available" in caught.value.message
     assert "what would fit: " in caught.value.hint and "of 1,024 tokens" in caught.value.hint
     named = re.findall(r"([\d,]+) rows? of ([\d,]+) tokens", caught.value.hint)
     assert len(named) >= 2
     for rows, capacity in named:
-        smaller = replace(plan.cache, rows=int(rows.replace(",", "")), capacity=int(capacity.replace(",", "")))
-        require(plan_memory(plan.config, smaller), 2 * GIB)
+        smaller = replace(
+            plan.cache, max_num_seqs=int(rows.replace(",", "")), max_seq_len=int(capacity.replace(",", ""))
+        )
+        require_memory(plan_memory(plan.config, smaller), 2 * GIB)
 
 
 def test_require_says_when_nothing_would_fit():
-    plan = plan_memory(shape("llama-3-8b"), CacheConfig(rows=1, capacity=8192))
+    plan = plan_memory(known_model("llama-3-8b"), CacheConfig(max_num_seqs=1, max_seq_len=8192))
     with pytest.raises(MemoryPlanError, match="no row fits"):
-        require(plan, GIB)
+        require_memory(plan, GIB)
 
 
 @pytest.mark.parametrize(
@@ -722,17 +784,17 @@ def test_available_is_less_in_a_control_group_of_version_1(tmp_path):
 
 
 def test_bandwidth_is_measured():
-    assert 1e8 < read_bandwidth(0.01) < 1e13
+    assert 1e8 < measure_bandwidth(0.01) < 1e13
 
 
 def test_step_bytes_are_weights_and_what_each_row_sees():
-    config = tiny(Attention(4, 2, window=7), tie=False)
+    config = tiny(AttentionConfig(4, 2, window=7), tie=False)
     plan = plan_memory(config, cache())
-    each = plan.groups[0].bytes.per_token_payload + plan.groups[0].bytes.per_token_columns
+    each = plan.groups[0].bytes.per_token_payload + plan.groups[0].bytes.per_token_metadata
     weights = weight_bytes(config, "float32") - lookup_bytes(config, "float32")
     assert lookup_bytes(config, "float32") == 61 * 24 * 4
-    assert step_bytes(plan, 1, 5) == weights + 5 * each
-    assert step_bytes(plan, 3, 30) == weights + 3 * 7 * each
+    assert decode_step_bytes(plan, 1, 5) == weights + 5 * each
+    assert decode_step_bytes(plan, 3, 30) == weights + 3 * 7 * each
 
 
 @pytest.mark.parametrize(
@@ -747,9 +809,9 @@ def test_a_decode_step_reads_what_a_policy_kept(policy, slots):
     """30 tokens: 8 + 4 as they are, 8 packed, the first 14 as 7 summaries."""
     plan = plan_memory(CONFIGS["plain"], cache(policy=policy))
     sizes = [each.bytes for each in plan.groups]
-    token = [size.per_token_payload + size.per_token_scales + size.per_token_columns for size in sizes]
+    token = [size.per_token_payload + size.per_token_scales + size.per_token_metadata for size in sizes]
     read = sum(count * each for count, each in zip(slots, token, strict=True))
-    assert step_bytes(plan, 3, 30) - step_bytes(plan, 2, 30) == read
+    assert decode_step_bytes(plan, 3, 30) - decode_step_bytes(plan, 2, 30) == read
 
 
 # ---------------------------------------------------------------- the command
@@ -769,11 +831,11 @@ def as_json(capsys, *arguments):
 
 def test_json_says_what_was_planned(capsys):
     found = as_json(capsys, "mistral-7b", "--context", "8192", "--rows", "2", "--dtype", "bfloat16", "--fit", "40GiB")
-    plan = plan_memory(shape("mistral-7b"), CacheConfig(rows=2, capacity=8192, dtype="bfloat16"))
+    plan = plan_memory(known_model("mistral-7b"), CacheConfig(max_num_seqs=2, max_seq_len=8192, dtype="bfloat16"))
     assert found["bytes"]["total"] == plan.total and found["bytes"]["pool"] == plan.pool
     assert found["groups"][0]["window"] == 4096 and found["groups"][0]["blocks_per_row"] == 289
     assert found["groups"][0]["per_token"] == {"payload": 32 * 8 * 256 * 2, "scales": 0, "columns": 8}
-    assert found["speeds"][1]["tokens_per_second"] == pytest.approx(2 * 1e10 / step_bytes(plan, 2, 8192))
+    assert found["speeds"][1]["tokens_per_second"] == pytest.approx(2 * 1e10 / decode_step_bytes(plan, 2, 8192))
     assert found["fit"]["largest"][-1]["bytes"] <= found["fit"]["bytes"] == 40 * GIB
     assert found["bandwidth_measured"] is False
 
@@ -781,8 +843,16 @@ def test_json_says_what_was_planned(capsys):
 def test_the_page_says_it_too(capsys):
     code, out, err = run(capsys, "gemma-2-2b", "--rows", "2", "--fit", "16GiB", "--bandwidth", "20")
     assert (code, err) == (0, "")
-    plan = plan_memory(shape("gemma-2-2b"), CacheConfig(rows=2, capacity=8192))
-    for number in (plan.weights, plan.payload, plan.columns, plan.reserved, plan.scratch, plan.activations, plan.total):
+    plan = plan_memory(known_model("gemma-2-2b"), CacheConfig(max_num_seqs=2, max_seq_len=8192))
+    for number in (
+        plan.weights,
+        plan.payload,
+        plan.metadata,
+        plan.reserved,
+        plan.scratch,
+        plan.activations,
+        plan.total,
+    ):
         assert f" {number:,} " in out
     assert "group 0: layers 0, 2, ..., 24 (13): the last 4,096 tokens (the model's window), float32" in out
     assert "group 1: layers 1, 3, ..., 25 (13): everything, float32" in out
@@ -824,7 +894,7 @@ def test_defaults_are_those_of_the_cache():
         assert given[name] == defaults[name]
     assert "[default: 8]" in next(param.help for param in command.params if param.name == "rows")
     assert defaults["rows"] == 8
-    assert given["budget"] == planning.BUDGET
+    assert given["budget"] == planning.DEFAULT_BATCHED_TOKENS
 
 
 def test_a_checkpoint_is_planned_in_its_own_dtype(tmp_path, capsys):
@@ -842,10 +912,10 @@ def test_stored_float16_is_widened_and_so_planned(tmp_path, capsys):
 def test_configs_are_read_as_json_and_toml(tmp_path, capsys):
     config = CONFIGS["plain"].to_dict()
     (tmp_path / "m.json").write_text(json.dumps(config))
-    mixer = "[model.decoder.kinds.L.mixer]\nheads = 4\nkv_heads = 2\n"
-    mlp = '[model.decoder.kinds.L.mlp]\nkind = "gated"\nhidden = 40\n'
+    mixer = "[model.decoder.layer_types.L.attention]\nheads = 4\nkv_heads = 2\n"
+    mlp = '[model.decoder.layer_types.L.mlp]\nkind = "gated"\nhidden = 40\n'
     (tmp_path / "m.toml").write_text(
-        f"[model]\nwidth = 24\nvocab = 61\nlimit = 64\n[model.decoder]\nlayers = 2\n{mixer}{mlp}"
+        f"[model]\nhidden_size = 24\nvocab_size = 61\nmax_seq_len = 64\n[model.decoder]\nnum_layers = 2\n{mixer}{mlp}"
     )
     first, second = as_json(capsys, str(tmp_path / "m.json")), as_json(capsys, str(tmp_path / "m.toml"))
     assert first["bytes"] == second["bytes"] and first["parameters"] == num_parameters(CONFIGS["plain"])
@@ -853,12 +923,12 @@ def test_configs_are_read_as_json_and_toml(tmp_path, capsys):
 
 def test_recipes_of_training_are_read(tmp_path, capsys):
     recipe = tmp_path / "r.toml"
-    recipe.write_text('[model]\npreset = "tiny"\n[tokenizer]\nvocab_size = 4096\n[data]\ncontext = 128\n')
+    recipe.write_text('[model]\npreset = "tiny"\n[tokenizer]\nvocab_size = 4096\n[data]\nseq_len = 128\n')
     found = as_json(capsys, str(recipe))
     assert found["context"] == 128 and found["parameters"] == pytest.approx(1.26e6, rel=0.01)
     recipe.write_text('[model]\npreset = "tiny"\n[tokenizer]\nkind = "char"\n')
     code, _, err = run(capsys, str(recipe))
-    assert code == 2 and "set model.vocab" in err
+    assert code == 2 and "set model.vocab_size" in err
     recipe.write_text('[model]\npreset = "tiny"\n[tokenizr]\nkind = "char"\n[data]\n')
     code, _, err = run(capsys, str(recipe))
     assert code == 2 and "did you mean 'tokenizer'?" in err
@@ -866,7 +936,7 @@ def test_recipes_of_training_are_read(tmp_path, capsys):
 
 def test_shapes_are_listed(capsys):
     code, out, _ = run(capsys, "--shapes")
-    assert code == 0 and all(name in out for name in SHAPES)
+    assert code == 0 and all(name in out for name in KNOWN_MODELS)
     code, out, _ = run(capsys, "--shapes", "--json")
     assert json.loads(out)["gpt2"] == 124_439_808
 
@@ -886,8 +956,8 @@ def test_no_torch_is_loaded():
 
 def test_a_source_is_planned(capsys):
     found = as_json(capsys, "t5-small", "--source-context", "100", "--context", "32", "--rows", "4", "--fit", "2GiB")
-    asked = CacheConfig(rows=4, capacity=32, source_capacity=100)
-    plan = plan_memory(shape("t5-small"), asked)
+    asked = CacheConfig(max_num_seqs=4, max_seq_len=32, max_source_len=100)
+    plan = plan_memory(known_model("t5-small"), asked)
     assert found["bytes"]["total"] == plan.total and found["bytes"]["pool"] == plan.pool
     assert (found["kind"], found["context"], found["source_context"]) == ("encoder-decoder", 32, 100)
     own, cross = found["groups"]
@@ -895,8 +965,8 @@ def test_a_source_is_planned(capsys):
     assert (own["blocks_per_row"], cross["blocks_per_row"]) == (2, 7)
     assert cross["payload"] == 4 * 7 * 16 * cross["per_token"]["payload"] == 4 * 7 * 16 * 6 * 2 * 8 * 64 * 4
     for fit in found["fit"]["largest"]:
-        again = replace(asked, rows=fit["rows"], capacity=fit["capacity"])
-        assert plan_memory(shape("t5-small"), again).total == fit["bytes"] <= 2 * GIB
+        again = replace(asked, max_num_seqs=fit["rows"], max_seq_len=fit["capacity"])
+        assert plan_memory(known_model("t5-small"), again).total == fit["bytes"] <= 2 * GIB
     assert as_json(capsys, "t5-small")["source_context"] == 512
 
 
@@ -914,19 +984,19 @@ def test_a_decode_step_leaves_the_encoder_alone():
     config = PAIRS["pair of widths"]
     plan = plan_memory(config, cache(source_capacity=20))
     shapes = weight_shapes(config)
-    unread = [name for name in shapes if name.startswith(("encoder.", "source.")) or ".cross.k." in name]
-    unread += [name for name in shapes if ".cross.v." in name]
-    own, cross = (each.bytes.per_token_payload + each.bytes.per_token_columns for each in plan.groups)
+    unread = [name for name in shapes if name.startswith(("encoder.", "source.")) or ".cross_attention.k." in name]
+    unread += [name for name in shapes if ".cross_attention.v." in name]
+    own, cross = (each.bytes.per_token_payload + each.bytes.per_token_metadata for each in plan.groups)
     read = plan.weights - 4 * sum(torch.Size(shapes[name]).numel() for name in unread)
-    assert step_bytes(plan, 3, 9) == read + 3 * (9 * own + 20 * cross)
+    assert decode_step_bytes(plan, 3, 9) == read + 3 * (9 * own + 20 * cross)
 
 
 def test_a_decode_step_reads_the_experts_that_can_be_chosen():
-    plan = plan_memory(tiny(mlp=Experts(40, 8, 2)), cache())
-    one, cached = 2 * 3 * 24 * 40 * 4, step_bytes(plan, 2, 1) - step_bytes(plan, 1, 1)
-    each = sum(group.bytes.per_token_payload + group.bytes.per_token_columns for group in plan.groups)
+    plan = plan_memory(tiny(mlp=MoEConfig(40, 8, 2)), cache())
+    one, cached = 2 * 3 * 24 * 40 * 4, decode_step_bytes(plan, 2, 1) - decode_step_bytes(plan, 1, 1)
+    each = sum(group.bytes.per_token_payload + group.bytes.per_token_metadata for group in plan.groups)
     assert cached == 2 * one + each
-    assert step_bytes(plan, 5, 1) - step_bytes(plan, 4, 1) == each
+    assert decode_step_bytes(plan, 5, 1) - decode_step_bytes(plan, 4, 1) == each
 
 
 def test_an_encoder_keeps_nothing_and_says_so(capsys):
@@ -955,9 +1025,9 @@ def test_sources_that_cannot_be(capsys, arguments, says):
 
 
 def test_require_names_the_sources():
-    plan = plan_memory(shape("t5-base"), CacheConfig(rows=64, capacity=512, source_capacity=512))
+    plan = plan_memory(known_model("t5-base"), CacheConfig(max_num_seqs=64, max_seq_len=512, max_source_len=512))
     with pytest.raises(MemoryPlanError, match="64 rows of 512 tokens and sources of 512 need"):
-        require(plan, GIB)
+        require_memory(plan, GIB)
 
 
 # ---------------------------------------------------------------- Hugging Face
@@ -968,7 +1038,7 @@ def test_a_folder_and_its_config_alone(name, tmp_path, capsys):
     whole, bare = write_foreign(tmp_path / "whole", name), write_foreign(tmp_path / "bare", name, weights=False)
     found = [as_json(capsys, str(path)) for path in (whole, bare, bare / "config.json", whole / "config.json")]
     assert all(each["bytes"] == found[0]["bytes"] for each in found)
-    config = Imported(whole).config
+    config = HFCheckpoint(whole).config
     assert found[0]["parameters"] == num_parameters(config) and found[0]["kind"] == config.kind
 
 
@@ -976,7 +1046,7 @@ def test_weights_settle_what_a_config_leaves_open(tmp_path, capsys):
     """T5 v1.1's file of transformers 5 says tied, and holds a head of its own."""
     whole, bare = write_foreign(tmp_path / "whole", "t5-v1.1"), write_foreign(tmp_path / "b", "t5-v1.1", weights=False)
     there, alone = as_json(capsys, str(whole)), as_json(capsys, str(bare))
-    assert there["parameters"] == alone["parameters"] + 97 * Imported(whole).config.width
+    assert there["parameters"] == alone["parameters"] + 97 * HFCheckpoint(whole).config.hidden_size
 
 
 def test_the_dtype_that_a_config_names(tmp_path, capsys):
@@ -1067,12 +1137,12 @@ def test_the_limit_says_both_numbers(capsys):
     [
         (["lama-3-8b"], "did you mean 'llama-3-8b'?"),
         ([], "Missing argument"),
-        (["gpt2", "--rows", "0"], "cache.rows: must be at least 1, found 0"),
+        (["gpt2", "--rows", "0"], "cache.max_num_seqs: must be at least 1, found 0"),
         (["gpt2", "--rows", "-3"], "found -3"),
         (["gpt2", "--rows", "many"], "no whole number"),
         (["gpt2", "--context", "0"], "found 0"),
         (["gpt2", "--block-size", "0"], "cache.block_size"),
-        (["gpt2", "--chunk", "0"], "cache.chunk"),
+        (["gpt2", "--chunk", "0"], "cache.prefill_chunk_size"),
         (["gpt2", "--budget", "0"], "budget: must be at least 1"),
         (["gpt2", "--dtype", "float23"], "did you mean 'float32'?"),
         (["gpt2", "--dtype", "foo"], "--dtype: unknown dtype 'foo'"),
@@ -1096,7 +1166,7 @@ def test_one_is_singular(capsys):
 
 
 def test_a_bidirectional_model_has_no_cache(tmp_path, capsys):
-    (tmp_path / "b.json").write_text(json.dumps(tiny(Attention(4, causal=False)).to_dict()))
+    (tmp_path / "b.json").write_text(json.dumps(tiny(AttentionConfig(4, causal=False)).to_dict()))
     code, _, err = run(capsys, str(tmp_path / "b.json"))
     assert code == 2 and "bidirectional" in err
 

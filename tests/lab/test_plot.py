@@ -9,10 +9,13 @@ import pytest
 
 from kvad.cli.main import main
 from kvad.errors import DataError, SaveError, UsageError
-from kvad.lab.plot import Series, draw, draw_loss, read_lines, series_of
+from kvad.lab.plot import PlotSeries, build_series, draw_loss, draw_series, read_jsonl
 
 ROOT = Path(__file__).parents[2]
-CURVES = [Series("cached", [64, 128, 256], [0.1, 0.2, 0.4], dots=True), Series("uncached", [64, 128, 256], [0.5, 2, 8])]
+CURVES = [
+    PlotSeries("cached", [64, 128, 256], [0.1, 0.2, 0.4], dots=True),
+    PlotSeries("uncached", [64, 128, 256], [0.5, 2, 8]),
+]
 BENCH = [
     {"memory": "paged", "tokens": 64, "seconds": 0.1, "note": "x"},
     {"memory": "fresh", "tokens": 128, "seconds": 2.0},
@@ -35,7 +38,7 @@ def metrics(tmp_path):
 def test_png_svg_and_pdf_hold_the_curves(tmp_path):
     out = [tmp_path / "deep" / f"a{ending}" for ending in (".png", ".svg", ".pdf")]
     labels = {"title": "time", "x_label": "tokens", "y_label": "seconds"}
-    assert draw(CURVES, out, log_x=True, log_y=True, **labels) == out
+    assert draw_series(CURVES, out, log_x=True, log_y=True, **labels) == out
     assert out[0].read_bytes().startswith(b"\x89PNG") and out[2].read_bytes().startswith(b"%PDF")
     svg = out[1].read_text()
     assert all(word in svg for word in ("cached", "uncached", "time", "tokens", "seconds"))
@@ -44,9 +47,9 @@ def test_png_svg_and_pdf_hold_the_curves(tmp_path):
 @pytest.mark.parametrize("ending", [".png", ".svg", ".pdf"])
 def test_the_same_numbers_are_the_same_bytes(tmp_path, ending):
     paths = [tmp_path / f"{name}{ending}" for name in "abc"]
-    draw(CURVES, paths[:1])
-    draw(CURVES, paths[1:2])
-    draw([CURVES[0]], paths[2:])
+    draw_series(CURVES, paths[:1])
+    draw_series(CURVES, paths[1:2])
+    draw_series([CURVES[0]], paths[2:])
     first, second, other = (path.read_bytes() for path in paths)
     assert first == second != other
 
@@ -61,9 +64,9 @@ def test_a_loss_curve_is_small_and_names_its_last_loss(metrics, tmp_path):
 
 
 def test_series_by_a_key_are_sorted_and_pass_over_other_lines():
-    found = series_of(BENCH, "tokens", ["seconds"], by="memory")
+    found = build_series(BENCH, "tokens", ["seconds"], by="memory")
     assert [(s.name, s.x, s.y) for s in found] == [("paged", [64, 128], [0.1, 0.2]), ("fresh", [64, 128], [0.5, 2.0])]
-    both = series_of([{"x": 1, "a": 2, "b": 3}], "x", ["a", "b"], name="run")
+    both = build_series([{"x": 1, "a": 2, "b": 3}], "x", ["a", "b"], name="run")
     assert [s.name for s in both] == ["run a", "run b"]
 
 
@@ -77,28 +80,28 @@ def test_series_by_a_key_are_sorted_and_pass_over_other_lines():
 )
 def test_a_key_that_is_not_there_is_named(x, y, by, says):
     with pytest.raises(UsageError, match=says):
-        series_of(BENCH, x, y, by=by)
+        build_series(BENCH, x, y, by=by)
 
 
 def test_what_cannot_be_drawn(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"a.gif: figures end in .png, .svg, .pdf"):
-        draw(CURVES, [tmp_path / "a.gif"])
+        draw_series(CURVES, [tmp_path / "a.gif"])
     with pytest.raises(DataError, match="nothing to draw"):
-        draw([Series("x", [], [])], [tmp_path / "a.png"])
+        draw_series([PlotSeries("x", [], [])], [tmp_path / "a.png"])
     (tmp_path / "file").write_text("")
     with pytest.raises(SaveError, match=r"cannot write .*a.png"):
-        draw(CURVES, [tmp_path / "file" / "a.png"])
+        draw_series(CURVES, [tmp_path / "file" / "a.png"])
 
 
 def test_lines_that_are_none(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"a": 1}\n[1]\n{"a": 2')
-    assert read_lines(path) == [{"a": 1}]
+    assert read_jsonl(path) == [{"a": 1}]
     path.write_text('{"a": 1\n{"a": 2}\n')
     with pytest.raises(DataError, match=r"x.jsonl is not a JSON-lines file of metrics: line 1 is not JSON"):
-        read_lines(path)
+        read_jsonl(path)
     with pytest.raises(DataError, match="no such file"):
-        read_lines(tmp_path / "none.jsonl")
+        read_jsonl(tmp_path / "none.jsonl")
 
 
 def test_the_command(metrics, tmp_path, capsys):

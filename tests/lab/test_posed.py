@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from kvad.checkpoint.open import load_model, open_checkpoint
-from kvad.lab.posed import conversations, hidden, posed, spans
-from kvad.model.fresh import Fresh
+from kvad.lab.posed import chat_batches, evaluate_objective, masked_batches, span_batches
+from kvad.model.fresh import NoCache
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.config import ObjectiveConfig
-from kvad.train.feeds import roles_for
-from kvad.train.job import train
+from kvad.train.feeds import special_tokens_for
+from kvad.train.job import train_model
 from kvad.train.pairs import PairPaths
 from tests.models import build
 from tests.train.conftest import Listener
@@ -23,7 +23,7 @@ TEXTS = ["ada bob cleo dan eve finn gus hana ivo jo kim lea " * 3, "ada bob", ""
 
 
 def tokenizer_for(kind):
-    return train_tokenizer("byte", [], specials=roles_for(kind))
+    return train_tokenizer("byte", [], specials=special_tokens_for(kind))
 
 
 def model_for(kind, tokenizer):
@@ -32,15 +32,18 @@ def model_for(kind, tokenizer):
 
 def test_hidden_tokens_are_the_same_every_time_and_what_stood_there_is_right():
     tokenizer = tokenizer_for("masked")
-    once, again = (list(hidden(tokenizer, TEXTS, 32, 0.15)) for _ in range(2))
-    assert all(torch.equal(a.step.tokens, b.step.tokens) for a, b in zip(once, again, strict=True))
-    ids = [token for text in TEXTS[:2] for token in tokenizer.frame(tokenizer.encode(text))]
-    width = once[0].step.lanes[0].new
-    read = [once[0].step.tokens[row * width : (row + 1) * width].tolist() for row in range(once[0].step.lanes[0].rows)]
-    place, special = 0, set(tokenizer.specials.names().values())
-    changed = dict(zip(once[0].step.wanted.tolist(), once[0].targets.tolist(), strict=True))
+    once, again = (list(masked_batches(tokenizer, TEXTS, 32, 0.15)) for _ in range(2))
+    assert all(torch.equal(a.model_input.token_ids, b.model_input.token_ids) for a, b in zip(once, again, strict=True))
+    ids = [token for text in TEXTS[:2] for token in tokenizer.add_special_tokens(tokenizer.encode(text))]
+    width = once[0].model_input.sub_batches[0].num_new_tokens
+    read = [
+        once[0].model_input.token_ids[row * width : (row + 1) * width].tolist()
+        for row in range(once[0].model_input.sub_batches[0].num_seqs)
+    ]
+    place, special = 0, set(tokenizer.special_tokens.names().values())
+    changed = dict(zip(once[0].model_input.logit_indices.tolist(), once[0].targets.tolist(), strict=True))
     for number, row in enumerate(read):
-        size = int((once[0].step.documents.view(-1, width)[number] >= 0).sum())
+        size = int((once[0].model_input.document_ids.view(-1, width)[number] >= 0).sum())
         for column in range(size):
             right = ids[place]
             at = number * width + column
@@ -55,24 +58,26 @@ def test_the_numbers_are_those_of_the_logits():
     """Of one row, by hand; and rows side by side change nothing but the last bits."""
     tokenizer = tokenizer_for("masked")
     model = model_for("masked", tokenizer).double()
-    (batch,) = hidden(tokenizer, TEXTS[1:2], 32, 0.5)
-    logits = model.logits(model(batch.step, Fresh(model.config)), batch.step.wanted)
+    (batch,) = masked_batches(tokenizer, TEXTS[1:2], 32, 0.5)
+    logits = model.logits(model(batch.model_input, NoCache(model.config)), batch.model_input.logit_indices)
     loss = torch.nn.functional.cross_entropy(logits, batch.targets).item()
-    found = posed(model, [batch])
+    found = evaluate_objective(model, [batch])
     assert found.loss == pytest.approx(loss, rel=1e-12) and found.targets == len(batch.targets)
-    assert found.right == int((logits.argmax(-1) == batch.targets).sum())
-    every = list(hidden(tokenizer, TEXTS[:1], 24, 0.3))
-    whole = posed(model, every)
+    assert found.num_correct == int((logits.argmax(-1) == batch.targets).sum())
+    every = list(masked_batches(tokenizer, TEXTS[:1], 24, 0.3))
+    whole = evaluate_objective(model, every)
     assert whole.targets == sum(len(each.targets) for each in every)
 
 
 def test_spans_are_put_back_together():
     tokenizer = tokenizer_for("spans")
-    first = tokenizer.specials.names()["<extra_id_0>"]
-    (batch,) = spans(tokenizer, TEXTS[:1], 48, ObjectiveConfig(kind="spans"))
-    assert (batch.targets == first).sum() == batch.step.lanes[0].rows, "every piece begins with the first sentinel"
+    first = tokenizer.special_tokens.names()["<extra_id_0>"]
+    (batch,) = span_batches(tokenizer, TEXTS[:1], 48, ObjectiveConfig(kind="spans"))
+    assert (batch.targets == first).sum() == batch.model_input.sub_batches[0].num_seqs, (
+        "every piece begins with the first sentinel"
+    )
     model = model_for("spans", tokenizer).double()
-    assert posed(model, [batch]).targets == len(batch.targets)
+    assert evaluate_objective(model, [batch]).targets == len(batch.targets)
 
 
 def test_conversations_ask_what_training_asks(files, tmp_path):  # noqa: F811
@@ -81,10 +86,10 @@ def test_conversations_ask_what_training_asks(files, tmp_path):  # noqa: F811
     dev.write_text("".join((files / "chat").read_text().splitlines(keepends=True)[:9]))
     config = configured("chat")
     config = replace(config, train=replace(config.train, steps=2, eval_tokens=0))
-    train(config, PairPaths(((files / "chat",),), ((dev,),)), out, callbacks=[listener])
+    train_model(config, PairPaths(((files / "chat",),), ((dev,),)), out, callbacks=[listener])
     model, opened = load_model(out)
-    batches, counts = conversations(opened.tokenizer, opened.words, [dev], 96, "strict")
-    found = posed(model, batches)
+    batches, counts = chat_batches(opened.tokenizer, opened.tokenizer_folder, [dev], 96, "strict")
+    found = evaluate_objective(model, batches)
     assert counts == [9, 0] and found.loss == pytest.approx(listener.evals[-1].val_loss, rel=1e-6)
     assert found.targets == listener.evals[-1].val_tokens
     code, text, err = kvad("eval", out, dev, "--task", "chat", "--json")
@@ -99,7 +104,7 @@ def test_conversations_ask_what_training_asks(files, tmp_path):  # noqa: F811
 @pytest.mark.parametrize("kind", ["masked", "spans"])
 def test_the_command(kind, files, tmp_path):  # noqa: F811
     config = configured(kind)
-    train(replace(config, train=replace(config.train, steps=1)), [files / kind], tmp_path / "run")
+    train_model(replace(config, train=replace(config.train, steps=1)), [files / kind], tmp_path / "run")
     task = [] if kind == "masked" else ["--task", kind]
     found = [kvad("eval", tmp_path / "run", files / kind, *task, "--json") for _ in range(2)]
     lines = [json.loads(out) for code, out, _ in found if code == 0]
@@ -112,4 +117,4 @@ def test_the_command(kind, files, tmp_path):  # noqa: F811
     (tmp_path / "short").write_text("a" if kind == "spans" else "\n\n")
     code, _, err = kvad("eval", tmp_path / "run", tmp_path / "short", *task)
     assert code == 2 and "Traceback" not in err
-    assert open_checkpoint(tmp_path / "run").config.limit == 48
+    assert open_checkpoint(tmp_path / "run").config.max_seq_len == 48

@@ -8,26 +8,28 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvad.cache.memory import Memory
+from kvad.cache.memory import KVCache
 from kvad.cache.sizing import CacheConfig
-from kvad.checkpoint.native import save
-from kvad.engine.engine import Piece
+from kvad.checkpoint.native import save_checkpoint
+from kvad.engine.engine import StreamChunk
 from kvad.errors import DataError, UsageError
 from kvad.lab import lookup, quality_run
-from kvad.lab.endless import bench_endless, reference
-from kvad.lab.quality import ENOUGH, Options, answers, measure, price
-from kvad.lab.quality_run import FILE, bench_quality, text_rows
-from kvad.lab.tasks import KINDS, English, Lookup, language_of, make_task
-from kvad.lab.variants import POLICIES, Variant, engine_of, fields_of, known_variants, variants_of
+from kvad.lab.endless import bench_streaming, reference_logprobs_windowed
+from kvad.lab.quality import MIN_FULL_RECALL, QualityOptions, greedy_answers, measure_cell, measure_perplexity
+from kvad.lab.quality_run import LINES_FILE, bench_quality, text_rows
+from kvad.lab.tasks import TASK_KINDS, EnglishLanguage, LookupLanguage, choose_language, make_task
+from kvad.lab.variants import POLICY_BUILDERS, Variant, build_engine, known_variants, select_variants, variant_fields
 from kvad.llm import LLM
 from kvad.text.tokenizer import train_tokenizer
 from tests.cli.checkpoint import run, write_model
 from tests.lab.looker import make_looker
 from tests.models import build, model_config
 
-FULL = variants_of([])[0]
-SMALL = Options(lengths=(40, 48), depths=(0.0, 1.0), tasks=2, texts=1, text_length=40, chunk=32)
-NEEDLES = replace(SMALL, kinds=("single",))
+FULL = select_variants([])[0]
+SMALL = QualityOptions(
+    lengths=(40, 48), depths=(0.0, 1.0), samples_per_cell=2, num_texts=1, text_length=40, prefill_chunk_size=32
+)
+NEEDLES = replace(SMALL, tasks=("single",))
 BYTES = train_tokenizer("byte", [])
 VOCAB = 300
 LINES = [f"Line {number} of a text that nobody wrote.\n" for number in range(40)]
@@ -36,19 +38,19 @@ LINES = [f"Line {number} of a text that nobody wrote.\n" for number in range(40)
 @pytest.fixture(scope="module")
 def looker():
     model, tokenizer = make_looker()
-    return LLM(model, tokenizer, CacheConfig(rows=1, capacity=512))
+    return LLM(model, tokenizer, CacheConfig(max_num_seqs=1, max_seq_len=512))
 
 
 @pytest.fixture(scope="module")
 def spoken(looker):
-    return language_of("auto", looker.tokenizer, list, [looker.tokenizer.specials.separator])
+    return choose_language("auto", looker.tokenizer, list, [looker.tokenizer.special_tokens.separator])
 
 
 def forget(monkeypatch, share):
     """From now on an engine's memory loses ``share`` of what is older than four tokens, at every step anew."""
     rng = torch.Generator().manual_seed(0)
 
-    class Forgetful(Memory):
+    class Forgetful(KVCache):
         def open(self, step):
             for positions in self.positions:
                 lost = torch.rand(positions.shape, generator=rng) < share
@@ -65,7 +67,7 @@ def test_episodes_are_a_function_of_the_seed():
     one, again, other = (list(lookup.episodes(2000, 200, seed)) for seed in (1, 1, 2))
     assert one == again != other
     assert sum(len(text.split()) for text in one) >= 2000
-    assert all(lookup.SHORTEST <= len(text.split()) <= 200 for text in one)
+    assert all(lookup.MIN_WORDS <= len(text.split()) <= 200 for text in one)
     assert {word for text in one for word in text.split()} <= set(lookup.vocabulary())
 
 
@@ -94,15 +96,15 @@ def test_every_question_is_answered_by_what_was_said_once(seed):
 # ---------------------------------------------------------------- tasks
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TASK_KINDS)
 @pytest.mark.parametrize("name", ["lookup", "english"])
 def test_a_task_is_a_function_of_its_seed(kind, name, spoken):
-    language = spoken if name == "lookup" else English(BYTES, LINES)
+    language = spoken if name == "lookup" else EnglishLanguage(BYTES, LINES)
     length = 96 if name == "lookup" else 1500
     one, again, other = (make_task(kind, language, length, 0.5, seed) for seed in (1, 1, 2))
     assert one == again
-    assert one.prompt != other.prompt and one.parts != other.parts
-    assert len(one.prompt) + len(one.question) + one.room == length
+    assert one.prompt != other.prompt and one.expected != other.expected
+    assert len(one.prompt) + len(one.question) + one.answer_tokens == length
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.3, 0.5, 1.0])
@@ -110,10 +112,10 @@ def test_a_task_is_a_function_of_its_seed(kind, name, spoken):
 def test_the_needle_stands_at_its_depth(kind, depth, spoken):
     task = make_task(kind, spoken, 256, depth, 7)
     opening, key = spoken.opening, task.question[-1]
-    needle = (key, *spoken.encode(task.parts[0]))
-    (at,) = [at for at in task.at if task.prompt[at : at + 2] == needle]
-    others = 2 * task.at.index(at)
-    hay = 256 - len(opening) - 2 * len(task.at) - len(task.question) - task.room
+    needle = (key, *spoken.encode(task.expected[0]))
+    (at,) = [at for at in task.needle_positions if task.prompt[at : at + 2] == needle]
+    others = 2 * task.needle_positions.index(at)
+    hay = 256 - len(opening) - 2 * len(task.needle_positions) - len(task.question) - task.answer_tokens
     assert task.depth == (at - len(opening) - others) / hay
     assert abs(task.depth - depth) <= 5 / hay, "nearest edge of a sentence"
     assert task.prompt[: len(opening)] == opening
@@ -123,35 +125,35 @@ def test_the_needle_stands_at_its_depth(kind, depth, spoken):
 @pytest.mark.parametrize("told", [False, True])
 def test_a_cut_comes_right_behind_what_was_read(spoken, told):
     task = make_task("many", spoken, 100, 0.5, 3, align=16, told=told)
-    assert len(task.prompt) == 96 and len(task.prompt) + len(task.question) + task.room <= 100
+    assert len(task.prompt) == 96 and len(task.prompt) + len(task.question) + task.answer_tokens <= 100
     assert (task.prompt[-2:] == task.question) is told
     assert len(make_task("many", spoken, 100, 0.5, 3, align=128, told=told).prompt) == 97
 
 
 def test_many_hides_the_asked_one_among_others(spoken):
     task = make_task("many", spoken, 240, 0.5, 3)
-    keys = [task.prompt[at] for at in task.at]
+    keys = [task.prompt[at] for at in task.needle_positions]
     assert len(set(keys)) == len(keys) == 11 and task.question[-1] in keys
-    assert list(task.at) == sorted(task.at)
+    assert list(task.needle_positions) == sorted(task.needle_positions)
 
 
 def test_a_chain_leads_from_the_question_to_the_value(spoken):
     task = make_task("chain", spoken, 96, 0.25, 5)
-    told = {task.prompt[at]: task.prompt[at + 1] for at in task.at}
+    told = {task.prompt[at]: task.prompt[at + 1] for at in task.needle_positions}
     found, word = [], task.question[-1]
     while word in told:
         word = told[word]
         found.append(word)
-    assert found == spoken.encode(" ".join(task.parts)) and len(found) == lookup.LINKS
+    assert found == spoken.encode(" ".join(task.expected)) and len(found) == lookup.LINKS
     assert task.depth == pytest.approx(0.25, abs=0.1)
 
 
 def test_english_needles_stand_between_lines():
-    language = English(BYTES, LINES)
+    language = EnglishLanguage(BYTES, LINES)
     task = make_task("single", language, 1500, 0.5, 1)
-    (at,), text = task.at, BYTES.decode(list(task.prompt))
+    (at,), text = task.needle_positions, BYTES.decode(list(task.prompt))
     needle = BYTES.decode(list(task.prompt[at:])).split("\n")[0]
-    assert needle.startswith("One of the special magic numbers for ") and task.parts[0] in needle
+    assert needle.startswith("One of the special magic numbers for ") and task.expected[0] in needle
     assert BYTES.decode(list(task.prompt[:at])).endswith(".\n") and text.count("magic") == 1
     name = needle.split(" for ")[1].split(" is:")[0]
     assert name in BYTES.decode(list(task.question))
@@ -163,24 +165,28 @@ def test_what_does_not_fit_is_refused(spoken):
 
 
 def test_shares():
-    language = English(BYTES, LINES)
-    assert language.share(("1234567",), BYTES.encode(" 1234567. And so on")) == 1
-    assert language.share(("ABCDE", "FGHIJ", "KLMNO", "PQRST"), BYTES.encode("ABCDE, KLMNO, XXXXX")) == 0.5
+    language = EnglishLanguage(BYTES, LINES)
+    assert language.answer_score(("1234567",), BYTES.encode(" 1234567. And so on")) == 1
+    assert language.answer_score(("ABCDE", "FGHIJ", "KLMNO", "PQRST"), BYTES.encode("ABCDE, KLMNO, XXXXX")) == 0.5
     words = train_tokenizer("word", [" ".join(lookup.vocabulary())])
-    asked = Lookup(words)
-    assert asked.share(("k1", "v2"), words.encode("k1 v2 the")) == 1
-    assert asked.share(("k1", "v2"), words.encode("k1 v3")) == asked.share(("k1", "v2"), words.encode("k1")) == 0
+    asked = LookupLanguage(words)
+    assert asked.answer_score(("k1", "v2"), words.encode("k1 v2 the")) == 1
+    assert (
+        asked.answer_score(("k1", "v2"), words.encode("k1 v3"))
+        == asked.answer_score(("k1", "v2"), words.encode("k1"))
+        == 0
+    )
 
 
 def test_which_language(spoken):
-    assert isinstance(spoken, Lookup)
-    assert isinstance(language_of("auto", BYTES, lambda: LINES), English)
+    assert isinstance(spoken, LookupLanguage)
+    assert isinstance(choose_language("auto", BYTES, lambda: LINES), EnglishLanguage)
     with pytest.raises(UsageError, match="does not know the words of the lookup language"):
-        language_of("lookup", BYTES, list)
+        choose_language("lookup", BYTES, list)
     with pytest.raises(UsageError, match="unknown language"):
-        language_of("danish", BYTES, list)
+        choose_language("danish", BYTES, list)
     with pytest.raises(DataError, match="no lines"):
-        language_of("english", BYTES, lambda: [" \n"])
+        choose_language("english", BYTES, lambda: [" \n"])
 
 
 # ---------------------------------------------------------------- measures
@@ -196,7 +202,7 @@ class FakeEngine:
     def submit(self, tokens, sampling):
         number = len(self.submitted)
         self.submitted.append((tokens, sampling))
-        self.pieces += [Piece(number, 0, token=token) for token in self.said]
+        self.pieces += [StreamChunk(number, 0, token_id=token) for token in self.said]
         return number
 
     @property
@@ -209,64 +215,69 @@ class FakeEngine:
 
 def test_answers_of_a_fake_model(spoken):
     tasks = [make_task("single", spoken, 64, 0.5, seed) for seed in range(3)]
-    right = spoken.encode(tasks[1].parts[0])
+    right = spoken.encode(tasks[1].expected[0])
     engine = FakeEngine([*tasks[1].question, *right])
-    shares = [spoken.share(task.parts, said) for task, said in zip(tasks, answers(engine, tasks), strict=True)]
-    assert shares == [float(task.parts == tasks[1].parts) for task in tasks] and shares[1] == 1
+    shares = [
+        spoken.answer_score(task.expected, said)
+        for task, said in zip(tasks, greedy_answers(engine, tasks), strict=True)
+    ]
+    assert shares == [float(task.expected == tasks[1].expected) for task in tasks] and shares[1] == 1
     for task, (tokens, sampling) in zip(tasks, engine.submitted, strict=True):
         said = [*tokens]
         for token in task.question:
-            assert sampling.allowed(said) == (token,), "the question is put in its mouth"
+            assert sampling.allowed_tokens_fn(said) == (token,), "the question is put in its mouth"
             said.append(token)
-        assert tokens == task.prompt and len(sampling.allowed(said)) == VOCAB
+        assert tokens == task.prompt and len(sampling.allowed_tokens_fn(said)) == VOCAB
 
 
 @pytest.mark.parametrize("asked", ["before", "after"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TASK_KINDS)
 def test_the_full_cache_finds_everything(looker, spoken, kind, asked):
-    found = measure(looker, FULL, spoken, kind, 96, 0.5, replace(SMALL, asked=asked, tasks=4, rows=2))
-    assert found.recall == 1 > ENOUGH and found.tasks == (8 if kind == "chain" else 4)
+    found = measure_cell(
+        looker, FULL, spoken, kind, 96, 0.5, replace(SMALL, question_position=asked, samples_per_cell=4, max_num_seqs=2)
+    )
+    assert found.recall == 1 > MIN_FULL_RECALL and found.tasks == (8 if kind == "chain" else 4)
 
 
 @pytest.mark.parametrize("asked", ["before", "after"])
 def test_a_cache_that_forgets_finds_less(looker, spoken, asked, monkeypatch):
-    options = replace(SMALL, asked=asked, tasks=8, chunk=16)
+    options = replace(SMALL, question_position=asked, samples_per_cell=8, prefill_chunk_size=16)
     found = []
     for share in (0.0, 0.08, 0.5):
         forget(monkeypatch, share)
-        found.append(measure(looker, FULL, spoken, "single", 96, 0.2, options).recall)
+        found.append(measure_cell(looker, FULL, spoken, "single", 96, 0.2, options).recall)
     assert found[0] == 1 > found[1] > found[2] == 0
 
 
 def test_the_price_of_a_text(looker, spoken, monkeypatch):
     texts = [[*spoken.opening, *spoken.encode(lookup.episode(60, seed))] for seed in range(2)]
-    full = price(looker, FULL, texts, 16)
+    full = measure_perplexity(looker, FULL, texts, 16)
     assert full.ratio == pytest.approx(1, abs=1e-4) and full.kl < 1e-5 and full.agree == 1
     assert full.tokens == sum(map(len, texts)) - 2
-    total = -sum(looker.score(text).total for text in texts)
+    total = -sum(looker.score(text).total_logprob for text in texts)
     assert full.perplexity == pytest.approx(math.exp(total / full.tokens), rel=1e-4)
-    (half,) = variants_of(["bfloat16"])[1:]
-    stored = price(looker, half, texts, 16)
+    (half,) = select_variants(["bfloat16"])[1:]
+    stored = measure_perplexity(looker, half, texts, 16)
     forget(monkeypatch, 0.3)
-    lost = price(looker, FULL, texts, 16)
+    lost = measure_perplexity(looker, FULL, texts, 16)
     assert stored.kl < lost.kl and lost.ratio > 1.1 and lost.agree < 1
 
 
 def test_variants():
-    assert [one.label for one in variants_of(["full", "bfloat16"], (0.5,))] == ["full", "bfloat16"]
-    assert Variant("x", 0.875, fields_of("full")).budget(512) == 64
+    assert [one.label for one in select_variants(["full", "bfloat16"], (0.5,))] == ["full", "bfloat16"]
+    assert Variant("x", 0.875, variant_fields("full")).budget(512) == 64
     assert {"full", "bfloat16"} <= set(known_variants())
-    assert all(len(variants_of([name], (0.5, 0.75))) == 3 for name in POLICIES if name in known_variants())
+    assert all(len(select_variants([name], (0.5, 0.75))) == 3 for name in POLICY_BUILDERS if name in known_variants())
     with pytest.raises(UsageError, match="unknown cache 'bfloat61'"):
-        variants_of(["bfloat61"])
+        select_variants(["bfloat61"])
     with pytest.raises(UsageError, match="between 0 and 1"):
-        variants_of(["full"], (1.0,))
+        select_variants(["full"], (1.0,))
 
 
 def test_a_perplexity_beyond_all_floats(looker, spoken):
-    (window,) = variants_of(["window"], [0.875])[1:]
+    (window,) = select_variants(["window"], [0.875])[1:]
     text = [*spoken.opening, *spoken.encode(lookup.episode(39, 0))]
-    lost = price(looker, window, [text], 16)
+    lost = measure_perplexity(looker, window, [text], 16)
     assert lost.perplexity == math.inf and lost.kl > 1, "its logits are in the thousands"
 
 
@@ -274,14 +285,14 @@ def test_a_perplexity_beyond_all_floats(looker, spoken):
 
 
 def bench(llm, language, out, names=("bfloat16",), options=NEEDLES, **more):
-    texts = [[*language.opening, *language.encode(lookup.episode(39, seed))] for seed in range(options.texts)]
-    return bench_quality(llm, variants_of(names), language, texts, options, out=out, **more)
+    texts = [[*language.opening, *language.encode(lookup.episode(39, seed))] for seed in range(options.num_texts)]
+    return bench_quality(llm, select_variants(names), language, texts, options, out=out, **more)
 
 
 def test_a_line_per_measurement_and_a_row_per_cache(looker, spoken, tmp_path):
     seen = []
     result = bench(looker, spoken, tmp_path, options=SMALL, progress=lambda *what: seen.append(what))
-    lines = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / LINES_FILE).read_text().splitlines()]
     assert len(lines) == len(result.lines) == 2 * (1 + 2 * 2 * 2 + 2)
     assert seen[-1][1] == seen[-1][2] == len(lines)
     assert {line["cache"] for line in lines} == {"full", "bfloat16"} and all(line["digest"] for line in lines)
@@ -292,14 +303,14 @@ def test_a_line_per_measurement_and_a_row_per_cache(looker, spoken, tmp_path):
 
 def test_a_bench_goes_on_where_it_stopped(looker, spoken, tmp_path, monkeypatch):
     whole = bench(looker, spoken, tmp_path).summary
-    path = tmp_path / FILE
+    path = tmp_path / LINES_FILE
     lines = path.read_text().splitlines()
     path.write_text("\n".join(lines[:4]) + "\n" + lines[4][:30])  # stopped in the middle of a line
     measured = []
 
     def counted(*given):
         measured.append(given)
-        return measure(*given)
+        return measure_cell(*given)
 
     monkeypatch.setattr(quality_run, "measure", counted)
     assert bench(looker, spoken, tmp_path).summary == whole
@@ -312,15 +323,15 @@ def test_another_models_lines_are_not_gone_on_from(looker, spoken, tmp_path):
     with pytest.raises(UsageError, match="was measured with other options"):
         bench(looker, spoken, tmp_path, (), replace(NEEDLES, seed=1))
     bench(looker, spoken, tmp_path, (), replace(NEEDLES, seed=1), overwrite=True)
-    other = LLM(build(looker.model.config, dtype=torch.float32), looker.tokenizer, looker.cache)
+    other = LLM(build(looker.model.config, dtype=torch.float32), looker.tokenizer, looker.cache_config)
     with pytest.raises(UsageError, match="was measured with another model"):
         bench(other, spoken, tmp_path, (), replace(NEEDLES, seed=1))
 
 
 def test_a_policy_and_a_format_are_measured_together(looker, spoken):
     text = [*spoken.opening, *spoken.encode(lookup.episode(79, 0))]
-    variants = variants_of(["window", "window+int8"], [0.75])
-    result = bench_quality(looker, variants, spoken, [text], replace(SMALL, kinds=(), chunk=8))
+    variants = select_variants(["window", "window+int8"], [0.75])
+    result = bench_quality(looker, variants, spoken, [text], replace(SMALL, tasks=(), prefill_chunk_size=8))
     assert [(line["cache"], line["ratio"]) for line in result.lines] == [
         ("full", 0.0),
         ("window", 0.75),
@@ -332,9 +343,9 @@ def test_a_policy_and_a_format_are_measured_together(looker, spoken):
 
 
 def test_a_model_that_finds_nothing_says_nothing(looker, spoken):
-    blind = LLM(build(looker.model.config, dtype=torch.float32), looker.tokenizer, looker.cache)
+    blind = LLM(build(looker.model.config, dtype=torch.float32), looker.tokenizer, looker.cache_config)
     result = bench(blind, spoken, None, options=SMALL)
-    assert result.said == () and len(result.notes) == len(KINDS)
+    assert result.informative_cells == () and len(result.notes) == len(TASK_KINDS)
     assert "the full cache finds 0.00 at 40, 0.00 at 48 tokens, not more than 0.95" in result.notes[0]
     full, half = result.summary
     assert full.recall["single"] == 0 and half.recall["single"] is None and half.perplexity is not None
@@ -360,18 +371,20 @@ def test_when_a_policy_cuts(looker, spoken):
         return {}
 
     for cut in ("often", "once"):
-        options = replace(SMALL, cut=cut, chunk=16, tasks=1)
-        measure(looker, Variant("x", 0.5, fields), spoken, "single", 96, 0.5, options)
+        options = replace(SMALL, evict_after=cut, prefill_chunk_size=16, samples_per_cell=1)
+        measure_cell(looker, Variant("x", 0.5, fields), spoken, "single", 96, 0.5, options)
     assert seen == [(80, 16), (80, 80)]
 
 
 def test_a_field_that_the_cache_lacks_is_named(looker):
     with pytest.raises(UsageError, match=r"new 0.5: this build's cache cannot: .*'telepathy'"):
-        engine_of(looker, Variant("new", 0.5, lambda _length, _every: {"telepathy": 1}), 8, rows=1, capacity=8, chunk=8)
+        build_engine(
+            looker, Variant("new", 0.5, lambda _length, _every: {"telepathy": 1}), 8, rows=1, capacity=8, chunk=8
+        )
 
 
 def test_rows_of_text():
-    language = English(BYTES, LINES)
+    language = EnglishLanguage(BYTES, LINES)
     rows = text_rows(language, LINES, [1], 3, 50)
     assert [len(row) for row in rows] == [50] * 3 and {row[0] for row in rows} == {1}
     assert (
@@ -386,13 +399,13 @@ def test_rows_of_text():
 
 @pytest.fixture(scope="module")
 def talker():
-    return LLM(build(model_config(), dtype=torch.float32), None, CacheConfig(rows=1, capacity=64))
+    return LLM(build(model_config(), dtype=torch.float32), None, CacheConfig(max_num_seqs=1, max_seq_len=64))
 
 
 def test_a_stream_within_the_limit_costs_what_its_windows_cost(talker):
     tokens = torch.randint(0, 60, (96,), generator=torch.Generator().manual_seed(0)).tolist()
     seen = []
-    result = bench_endless(talker, FULL, tokens, span=32, chunk=8, progress=lambda *what: seen.append(what))
+    result = bench_streaming(talker, FULL, tokens, span=32, chunk=8, progress=lambda *what: seen.append(what))
     assert [(one.start, one.stop) for one in result.spans] == [(0, 32), (32, 64), (64, 96)]
     assert result.flatness == pytest.approx(1, abs=1e-4) and result.mean == pytest.approx(1, abs=1e-4)
     assert result.raw > 1.01, "the text is not equally hard everywhere"
@@ -402,25 +415,25 @@ def test_a_stream_within_the_limit_costs_what_its_windows_cost(talker):
 def test_a_stream_that_forgets_more_and_more_is_not_flat(talker, monkeypatch):
     tokens = torch.randint(0, 60, (96,), generator=torch.Generator().manual_seed(0)).tolist()
     forget(monkeypatch, 0.5)
-    result = bench_endless(talker, FULL, tokens, span=32, chunk=4)
+    result = bench_streaming(talker, FULL, tokens, span=32, chunk=4)
     assert result.flatness > 1.01 and result.worst >= result.mean
 
 
 def test_the_reference_is_computed_from_windows(talker):
-    limit = talker.model.config.limit
+    limit = talker.model.config.max_seq_len
     tokens = torch.randint(0, 60, (3 * limit + 5,), generator=torch.Generator().manual_seed(1)).tolist()
-    found = reference(talker, tokens)
+    found = reference_logprobs_windowed(talker, tokens)
     end = 2 * limit
     for at in (end - 1, end - limit // 4):  # the last and the first that this window scores
         said = talker.logits(tokens[end - limit : end]).double().log_softmax(-1)
         assert found[at] == pytest.approx(float(said[limit - 1 - (end - at), tokens[at]]), abs=1e-4)
     assert found[0] == 0 and bool((found[1:] < 0).all())
-    assert torch.allclose(reference(talker, tokens[:limit]), found[:limit], atol=1e-4)
+    assert torch.allclose(reference_logprobs_windowed(talker, tokens[:limit]), found[:limit], atol=1e-4)
 
 
 def test_a_stream_of_less_than_two_spans(talker):
     with pytest.raises(UsageError, match="less than two spans of 100"):
-        bench_endless(talker, FULL, list(range(60)), span=100)
+        bench_streaming(talker, FULL, list(range(60)), span=100)
 
 
 # ---------------------------------------------------------------- the commands
@@ -429,7 +442,7 @@ def test_a_stream_of_less_than_two_spans(talker):
 @pytest.fixture(scope="module")
 def checkpoint(looker, tmp_path_factory):
     folder = tmp_path_factory.mktemp("looker") / "model"
-    save(folder, looker.model.config, looker.model.state_dict(), looker.tokenizer)
+    save_checkpoint(folder, looker.model.config, looker.model.state_dict(), looker.tokenizer)
     return folder
 
 
@@ -441,7 +454,7 @@ def test_the_command_writes_lines_and_figures(checkpoint, tmp_path, capsys):
     ran = run(capsys, "bench", "cache-quality", checkpoint, *FEW, "--out", tmp_path / "out")
     assert ran.code == 0 and "language lookup" in ran.out and "bfloat16" in ran.out
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert {FILE, "cache-quality.json", "cache-quality-single.svg", "cache-quality-many.png"} <= names
+    assert {LINES_FILE, "cache-quality.json", "cache-quality-single.svg", "cache-quality-many.png"} <= names
     drawn = (tmp_path / "out" / "cache-quality-single.svg").read_text()
     assert "<svg" in drawn and "recall of single" in drawn and "bfloat16" in drawn
     again = run(capsys, "bench", "cache-quality", checkpoint, *FEW, "--out", tmp_path / "out", "--json")

@@ -7,9 +7,9 @@ import pytest
 
 from kvad.cli.main import main
 from kvad.errors import DataError
-from kvad.lab.runs import cautions, differences, panels, plot_run, read_run, read_runs, smoothed
+from kvad.lab.runs import comparison_warnings, loss_panels, plot_run, read_run, read_runs, run_differences, smooth_curve
 from kvad.train.config import RunConfig
-from kvad.train.toml import run_file
+from kvad.train.toml import format_run_file
 
 
 def written(folder, *, lr=0.1, steps=20, kind="next-token", vocab="byte", end=True, model=None, saved=True):
@@ -24,7 +24,7 @@ def written(folder, *, lr=0.1, steps=20, kind="next-token", vocab="byte", end=Tr
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = RunConfig.from_dict({"optim": {"lr": lr}, "objective": {"kind": kind}, "model": model or {}})
-    (folder / "run.toml").write_text(run_file(run))
+    (folder / "run.toml").write_text(format_run_file(run))
     if not saved:
         return folder
     state = {"run": run.to_dict(), "corpus": ["x"]}
@@ -41,7 +41,7 @@ def test_what_differs_and_what_came_of_it(tmp_path):
     paths = [written(tmp_path / "a" / "run"), written(tmp_path / "b" / "run", lr=0.2, steps=10, end=False)]
     runs = read_runs(paths)
     assert [run.name for run in runs] == ["a/run", "b/run"]
-    assert differences(runs) == {"optim.lr": [0.1, 0.2]} and cautions(runs) == []
+    assert run_differences(runs) == {"optim.lr": [0.1, 0.2]} and comparison_warnings(runs) == []
     first, second = (run.summary(0.0) for run in runs)
     assert (first.steps, first.tokens, first.seconds, first.tokens_per_second) == (20, 200, 10.0, 20.0)
     assert (first.loss, first.validation, first.best, first.best_step) == (0.2, 12.0, 2.0, 10)
@@ -49,14 +49,14 @@ def test_what_differs_and_what_came_of_it(tmp_path):
 
 
 def test_smoothing_begins_without_a_bias():
-    assert smoothed([3.0, 3.0, 3.0], 0.9) == pytest.approx([3, 3, 3])
-    assert smoothed([1.0, 2.0], 0.5) == pytest.approx([1.0, (0.5 * 1 * 0.5 + 0.5 * 2) / 0.75])
-    assert smoothed([1.0, 2.0], 0.0) == [1.0, 2.0]
+    assert smooth_curve([3.0, 3.0, 3.0], 0.9) == pytest.approx([3, 3, 3])
+    assert smooth_curve([1.0, 2.0], 0.5) == pytest.approx([1.0, (0.5 * 1 * 0.5 + 0.5 * 2) / 0.75])
+    assert smooth_curve([1.0, 2.0], 0.0) == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(("x", "first"), [("steps", 5.0), ("tokens", 50.0), ("seconds", 2.5)])
 def test_an_evaluation_lies_between_the_steps_that_were_logged(tmp_path, x, first):
-    loss, rate, norm = panels([read_run(written(tmp_path / "run"))], x)
+    loss, rate, norm = loss_panels([read_run(written(tmp_path / "run"))], x)
     held = next(one for one in loss.series if one.name == "validation")
     assert held.x[0] == pytest.approx(first) and list(held.y) == [5.0, 2.0, 12.0]
     assert len(rate.series[0].x) == len(norm.series[0].y) == 10
@@ -65,30 +65,33 @@ def test_an_evaluation_lies_between_the_steps_that_were_logged(tmp_path, x, firs
 def test_what_cannot_be_compared_is_said(tmp_path):
     one = written(tmp_path / "one")
     runs = read_runs([one, written(tmp_path / "two", vocab="char"), written(tmp_path / "three", kind="masked")])
-    said = cautions(runs)
+    said = comparison_warnings(runs)
     assert len(said) == 2 and "tokenizers differ" in said[0] and "NOT comparable" in said[0]
     assert "objectives differ" in said[1]
     bare = written(tmp_path / "bare")
     (bare / "checkpoints" / "step-00000020" / "training" / "state.json").unlink()
     (bare / "run.toml").unlink()
-    assert "no checkpoint of bare yet" in cautions(read_runs([one, bare]))[0]
-    assert differences(read_runs([one, bare])) == {}, "nothing is known of it"
+    assert "no checkpoint of bare yet" in comparison_warnings(read_runs([one, bare]))[0]
+    assert run_differences(read_runs([one, bare])) == {}, "nothing is known of it"
     (bare / "run.toml").write_text('[optim]\nlr = 0.5\n[objective]\nkind = "next-token"\n[train]\nseed = 0\n')
-    assert differences(read_runs([one, bare])) == {"optim.lr": [0.1, 0.5]}
+    assert run_differences(read_runs([one, bare])) == {"optim.lr": [0.1, 0.5]}
 
 
-ROTARY = {"width": 32, "decoder": {"layers": 2, "kinds": {"L": {"mixer": {"heads": 2, "position": {"kind": "rope"}},
+ROTARY = {"width": 32, "decoder": {"layers": 2, "kinds": {"L": {"attention": {"heads": 2, "position": {"kind": "rope"}},
           "mlp": {"kind": "plain", "hidden": 64}}}}}  # fmt: skip
-LEARNED = {"embed.position": {"kind": "learned", "size": 256}, "decoder.kinds.L.mixer.position": None}
+LEARNED = {"embedding.position": {"kind": "learned", "size": 256}, "decoder.layer_types.L.attention.position": None}
 
 
 def test_what_one_model_lacks_is_named(tmp_path):
     one = written(tmp_path / "one", model=ROTARY)
     other = written(tmp_path / "other", model={**ROTARY, "set": LEARNED})
-    found = differences(read_runs([one, other]))
-    assert found["model.decoder.kinds.L.mixer.position.kind"] == ["rope", None]
-    assert found["model.embed.position.kind"] == [None, "learned"]
-    assert all(key.startswith(("model.decoder.kinds.L.mixer.position.", "model.embed.position.")) for key in found)
+    found = run_differences(read_runs([one, other]))
+    assert found["model.decoder.layer_types.L.attention.position.kind"] == ["rope", None]
+    assert found["model.embedding.position.kind"] == [None, "learned"]
+    assert all(
+        key.startswith(("model.decoder.layer_types.L.attention.position.", "model.embedding.position."))
+        for key in found
+    )
 
 
 @pytest.mark.parametrize("saved", [True, False])
@@ -96,19 +99,22 @@ def test_the_same_model_in_another_spelling_is_no_difference(tmp_path, saved):
     one = written(tmp_path / "one", model={**ROTARY, "set": LEARNED})
     again = RunConfig.from_dict(tomllib.loads((one / "run.toml").read_text()))  # with "null", which state.json has not
     rerun = written(tmp_path / "again", model=again.model, saved=saved)
-    spelt = {**ROTARY, "set": {**LEARNED, "decoder.pattern": "LL", "decoder.kinds.L.mixer.kv_heads": 2}}
-    assert differences(read_runs([one, rerun, written(tmp_path / "spelt", model=spelt)])) == {}
+    spelt = {
+        **ROTARY,
+        "set": {**LEARNED, "decoder.layer_pattern": "LL", "decoder.layer_types.L.attention.num_kv_heads": 2},
+    }
+    assert run_differences(read_runs([one, rerun, written(tmp_path / "spelt", model=spelt)])) == {}
 
 
 def test_models_of_presets_differ_by_what_they_are(tmp_path):
     tiny, small = (written(tmp_path / name, model={"preset": name}) for name in ("tiny", "small"))
-    found = differences(read_runs([tiny, small]))
-    assert (found["model.preset"], found["model.width"]) == (["tiny", "small"], [128, 256])
+    found = run_differences(read_runs([tiny, small]))
+    assert (found["model.preset"], found["model.hidden_size"]) == (["tiny", "small"], [128, 256])
     begun = written(tmp_path / "begun", model={"init": "runs/x"})
-    rotary = written(tmp_path / "rotary", model={"width": 32, "set": {"decoder.kinds.L.mixer.window": None}})
-    found = differences(read_runs([begun, rotary]))  # of a checkpoint: what was written
+    rotary = written(tmp_path / "rotary", model={"width": 32, "set": {"decoder.layer_types.L.attention.window": None}})
+    found = run_differences(read_runs([begun, rotary]))  # of a checkpoint: what was written
     assert found["model.init"] == ["runs/x", None]
-    assert found["model.set.decoder.kinds.L.mixer.window"] == [None, "null"]
+    assert found["model.set.decoder.layer_types.L.attention.window"] == [None, "null"]
 
 
 def test_what_is_no_run(tmp_path):

@@ -3,11 +3,11 @@
 import pytest
 
 from kvad.cache.weights import num_parameters
-from kvad.checkpoint.families import find
-from kvad.checkpoint.hf import Fields
-from kvad.config import ModelConfig, mixers
+from kvad.checkpoint.families import find_family
+from kvad.checkpoint.hf import HFConfigReader
+from kvad.config import ModelConfig, attention_specs
 from kvad.errors import UsageError
-from kvad.lab.shapes import SHAPES, shape
+from kvad.lab.shapes import KNOWN_MODELS, known_model
 
 BART = {"layers": 6, "attention_heads": 12, "ffn_dim": 3072}
 MARIAN = {"layers": 6, "attention_heads": 8, "ffn_dim": 2048}
@@ -112,31 +112,31 @@ FILES = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_shape_is_what_its_family_reads(name):
-    fields = Fields(FILES[name], "config.json")
-    assert find(fields.model_type).read(fields) == shape(name)
+    fields = HFConfigReader(FILES[name], "config.json")
+    assert find_family(fields.model_type).read(fields) == known_model(name)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_the_published_ones(name):
-    assert num_parameters(shape(name)) == PUBLISHED[name]
+    assert num_parameters(known_model(name)) == PUBLISHED[name]
 
 
 def test_every_shape_is_held_against_something():
-    assert set(SHAPES) - set(PUBLISHED) == {"gpt3-175b", "notes-example", "transformer-base"}
+    assert set(KNOWN_MODELS) - set(PUBLISHED) == {"gpt3-175b", "notes-example", "transformer-base"}
 
 
 def test_gpt3_is_about_175_billion():
-    assert num_parameters(shape("gpt3-175b")) == pytest.approx(175e9, rel=0.003)
+    assert num_parameters(known_model("gpt3-175b")) == pytest.approx(175e9, rel=0.003)
 
 
 def test_the_base_transformer_is_about_65_million():
     """Table 3 says 65; the vocabulary of "about 37000" is not known to the piece."""
-    assert num_parameters(shape("transformer-base")) == pytest.approx(65e6, rel=0.04)
+    assert num_parameters(known_model("transformer-base")) == pytest.approx(65e6, rel=0.04)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", KNOWN_MODELS)
 def test_a_shape_survives_json(name):
-    config = shape(name)
+    config = known_model(name)
     assert ModelConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
 
 
@@ -155,17 +155,17 @@ def test_a_shape_survives_json(name):
     ],
 )
 def test_what_is_cached(name, kv_heads, dim, windows):
-    specs = mixers(shape(name))
-    assert {(spec.kv_heads, spec.head_dim, spec.value_dim) for spec in specs} == {(kv_heads, dim, dim)}
+    specs = attention_specs(known_model(name))
+    assert {(spec.num_kv_heads, spec.head_dim, spec.value_dim) for spec in specs} == {(kv_heads, dim, dim)}
     assert {spec.window for spec in specs} == windows
 
 
 def test_gemma_alternates_from_a_windowed_layer():
-    assert [spec.window for spec in mixers(shape("gemma-2-2b"))][:3] == [4096, None, 4096]
+    assert [spec.window for spec in attention_specs(known_model("gemma-2-2b"))][:3] == [4096, None, 4096]
 
 
 def test_names_are_case_insensitive_and_the_nearest_is_offered():
-    assert shape("GPT2") == shape("gpt2")
+    assert known_model("GPT2") == known_model("gpt2")
     with pytest.raises(UsageError) as caught:
-        shape("lama-3-8b")
+        known_model("lama-3-8b")
     assert caught.value.hint == "did you mean 'llama-3-8b'?"

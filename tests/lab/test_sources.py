@@ -15,13 +15,15 @@ from kvad.lab.sources import find_sources
 def test_this_python_s_own_library_is_found_in_a_fixed_order() -> None:
     found = find_sources()
     assert found == find_sources() and list(found.files) == sorted(found.files)
-    assert found.num_bytes == sum(path.stat().st_size for path in found.files) >= sources.ENOUGH
+    assert found.num_bytes == sum(path.stat().st_size for path in found.files) >= sources.MIN_BYTES
     assert found.root == Path(sysconfig.get_path("stdlib")) and found.root / "argparse.py" in found.files
-    assert not any(part in sources.LEFT_OUT for path in found.files for part in path.relative_to(found.root).parts)
+    assert not any(
+        part in sources.EXCLUDED_FOLDERS for path in found.files for part in path.relative_to(found.root).parts
+    )
 
 
 def test_without_sources_the_next_place_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "ENOUGH", 10)
+    monkeypatch.setattr(sources, "MIN_BYTES", 10)
     (tmp_path / "empty").mkdir()
     package = tmp_path / "packages" / "thing"
     package.mkdir(parents=True)
@@ -29,7 +31,7 @@ def test_without_sources_the_next_place_is_taken(tmp_path: Path, monkeypatch: py
     (package / "tests").mkdir()
     (package / "tests" / "b.py").write_text("y = 1\n" * 9)
     found = find_sources([("library", str(tmp_path / "empty")), ("packages", str(tmp_path / "packages"))])
-    assert (found.what, found.files) == ("packages", (package / "a.py",))
+    assert (found.description, found.files) == ("packages", (package / "a.py",))
 
 
 def test_nowhere_any_source_says_where_it_looked(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvad.cache.state import Laid
-from kvad.cache.swap import Copier
-from kvad.checkpoint.native import save
+from kvad.cache.state import PendingRestore
+from kvad.cache.swap import HostCopier
+from kvad.checkpoint.native import save_checkpoint
 from kvad.cli import verify as page
 from kvad.cli.main import main
 from kvad.errors import UsageError
@@ -20,7 +20,7 @@ from kvad.lab import through as ways
 from kvad.lab.findings import EXACT
 from tests.lab.test_verify import OPTIONS, run, tiny
 
-ALL = dataclasses.replace(OPTIONS, through=tuple(ways.WAYS), dtypes=("float64",))
+ALL = dataclasses.replace(OPTIONS, round_trips=tuple(ways.ROUND_TRIPS), dtypes=("float64",))
 SMALL = ["--rows", "3", "--chunk", "8", "--block-size", "4", "--tokens", "8", "--dtype", "float64"]
 
 
@@ -35,18 +35,20 @@ def _one_thread():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, model = tmp_path_factory.mktemp("m") / "model", tiny()
-    save(folder, model.config, model.state_dict(), None)
+    save_checkpoint(folder, model.config, model.state_dict(), None)
     return folder
 
 
 def test_every_way_is_exact_and_was_taken() -> None:
     report = run(tiny(), ALL)
-    found = {(each.memory, each.way): each for each in report.journeys}
-    for way in ways.WAYS:
+    found = {(each.memory, each.round_trip): each for each in report.round_trips}
+    for way in ways.ROUND_TRIPS:
         each = found["paged float64", way]
         assert each.verdict == "exact" and each.moved > 0 and each.max_dlogit <= EXACT, each
     assert found["contiguous float64", "park"].verdict == "exact"
-    assert found["contiguous float64", "disk"].why.startswith("cache.tier: a contiguous cache shares no blocks")
+    assert found["contiguous float64", "disk"].reason.startswith(
+        "cache.prefix_cache_dir: a contiguous cache shares no blocks"
+    )
     assert not report.broken and any(rule.startswith("through:") for rule in report.rules)
 
 
@@ -54,27 +56,27 @@ def test_policies_and_formats_go_that_way_or_say_why_not() -> None:
     policies = ("heavy-hitters(8, every=4)", "spilled(8, every=4)")
     options = dataclasses.replace(ALL, layouts=("paged",), dtypes=("int8",), policies=policies)
     report = run(tiny(), options)
-    said = {(each.memory.split()[2].partition("(")[0], each.way): each for each in report.journeys}
+    said = {(each.memory.split()[2].partition("(")[0], each.round_trip): each for each in report.round_trips}
     assert said["heavy-hitters", "session"].verdict == said["heavy-hitters", "park"].verdict == "exact"
-    assert "each row keeps its own" in said["heavy-hitters", "ram"].why
-    assert "a row that spills is neither kept nor resumed" in said["spilled", "session"].why
+    assert "each row keeps its own" in said["heavy-hitters", "ram"].reason
+    assert "a row that spills is neither kept nor resumed" in said["spilled", "session"].reason
     assert said["spilled", "park"].verdict == "computed again" and said["spilled", "spill-disk"].verdict == "exact"
 
 
 def test_nothing_leaves_unless_it_is_asked_for() -> None:
-    report = run(tiny(), dataclasses.replace(ALL, through=()))
-    assert report.journeys == () and not any(rule.startswith("through:") for rule in report.rules)
+    report = run(tiny(), dataclasses.replace(ALL, round_trips=()))
+    assert report.round_trips == () and not any(rule.startswith("through:") for rule in report.rules)
 
 
 @pytest.mark.parametrize("wrong", ["parked", "session"])
 def test_what_comes_back_wrong_is_broken(wrong: str, monkeypatch: pytest.MonkeyPatch, folder: Path, capsys) -> None:
     if wrong == "parked":
-        back = Copier.back
+        back = HostCopier.copy_in
         monkeypatch.setattr(
-            Copier, "back", lambda self, key, held, copies: back(self, key, held, [each.flip(0) for each in copies])
+            HostCopier, "copy_in", lambda self, key, held, copies: back(self, key, held, [each.flip(0) for each in copies])
         )
     else:
-        monkeypatch.setattr(Laid, "put", lambda *_: None)
+        monkeypatch.setattr(PendingRestore, "restore", lambda *_: None)
     way = "park" if wrong == "parked" else "session"
     assert main(["verify", str(folder), *SMALL, "--no-preempt", "--layout", "paged", "--through", way]) == 1
     out = capsys.readouterr().out
@@ -86,7 +88,9 @@ def test_the_page_and_its_json(folder: Path, capsys: pytest.CaptureFixture[str])
     assert main(asked) == 0
     out = capsys.readouterr().out
     assert re.search(r"paged float64 +park-disk +\S+ +[\d,]+ bytes +exact", out)
-    assert "skipped    contiguous float64 through disk: cache.tier: a contiguous cache shares no blocks" in out
+    assert (
+        "skipped    contiguous float64 through disk: cache.prefix_cache_dir: a contiguous cache shares no blocks" in out
+    )
     assert main([*asked, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)["journeys"]
     assert {each["way"] for each in said} == {"park-disk", "disk"} and len(said) == 4
@@ -100,8 +104,8 @@ def test_errors_name_the_way(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["verify", str(folder), *SMALL, "--through", "park", "--break", "mask"]) == 2
     assert "--break and --through" in capsys.readouterr().err
     with pytest.raises(UsageError, match="'disc' is no way of leaving and coming back"):
-        run(tiny(), dataclasses.replace(OPTIONS, through=("disc",)))
+        run(tiny(), dataclasses.replace(OPTIONS, round_trips=("disc",)))
 
 
 def test_help_lists_what_there_is() -> None:
-    assert tuple(ways.WAYS) == page.THROUGH
+    assert tuple(ways.ROUND_TRIPS) == page.ROUND_TRIP_NAMES

@@ -10,33 +10,33 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvad.cache.sizing import CacheConfig, group_bytes, groups
+from kvad.cache.sizing import CacheConfig, build_groups, group_bytes
 from kvad.cache.weights import num_parameters, weight_shapes
 from kvad.cli.main import main
 from kvad.config import (
-    Alibi,
-    Attention,
-    DynamicScaling,
-    Experts,
-    Head,
-    LearnedPositions,
-    Rope,
-    Stack,
-    YarnScaling,
-    mixers,
+    AlibiConfig,
+    AttentionConfig,
+    DynamicScalingConfig,
+    LanguageHeadConfig,
+    LearnedPositionsConfig,
+    MoEConfig,
+    RopeConfig,
+    StackConfig,
+    YarnScalingConfig,
+    attention_specs,
 )
 from kvad.lab import describe, drawtree
-from kvad.lab.shapes import SHAPES, shape
-from kvad.lab.tree import build, folded
+from kvad.lab.shapes import KNOWN_MODELS, known_model
+from kvad.lab.tree import build_model_tree, fold_indices
 from tests.lab.models import CONFIGS, ENCODERS, EVERY, LAYER_NORM, PAIRS, tiny, write_checkpoint
 from tests.oracle import checkpoint as oracle
 
 ROOT = Path(__file__).parents[2]
-NAMES = [*EVERY, *SHAPES]
+NAMES = [*EVERY, *KNOWN_MODELS]
 
 
 def config_of(name):
-    return EVERY[name] if name in EVERY else shape(name)
+    return EVERY[name] if name in EVERY else known_model(name)
 
 
 def walk(node):
@@ -55,7 +55,7 @@ def parts_of(node, part):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_parameter_is_counted_once(name):
     config = config_of(name)
-    root = build(config, name)
+    root = build_model_tree(config, name)
     assert root.parameters == num_parameters(config) == sum(each.parameters or 0 for each in root.children)
     for each in walk(root):
         if each.children and each.part != "cache":
@@ -77,47 +77,57 @@ def test_every_layer_stands_in_one_node(name):
     config = config_of(name)
     for stack, node in zip(
         [stack for stack in (config.encoder, config.decoder) if stack is not None],
-        parts_of(build(config, name), "stack"),
+        parts_of(build_model_tree(config, name), "stack"),
         strict=True,
     ):
         layers = parts_of(node, "layers")
-        assert sorted(index for each in layers for index in each.facts["layers"]) == list(range(stack.layers))
+        assert sorted(index for each in layers for index in each.facts["layers"]) == list(range(stack.num_layers))
         for each in layers:
-            spec = stack.kinds[each.facts["kind"]]
-            assert all(stack.layer(index) == spec for index in each.facts["layers"])
+            spec = stack.layer_types[each.facts["kind"]]
+            assert all(stack.layer_config(index) == spec for index in each.facts["layers"])
             attention = next(child for child in each.children if child.part == "attention")
-            assert attention.facts["heads"] == spec.mixer.heads
-            assert attention.facts["window"] in (spec.mixer.window, None)
-            assert ("both ways" in attention.title) == (not spec.mixer.causal)
-            assert bool(parts_of(each, "cross")) == (spec.cross is not None)
+            assert attention.facts["heads"] == spec.attention.num_heads
+            assert attention.facts["window"] in (spec.attention.window, None)
+            assert ("both ways" in attention.title) == (not spec.attention.causal)
+            assert bool(parts_of(each, "cross")) == (spec.cross_attention is not None)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_cache_is_that_of_the_memory(name):
     config = config_of(name)
-    found = parts_of(build(config, name, dtype="bfloat16"), "group")
-    source = config.source.limit if config.source else 0
-    asked = CacheConfig(rows=1, capacity=config.limit, source_capacity=source, dtype="bfloat16")
-    expected = groups(mixers(config), asked)
+    found = parts_of(build_model_tree(config, name, dtype="bfloat16"), "group")
+    source = config.encoder_input.max_seq_len if config.encoder_input else 0
+    asked = CacheConfig(max_num_seqs=1, max_seq_len=config.max_seq_len, max_source_len=source, dtype="bfloat16")
+    expected = build_groups(attention_specs(config), asked)
     assert len(found) == len(expected)
     for node, group in zip(found, expected, strict=True):
         size = group_bytes(group)
-        assert (node.facts["bytes_per_token"], node.facts["bytes_per_row"]) == (size.per_token_payload, size.per_row)
-        assert node.facts["cross"] == group.mixer.cross and node.facts["window"] == group.mixer.window
-        assert node.facts["layers"] == [index % config.decoder.layers for index in group.layers]
+        assert (node.facts["bytes_per_token"], node.facts["bytes_per_row"]) == (size.per_token_payload, size.per_seq)
+        assert node.facts["cross"] == group.spec.is_cross_attention and node.facts["window"] == group.spec.window
+        assert node.facts["layers"] == [index % config.decoder.num_layers for index in group.layers]
     if config.kind == "encoder":
-        assert "no cache" in [node.title for node in parts_of(build(config, name), "cache")]
+        assert "no cache" in [node.title for node in parts_of(build_model_tree(config, name), "cache")]
 
 
 PLACES = {
-    "pre": ["norm1", "mixer", "norm_cross", "cross", "norm2", "mlp"],
-    "post": ["mixer", "norm1", "cross", "norm_cross", "mlp", "norm2"],
-    "after": ["mixer", "norm1", "mlp", "norm2"],
-    "normed": ["norm1", "mixer", "norm2", "mlp"],
-    "parallel": ["norm1", "mixer", "mlp"],
-    "parallel_pair": ["norm1", "mixer", "norm2", "mlp"],
+    "pre": ["norm1", "attention", "norm_cross", "cross", "norm2", "mlp"],
+    "post": ["attention", "norm1", "cross", "norm_cross", "mlp", "norm2"],
+    "after": ["attention", "norm1", "mlp", "norm2"],
+    "normed": ["norm1", "attention", "norm2", "mlp"],
+    "parallel": ["norm1", "attention", "mlp"],
+    "parallel_pair": ["norm1", "attention", "norm2", "mlp"],
     "sandwich": [
-        *("norm1", "mixer", "norm1_after", "norm_cross", "cross", "norm_cross_after", "norm2", "mlp", "norm2_after"),
+        *(
+            "norm1",
+            "attention",
+            "norm1_after",
+            "norm_cross",
+            "cross",
+            "norm_cross_after",
+            "norm2",
+            "mlp",
+            "norm2_after",
+        ),
     ],
 }
 
@@ -126,11 +136,11 @@ PLACES = {
 def test_norms_stand_where_they_are_computed(place):
     """Kinds of parts in order; a norm's title says before or after what."""
     paired = "cross" in PLACES[place]
-    made = PAIRS["pair"].decoder.kinds["L"] if paired else CONFIGS["plain"].decoder.kinds["L"]
-    stack = Stack(2, {"L": made}, norm_place=place)
+    made = PAIRS["pair"].decoder.layer_types["L"] if paired else CONFIGS["plain"].decoder.layer_types["L"]
+    stack = StackConfig(2, {"L": made}, norm_position=place)
     config = replace(PAIRS["pair"], decoder=stack) if paired else replace(CONFIGS["plain"], decoder=stack)
-    layers = parts_of(parts_of(build(config, "m"), "stack")[-1], "layers")[0]
-    kinds = {"mixer": "attention", "cross": "cross", "mlp": "mlp"}
+    layers = parts_of(parts_of(build_model_tree(config, "m"), "stack")[-1], "layers")[0]
+    kinds = {"attention": "attention", "cross": "cross", "mlp": "mlp"}
     assert [child.part for child in layers.children] == [kinds.get(name, "norm") for name in PLACES[place]]
     titles = [child.title.partition(":")[0] for child in layers.children if child.part == "norm"]
     behind = [title.startswith("norm after") for title in titles]
@@ -140,9 +150,9 @@ def test_norms_stand_where_they_are_computed(place):
 
 
 def test_a_layer_without_its_first_norm():
-    layer = replace(CONFIGS["plain"].decoder.kinds["L"], first_norm=False)
+    layer = replace(CONFIGS["plain"].decoder.layer_types["L"], first_norm=False)
     kinds = {"F": layer, "L": replace(layer, first_norm=True)}
-    root = build(tiny(layers=4, kinds=kinds, pattern="FLLL"), "m")
+    root = build_model_tree(tiny(layers=4, kinds=kinds, pattern="FLLL"), "m")
     first, rest = parts_of(root, "layers")
     assert first.title == "layer 0 (of kind F)" and first.children[0].part == "attention"
     assert rest.title == "layers 1-3 (of kind L)" and rest.children[0].part == "norm"
@@ -161,14 +171,14 @@ def test_a_layer_without_its_first_norm():
     ],
 )
 def test_layers_are_folded(numbers, says):
-    assert folded(numbers) == says
+    assert fold_indices(numbers) == says
 
 
 # ---------------------------------------------------------------- what is said
 
 
 def said(config):
-    return drawtree.text(build(config, "m"))
+    return drawtree.tree_to_text(build_model_tree(config, "m"))
 
 
 def test_every_encoding_says_what_it_allows():
@@ -180,54 +190,81 @@ def test_every_encoding_says_what_it_allows():
         ("alibi", "alibi"),
         ("t5", "t5"),
     ):
-        allows = describe.ALLOWS[key]
-        nodes = [node for node in walk(build(CONFIGS[name], name)) if node.facts.get("allows")]
+        allows = describe.ENCODING_SUPPORT[key]
+        nodes = [node for node in walk(build_model_tree(CONFIGS[name], name)) if node.facts.get("allows")]
         assert [node.facts["allows"] for node in nodes] == [allows._asdict()], name
-        assert tuple(nodes[0].lines[-3:]) == tuple(describe.allows(key))
-    cross = parts_of(build(PAIRS["pair"], "m"), "cross")[0]
-    assert cross.facts["allows"] == describe.ALLOWS["source"]._asdict()
+        assert tuple(nodes[0].lines[-3:]) == tuple(describe.describe_allowed(key))
+    cross = parts_of(build_model_tree(PAIRS["pair"], "m"), "cross")[0]
+    assert cross.facts["allows"] == describe.ENCODING_SUPPORT["source"]._asdict()
     for config in ENCODERS.values():
-        assert not [node for node in walk(build(config, "m")) if node.facts.get("allows")]
-    bare = [node.facts["allows"] for node in parts_of(build(tiny(Attention(4, position=None)), "m"), "attention")]
-    assert bare == [describe.ALLOWS["none"]._asdict()]
+        assert not [node for node in walk(build_model_tree(config, "m")) if node.facts.get("allows")]
+    bare = [
+        node.facts["allows"]
+        for node in parts_of(build_model_tree(tiny(AttentionConfig(4, position=None)), "m"), "attention")
+    ]
+    assert bare == [describe.ENCODING_SUPPORT["none"]._asdict()]
 
 
 def test_the_table_is_that_of_the_design():
-    assert "table ends" in describe.ALLOWS["learned"].eviction and "impossible" in describe.ALLOWS["learned"].endless
-    assert "same positions" in describe.ALLOWS["sinusoidal"].reuse
-    assert "rotated" in describe.ALLOWS["rope"].eviction and "R(delta)" in describe.ALLOWS["rope"].endless
-    assert describe.ALLOWS["alibi"] == describe.ALLOWS["t5"] and "renumber" in describe.ALLOWS["t5"].endless
+    assert (
+        "table ends" in describe.ENCODING_SUPPORT["learned"].eviction
+        and "impossible" in describe.ENCODING_SUPPORT["learned"].endless
+    )
+    assert "same positions" in describe.ENCODING_SUPPORT["sinusoidal"].reuse
+    assert (
+        "rotated" in describe.ENCODING_SUPPORT["rope"].eviction
+        and "R(delta)" in describe.ENCODING_SUPPORT["rope"].endless
+    )
+    assert (
+        describe.ENCODING_SUPPORT["alibi"] == describe.ENCODING_SUPPORT["t5"]
+        and "renumber" in describe.ENCODING_SUPPORT["t5"].endless
+    )
 
 
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (tiny(Attention(4, 2, window=7)), ["attention, causal, a window of 7", "the last 7 tokens"]),
-        (tiny(Attention(4, 2, window=64)), ["attention, causal  ", "of all tokens"]),  # the limit: no window at all
-        (tiny(Attention(4, 2, softcap=5.0, sinks=True)), ["softcap 5", "a sink logit per head", "sink_logits 4"]),
-        (tiny(Attention(4, 1)), ["one key-value head for all"]),
+        (tiny(AttentionConfig(4, 2, window=7)), ["attention, causal, a window of 7", "the last 7 tokens"]),
         (
-            tiny(Attention(4, 2, head_dim=10, value_dim=3)),
+            tiny(AttentionConfig(4, 2, window=64)),
+            ["attention, causal  ", "of all tokens"],
+        ),  # the limit: no window at all
+        (
+            tiny(AttentionConfig(4, 2, logit_softcap=5.0, sink_logits=True)),
+            ["softcap 5", "a sink logit per head", "sink_logits 4"],
+        ),
+        (tiny(AttentionConfig(4, 1)), ["one key-value head for all"]),
+        (
+            tiny(AttentionConfig(4, 2, head_dim=10, value_dim=3)),
             ["4 heads of 10, values of 3", "2 key-value heads of 10 + 3"],
         ),
-        (tiny(Attention(4, qk_norm="head"), norm=LAYER_NORM), ["q and k normed per head, one weight"]),
+        (tiny(AttentionConfig(4, qk_norm="head"), norm=LAYER_NORM), ["q and k normed per head, one weight"]),
         (
-            tiny(Attention(4, head_dim=8, position=Rope(5e5, 0.5, True))),
+            tiny(AttentionConfig(4, head_dim=8, position=RopeConfig(5e5, 0.5, True))),
             ["theta 500,000, of the first 0.5", "interleaved"],
         ),
         (
-            tiny(Attention(4, head_dim=8, position=Rope(scaling=DynamicScaling(2.0, 32)))),
+            tiny(AttentionConfig(4, head_dim=8, position=RopeConfig(scaling=DynamicScalingConfig(2.0, 32)))),
             ["dynamic scaling, factor 2, made for 32", "by a row's limit"],
         ),
         (
-            tiny(Attention(4, head_dim=8, position=Rope(scaling=YarnScaling(4.0, 16)))),
+            tiny(AttentionConfig(4, head_dim=8, position=RopeConfig(scaling=YarnScalingConfig(4.0, 16)))),
             ["yarn scaling, factor 4, made for 16"],
         ),
-        (tiny(Attention(6, 2, position=Alibi(0.5, rounded=True))), ["slopes times 0.5, rounded to bfloat16"]),
-        (tiny(mlp=Experts(40, 8, 2, router_bias=True)), ["8 experts of 40", "goes to 2 of them", "with bias"]),
-        (tiny(mlp=Experts(40, 2, 1, alpha=1.7, clip=7.0)), ["sigmoid(1.7 gate), cut to 7"]),
-        (tiny(Attention(4, scale=0.25, clip=8.0, bias=True)), ["scale 0.25", "q, k, v cut to 8", "bias of q, k, v"]),
-        (tiny(head=Head(scale=0.5, softcap=30.0, bias=True), tie=False), ["times 0.5, softcap 30, bias", "of its own"]),
+        (
+            tiny(AttentionConfig(6, 2, position=AlibiConfig(0.5, round_to_bfloat16=True))),
+            ["slopes times 0.5, rounded to bfloat16"],
+        ),
+        (tiny(mlp=MoEConfig(40, 8, 2, router_bias=True)), ["8 experts of 40", "goes to 2 of them", "with bias"]),
+        (tiny(mlp=MoEConfig(40, 2, 1, swiglu_alpha=1.7, swiglu_limit=7.0)), ["sigmoid(1.7 gate), cut to 7"]),
+        (
+            tiny(AttentionConfig(4, softmax_scale=0.25, clip_qkv=8.0, qkv_bias=True)),
+            ["scale 0.25", "q, k, v cut to 8", "bias of q, k, v"],
+        ),
+        (
+            tiny(head=LanguageHeadConfig(logit_scale=0.5, logit_softcap=30.0, bias=True), tie=False),
+            ["times 0.5, softcap 30, bias", "of its own"],
+        ),
         (CONFIGS["learned"], ["learned positions, a table of 66, offset 2", "eviction: exact until the table ends"]),
         (CONFIGS["t5 per layer"], ["8 buckets up to distance 16, one way, a table per layer"]),
         (PAIRS["pair of widths"], ["encoder, 3 layers of width 30", "of 48 of source", "k 12x30"]),
@@ -248,8 +285,8 @@ def test_what_a_config_says_is_said(config, says):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_text_fits_a_hundred_columns_and_cuts_nothing(name):
-    root = build(config_of(name), name)
-    lines = drawtree.text(root).splitlines()
+    root = build_model_tree(config_of(name), name)
+    lines = drawtree.tree_to_text(root).splitlines()
     assert max(map(len, lines)) <= 100 and not any(line != line.rstrip() for line in lines)
     plain = " ".join(" ".join(re.sub("[│├└─]", " ", line).split()) for line in lines)
     for node in walk(root):
@@ -261,8 +298,8 @@ def test_text_fits_a_hundred_columns_and_cuts_nothing(name):
 
 @pytest.mark.parametrize("name", ["plain", "pair t5", "gemma-2-9b", "bert-base", "t5-base"])
 def test_svg_stands_alone_and_nothing_lies_outside(name):
-    root = build(config_of(name), f'{name} <&">')
-    drawn = drawtree.svg(root)
+    root = build_model_tree(config_of(name), f'{name} <&">')
+    drawn = drawtree.tree_to_svg(root)
     tree = ElementTree.fromstring(drawn)
     space = "{http://www.w3.org/2000/svg}"
     high, wide = float(tree.get("height")), float(tree.get("width"))
@@ -289,8 +326,8 @@ def test_svg_stands_alone_and_nothing_lies_outside(name):
 
 @pytest.mark.parametrize("name", ["plain", "pair t5", "gemma-2-9b", "encoder classes"])
 def test_mermaid_is_a_flowchart_of_every_node(name):
-    root = build(config_of(name), 'a "name" #1')
-    lines = drawtree.mermaid(root).splitlines()
+    root = build_model_tree(config_of(name), 'a "name" #1')
+    lines = drawtree.tree_to_mermaid(root).splitlines()
     assert lines[0] == "flowchart LR"
     nodes = [line for line in lines if re.fullmatch(r"  n[\d_]+\[\"[^\"]*\"\]:::\w+", line)]
     edges = [line for line in lines if re.fullmatch(r"  n[\d_]+ --> n[\d_]+", line)]
@@ -304,8 +341,8 @@ def test_mermaid_is_a_flowchart_of_every_node(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_json_holds_it_all(name):
-    root = build(config_of(name), name)
-    found = json.loads(json.dumps(drawtree.as_json(root)))
+    root = build_model_tree(config_of(name), name)
+    found = json.loads(json.dumps(drawtree.tree_to_json(root)))
 
     def same(node, data):
         assert (data["title"], data["lines"], data["parameters"]) == (node.title, list(node.lines), node.parameters)
@@ -349,9 +386,9 @@ def test_of_every_golden_folder(tmp_path):
         folder.mkdir()
         (folder / "config.json").write_text(oracle.text(meta["config"]))
         target = read_target(str(folder))
-        root = build(target.config, name)
+        root = build_model_tree(target.config, name)
         assert root.parameters == num_parameters(target.config)
-        assert max(map(len, drawtree.text(root).splitlines())) <= 100
+        assert max(map(len, drawtree.tree_to_text(root).splitlines())) <= 100
         seen.add(target.origin)
     assert {"llama", "gemma2", "t5", "bert", "marian", "modernbert"} <= seen
 
@@ -402,5 +439,10 @@ def test_no_torch_is_loaded():
 
 
 def test_an_absolute_position_is_said_once():
-    text = said(tiny(Attention(4, position=None), embed=replace(CONFIGS["plain"].embed, position=LearnedPositions(64))))
+    text = said(
+        tiny(
+            AttentionConfig(4, position=None),
+            embed=replace(CONFIGS["plain"].embedding, position=LearnedPositionsConfig(64)),
+        )
+    )
     assert text.count("eviction:") == 1

@@ -12,18 +12,26 @@ import torch
 
 from kvad.cache import planning
 from kvad.cache.sizing import CacheConfig
-from kvad.checkpoint.native import save
+from kvad.checkpoint.native import save_checkpoint
 from kvad.cli.main import main
-from kvad.config import Attention, DynamicScaling, Gated, Layer, ModelConfig, Rope, Stack
+from kvad.config import (
+    AttentionConfig,
+    DynamicScalingConfig,
+    GatedMLPConfig,
+    LayerConfig,
+    ModelConfig,
+    RopeConfig,
+    StackConfig,
+)
 from kvad.errors import EngineError, MemoryPlanError, UsageError
 from kvad.lab.findings import EXACT
-from kvad.lab.replay import Happened, Replayed, Stream, replay, uncached
-from kvad.lab.scenario import Options, check_happened, fitting, make_streams, prompts_of
-from kvad.lab.verify import compare, require_room, tolerance, verify
+from kvad.lab.replay import ReplayResult, ReplayStream, ScenarioCounts, replay_streams, run_uncached
+from kvad.lab.scenario import ScenarioOptions, build_prompts, build_streams, check_scenario_counts, default_sizes
+from kvad.lab.verify import compare_logits, require_verify_memory, tolerance, verify
 from kvad.model.transformer import Transformer
 from kvad.text.plain import ByteTokenizer
 
-OPTIONS = Options(rows=3, chunk=8, block_size=4, tokens=8)
+OPTIONS = ScenarioOptions(num_seqs=3, chunk=8, block_size=4, tokens=8)
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +45,12 @@ def _one_thread():
 
 def tiny(vocab=64, limit=96, **mixer):
     torch.manual_seed(0)
-    kinds = {"L": Layer(Attention(**{"heads": 4, "kv_heads": 2, **mixer}), Gated(48))}
-    model = Transformer(ModelConfig(width=32, vocab=vocab, limit=limit, decoder=Stack(layers=3, kinds=kinds)))
+    kinds = {"L": LayerConfig(AttentionConfig(**{"heads": 4, "kv_heads": 2, **mixer}), GatedMLPConfig(48))}
+    model = Transformer(
+        ModelConfig(
+            hidden_size=32, vocab_size=vocab, max_seq_len=limit, decoder=StackConfig(num_layers=3, layer_types=kinds)
+        )
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3 + (parameter.dim() == 1))
@@ -46,7 +58,7 @@ def tiny(vocab=64, limit=96, **mixer):
 
 
 def run(model, options=OPTIONS, **more):
-    return verify(model, prompts_of(model.config, options, None), options, **more)
+    return verify(model, build_prompts(model.config, options, None), options, **more)
 
 
 # ---------------------------------------------------------------- verdicts
@@ -54,8 +66,8 @@ def run(model, options=OPTIONS, **more):
 
 def test_every_memory_gets_its_word():
     report = run(tiny())
-    assert [m.structure <= EXACT for m in report.memories] == [True] * 8
-    words = {(m.layout, m.dtype): m.verdict for m in report.memories}
+    assert [m.structure <= EXACT for m in report.cases] == [True] * 8
+    words = {(m.layout, m.dtype): m.verdict for m in report.cases}
     for layout in ("paged", "contiguous"):
         assert words[layout, "float32"] == words[layout, "float64"] == "exact"
         assert words[layout, "bfloat16"] in ("within tolerance", "lossy by design")
@@ -64,60 +76,67 @@ def test_every_memory_gets_its_word():
 
 
 def test_the_scenario_takes_place():
-    paged, contiguous = run(tiny(), dataclasses.replace(OPTIONS, dtypes=("float64",))).memories
-    for happened in (paged.happened, contiguous.happened):
+    paged, contiguous = run(tiny(), dataclasses.replace(OPTIONS, dtypes=("float64",))).cases
+    for happened in (paged.scenario_counts, contiguous.scenario_counts):
         assert all(happened[name] for name in ("chunks", "mixed", "preemptions", "recomputed", "forks")), happened
         assert happened["rows"] == 5  # three prompts, a second sample, and the row that shares a prefix
-    assert paged.happened["hit_tokens"] > 0 == contiguous.happened["hit_tokens"]
-    assert paged.compared == paged.happened["tokens"]
+    assert paged.scenario_counts["hit_tokens"] > 0 == contiguous.scenario_counts["hit_tokens"]
+    assert paged.compared == paged.scenario_counts["tokens"]
 
 
 @pytest.mark.parametrize(
     ("happened", "what"),
     [
-        (Happened(hit_tokens=4, chunks=1), "preemption"),
-        (Happened(preemptions=1, chunks=1), "prefix hit"),
-        (Happened(preemptions=1, hit_tokens=4), "chunked prompt"),
+        (ScenarioCounts(hit_tokens=4, chunks=1), "preemption"),
+        (ScenarioCounts(preemptions=1, chunks=1), "prefix hit"),
+        (ScenarioCounts(preemptions=1, hit_tokens=4), "chunked prompt"),
     ],
 )
 def test_what_silently_did_not_happen_is_an_error(happened, what):
-    streams = [Stream(tuple(range(20)), ((1, 2),))]
+    streams = [ReplayStream(tuple(range(20)), ((1, 2),))]
     with pytest.raises(EngineError, match=f"the {what} asked for did not happen"):
-        check_happened(happened, streams, OPTIONS, "paged")
+        check_scenario_counts(happened, streams, OPTIONS, "paged")
 
 
 def test_without_preemption_and_hits_nothing_is_recomputed():
     options = dataclasses.replace(OPTIONS, preempt=False, prefix_hit=False, dtypes=("float64",))
-    for memory in run(tiny(), options).memories:
+    for memory in run(tiny(), options).cases:
         assert memory.verdict == "exact"
-        assert memory.happened["preemptions"] == memory.happened["recomputed"] == memory.happened["hit_tokens"] == 0
+        assert (
+            memory.scenario_counts["preemptions"]
+            == memory.scenario_counts["recomputed"]
+            == memory.scenario_counts["hit_tokens"]
+            == 0
+        )
 
 
 def test_one_row_is_enough():
-    assert not run(tiny(), dataclasses.replace(OPTIONS, rows=1, dtypes=("float64",))).broken
+    assert not run(tiny(), dataclasses.replace(OPTIONS, num_seqs=1, dtypes=("float64",))).broken
 
 
 @pytest.mark.parametrize("limit", [4, 12, 40])
 def test_a_low_limit_is_no_obstacle(limit):
     model = tiny(limit=limit)
-    tokens, block_size = fitting(model.config, None, None)
-    options = Options(rows=4, tokens=tokens, block_size=block_size, chunk=2, dtypes=("float64",), preempt=limit > 4)
+    tokens, block_size = default_sizes(model.config, None, None)
+    options = ScenarioOptions(
+        num_seqs=4, tokens=tokens, block_size=block_size, chunk=2, dtypes=("float64",), preempt=limit > 4
+    )
     assert not run(model, options).broken
 
 
 def test_lossy_by_design():
     """Scores so sharp that rounding a key moves whole weights: the structure is exact, the loss is the precision's."""
     report = run(tiny(scale=12.0), dataclasses.replace(OPTIONS, dtypes=("bfloat16", "float64")))
-    assert [m.verdict for m in report.memories] == ["lossy by design", "exact"] * 2
-    assert all(m.max_dlogit > m.tolerance for m in report.memories if m.dtype == "bfloat16")
+    assert [m.verdict for m in report.cases] == ["lossy by design", "exact"] * 2
+    assert all(m.max_dlogit > m.tolerance for m in report.cases if m.dtype == "bfloat16")
 
 
 @pytest.mark.parametrize("stored", ["int8", "int4", "fp8-e4m3", "fp8-e5m2", "int8/int4", "float32/int8"])
 def test_a_lossy_format_is_never_called_exact(stored):
     """Its structure is: beside the model whose keys and values go through it."""
     report = run(tiny(), dataclasses.replace(OPTIONS, dtypes=("float32", stored)))
-    assert [m.verdict for m in report.memories] == ["exact", "lossy by design"] * 2 and not report.broken
-    for memory in report.memories[1::2]:
+    assert [m.verdict for m in report.cases] == ["exact", "lossy by design"] * 2 and not report.broken
+    for memory in report.cases[1::2]:
         assert memory.structure <= EXACT and memory.max_dlogit > 1e-4 and memory.kl_mean > 0
     assert report.verdict().endswith(f"lossy by design (paged {stored}, contiguous {stored})")
 
@@ -126,39 +145,39 @@ def test_a_lossy_format_is_never_called_exact(stored):
 @pytest.mark.parametrize("fault", ["table", "cursor", "layer", "neighbour", "dtype", "mask", "scale"])
 def test_a_fault_under_a_lossy_format_is_broken_and_named(fault, stored):
     report = run(tiny(), dataclasses.replace(OPTIONS, dtypes=(stored,), layouts=("paged",)), fault=fault)
-    (memory,) = report.memories
+    (memory,) = report.cases
     assert memory.verdict == "BROKEN" and memory.structure > EXACT and memory.finding.fault == fault
 
 
 def test_a_lossy_memory_that_loses_its_scales_is_broken(monkeypatch):
     """No float64 twin has scales to lose: the format's own structure shows it."""
-    from kvad.cache.store import Store
+    from kvad.cache.store import LayerTensor
 
     def without_scales(self, source, target):
         self.data[target] = self.data[source]
 
-    monkeypatch.setattr(Store, "copy", without_scales)
+    monkeypatch.setattr(LayerTensor, "copy", without_scales)
     options = dataclasses.replace(OPTIONS, dtypes=("float64", "int8"), layouts=("paged",))
-    assert [m.verdict for m in run(tiny(), options).memories] == ["exact", "BROKEN"]
+    assert [m.verdict for m in run(tiny(), options).cases] == ["exact", "BROKEN"]
 
 
 @pytest.mark.parametrize("deep", [0, 2])
 def test_an_overflow_is_broken_and_named(deep):
     """float16 ends at 65,504: such a model cannot be cached in it, and that is no tolerable loss."""
     model = tiny(bias=True, position=None)
-    mixer = model.decoder.layers[deep].mixer
+    mixer = model.decoder.layers[deep].attention
     with torch.no_grad():  # a dimension of the keys that no query asks for
         mixer.k.bias[::8] = 1e5
         mixer.q.weight[::8], mixer.q.bias[::8] = 0, 0
     report = run(model, dataclasses.replace(OPTIONS, dtypes=("float16", "bfloat16"), layouts=("paged",)))
-    half, _ = report.memories
+    half, _ = report.cases
     assert half.verdict == "BROKEN" and math.isinf(half.max_dlogit)
     assert half.finding.fault == "dtype" and half.finding.layer == deep and "ends at" in half.finding.evidence
 
 
 def test_half_precision_weights_are_verified_too():
     report = run(tiny().bfloat16(), dataclasses.replace(OPTIONS, dtypes=("float32", "bfloat16"), layouts=("paged",)))
-    assert report.memories[0].verdict == "exact" and not report.broken
+    assert report.cases[0].verdict == "exact" and not report.broken
 
 
 def test_an_injected_fault_that_changes_nothing_is_an_error():
@@ -173,10 +192,10 @@ def test_an_injected_fault_that_changes_nothing_is_an_error():
 
 def test_compare_knows_ties_and_divergence():
     judge = {(0, 0): torch.tensor([[0.0, 1.0], [2.0, 2.0 - 1e-6]], dtype=torch.float64)}
-    same = compare(Replayed({(0, 0): [(0, judge[0, 0])]}), judge, 1e-5)
+    same = compare_logits(ReplayResult({(0, 0): [(0, judge[0, 0])]}), judge, 1e-5)
     assert (same.max_dlogit, same.kl_max, same.divergences) == (0.0, 0.0, ())
     other = judge[0, 0].flip(-1)
-    flipped = compare(Replayed({(0, 0): [(0, other)]}), judge, 1e-5)
+    flipped = compare_logits(ReplayResult({(0, 0): [(0, other)]}), judge, 1e-5)
     first, second = flipped.divergences
     assert (first.position, first.tie, first.gap) == (0, False, 1.0)
     assert (second.position, second.tie) == (1, True)
@@ -186,7 +205,9 @@ def test_compare_knows_ties_and_divergence():
 
 def test_nan_is_an_infinite_difference():
     judge = {(0, 0): torch.zeros(1, 3)}
-    assert math.isinf(compare(Replayed({(0, 0): [(0, torch.full((1, 3), math.nan))]}), judge, 0.0).max_dlogit)
+    assert math.isinf(
+        compare_logits(ReplayResult({(0, 0): [(0, torch.full((1, 3), math.nan))]}), judge, 0.0).max_dlogit
+    )
 
 
 def test_tolerance_is_what_the_rule_says():
@@ -200,27 +221,27 @@ def test_tolerance_is_what_the_rule_says():
 @pytest.mark.parametrize("layout", ["paged", "contiguous"])
 def test_replay_gives_the_judges_logits(layout):
     """Its own face: waves, forks, a tight pool, and rows of two rotary regimes side by side."""
-    model = tiny(position=Rope(scaling=DynamicScaling(4.0, 24))).double()
+    model = tiny(position=RopeConfig(scaling=DynamicScalingConfig(4.0, 24))).double()
     long, short = tuple(range(30)), (7, 8, 9)
     streams = [
-        Stream(long, ((1, 2, 3, 4, 5),)),
-        Stream(short, ((1, 2, 3), (4, 5, 6))),
-        Stream((*long[:24], 50), ((9,) * 10,), follows=0),
+        ReplayStream(long, ((1, 2, 3, 4, 5),)),
+        ReplayStream(short, ((1, 2, 3), (4, 5, 6))),
+        ReplayStream((*long[:24], 50), ((9,) * 10,), after=0),
     ]
     cache = CacheConfig(
         layout=layout,
         dtype="float64",
         block_size=4,
-        rows=4,
-        capacity=36,
-        chunk=7,
-        blocks=12 if layout == "paged" else None,
+        max_num_seqs=4,
+        max_seq_len=36,
+        prefill_chunk_size=7,
+        num_blocks=12 if layout == "paged" else None,
     )
-    done = replay(model, cache, streams, squeezes=1)
+    done = replay_streams(model, cache, streams, squeezes=1)
     assert done.happened.preemptions and done.happened.forks == 1
     for number, stream in enumerate(streams):
-        for sample in range(len(stream.forced)):
-            true = uncached(model, stream.tokens(sample), stream.limit)
+        for sample in range(len(stream.forced_tokens)):
+            true = run_uncached(model, stream.tokens(sample), stream.limit)
             for start, have in done.pieces[number, sample]:
                 torch.testing.assert_close(have, true[start : start + len(have)], atol=1e-12, rtol=0)
             whole = done.logits(number, sample)
@@ -235,7 +256,7 @@ def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("verify") / "model"
     tokenizer = ByteTokenizer()
     model = tiny(vocab=tokenizer.vocab_size)
-    save(folder, model.config, model.state_dict(), tokenizer)
+    save_checkpoint(folder, model.config, model.state_dict(), tokenizer)
     return str(folder)
 
 
@@ -303,17 +324,17 @@ def test_more_rows_than_fit_are_refused_before_anything_is_made(checkpoint, caps
 
 def test_what_would_fit_fits_and_one_more_does_not():
     config = tiny().config
-    lengths = [len(prompt) for prompt in prompts_of(config, OPTIONS, None)]
-    many = dataclasses.replace(OPTIONS, rows=100_000)
+    lengths = [len(prompt) for prompt in build_prompts(config, OPTIONS, None)]
+    many = dataclasses.replace(OPTIONS, num_seqs=100_000)
     with pytest.raises(MemoryPlanError) as caught:
-        require_room(config, lengths, many, 64 * 2**20)
+        require_verify_memory(config, lengths, many, 64 * 2**20)
     rows = int(caught.value.hint.rpartition(" ")[2])
-    require_room(config, lengths, dataclasses.replace(many, rows=rows), 64 * 2**20)
+    require_verify_memory(config, lengths, dataclasses.replace(many, num_seqs=rows), 64 * 2**20)
     with pytest.raises(MemoryPlanError):
-        require_room(config, lengths, dataclasses.replace(many, rows=rows + 1), 64 * 2**20)
+        require_verify_memory(config, lengths, dataclasses.replace(many, num_seqs=rows + 1), 64 * 2**20)
     with pytest.raises(MemoryPlanError, match="not even one row fits"):
-        require_room(config, lengths, many, 1000)
-    require_room(config, lengths, many, None)
+        require_verify_memory(config, lengths, many, 1000)
+    require_verify_memory(config, lengths, many, None)
 
 
 def test_a_flipped_byte_of_the_weights_is_named(checkpoint, capsys, tmp_path):
@@ -384,14 +405,14 @@ def test_usage_errors_import_no_torch():
 
 
 def test_prompts_are_ragged_and_known(checkpoint):
-    options = Options(rows=4, tokens=8, chunk=8, block_size=4)
+    options = ScenarioOptions(num_seqs=4, tokens=8, chunk=8, block_size=4)
     config = tiny(vocab=300).config
-    prompts = prompts_of(config, options, ByteTokenizer())
+    prompts = build_prompts(config, options, ByteTokenizer())
     assert [len(p) for p in prompts] == [25, 15, 9, 1]
     assert bytes(prompts[0]) == b"The cache remembers what "
     with pytest.raises(UsageError, match="leaves no room"):
-        prompts_of(config, dataclasses.replace(options, tokens=96), None)
-    streams = make_streams(tiny(vocab=300), prompts, options)
+        build_prompts(config, dataclasses.replace(options, tokens=96), None)
+    streams = build_streams(tiny(vocab=300), prompts, options)
     assert streams[-1].prompt[:24] == streams[0].prompt[:24] and streams[-1].prompt != streams[0].prompt
 
 
@@ -399,8 +420,8 @@ def test_a_broken_structure_widens_no_tolerance():
     """The twin's noise is part of the float32 tolerance; a twin that is wrong must not make ties of differences."""
     options = dataclasses.replace(OPTIONS, layouts=("paged",), dtypes=("float32",))
     sound, hurt = run(tiny(), options), run(tiny(), options, fault="mask")
-    assert hurt.memories[0].tolerance <= sound.memories[0].tolerance * 1.01
-    assert hurt.memories[0].ties < hurt.memories[0].compared - hurt.memories[0].agree
+    assert hurt.cases[0].tolerance <= sound.cases[0].tolerance * 1.01
+    assert hurt.cases[0].ties < hurt.cases[0].compared - hurt.cases[0].agree
 
 
 def test_a_config_edited_by_hand_is_verified(checkpoint, capsys, tmp_path):

@@ -6,26 +6,37 @@ import json
 import pytest
 import torch
 
-from kvad.cache.cuts import HeadColumns
-from kvad.cache.memory import Memory
+from kvad.cache.cuts import PerHeadMetadata
+from kvad.cache.memory import KVCache
 from kvad.cache.named import POLICIES, parse_policy
-from kvad.cache.sizing import CacheConfig, groups
-from kvad.checkpoint.native import save
+from kvad.cache.sizing import CacheConfig, build_groups
+from kvad.checkpoint.native import save_checkpoint
 from kvad.cli.main import main
-from kvad.config import Alibi, Attention, Embedding, Gated, Layer, LearnedPositions, ModelConfig, Rope, Stack, mixers
+from kvad.config import (
+    AlibiConfig,
+    AttentionConfig,
+    EmbeddingConfig,
+    GatedMLPConfig,
+    LayerConfig,
+    LearnedPositionsConfig,
+    ModelConfig,
+    RopeConfig,
+    StackConfig,
+    attention_specs,
+)
 from kvad.errors import ConfigError, UsageError
-from kvad.lab.asked import SIZED, first_cut, named_policies, sized
+from kvad.lab.asked import SIZED, first_loss_length, parse_policies, sized_policy
 from kvad.lab.findings import EXACT, POLICY_RULES, RULES
-from kvad.lab.loss import Needles
-from kvad.lab.scenario import Options, prompts_of
-from kvad.lab.tasks import Lookup
+from kvad.lab.loss import NeedleRecall
+from kvad.lab.scenario import ScenarioOptions, build_prompts
+from kvad.lab.tasks import LookupLanguage
 from kvad.lab.verify import verify
 from kvad.model.transformer import Transformer
-from kvad.step import Reach
+from kvad.step import AttentionPattern
 from kvad.text.plain import ByteTokenizer
 from tests.lab.looker import make_looker
 
-OPTIONS = Options(rows=3, chunk=8, block_size=4, tokens=8, dtypes=("float64",))
+OPTIONS = ScenarioOptions(num_seqs=3, chunk=8, block_size=4, tokens=8, dtypes=("float64",))
 MASKS, RANKED = ("window(8)", "sinks(2, 6)", "truncate(8)"), ("heavy-hitters(8, every=4)", "random(8, every=4)")
 
 
@@ -39,9 +50,13 @@ def _one_thread():
 
 def tiny(vocab=64, limit=96, absolute=None, layers=2, **mixer):
     torch.manual_seed(0)
-    kinds = {"L": Layer(Attention(**{"heads": 4, "kv_heads": 2, **mixer}), Gated(48))}
-    stack = Stack(layers=layers, kinds=kinds)
-    model = Transformer(ModelConfig(width=32, vocab=vocab, limit=limit, decoder=stack, embed=Embedding(absolute)))
+    kinds = {"L": LayerConfig(AttentionConfig(**{"heads": 4, "kv_heads": 2, **mixer}), GatedMLPConfig(48))}
+    stack = StackConfig(num_layers=layers, layer_types=kinds)
+    model = Transformer(
+        ModelConfig(
+            hidden_size=32, vocab_size=vocab, max_seq_len=limit, decoder=stack, embedding=EmbeddingConfig(absolute)
+        )
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3 + (parameter.dim() == 1))
@@ -50,64 +65,69 @@ def tiny(vocab=64, limit=96, absolute=None, layers=2, **mixer):
 
 def run(model, fault=None, language=None, **options):
     asked = dataclasses.replace(OPTIONS, **options)
-    return verify(model, prompts_of(model.config, asked, None), asked, fault=fault, language=language)
+    return verify(model, build_prompts(model.config, asked, None), asked, fault=fault, language=language)
 
 
 # ---------------------------------------------------------------- what holds
 
 
-@pytest.mark.parametrize("position", [Rope(), Alibi()], ids=["rope", "alibi"])
+@pytest.mark.parametrize("position", [RopeConfig(), AlibiConfig()], ids=["rope", "alibi"])
 def test_a_policy_by_position_is_exact_and_says_what_it_hides(position):
-    rotates = ("write", "read") if isinstance(position, Rope) else ("write",)
+    rotates = ("write", "read") if isinstance(position, RopeConfig) else ("write",)
     report = run(tiny(position=position), policies=MASKS, rotates=rotates)
-    assert [m.verdict for m in report.memories] == ["exact"] * (6 * len(rotates))
-    assert all(m.structure <= EXACT and m.loss.kl_max > 1e-3 and m.loss.ratio != 1 for m in report.memories)
+    assert [m.verdict for m in report.cases] == ["exact"] * (6 * len(rotates))
+    assert all(m.structure <= EXACT and m.loss.kl_max > 1e-3 and m.loss.ratio != 1 for m in report.cases)
     assert report.rules == RULES + POLICY_RULES and not report.broken and not report.skipped
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_one_of_each_kind_holds(name):
     """A new policy is verified by being registered; its size for the prompts stands in ``SIZED``."""
-    report = run(tiny(), policies=named_policies([name], 33, 4), rotates=("write", "read"))
-    mask = parse_policy(sized(name, 33, 4))
-    lossy = (mask.scored, mask.levels, mask.chooses) != (None, None, None) and name != "spilled"
-    assert {m.verdict for m in report.memories} == {"lossy by design" if lossy else "exact"}
-    assert all(m.structure <= EXACT for m in report.memories)
+    report = run(tiny(), policies=parse_policies([name], 33, 4), rotates=("write", "read"))
+    mask = parse_policy(sized_policy(name, 33, 4))
+    lossy = (mask.eviction, mask.tiered, mask.sparse_read) != (None, None, None) and name != "spilled"
+    assert {m.verdict for m in report.cases} == {"lossy by design" if lossy else "exact"}
+    assert all(m.structure <= EXACT for m in report.cases)
     assert not [note for note in report.notes if "keeps all" in note]
-    assert (report.memories[0].loss is None) == (name == "full")
+    assert (report.cases[0].loss is None) == (name == "full")
 
 
 @pytest.mark.parametrize("policy", ["sinks(2, 6)", "tova(8, every=4)", "hierarchy(8, packed=8, every=8)"])
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8/int4"])
 def test_formats_and_policies_compose(policy, stored):
     report = run(tiny(), policies=(policy,), dtypes=(stored,), layouts=("paged",), rotates=("write", "read"))
-    assert all(m.structure <= EXACT and m.verdict != "BROKEN" for m in report.memories)
+    assert all(m.structure <= EXACT and m.verdict != "BROKEN" for m in report.cases)
     if stored == "float32":
-        assert report.memories[0].verdict == ("exact" if policy.startswith("sinks") else "lossy by design")
+        assert report.cases[0].verdict == ("exact" if policy.startswith("sinks") else "lossy by design")
 
 
 def test_rows_without_an_end_pass_the_limit():
     report = run(tiny(limit=40), policies=(*MASKS, "tova(8)"), endless=True, dtypes=("float64", "int8"))
     assert max(report.rows) > 40
-    assert {(m.dtype, m.verdict) for m in report.memories} == {("float64", "exact"), ("int8", "lossy by design")}
+    assert {(m.dtype, m.verdict) for m in report.cases} == {("float64", "exact"), ("int8", "lossy by design")}
     assert {each.memory.split()[2] for each in report.skipped} == {"tova(8)"}
     assert "layer 0 keeps all tokens" in report.skipped[0].reason
 
 
 def test_bare_names_are_sized_for_the_prompts():
-    assert named_policies(["snapkv", "sinks(1,2)", "snapkv"], 128, 16) == (sized("snapkv", 128, 16), "sinks(1,2)")
-    assert len(named_policies(["all"], 128, 16)) == len(POLICIES) == len(SIZED)
-    assert named_policies([], 128, 16) == ("full",)
+    assert parse_policies(["snapkv", "sinks(1,2)", "snapkv"], 128, 16) == (
+        sized_policy("snapkv", 128, 16),
+        "sinks(1,2)",
+    )
+    assert len(parse_policies(["all"], 128, 16)) == len(POLICIES) == len(SIZED)
+    assert parse_policies([], 128, 16) == ("full",)
     with pytest.raises(ConfigError, match="did you mean 'window'"):
-        named_policies(["windw"], 128, 16)
+        parse_policies(["windw"], 128, 16)
 
 
 @pytest.mark.parametrize(("longest", "block"), [(2, 1), (12, 4), (33, 4), (129, 16), (600, 16), (50, 3)])
 def test_every_size_can_be(longest, block):
     config = tiny().config
     for name in POLICIES:
-        cache = CacheConfig(policy=sized(name, longest, block), block_size=block, capacity=longest, rows=2)
-        cut = first_cut(groups(mixers(config), cache))
+        cache = CacheConfig(
+            policy=sized_policy(name, longest, block), block_size=block, max_seq_len=longest, max_num_seqs=2
+        )
+        cut = first_loss_length(build_groups(attention_specs(config), cache))
         assert longest < 12 or cut is None or cut < longest, (name, cut)
 
 
@@ -115,8 +135,8 @@ def test_every_size_can_be(longest, block):
 
 
 def test_what_cannot_be_is_skipped_and_said():
-    report = run(tiny(position=Alibi()), policies=("full", "hierarchy(8, every=8)"), rotates=("write", "read"))
-    assert len(report.memories) == 3 and len(report.skipped) == 5
+    report = run(tiny(position=AlibiConfig()), policies=("full", "hierarchy(8, every=8)"), rotates=("write", "read"))
+    assert len(report.cases) == 3 and len(report.skipped) == 5
     said = {each.memory: each.reason for each in report.skipped}
     assert "descend in whole blocks" in said["contiguous float64 hierarchy(8, every=8)"]
     assert "no layer of this model rotates" in said["paged float64 rotate=read"]
@@ -132,12 +152,14 @@ def test_what_cannot_be_is_skipped_and_said():
 )
 def test_where_nothing_can_be_it_is_refused(options, says):
     with pytest.raises(ConfigError, match=says):
-        run(tiny(absolute=LearnedPositions(96), position=None), **options)
+        run(tiny(absolute=LearnedPositionsConfig(96), position=None), **options)
 
 
 def test_a_contiguous_hierarchy_is_refused_by_the_cache_itself():
     with pytest.raises(ConfigError, match="descend in whole blocks"):
-        groups(mixers(tiny().config), CacheConfig(layout="contiguous", policy="hierarchy(8)", capacity=64))
+        build_groups(
+            attention_specs(tiny().config), CacheConfig(layout="contiguous", policy="hierarchy(8)", max_seq_len=64)
+        )
 
 
 # ---------------------------------------------------------------- it can object
@@ -148,16 +170,16 @@ def test_a_contiguous_hierarchy_is_refused_by_the_cache_itself():
 @pytest.mark.parametrize("fault", ["mask", "position", "rotation", "scale", "cursor", "table", "layer", "neighbour"])
 def test_a_fault_under_a_policy_is_named(fault, policy, rotate):
     report = run(tiny(), policies=(policy,), rotates=(rotate,), layouts=("paged",), fault=fault)
-    (memory,) = report.memories
+    (memory,) = report.cases
     assert memory.verdict == "BROKEN" and memory.finding.fault == fault, memory.finding
 
 
 def test_a_mask_that_is_not_the_policys_is_broken(monkeypatch):
-    real = Reach.allows
-    monkeypatch.setattr(Memory, "open", widened(Memory.open))
+    real = AttentionPattern.visible
+    monkeypatch.setattr(KVCache, "open", widened(KVCache.open))
     report = run(tiny(), policies=("window(8)",), layouts=("paged",))
-    assert real is Reach.allows and report.memories[0].verdict == "BROKEN"
-    assert report.memories[0].finding.fault == "mask"
+    assert real is AttentionPattern.visible and report.cases[0].verdict == "BROKEN"
+    assert report.cases[0].finding.fault == "mask"
 
 
 def widened(open_):
@@ -167,7 +189,7 @@ def widened(open_):
         if not getattr(self, "_wider", False):
             self._wider = True
             self.groups = tuple(
-                g._replace(mixer=g.mixer._replace(window=g.mixer.window and g.mixer.window + 1)) for g in self.groups
+                g._replace(mixer=g.spec._replace(window=g.spec.window and g.spec.window + 1)) for g in self.groups
             )
         return open_(self, step)
 
@@ -176,18 +198,18 @@ def widened(open_):
 
 def test_a_policy_that_looks_at_its_neighbours_is_broken(monkeypatch):
     """What nobody could see in one run: each row against itself alone."""
-    add = HeadColumns.add
+    add = PerHeadMetadata.add
     monkeypatch.setattr(
-        HeadColumns, "add", lambda self, table, mass: add(self, table, mass + mass.sum(0, keepdim=True))
+        PerHeadMetadata, "add", lambda self, table, mass: add(self, table, mass + mass.sum(0, keepdim=True))
     )
     report = run(tiny(), policies=("heavy-hitters(8, every=4)",), layouts=("paged",))
-    (memory,) = report.memories
+    (memory,) = report.cases
     assert memory.verdict == "BROKEN" and memory.finding is None
-    assert "the same row alone" in memory.why
+    assert "the same row alone" in memory.reason
 
 
 def test_a_row_that_is_woken_with_nothing_is_broken(monkeypatch):
-    monkeypatch.setattr(Memory, "_park_and_wake", lambda *_: None)
+    monkeypatch.setattr(KVCache, "_park_and_wake", lambda *_: None)
     assert run(tiny(), policies=("norm(8, every=4)",), layouts=("paged",)).broken
 
 
@@ -200,18 +222,18 @@ def test_recall_beside_a_model_that_looks_keys_up():
         OPTIONS, policies=("full", "window(8)", "hierarchy(128, every=128)"), layouts=("paged",), dtypes=("float32",)
     )
     options = dataclasses.replace(options, chunk=16, block_size=16, tokens=16)
-    report = verify(model, [[1, 2, 3] * 35, [4, 5], [6]], options, language=Lookup(tokenizer))
-    full, window, hierarchy = report.memories
+    report = verify(model, [[1, 2, 3] * 35, [4, 5], [6]], options, language=LookupLanguage(tokenizer))
+    full, window, hierarchy = report.cases
     assert full.loss is None
     assert (window.loss.recall.full, hierarchy.loss.recall.recall) == (1.0, 1.0) and window.loss.recall.recall < 0.5
 
 
 def test_without_a_language_or_room_recall_is_omitted_and_said():
     model, tokenizer = make_looker(limit=64)
-    assert Needles(model, None, 64).why == "no tokenizer to ask in"
-    assert "does not fit in 3 tokens" in Needles(model, Lookup(tokenizer), 3).why
+    assert NeedleRecall(model, None, 64).why == "no tokenizer to ask in"
+    assert "does not fit in 3 tokens" in NeedleRecall(model, LookupLanguage(tokenizer), 3).why
     dull = tiny(vocab=tokenizer.vocab_size)
-    assert "another's would say nothing" in Needles(dull, Lookup(tokenizer), 64).why
+    assert "another's would say nothing" in NeedleRecall(dull, LookupLanguage(tokenizer), 64).why
 
 
 # ---------------------------------------------------------------- the command
@@ -221,7 +243,7 @@ def test_without_a_language_or_room_recall_is_omitted_and_said():
 def checkpoint(tmp_path_factory):
     folder, tokenizer = tmp_path_factory.mktemp("verify") / "model", ByteTokenizer()
     model = tiny(vocab=tokenizer.vocab_size)
-    save(folder, model.config, model.state_dict(), tokenizer)
+    save_checkpoint(folder, model.config, model.state_dict(), tokenizer)
     return str(folder)
 
 
@@ -271,4 +293,4 @@ def test_a_broken_policy_exits_with_one(checkpoint, capsys):
 
 def test_options_without_a_policy_are_refused():
     with pytest.raises(UsageError, match="nothing to verify"):
-        Options(policies=())
+        ScenarioOptions(policies=())

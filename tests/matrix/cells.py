@@ -20,11 +20,11 @@ import torch
 from kvad.cache.formats import FORMATS
 from kvad.cache.named import POLICIES
 from kvad.cache.planning import check_policy
-from kvad.cache.sizing import CacheConfig, groups
-from kvad.config import ModelConfig, mixers
+from kvad.cache.sizing import CacheConfig, build_groups
+from kvad.config import ModelConfig, attention_specs
 from kvad.engine.engine import Engine
 from kvad.errors import KvadError
-from kvad.lab.asked import first_cut, sized
+from kvad.lab.asked import first_loss_length, sized_policy
 from kvad.model.transformer import Transformer
 from tests.drive import Stream, drive, worst
 from tests.models import SOURCE_VOCAB, VOCAB, build, encoder_config, model_config, pair_config
@@ -73,7 +73,7 @@ def ask(table: str, cell: tuple[str, ...]) -> Said:
 def made(policy: str, form: str, **fields: Any) -> dict[str, Any]:
     """The fields of a CacheConfig: it may be refused.  A format for keys alone has its sibling for the values; under
     ``full`` it is the hierarchy that such keys are kept in, in steps that fit these rows."""
-    stored, said = {"keys": form, "values": form.removesuffix("-channel")}, sized(policy, LONGEST, BLOCK)
+    stored, said = {"keys": form, "values": form.removesuffix("-channel")}, sized_policy(policy, LONGEST, BLOCK)
     if policy == "full" and form.endswith("-channel"):
         said = f"hierarchy({BLOCK}, keys={form}, values={stored['values']}, every={2 * BLOCK})"
         stored = {"dtype": "float64"}
@@ -97,18 +97,18 @@ def measure(topology: str, encoding: str, fields: dict[str, Any]) -> Said:
     config = config_of(topology, encoding)
     try:
         cache = CacheConfig(**fields)
-        placed = groups(mixers(config), cache)
+        placed = build_groups(attention_specs(config), cache)
         check_policy(config, cache)
         if topology == "encoder":  # an engine has one, with no cache: what its rows would be is refused
-            Engine(build(config), cache).submit([1], None)  # type: ignore[arg-type]
+            Engine(build(config), cache).add_request([1], None)  # type: ignore[arg-type]
     except KvadError as error:
         return {"refused": error.message + (f"; {error.hint}" if error.hint else "")}
     model, streams = build(config), rows(topology, endless=cache.endless)
     run = drive(model, cache, streams)
-    if first_cut(placed) is not None:
+    if first_loss_length(placed) is not None:
         return {"judge": "own", "structure": alone(model, cache, streams, run.logits)}
-    said = {"structure": worst(model, streams, run, cache, cache.formats)}
-    if cache.formats != ("float64", "float64"):
+    said = {"structure": worst(model, streams, run, cache, cache.token_formats)}
+    if cache.token_formats != ("float64", "float64"):
         said["loss"] = worst(model, streams, run, cache)
     return said
 
@@ -128,7 +128,7 @@ def alone(model: Transformer, cache: CacheConfig, streams: list[Stream], company
     """max |dlogit| of the rows from the same rows alone, in chunks of another size."""
     largest = 0.0
     for number, stream in enumerate(streams):
-        solo = drive(model, replace(cache, rows=1, chunk=3), [replace(stream, arrives=0)])
+        solo = drive(model, replace(cache, max_num_seqs=1, prefill_chunk_size=3), [replace(stream, arrives=0)])
         for at, logits in solo.logits[0, 0].items():
             gap = (logits - company[number, 0][at]).abs().max().nan_to_num(nan=torch.inf)
             largest = max(largest, float(gap))

@@ -18,17 +18,17 @@ from typing import Any, NamedTuple
 import torch
 
 from kvad.cache.formats import FORMATS
-from kvad.cache.mesh import Mesh, check_cache, check_mesh
+from kvad.cache.mesh import Mesh, check_cache_fits_mesh, check_model_fits_mesh
 from kvad.cache.named import POLICIES
 from kvad.cache.planning import check_policy
-from kvad.cache.sizing import CacheConfig, groups
-from kvad.config import ModelConfig, mixers
+from kvad.cache.sizing import CacheConfig, build_groups
+from kvad.config import ModelConfig, attention_specs
 from kvad.errors import KvadError
-from kvad.lab.asked import first_cut
-from kvad.lab.replay import Replayed, Stream, uncached
-from kvad.lab.rounded import Rounded
-from kvad.lab.through import through
-from kvad.model.fresh import Fresh
+from kvad.lab.asked import first_loss_length
+from kvad.lab.replay import ReplayResult, ReplayStream, run_uncached
+from kvad.lab.rounded import QuantizedNoCache
+from kvad.lab.through import run_round_trip
+from kvad.model.fresh import NoCache
 from kvad.model.transformer import Transformer
 from tests.drive import drive
 from tests.matrix.cells import ENCODINGS, Said, config_of, made, rows
@@ -102,41 +102,41 @@ def ask(cell: tuple[str, ...]) -> Said:
             cache = CacheConfig(**{**made(policy, form), "rotate": turned, **column.first})
             check_policy(config, cache)
             other = replace(cache, **column.then)
-            went = through(column.way, model, cache, streams, Path(folder), other=other)
+            went = run_round_trip(column.way, model, cache, streams, Path(folder), other=other)
         except KvadError as error:
             words = error.message + (f"; {error.hint}" if error.hint else "")
             return {"refused": words.replace(f"{folder}/", "")}
-    said = _judged(model, cache, streams, went.replayed)
-    return {**said, "moved": went.moved, **({"missed": went.missed} if went.missed else {})}
+    said = _judged(model, cache, streams, went.replay)
+    return {**said, "moved": went.moved, **({"missed": went.miss_reason} if went.miss_reason else {})}
 
 
-def _streams(topology: str) -> list[Stream]:
+def _streams(topology: str) -> list[ReplayStream]:
     made = rows(topology, endless=False)
     sources = [None if each.source is None else tuple(each.source) for each in made]
     return [
-        Stream(tuple(each.prompt), (tuple(each.continuations[0]),), source=source)
+        ReplayStream(tuple(each.prompt), (tuple(each.continuations[0]),), source=source)
         for each, source in zip(made, sources, strict=True)
     ]
 
 
-def _judged(model: Transformer, cache: CacheConfig, streams: Sequence[Stream], came: Replayed) -> Said:
+def _judged(model: Transformer, cache: CacheConfig, streams: Sequence[ReplayStream], came: ReplayResult) -> Said:
     """As ``cells.measure``: max |dlogit| from the model without a cache, or from each row alone in other chunks."""
     assert len(came.pieces) == len(streams), "a row never came back"
-    placed = groups(mixers(model.config), cache)
-    own = first_cut(placed) is not None
+    placed = build_groups(attention_specs(model.config), cache)
+    own = first_loss_length(placed) is not None
     largest = 0.0
     for (number, _), pieces in came.pieces.items():
         stream = streams[number]
         if own:
             right = _alone(model, cache, stream)
         else:
-            memory = Fresh(model.config, specs=cache.narrowed(mixers(model.config)), kernel="reference")
+            memory = NoCache(model.config, specs=cache.restrict(attention_specs(model.config)), kernel="reference")
             judge = (
                 memory
-                if cache.formats == ("float64", "float64")
-                else Rounded(memory, *cache.formats, rotate=cache.rotate)
+                if cache.token_formats == ("float64", "float64")
+                else QuantizedNoCache(memory, *cache.token_formats, rotate=cache.rope_at)
             )
-            logits = uncached(model, stream.tokens(0), stream.limit, judge, stream.source)
+            logits = run_uncached(model, stream.tokens(0), stream.limit, judge, stream.source)
             right = dict(enumerate(logits))
         for start, said in pieces:
             for at, each in enumerate(said, start):
@@ -145,12 +145,12 @@ def _judged(model: Transformer, cache: CacheConfig, streams: Sequence[Stream], c
     return {"judge": "own", "structure": largest} if own else {"structure": largest}
 
 
-def _alone(model: Transformer, cache: CacheConfig, stream: Stream) -> dict[int, torch.Tensor]:
+def _alone(model: Transformer, cache: CacheConfig, stream: ReplayStream) -> dict[int, torch.Tensor]:
     from tests.drive import Stream as Forced
 
     source = None if stream.source is None else list(stream.source)
-    forced = Forced(list(stream.prompt), [list(stream.forced[0])], source=source)
-    return drive(model, replace(cache, rows=1, chunk=3), [forced]).logits[0, 0]
+    forced = Forced(list(stream.prompt), [list(stream.forced_tokens[0])], source=source)
+    return drive(model, replace(cache, max_num_seqs=1, prefill_chunk_size=3), [forced]).logits[0, 0]
 
 
 # ---------------------------------------------------------------- meshes
@@ -179,9 +179,9 @@ def _refused(cell: tuple[str, ...]) -> str:
     try:
         cache = CacheConfig(**made(policy, form))
         check_policy(config, cache)
-        placed = groups(mixers(config), cache)
-        check_mesh(config, Mesh.parse(mesh))
-        check_cache(placed, Mesh.parse(mesh))
+        placed = build_groups(attention_specs(config), cache)
+        check_model_fits_mesh(config, Mesh.parse(mesh))
+        check_cache_fits_mesh(placed, Mesh.parse(mesh))
     except KvadError as error:
         return error.message + (f"; {error.hint}" if error.hint else "")
     return ""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvad.cache.named import POLICIES
-from kvad.lab.through import WAYS as HOW
+from kvad.lab.through import ROUND_TRIPS as HOW
 from tests.matrix.cells import key
 from tests.matrix.lives import MESHES, WAYS, sample
 
@@ -37,7 +37,7 @@ def pages(results: Mapping[str, Any], cell: Cell, table: Table) -> str:
 
 
 def _ways() -> str:
-    said = [f"* {name}: {HOW[each.way].what}{_changed(each.then or each.first)}" for name, each in WAYS.items()]
+    said = [f"* {name}: {HOW[each.way].description}{_changed(each.then or each.first)}" for name, each in WAYS.items()]
     said.append("* ranks 2x1, 1x2: by kv heads, and by layers, over two processes, against one process")
     return "\n".join(said) + "\n"
 

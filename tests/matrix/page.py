@@ -21,8 +21,8 @@ from typing import Any
 
 from kvad.cache.formats import FORMATS
 from kvad.cache.named import POLICIES
-from kvad.lab.asked import sized
-from kvad.lab.prices import read_prices
+from kvad.lab.asked import sized_policy
+from kvad.lab.prices import read_costs
 from tests.matrix import lives, lives_page
 from tests.matrix.cells import BLOCK, ENCODINGS, EXACT, LAYOUTS, LONGEST, TOPOLOGIES, ask, every, key
 
@@ -106,7 +106,7 @@ def _short(value: Any) -> Any:
 
 def quality(path: Path) -> list[dict[str, Any]]:
     """What a bench's lines say of each cache, as ``kvad/lab/prices.py`` reads them."""
-    return [{**vars(each), "prices": [vars(price) for price in each.prices]} for each in read_prices(path)]
+    return [{**vars(each), "prices": [vars(price) for price in each.costs]} for each in read_costs(path)]
 
 
 def stored(results: Results) -> str:
@@ -118,7 +118,7 @@ def stored(results: Results) -> str:
 
 def page(results: Results) -> str:
     notes: Notes = {}
-    sizes = ", ".join(f"`{sized(name, LONGEST, BLOCK)}`" for name in POLICIES if name != "full")
+    sizes = ", ".join(f"`{sized_policy(name, LONGEST, BLOCK)}`" for name in POLICIES if name != "full")
     legend = _table(LEGEND[0], LEGEND[1:])
     parts = [HEAD.format(again=AGAIN, legend=legend, longest=LONGEST, block=BLOCK, sizes=sizes)]
     for topology in TOPOLOGIES:

@@ -62,7 +62,7 @@ class Reference:
         out = np.stack([self.transform(x, head["transform"]) for x in hidden])
         if head["kind"] == "classes":
             return np.stack([self.linear("head", x) for x in out])
-        name = "embed.tokens.weight" if self.config["tie"] else "head.weight"
+        name = "embedding.tokens.weight" if self.config["tie"] else "head.weight"
         logits = out @ self.weights[name].T
         logits = head["scale"] * (logits + self.weights.get("head.bias", 0.0))
         return logits if head["softcap"] is None else head["softcap"] * np.tanh(logits / head["softcap"])
@@ -88,17 +88,17 @@ class Reference:
         for at, token in enumerate(tokens):
             x = spec["scale"] * self.weights[f"{table or name}.tokens.weight"][token]
             if spec["width"] is not None and spec["project"] == "start":
-                x = self.linear(f"{name}.project", x)
+                x = self.linear(f"{name}.projection", x)
             if spec["norm"] is not None and spec["norm_first"]:
                 x = self.norm(f"{name}.norm", spec["norm"], x)
             if spec["position"] is not None:
                 x = x + self.absolute(name, spec["position"], at, len(x))
             if spec["segments"]:
-                x = x + self.weights[f"{name}.segments.weight"][0 if segments is None else segments[at]]
+                x = x + self.weights[f"{name}.token_types.weight"][0 if segments is None else segments[at]]
             if spec["norm"] is not None and not spec["norm_first"]:
                 x = self.norm(f"{name}.norm", spec["norm"], x)
             if spec["width"] is not None and spec["project"] == "end":
-                x = self.linear(f"{name}.project", x)
+                x = self.linear(f"{name}.projection", x)
             rows.append(x)
         return np.stack(rows)
 
@@ -124,21 +124,21 @@ class Reference:
         for index in range(spec["layers"]):
             letter = spec["pattern"][index % len(spec["pattern"])]
             layer = spec["kinds"][letter]
-            x = self.layer(f"{name}.layers.{index}", f"{name}.relative.{letter}", spec, layer, x, source)
+            x = self.layer(f"{name}.layers.{index}", f"{name}.relative_bias.{letter}", spec, layer, x, source)
         return self.each(f"{name}.norm", layer["norm"], x) if spec["final_norm"] else x
 
     def layer(self, at: str, shared: str, stack: Config, spec: Config, x: Array, source: Array | None) -> Array:
         place, share, norm = stack["norm_place"], stack["residual"], spec["norm"]
 
         def mix(h: Array) -> Array:
-            return self.attention(f"{at}.mixer", shared, spec["mixer"], norm, h, h)
+            return self.attention(f"{at}.attention", shared, spec["attention"], norm, h, h)
 
         def feed(h: Array) -> Array:
             return np.stack([self.mlp(f"{at}.mlp", spec["mlp"], row) for row in h])
 
         def cross(h: Array) -> Array:
             assert source is not None
-            return self.attention(f"{at}.cross", shared, spec["cross"], norm, h, source)
+            return self.attention(f"{at}.cross_attention", shared, spec["cross"], norm, h, source)
 
         def normed(name: str, h: Array) -> Array:
             return self.each(f"{at}.{name}", norm, h)
@@ -199,7 +199,7 @@ class Reference:
             k = np.stack([[rotated(k[j, h], j, position) for h in range(kv_heads)] for j in range(len(k))])
         scale = {"default": 1 / math.sqrt(dim), "none": 1.0}.get(spec["scale"], spec["scale"])
         sinks = self.weights.get(f"{at}.sink_logits")
-        bias = self.bias(f"{at}.relative", shared, position, heads)
+        bias = self.bias(f"{at}.relative_bias", shared, position, heads)
         out = []
         for i in range(len(x)):
             told: list[float] = []

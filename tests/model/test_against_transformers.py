@@ -20,12 +20,12 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from kvad import config as cfg
-from kvad.config import ModelConfig, Norm, Rope
-from kvad.model.fresh import Fresh
+from kvad.config import ModelConfig, NormConfig, RopeConfig
+from kvad.model.fresh import NoCache
 from kvad.model.mixers import Attention
 from kvad.model.transformer import Transformer
-from kvad.ops.attend import Kernel, Reading, attend
-from kvad.step import Buckets, Lane, Mark, Reach, Score, Step
+from kvad.ops.attend import AttentionMask, Kernel, dot_product_attention
+from kvad.step import AttentionParams, AttentionPattern, ModelInput, RelativeBuckets, SubBatch, TokenPositions
 
 VOCAB, LENGTH, LAYERS = 51, 23, 2
 HEADS, KV_HEADS, DIM, WIDTH, HIDDEN = 6, 2, 8, 36, 40  # head_dim is not width / heads where a family allows it
@@ -93,7 +93,9 @@ def carry_over(case: Case) -> Transformer:
     wanted = {name: our_name(case.names, name) for name in mine.state_dict()}
     mine.load_state_dict({name: state[other] for name, other in wanted.items()})
     spare = set(state) - set(wanted.values()) - set(case.unused)
-    assert not {name for name in spare if name != "lm_head.weight" or not case.config.tie}, "weights left over"
+    assert not {name for name in spare if name != "lm_head.weight" or not case.config.tie_embeddings}, (
+        "weights left over"
+    )
     return mine
 
 
@@ -105,27 +107,27 @@ def ids(rows: int = 2, length: int = LENGTH) -> Tensor:
 def ours(model: Transformer, tokens: Tensor, kernel: Kernel) -> Tensor:
     rows, length = tokens.shape
     flat = tokens.flatten()
-    step = Step(
+    step = ModelInput(
         flat,
         torch.arange(length).repeat(rows),
-        (Lane(rows, length, length),),
+        (SubBatch(rows, length, length),),
         torch.arange(len(flat)),
-        limits=torch.full_like(flat, length),
+        max_seq_lens=torch.full_like(flat, length),
     )
-    return model.logits(model(step, Fresh(model.config, kernel=kernel)), step.wanted).view(rows, length, -1)
+    return model.logits(model(step, NoCache(model.config, kernel=kernel)), step.logit_indices).view(rows, length, -1)
 
 
 # ---------------------------------------------------------------- families
 
 LLAMA = {
-    "embed.tokens": "model.embed_tokens",
+    "embedding.tokens": "model.embed_tokens",
     "layer": "model.layers.{i}.",
-    "mixer.q": "self_attn.q_proj",
-    "mixer.k": "self_attn.k_proj",
-    "mixer.v": "self_attn.v_proj",
-    "mixer.out": "self_attn.o_proj",
-    "mixer.q_norm": "self_attn.q_norm",
-    "mixer.k_norm": "self_attn.k_norm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.out": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
     "mlp.up": "mlp.up_proj",
     "mlp.gate": "mlp.gate_proj",
     "mlp.down": "mlp.down_proj",
@@ -158,18 +160,21 @@ WHOLE_HEADS = {key: value for key, value in LLAMA_OPTIONS.items() if key != "hea
 
 
 def one_kind(
-    mixer: cfg.Attention, mlp: Any = cfg.Gated(HIDDEN), norm: Norm = Norm(eps=EPS), **more: Any
+    mixer: cfg.AttentionConfig,
+    mlp: Any = cfg.GatedMLPConfig(HIDDEN),
+    norm: NormConfig = NormConfig(eps=EPS),
+    **more: Any,
 ) -> ModelConfig:
     stack = {key: more.pop(key) for key in ("norm_place", "final_norm") if key in more}
-    decoder = cfg.Stack(LAYERS, {"L": cfg.Layer(mixer, mlp, norm)}, **stack)
+    decoder = cfg.StackConfig(LAYERS, {"L": cfg.LayerConfig(mixer, mlp, norm)}, **stack)
     return ModelConfig(**{"width": WIDTH, "vocab": VOCAB, "limit": 64, "decoder": decoder, "tie": False, **more})
 
 
-ROPE = Rope(100.0)
+ROPE = RopeConfig(100.0)
 
 
-def grouped(position: Any = ROPE, **more: Any) -> cfg.Attention:
-    return cfg.Attention(**{"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "position": position, **more})
+def grouped(position: Any = ROPE, **more: Any) -> cfg.AttentionConfig:
+    return cfg.AttentionConfig(**{"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "position": position, **more})
 
 
 def llama(**options: Any) -> Any:
@@ -182,7 +187,7 @@ FACTORS = {"short": (1.0, 1.1, 1.2, 1.3), "long": (2.0, 3.0, 4.0, 5.0)}
 def scaled(scaling: Any, atol: float = 1e-10, **theirs: Any) -> Case:
     """23 tokens in a model made for 16."""
     options = {"max_position_embeddings": 16, "rope_scaling": theirs}
-    return Case(llama(**options), one_kind(grouped(Rope(100.0, scaling=scaling))), LLAMA, atol=atol)
+    return Case(llama(**options), one_kind(grouped(RopeConfig(100.0, scaling=scaling))), LLAMA, atol=atol)
 
 
 def mistral() -> Case:
@@ -202,15 +207,15 @@ def qwen3() -> Case:
 
 def gemma() -> Case:
     theirs = make(transformers.GemmaForCausalLM, transformers.GemmaConfig(**LLAMA_OPTIONS))
-    norm, mlp = Norm(eps=EPS, unit_offset=True), cfg.Gated(HIDDEN, "gelu_tanh")
-    return Case(theirs, one_kind(grouped(), mlp, norm, tie=True, embed=cfg.Embedding(scale=WIDTH**0.5)), LLAMA)
+    norm, mlp = NormConfig(eps=EPS, unit_offset=True), cfg.GatedMLPConfig(HIDDEN, "gelu_tanh")
+    return Case(theirs, one_kind(grouped(), mlp, norm, tie=True, embed=cfg.EmbeddingConfig(scale=WIDTH**0.5)), LLAMA)
 
 
-def two_kinds(local: cfg.Attention, globe: cfg.Attention, head: cfg.Head) -> ModelConfig:
-    norm, mlp = Norm(eps=EPS, unit_offset=True), cfg.Gated(HIDDEN, "gelu_tanh")
-    kinds = {"L": cfg.Layer(local, mlp, norm), "G": cfg.Layer(globe, mlp, norm)}
-    decoder = cfg.Stack(4, kinds, "LG", norm_place="sandwich")
-    return ModelConfig(WIDTH, VOCAB, 64, decoder, embed=cfg.Embedding(scale=WIDTH**0.5), head=head)
+def two_kinds(local: cfg.AttentionConfig, globe: cfg.AttentionConfig, head: cfg.LanguageHeadConfig) -> ModelConfig:
+    norm, mlp = NormConfig(eps=EPS, unit_offset=True), cfg.GatedMLPConfig(HIDDEN, "gelu_tanh")
+    kinds = {"L": cfg.LayerConfig(local, mlp, norm), "G": cfg.LayerConfig(globe, mlp, norm)}
+    decoder = cfg.StackConfig(4, kinds, "LG", norm_position="sandwich")
+    return ModelConfig(WIDTH, VOCAB, 64, decoder, embedding=cfg.EmbeddingConfig(scale=WIDTH**0.5), head=head)
 
 
 ALTERNATING: dict[str, Any] = {
@@ -226,7 +231,7 @@ def gemma2() -> Case:
     theirs = make(transformers.Gemma2ForCausalLM, transformers.Gemma2Config(**LLAMA_OPTIONS | ALTERNATING | more))
     globe = grouped(softcap=2.0, scale=13**-0.5)
     local = grouped(softcap=2.0, scale=13**-0.5, window=5)
-    return Case(theirs, two_kinds(local, globe, cfg.Head(softcap=3.0)), SANDWICH)
+    return Case(theirs, two_kinds(local, globe, cfg.LanguageHeadConfig(logit_softcap=3.0)), SANDWICH)
 
 
 def gemma3() -> Case:
@@ -234,8 +239,8 @@ def gemma3() -> Case:
     options = LLAMA_OPTIONS | ALTERNATING | {"rope_local_base_freq": 20.0}
     theirs = make(transformers.Gemma3ForCausalLM, transformers.Gemma3TextConfig(**options))
     globe = grouped(qk_norm="head", scale=13**-0.5)
-    local = grouped(Rope(20.0), qk_norm="head", scale=13**-0.5, window=5)
-    return Case(theirs, two_kinds(local, globe, cfg.Head()), SANDWICH)
+    local = grouped(RopeConfig(20.0), qk_norm="head", scale=13**-0.5, window=5)
+    return Case(theirs, two_kinds(local, globe, cfg.LanguageHeadConfig()), SANDWICH)
 
 
 def split(state: dict[str, Tensor], fused: str, cut: Callable[[Tensor], tuple[Tensor, ...]]) -> dict[str, Tensor]:
@@ -263,13 +268,13 @@ def conv1d(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 GPT2 = {
-    "embed.tokens": "transformer.wte",
-    "embed.positions": "transformer.wpe",
+    "embedding.tokens": "transformer.wte",
+    "embedding.positions": "transformer.wpe",
     "layer": "transformer.h.{i}.",
-    "mixer.q": "attn.q",
-    "mixer.k": "attn.k",
-    "mixer.v": "attn.v",
-    "mixer.out": "attn.c_proj",
+    "attention.q": "attn.q",
+    "attention.k": "attn.k",
+    "attention.v": "attn.v",
+    "attention.out": "attn.c_proj",
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
     "norm1": "ln_1",
@@ -285,18 +290,18 @@ GPT_OPTIONS: dict[str, Any] = {
     "n_positions": 40,
     "layer_norm_epsilon": EPS,
 }
-LAYER_NORM = Norm("layer", EPS, bias=True)
-LEARNED: dict[str, Any] = {"embed": cfg.Embedding(cfg.LearnedPositions(40)), "limit": 40}
+LAYER_NORM = NormConfig("layer", EPS, bias=True)
+LEARNED: dict[str, Any] = {"embed": cfg.EmbeddingConfig(cfg.LearnedPositionsConfig(40)), "limit": 40}
 
 
-def everywhere(position: Any = None, **more: Any) -> cfg.Attention:
+def everywhere(position: Any = None, **more: Any) -> cfg.AttentionConfig:
     """Full heads of width / heads with biases."""
-    return cfg.Attention(**{"heads": HEADS, "position": position, "bias": True, "out_bias": True, **more})
+    return cfg.AttentionConfig(**{"heads": HEADS, "position": position, "bias": True, "out_bias": True, **more})
 
 
 def gpt2() -> Case:
     theirs = make(transformers.GPT2LMHeadModel, transformers.GPT2Config(**GPT_OPTIONS, n_inner=HIDDEN))
-    mlp = cfg.Plain(HIDDEN, "gelu_tanh", bias=True)
+    mlp = cfg.PlainMLPConfig(HIDDEN, "gelu_tanh", bias=True)
     return Case(theirs, one_kind(everywhere(), mlp, LAYER_NORM, tie=True, **LEARNED), GPT2, conv1d)
 
 
@@ -304,7 +309,7 @@ def gpt_bigcode() -> Case:
     """One key-value head; q | k | v fused by rows."""
     options = GPT_OPTIONS | {"n_inner": HIDDEN, "multi_query": True, "activation_function": "gelu_pytorch_tanh"}
     theirs = make(transformers.GPTBigCodeForCausalLM, transformers.GPTBigCodeConfig(**options))
-    mlp = cfg.Plain(HIDDEN, "gelu_tanh", bias=True)
+    mlp = cfg.PlainMLPConfig(HIDDEN, "gelu_tanh", bias=True)
 
     def prepare(state: dict[str, Tensor]) -> dict[str, Tensor]:
         return split(state, "c_attn", lambda value: value.split((WIDTH, WIDTH // HEADS, WIDTH // HEADS)))
@@ -315,8 +320,11 @@ def gpt_bigcode() -> Case:
 def openai_gpt() -> Case:
     """Post-norm, no final norm, an MLP of four widths."""
     theirs = make(transformers.OpenAIGPTLMHeadModel, transformers.OpenAIGPTConfig(**GPT_OPTIONS, afn="gelu"))
-    names = GPT2 | {"embed.tokens": "transformer.tokens_embed", "embed.positions": "transformer.positions_embed"}
-    mlp = cfg.Plain(4 * WIDTH, "gelu_tanh", bias=True)
+    names = GPT2 | {
+        "embedding.tokens": "transformer.tokens_embed",
+        "embedding.positions": "transformer.positions_embed",
+    }
+    mlp = cfg.PlainMLPConfig(4 * WIDTH, "gelu_tanh", bias=True)
     config = one_kind(everywhere(), mlp, LAYER_NORM, tie=True, norm_place="post", final_norm=False, **LEARNED)
     return Case(theirs, config, names, conv1d)
 
@@ -325,11 +333,11 @@ def gptj() -> Case:
     """Parallel, interleaved, partial rotary, a bias in the head; a head dim of 16, whose root float32 knows."""
     options = GPT_OPTIONS | {"n_embd": 96, "rotary_dim": 8, "n_inner": HIDDEN, "tie_word_embeddings": False}
     theirs = make(transformers.GPTJForCausalLM, transformers.GPTJConfig(**options))
-    names = GPT2 | {f"mixer.{letter}": f"attn.{letter}_proj" for letter in "qkv"}
-    names |= {"mixer.out": "attn.out_proj", "mlp.up": "mlp.fc_in", "mlp.down": "mlp.fc_out"}
-    mixer = cfg.Attention(HEADS, position=Rope(10000.0, 0.5, interleaved=True))
-    mlp = cfg.Plain(HIDDEN, "gelu_tanh", bias=True)
-    config = one_kind(mixer, mlp, LAYER_NORM, norm_place="parallel", width=96, head=cfg.Head(bias=True))
+    names = GPT2 | {f"attention.{letter}": f"attn.{letter}_proj" for letter in "qkv"}
+    names |= {"attention.out": "attn.out_proj", "mlp.up": "mlp.fc_in", "mlp.down": "mlp.fc_out"}
+    mixer = cfg.AttentionConfig(HEADS, position=RopeConfig(10000.0, 0.5, interleaved=True))
+    mlp = cfg.PlainMLPConfig(HIDDEN, "gelu_tanh", bias=True)
+    config = one_kind(mixer, mlp, LAYER_NORM, norm_place="parallel", width=96, head=cfg.LanguageHeadConfig(bias=True))
     return Case(theirs, config, names)
 
 
@@ -338,17 +346,19 @@ def bloom() -> Case:
     options = {key: value for key, value in GPT_OPTIONS.items() if key not in ("n_embd", "n_positions")}
     theirs = make(transformers.BloomForCausalLM, transformers.BloomConfig(hidden_size=WIDTH, **options))
     names = GPT2 | {
-        "embed.tokens": "transformer.word_embeddings",
-        "embed.norm": "transformer.word_embeddings_layernorm",
-        "mixer.out": "self_attention.dense",
+        "embedding.tokens": "transformer.word_embeddings",
+        "embedding.norm": "transformer.word_embeddings_layernorm",
+        "attention.out": "self_attention.dense",
         "mlp.up": "mlp.dense_h_to_4h",
         "mlp.down": "mlp.dense_4h_to_h",
         "norm1": "input_layernorm",
         "norm2": "post_attention_layernorm",
     }
-    names |= {f"mixer.{letter}": f"self_attention.{letter}" for letter in "qkv"}
-    mlp = cfg.Plain(4 * WIDTH, "gelu_tanh", bias=True)
-    config = one_kind(everywhere(cfg.Alibi()), mlp, LAYER_NORM, tie=True, embed=cfg.Embedding(norm=LAYER_NORM))
+    names |= {f"attention.{letter}": f"self_attention.{letter}" for letter in "qkv"}
+    mlp = cfg.PlainMLPConfig(4 * WIDTH, "gelu_tanh", bias=True)
+    config = one_kind(
+        everywhere(cfg.AlibiConfig()), mlp, LAYER_NORM, tie=True, embed=cfg.EmbeddingConfig(norm=LAYER_NORM)
+    )
     return Case(theirs, config, names, lambda state: split(state, "query_key_value", per_head), atol=1e-7)
 
 
@@ -358,15 +368,15 @@ def mpt() -> Case:
     theirs = make(transformers.MptForCausalLM, transformers.MptConfig(**options, layer_norm_epsilon=EPS))
     names = GPT2 | {
         "layer": "transformer.blocks.{i}.",
-        "mixer.out": "attn.out_proj",
+        "attention.out": "attn.out_proj",
         "mlp.up": "ffn.up_proj",
         "mlp.down": "ffn.down_proj",
         "norm1": "norm_1",
         "norm2": "norm_2",
         "decoder.norm": "transformer.norm_f",
     }
-    mixer = everywhere(cfg.Alibi(), bias=False, out_bias=False)
-    config = one_kind(mixer, cfg.Plain(4 * WIDTH, "gelu"), Norm("layer", EPS), tie=True)
+    mixer = everywhere(cfg.AlibiConfig(), bias=False, out_bias=False)
+    config = one_kind(mixer, cfg.PlainMLPConfig(4 * WIDTH, "gelu"), NormConfig("layer", EPS), tie=True)
 
     def prepare(state: dict[str, Tensor]) -> dict[str, Tensor]:
         return split(state, "Wqkv", lambda value: value.chunk(3))
@@ -379,17 +389,17 @@ def opt() -> Case:
     options = {"ffn_dim": HIDDEN, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
     config = transformers.OPTConfig(**options, vocab_size=VOCAB, max_position_embeddings=40, word_embed_proj_dim=WIDTH)
     names = {name: other.replace("model.", "model.decoder.") for name, other in LLAMA.items()} | {
-        "embed.positions": "model.decoder.embed_positions",
-        "mixer.out": "self_attn.out_proj",
+        "embedding.positions": "model.decoder.embed_positions",
+        "attention.out": "self_attn.out_proj",
         "mlp.up": "fc1",
         "mlp.down": "fc2",
         "norm1": "self_attn_layer_norm",
         "norm2": "final_layer_norm",
         "decoder.norm": "model.decoder.final_layer_norm",
     }
-    position: dict[str, Any] = {"embed": cfg.Embedding(cfg.LearnedPositions(42, offset=2)), "limit": 40}
-    norm = Norm("layer", 1e-5, bias=True)
-    mine = one_kind(everywhere(), cfg.Plain(HIDDEN, "relu", bias=True), norm, tie=True, **position)
+    position: dict[str, Any] = {"embed": cfg.EmbeddingConfig(cfg.LearnedPositionsConfig(42, offset=2)), "limit": 40}
+    norm = NormConfig("layer", 1e-5, bias=True)
+    mine = one_kind(everywhere(), cfg.PlainMLPConfig(HIDDEN, "relu", bias=True), norm, tie=True, **position)
     return Case(make(transformers.OPTForCausalLM, config), mine, names)
 
 
@@ -398,15 +408,15 @@ def xglm() -> Case:
     options = {"d_model": WIDTH, "ffn_dim": HIDDEN, "num_layers": LAYERS, "attention_heads": HEADS}
     config = transformers.XGLMConfig(**options, vocab_size=VOCAB, max_position_embeddings=64)
     names = LLAMA | {
-        "mixer.out": "self_attn.out_proj",
+        "attention.out": "self_attn.out_proj",
         "mlp.up": "fc1",
         "mlp.down": "fc2",
         "norm1": "self_attn_layer_norm",
         "norm2": "final_layer_norm",
         "decoder.norm": "model.layer_norm",
     }
-    norm, mlp = Norm("layer", 1e-5, bias=True), cfg.Plain(HIDDEN, "gelu", bias=True)
-    embed = cfg.Embedding(cfg.SinusoidalPositions(form="fairseq", offset=2), scale=WIDTH**0.5)
+    norm, mlp = NormConfig("layer", 1e-5, bias=True), cfg.PlainMLPConfig(HIDDEN, "gelu", bias=True)
+    embed = cfg.EmbeddingConfig(cfg.SinusoidalPositionsConfig(form="fairseq", offset=2), scale=WIDTH**0.5)
     mine = one_kind(everywhere(), mlp, norm, tie=True, embed=embed)
     return Case(make(transformers.XGLMForCausalLM, config), mine, names, atol=1e-4)  # their table is float32
 
@@ -416,12 +426,14 @@ def phi() -> Case:
     options = WHOLE_HEADS | {"num_key_value_heads": 3, "partial_rotary_factor": 0.5, "layer_norm_eps": EPS}
     options |= {"hidden_size": 48, "hidden_act": "gelu_new"}
     theirs = make(transformers.PhiForCausalLM, transformers.PhiConfig(**options))
-    names = LLAMA | {"mixer.out": "self_attn.dense", "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
+    names = LLAMA | {"attention.out": "self_attn.dense", "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
     names |= {"decoder.norm": "model.final_layernorm"}
-    mixer = everywhere(Rope(100.0, 0.5), kv_heads=3)
-    mlp = cfg.Plain(HIDDEN, "gelu_tanh", bias=True)
+    mixer = everywhere(RopeConfig(100.0, 0.5), kv_heads=3)
+    mlp = cfg.PlainMLPConfig(HIDDEN, "gelu_tanh", bias=True)
     return Case(
-        theirs, one_kind(mixer, mlp, LAYER_NORM, norm_place="parallel", width=48, head=cfg.Head(bias=True)), names
+        theirs,
+        one_kind(mixer, mlp, LAYER_NORM, norm_place="parallel", width=48, head=cfg.LanguageHeadConfig(bias=True)),
+        names,
     )
 
 
@@ -429,9 +441,9 @@ def cohere() -> Case:
     """Parallel, interleaved on whole heads, norms without a bias, logits times a number."""
     options = WHOLE_HEADS | {"hidden_size": 48, "layer_norm_eps": EPS, "logit_scale": 0.3}
     theirs = make(transformers.CohereForCausalLM, transformers.CohereConfig(**options))
-    mixer = grouped(Rope(100.0, interleaved=True))
-    head = cfg.Head(scale=0.3)
-    config = one_kind(mixer, norm=Norm("layer", EPS), norm_place="parallel", width=48, tie=True, head=head)
+    mixer = grouped(RopeConfig(100.0, interleaved=True))
+    head = cfg.LanguageHeadConfig(logit_scale=0.3)
+    config = one_kind(mixer, norm=NormConfig("layer", EPS), norm_place="parallel", width=48, tie=True, head=head)
     return Case(theirs, config, LLAMA)
 
 
@@ -441,17 +453,17 @@ def gpt_neox() -> Case:
     options |= {"use_parallel_residual": False, "hidden_act": "gelu"}
     theirs = make(transformers.GPTNeoXForCausalLM, transformers.GPTNeoXConfig(**options))
     names = LLAMA | {
-        "embed.tokens": "gpt_neox.embed_in",
+        "embedding.tokens": "gpt_neox.embed_in",
         "layer": "gpt_neox.layers.{i}.",
-        "mixer.out": "attention.dense",
+        "attention.out": "attention.dense",
         "mlp.up": "mlp.dense_h_to_4h",
         "mlp.down": "mlp.dense_4h_to_h",
         "decoder.norm": "gpt_neox.final_layer_norm",
         "head": "embed_out",
     }
-    names |= {f"mixer.{letter}": f"attention.{letter}" for letter in "qkv"}
-    mixer = everywhere(Rope(100.0, 0.25))
-    config = one_kind(mixer, cfg.Plain(HIDDEN, "gelu", bias=True), LAYER_NORM, width=96)
+    names |= {f"attention.{letter}": f"attention.{letter}" for letter in "qkv"}
+    mixer = everywhere(RopeConfig(100.0, 0.25))
+    config = one_kind(mixer, cfg.PlainMLPConfig(HIDDEN, "gelu", bias=True), LAYER_NORM, width=96)
     return Case(theirs, config, names, lambda state: split(state, "query_key_value", per_head))
 
 
@@ -460,14 +472,14 @@ CASES: dict[str, Callable[[], Case]] = {
     "llama-tied": lambda: Case(llama(tie_word_embeddings=True), one_kind(grouped(), tie=True), LLAMA),
     "llama-biases": lambda: Case(
         llama(attention_bias=True, mlp_bias=True),
-        one_kind(grouped(bias=True, out_bias=True), cfg.Gated(HIDDEN, bias=True)),
+        one_kind(grouped(bias=True, out_bias=True), cfg.GatedMLPConfig(HIDDEN, bias=True)),
         LLAMA,
     ),
-    "llama-linear": lambda: scaled(cfg.LinearScaling(2.5), rope_type="linear", factor=2.5),
+    "llama-linear": lambda: scaled(cfg.LinearScalingConfig(2.5), rope_type="linear", factor=2.5),
     # theirs computes the new base from a float32 tensor
-    "llama-dynamic": lambda: scaled(cfg.DynamicScaling(2.5, 16), 1e-4, rope_type="dynamic", factor=2.5),
+    "llama-dynamic": lambda: scaled(cfg.DynamicScalingConfig(2.5, 16), 1e-4, rope_type="dynamic", factor=2.5),
     "llama-llama3": lambda: scaled(
-        cfg.Llama3Scaling(4.0, 16, 1.0, 4.0),
+        cfg.Llama3ScalingConfig(4.0, 16, 1.0, 4.0),
         rope_type="llama3",
         factor=4.0,
         low_freq_factor=1.0,
@@ -475,10 +487,14 @@ CASES: dict[str, Callable[[], Case]] = {
         original_max_position_embeddings=16,
     ),
     "llama-yarn": lambda: scaled(
-        cfg.YarnScaling(4.0, 16, 4.0), rope_type="yarn", factor=4.0, beta_fast=4.0, original_max_position_embeddings=16
+        cfg.YarnScalingConfig(4.0, 16, 4.0),
+        rope_type="yarn",
+        factor=4.0,
+        beta_fast=4.0,
+        original_max_position_embeddings=16,
     ),
     "llama-longrope": lambda: scaled(
-        cfg.LongRopeScaling(**FACTORS, original=16, factor=4.0),
+        cfg.LongRopeScalingConfig(**FACTORS, original_max_seq_len=16, factor=4.0),
         rope_type="longrope",
         factor=4.0,
         short_factor=list(FACTORS["short"]),
@@ -547,17 +563,17 @@ def test_in_their_own_float32() -> None:
 
 
 WRONG: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
-    "theta": lambda c: {"decoder.kinds.L.mixer.position.theta": 101.0},
-    "window": lambda c: {"decoder.kinds.L.mixer.window": 6},
-    "softcap": lambda c: {"decoder.kinds.G.mixer.softcap": 2.1},
-    "scale": lambda c: {"decoder.kinds.G.mixer.scale": "default"},
-    "activation": lambda c: {"decoder.kinds.L.mlp.activation": "gelu"},
-    "1 + w": lambda c: {"decoder.kinds.L.norm.unit_offset": False},
-    "eps": lambda c: {"decoder.kinds.L.norm.eps": 1e-5},
-    "order": lambda c: {"decoder.pattern": "GL"},
-    "embedding": lambda c: {"embed.scale": 1.0},
+    "theta": lambda c: {"decoder.layer_types.L.attention.position.theta": 101.0},
+    "window": lambda c: {"decoder.layer_types.L.attention.window": 6},
+    "softcap": lambda c: {"decoder.layer_types.G.attention.logit_softcap": 2.1},
+    "scale": lambda c: {"decoder.layer_types.G.attention.softmax_scale": "default"},
+    "activation": lambda c: {"decoder.layer_types.L.mlp.activation": "gelu"},
+    "1 + w": lambda c: {"decoder.layer_types.L.norm.unit_offset": False},
+    "eps": lambda c: {"decoder.layer_types.L.norm.eps": 1e-5},
+    "order": lambda c: {"decoder.layer_pattern": "GL"},
+    "embedding": lambda c: {"embedding.scale": 1.0},
     "head": lambda c: {"head.softcap": None},
-    "interleaved": lambda c: {"decoder.kinds.L.mixer.position.interleaved": True},
+    "interleaved": lambda c: {"decoder.layer_types.L.attention.position.interleaved": True},
 }
 
 
@@ -579,9 +595,9 @@ def test_sink_logits_are_gpt_oss_s() -> None:
     module: Any = SimpleNamespace(num_key_value_groups=3, sinks=sinks, training=False)
     mask = torch.full((9, 9), float("-inf"), dtype=torch.float64).triu(1)[None, None]
     expected, weights = gpt_oss_attention(module, q, k, v, mask, scaling=0.3)
-    mark = Mark(torch.arange(9).repeat(2, 1))
-    reading = Reading(mark, mark, Reach())
-    done = attend(q.transpose(1, 2), k, v, reading, Score(0.3, sink_logits=sinks), want=True)
+    mark = TokenPositions(torch.arange(9).repeat(2, 1))
+    reading = AttentionMask(mark, mark, AttentionPattern())
+    done = dot_product_attention(q.transpose(1, 2), k, v, reading, AttentionParams(0.3, sink_logits=sinks), want=True)
     torch.testing.assert_close(done.out, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(done.weights, weights, rtol=0, atol=1e-12)
 
@@ -594,9 +610,9 @@ def test_relative_attention_is_t5_s(decoder: bool, length: int) -> None:
         d_model=WIDTH, d_kv=5, num_heads=HEADS, relative_attention_num_buckets=32, is_decoder=decoder
     )
     theirs = randomised(T5Attention(theirs_config, has_relative_attention_bias=True, layer_idx=0))
-    position = cfg.T5Bias(32, 128, bidirectional=not decoder)
-    spec = cfg.Attention(HEADS, head_dim=5, position=position, causal=decoder, scale="none")
-    mine = Attention(one_kind(spec), spec, Norm()).double()
+    position = cfg.T5BiasConfig(32, 128, bidirectional=not decoder)
+    spec = cfg.AttentionConfig(HEADS, head_dim=5, position=position, causal=decoder, softmax_scale="none")
+    mine = Attention(one_kind(spec), spec, NormConfig()).double()
     names = {"q": "q", "k": "k", "v": "v", "out": "o"}
     mine.load_state_dict({f"{a}.weight": theirs.state_dict()[f"{b}.weight"] for a, b in names.items()})
     x = torch.randn(1, length, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -606,10 +622,10 @@ def test_relative_attention_is_t5_s(decoder: bool, length: int) -> None:
     with Double(), torch.no_grad():
         expected = theirs(x, mask=mask, cache_position=torch.arange(length))[0][0]
     positions = torch.arange(length)
-    step = Step(positions, positions, (Lane(1, length, length),), positions)
-    (view, *_) = Fresh(one_kind(spec)).open(step)
+    step = ModelInput(positions, positions, (SubBatch(1, length, length),), positions)
+    (view, *_) = NoCache(one_kind(spec)).open(step)
     table = theirs.relative_attention_bias.weight
     with torch.no_grad():
-        out = mine(x[0], view, Buckets(table, 128, not decoder))
+        out = mine(x[0], view, RelativeBuckets(table, 128, not decoder))
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
     assert isinstance(mine, nn.Module) and float(expected.std()) > 0.1

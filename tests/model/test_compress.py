@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from kvad.cache.levels import means
-from kvad.config import mixers
+from kvad.cache.levels import mean_summary
+from kvad.config import attention_specs
 from kvad.errors import ConfigError
-from kvad.model.compress import Compressor, LayerCompressor
+from kvad.model.compress import LayerSummarizer, Summarizer
 from kvad.model.transformer import Transformer
-from kvad.train.presets import PRESETS
+from kvad.train.presets import MODEL_PRESETS
 from tests.models import model_config
 
 
@@ -26,20 +26,20 @@ def random_one(compressor, seed=0, size=0.3):
 def test_an_untrained_one_is_the_mean_to_the_bit(sizes, dtype):
     heads, dim, value_dim, ratio = sizes
     keys, values = torch.randn(5, heads, ratio, dim, dtype=dtype), torch.randn(5, heads, ratio, value_dim, dtype=dtype)
-    made = LayerCompressor(heads, dim, value_dim, ratio, hidden=4)(keys, values)
-    for got, right in zip(made, means(keys, values), strict=True):
+    made = LayerSummarizer(heads, dim, value_dim, ratio, hidden=4)(keys, values)
+    for got, right in zip(made, mean_summary(keys, values), strict=True):
         assert got.dtype == right.dtype == dtype and torch.equal(got, right)
 
 
 def test_a_trained_one_is_not():
     keys, values = torch.randn(5, 2, 4, 8), torch.randn(5, 2, 4, 6)
-    made = random_one(LayerCompressor(2, 8, 6, 4, hidden=4))(keys, values)
-    assert all(not torch.allclose(got, right) for got, right in zip(made, means(keys, values), strict=True))
+    made = random_one(LayerSummarizer(2, 8, 6, 4, hidden=4))(keys, values)
+    assert all(not torch.allclose(got, right) for got, right in zip(made, mean_summary(keys, values), strict=True))
     assert [tuple(x.shape) for x in made] == [(5, 2, 8), (5, 2, 6), (5, 2)]
 
 
 def test_a_head_reads_its_own_tokens_alone():
-    layer = random_one(LayerCompressor(2, 8, 6, 4, hidden=4))
+    layer = random_one(LayerSummarizer(2, 8, 6, 4, hidden=4))
     keys, values = torch.randn(5, 2, 4, 8), torch.randn(5, 2, 4, 6)
     other = [x.clone() for x in (keys, values)]
     other[0][:, 1], other[1][:, 1] = 0, 0
@@ -48,7 +48,7 @@ def test_a_head_reads_its_own_tokens_alone():
 
 
 def test_every_parameter_learns():
-    layer = random_one(LayerCompressor(2, 8, 6, 4, hidden=4))
+    layer = random_one(LayerSummarizer(2, 8, 6, 4, hidden=4))
     sum(x.square().sum() for x in layer(torch.randn(5, 2, 4, 8), torch.randn(5, 2, 4, 6))).backward()
     for name, parameter in layer.named_parameters():
         assert parameter.grad.abs().max() > 0, name
@@ -56,25 +56,25 @@ def test_every_parameter_learns():
 
 @pytest.mark.parametrize("preset", ["tiny", "small", "demo", "medium"])
 def test_it_is_a_few_percent_of_its_model(preset):
-    config = PRESETS[preset](4096, 256)
+    config = MODEL_PRESETS[preset](4096, 256)
     with torch.device("meta"):
-        model, compressor = Transformer(config), Compressor(mixers(config), ratio=8)
+        model, compressor = Transformer(config), Summarizer(attention_specs(config), ratio=8)
     own, layers = (sum(p.numel() for p in module.parameters()) for module in (compressor, model.decoder.layers))
     assert 0 < own / layers < 0.04
 
 
 def test_layers_with_a_window_of_their_own_have_none():
-    assert list(Compressor(mixers(model_config("rope", "pre", "window-mix")), 4).by_layer()) == [1]
+    assert list(Summarizer(attention_specs(model_config("rope", "pre", "window-mix")), 4).by_layer()) == [1]
     with pytest.raises(ConfigError, match="no layer of this model keeps all its tokens"):
-        Compressor(mixers(model_config("rope", "pre", "window")), 4)
+        Summarizer(attention_specs(model_config("rope", "pre", "window")), 4)
 
 
 def test_a_fingerprint_names_what_was_learned():
-    specs = mixers(model_config())
+    specs = attention_specs(model_config())
     torch.manual_seed(0)
-    one = Compressor(specs, 4)
+    one = Summarizer(specs, 4)
     torch.manual_seed(0)
-    same, other = Compressor(specs, 4), Compressor(specs, 8)
+    same, other = Summarizer(specs, 4), Summarizer(specs, 8)
     assert one.fingerprint() == same.fingerprint() != other.fingerprint()
     with torch.no_grad():
         same.layers["1"].outer[0, 0, 0] += 1e-6

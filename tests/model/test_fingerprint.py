@@ -4,42 +4,42 @@ import copy
 
 import torch
 
-from kvad.model.fingerprint import PIECE, fingerprint
+from kvad.model.fingerprint import HASH_CHUNK, weights_fingerprint
 from kvad.model.transformer import Transformer
-from kvad.train.presets import PRESETS
+from kvad.train.presets import MODEL_PRESETS
 
 
 def model():
     torch.manual_seed(0)
-    return Transformer(PRESETS["demo"](300, 64)).eval()
+    return Transformer(MODEL_PRESETS["demo"](300, 64)).eval()
 
 
 def test_it_is_the_models_and_not_the_objects():
     first = model()
-    name = fingerprint(first)
-    assert name == fingerprint(model()) == fingerprint(copy.deepcopy(first))
-    first.pack()  # other storage, the same numbers
-    assert fingerprint(first) == name
+    name = weights_fingerprint(first)
+    assert name == weights_fingerprint(model()) == weights_fingerprint(copy.deepcopy(first))
+    first.fuse_projections()  # other storage, the same numbers
+    assert weights_fingerprint(first) == name
 
 
 def test_one_number_anywhere_is_another_model(monkeypatch):
     monkeypatch.setattr("kvad.model.fingerprint.PIECE", 1 << 12)
     one = model()
-    name, seen = fingerprint(one), set()
+    name, seen = weights_fingerprint(one), set()
     for tensor in [*one.parameters(), *one.buffers()]:
         flat = tensor.data.view(-1)
         for at in {0, flat.numel() // 2, flat.numel() - 1}:
             flat[at] += 1
-            seen.add(fingerprint(one))
+            seen.add(weights_fingerprint(one))
             flat[at] -= 1
     assert name not in seen
     assert len(seen) >= len(list(one.parameters()))
-    assert PIECE > 1 << 12
+    assert HASH_CHUNK > 1 << 12
 
 
 def test_dtype_and_config_count():
     one = model()
-    assert fingerprint(one) != fingerprint(model().to(torch.bfloat16))
-    other = Transformer(PRESETS["demo"](300, 128)).eval()
+    assert weights_fingerprint(one) != weights_fingerprint(model().to(torch.bfloat16))
+    other = Transformer(MODEL_PRESETS["demo"](300, 128)).eval()
     other.load_state_dict(one.state_dict(), strict=False)
-    assert fingerprint(one) != fingerprint(other)
+    assert weights_fingerprint(one) != weights_fingerprint(other)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from kvad import config as cfg
 from kvad.config import ModelConfig
-from kvad.model.heads import Language, Pooled, pool
-from kvad.model.parts import ACTIVATIONS, Embedding, Gated, Norm, Plain, make_mlp
-from kvad.step import Lane
+from kvad.model.heads import LanguageHead, PoolingHead, pool_hidden
+from kvad.model.parts import ACTIVATIONS, Embedding, GatedMLP, Norm, PlainMLP, build_mlp
+from kvad.step import SubBatch
 
 WIDTH, VOCAB = 12, 17
 
@@ -37,7 +37,7 @@ def randomise(module: nn.Module) -> Any:
 @pytest.mark.parametrize("unit_offset", [False, True])
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_norms(kind: Any, unit_offset: bool, bias: bool) -> None:
-    norm = randomise(Norm(WIDTH, cfg.Norm(kind, eps=0.1, bias=bias, unit_offset=unit_offset)))
+    norm = randomise(Norm(WIDTH, cfg.NormConfig(kind, eps=0.1, bias=bias, unit_offset=unit_offset)))
     x = 3 * random(5, WIDTH) + 2
     out = norm(x)
     weight = norm.weight + 1 if unit_offset else norm.weight
@@ -51,7 +51,7 @@ def test_norms(kind: Any, unit_offset: bool, bias: bool) -> None:
 
 def test_an_untrained_norm_is_the_identity_of_what_it_normalises() -> None:
     for unit_offset in (False, True):
-        norm = Norm(WIDTH, cfg.Norm("rms", eps=0.0, unit_offset=unit_offset)).double()
+        norm = Norm(WIDTH, cfg.NormConfig("rms", eps=0.0, unit_offset=unit_offset)).double()
         x = random(5, WIDTH)
         torch.testing.assert_close(norm(x), x / x.square().mean(-1, keepdim=True).sqrt(), rtol=0, atol=1e-12)
 
@@ -60,7 +60,7 @@ def test_an_untrained_norm_is_the_identity_of_what_it_normalises() -> None:
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_norms_of_half_precision_are_computed_in_float32(kind: Any, dtype: torch.dtype) -> None:
     """Squares of 300 overflow float16, and 4,096 of them lose their sum in bfloat16."""
-    norm = Norm(4096, cfg.Norm(kind, eps=1e-6)).to(dtype)
+    norm = Norm(4096, cfg.NormConfig(kind, eps=1e-6)).to(dtype)
     x = (300 * random(2, 4096)).to(dtype)
     wide = x.double()
     centred = wide - wide.mean(-1, keepdim=True) if kind == "layer" else wide
@@ -100,12 +100,12 @@ def test_mlps(activation: Any, bias: bool) -> None:
         assert (layer.bias is not None) == bias
         return y @ layer.weight.T + (layer.bias if bias else 0)
 
-    plain = randomise(make_mlp(WIDTH, cfg.Plain(20, activation, bias)))
-    assert isinstance(plain, Plain)
+    plain = randomise(build_mlp(WIDTH, cfg.PlainMLPConfig(20, activation, bias)))
+    assert isinstance(plain, PlainMLP)
     act = ACTIVATIONS[activation]
     torch.testing.assert_close(plain(x), linear(plain.down, act(linear(plain.up, x))), rtol=0, atol=1e-10)
-    gated = randomise(make_mlp(WIDTH, cfg.Gated(20, activation, bias)))
-    assert isinstance(gated, Gated)
+    gated = randomise(build_mlp(WIDTH, cfg.GatedMLPConfig(20, activation, bias)))
+    assert isinstance(gated, GatedMLP)
     expected = linear(gated.down, act(linear(gated.gate, x)) * linear(gated.up, x))
     torch.testing.assert_close(gated(x), expected, rtol=0, atol=1e-10)
 
@@ -114,7 +114,7 @@ def test_mlps(activation: Any, bias: bool) -> None:
 
 
 def config(**more: Any) -> ModelConfig:
-    stack = cfg.Stack(1, {"L": cfg.Layer(cfg.Attention(2), cfg.Gated(8))})
+    stack = cfg.StackConfig(1, {"L": cfg.LayerConfig(cfg.AttentionConfig(2), cfg.GatedMLPConfig(8))})
     return ModelConfig(**{"width": WIDTH, "vocab": VOCAB, "limit": 8, "decoder": stack, **more})
 
 
@@ -122,15 +122,15 @@ TOKENS, PLACES = torch.tensor([3, 0, 16, 3]), torch.tensor([5, 0, 7, 1])
 
 
 def test_embedding_scales_then_adds_positions_then_normalises() -> None:
-    position = cfg.LearnedPositions(11, offset=3)
-    embed = randomise(Embedding(WIDTH, VOCAB, cfg.Embedding(position, 2.5, cfg.Norm("layer"))))
+    position = cfg.LearnedPositionsConfig(11, offset=3)
+    embed = randomise(Embedding(WIDTH, VOCAB, cfg.EmbeddingConfig(position, 2.5, cfg.NormConfig("layer"))))
     x = 2.5 * embed.tokens.weight[TOKENS] + embed.positions.weight[PLACES + 3]
     torch.testing.assert_close(embed(TOKENS, PLACES), embed.norm(x), rtol=0, atol=1e-12)
     assert [name for name, _ in embed.named_parameters()] == ["tokens.weight", "positions.weight", "norm.weight"]
 
 
 def test_sinusoids_are_added_to_the_scaled_embedding_and_are_no_parameter() -> None:
-    embed = randomise(Embedding(WIDTH, VOCAB, cfg.Embedding(cfg.SinusoidalPositions(), 2.5)))
+    embed = randomise(Embedding(WIDTH, VOCAB, cfg.EmbeddingConfig(cfg.SinusoidalPositionsConfig(), 2.5)))
     added = embed(TOKENS, PLACES) - 2.5 * embed.tokens.weight[TOKENS]
     torch.testing.assert_close(added[:, 0], PLACES.double().sin(), rtol=0, atol=1e-12)
     assert [name for name, _ in embed.named_parameters()] == ["tokens.weight"]
@@ -138,7 +138,7 @@ def test_sinusoids_are_added_to_the_scaled_embedding_and_are_no_parameter() -> N
 
 def test_the_embedding_scale_is_rounded_to_the_model_s_dtype() -> None:
     """As Gemma's is: sqrt(3072) = 55.4256 is 55.5 in bfloat16."""
-    embed = Embedding(WIDTH, VOCAB, cfg.Embedding(scale=3072**0.5)).to(torch.bfloat16)
+    embed = Embedding(WIDTH, VOCAB, cfg.EmbeddingConfig(scale=3072**0.5)).to(torch.bfloat16)
     nn.init.ones_(embed.tokens.weight)
     assert set(embed(TOKENS, PLACES).flatten().tolist()) == {55.5}
 
@@ -146,7 +146,9 @@ def test_the_embedding_scale_is_rounded_to_the_model_s_dtype() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tie", [False, True])
 def test_head(tie: bool, bias: bool) -> None:
-    head = randomise(Language(config(tie=tie), cfg.Head(bias=bias, softcap=2.0, scale=0.25)))
+    head = randomise(
+        LanguageHead(config(tie=tie), cfg.LanguageHeadConfig(bias=bias, logit_softcap=2.0, logit_scale=0.25))
+    )
     hidden, embedding = random(3, WIDTH), random(VOCAB, WIDTH, seed=1)
     logits = hidden @ (embedding if tie else head.weight).T + (head.bias if bias else 0)
     torch.testing.assert_close(head(hidden, embedding), 2.0 * torch.tanh(0.25 * logits / 2.0), rtol=0, atol=1e-12)
@@ -155,7 +157,7 @@ def test_head(tie: bool, bias: bool) -> None:
 
 
 def test_a_tied_head_gives_its_gradient_to_the_embedding() -> None:
-    head, embedding = Language(config(tie=True), cfg.Head()), random(VOCAB, WIDTH).requires_grad_()
+    head, embedding = LanguageHead(config(tie=True), cfg.LanguageHeadConfig()), random(VOCAB, WIDTH).requires_grad_()
     head(random(3, WIDTH), embedding).sum().backward()
     assert embedding.grad is not None and float(embedding.grad.abs().min()) > 0
 
@@ -163,12 +165,12 @@ def test_a_tied_head_gives_its_gradient_to_the_embedding() -> None:
 def test_pooled_is_transformed_and_then_of_length_one() -> None:
     """Two lanes: two rows of three tokens, one of two; BERT's pooler reads the first of each."""
     hidden = torch.randn(8, 4)
-    first = pool(hidden, (Lane(2, 3, 3), Lane(1, 2, 2)), "first")
+    first = pool_hidden(hidden, (SubBatch(2, 3, 3), SubBatch(1, 2, 2)), "first")
     torch.testing.assert_close(first, hidden[[0, 3, 6]])
-    spec = cfg.Pooled("first", unit=True, transform=cfg.Transform("tanh", width=3))
-    stack = cfg.Stack(1, {"L": cfg.Layer(cfg.Attention(2, causal=False), cfg.Plain(4))})
-    config = ModelConfig(width=4, vocab=5, limit=8, encoder=stack, head=spec)
-    head = Pooled(config, spec)
+    spec = cfg.PoolingHeadConfig("first", normalize=True, transform=cfg.HeadTransformConfig("tanh", output_size=3))
+    stack = cfg.StackConfig(1, {"L": cfg.LayerConfig(cfg.AttentionConfig(2, causal=False), cfg.PlainMLPConfig(4))})
+    config = ModelConfig(hidden_size=4, vocab_size=5, max_seq_len=8, encoder=stack, head=spec)
+    head = PoolingHead(config, spec)
     assert head.transform is not None
     with torch.no_grad():
         dense = torch.tanh(first @ torch.nn.init.normal_(head.transform.dense.weight).T)
@@ -184,8 +186,8 @@ def test_pooled_is_transformed_and_then_of_length_one() -> None:
 def test_experts_are_each_token_s_best_ones_by_their_shares(
     router: Any, alpha: float | None, clip: float | None
 ) -> None:
-    spec = cfg.Experts(7, 5, 2, bias=True, router_bias=True, router=router, alpha=alpha, clip=clip)
-    experts = randomise(make_mlp(WIDTH, spec))
+    spec = cfg.MoEConfig(7, 5, 2, bias=True, router_bias=True, router=router, swiglu_alpha=alpha, swiglu_limit=clip)
+    experts = randomise(build_mlp(WIDTH, spec))
     x = random(6, WIDTH, seed=3)
     out = experts(x)
     for token, y in zip(x, out, strict=True):
@@ -205,8 +207,8 @@ def test_experts_are_each_token_s_best_ones_by_their_shares(
 
 def test_norms_per_head_and_without_a_weight() -> None:
     x = random(4, 3, WIDTH)
-    each = randomise(Norm(WIDTH, cfg.Norm("layer", bias=True), heads=3))
-    bare = Norm(WIDTH, cfg.Norm("layer", weight=False))
+    each = randomise(Norm(WIDTH, cfg.NormConfig("layer", bias=True), heads=3))
+    bare = Norm(WIDTH, cfg.NormConfig("layer", weight=False))
     plain = torch.nn.functional.layer_norm(x, (WIDTH,), eps=1e-5)
     torch.testing.assert_close(each(x), plain * each.weight + each.bias, rtol=0, atol=1e-12)
     torch.testing.assert_close(bare(x), plain, rtol=0, atol=1e-12)

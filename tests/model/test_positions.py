@@ -17,13 +17,27 @@ from transformers.models.marian.modeling_marian import MarianSinusoidalPositiona
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from kvad import config as cfg
-from kvad.config import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, Rope, YarnScaling
-from kvad.config import SinusoidalPositions as Sinusoidal
-from kvad.model.fresh import Fresh
-from kvad.model.positions import alibi_slopes, depends_on_limit, rope_factor, rope_frequencies, rope_regime, sinusoid
+from kvad.config import (
+    DynamicScalingConfig,
+    LinearScalingConfig,
+    Llama3ScalingConfig,
+    LongRopeScalingConfig,
+    RopeConfig,
+    YarnScalingConfig,
+)
+from kvad.config import SinusoidalPositionsConfig as Sinusoidal
+from kvad.model.fresh import NoCache
+from kvad.model.positions import (
+    alibi_slopes,
+    depends_on_length,
+    rope_attention_factor,
+    rope_frequencies,
+    rope_regime,
+    sinusoidal_embedding,
+)
 from kvad.model.transformer import Transformer
-from kvad.ops.biases import distance_bias, t5_bucket
-from kvad.step import Buckets, Lane, Slopes, Step
+from kvad.ops.biases import position_bias, t5_bucket
+from kvad.step import AlibiSlopes, ModelInput, RelativeBuckets, SubBatch
 from tests.models import VOCAB, build, model_config
 
 # ---------------------------------------------------------------- rope, frequencies and factors
@@ -34,15 +48,15 @@ OLD: dict[str, Any] = {"original_max_position_embeddings": ORIGINAL}
 # ours, theirs, and what else their config holds
 SCALINGS: dict[str, tuple[Any, dict[str, Any] | None, dict[str, Any]]] = {
     "none": (None, None, {}),
-    "linear": (LinearScaling(3.0), {"rope_type": "linear", "factor": 3.0}, {}),
-    "dynamic": (DynamicScaling(2.5, ORIGINAL), {"rope_type": "dynamic", "factor": 2.5}, {}),
+    "linear": (LinearScalingConfig(3.0), {"rope_type": "linear", "factor": 3.0}, {}),
+    "dynamic": (DynamicScalingConfig(2.5, ORIGINAL), {"rope_type": "dynamic", "factor": 2.5}, {}),
     "llama3": (
-        Llama3Scaling(8.0, ORIGINAL),
+        Llama3ScalingConfig(8.0, ORIGINAL),
         {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **OLD},
         {},
     ),
     "llama3-other-bands": (
-        Llama3Scaling(32.0, 512, 1.5, 9.0),
+        Llama3ScalingConfig(32.0, 512, 1.5, 9.0),
         {
             "rope_type": "llama3",
             "factor": 32.0,
@@ -52,9 +66,9 @@ SCALINGS: dict[str, tuple[Any, dict[str, Any] | None, dict[str, Any]]] = {
         },
         {},
     ),
-    "yarn": (YarnScaling(4.0, ORIGINAL), {"rope_type": "yarn", "factor": 4.0, **OLD}, {}),
+    "yarn": (YarnScalingConfig(4.0, ORIGINAL), {"rope_type": "yarn", "factor": 4.0, **OLD}, {}),
     "yarn-not-truncated": (
-        YarnScaling(4.0, 4096, 16.0, 2.0, truncate=False),
+        YarnScalingConfig(4.0, 4096, 16.0, 2.0, truncate=False),
         {
             "rope_type": "yarn",
             "factor": 4.0,
@@ -66,38 +80,38 @@ SCALINGS: dict[str, tuple[Any, dict[str, Any] | None, dict[str, Any]]] = {
         {},
     ),
     "yarn-long": (
-        YarnScaling(40.0, 4096),
+        YarnScalingConfig(40.0, 4096),
         {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096},
         {},
     ),
     "yarn-mscale": (
-        YarnScaling(40.0, ORIGINAL, mscale=0.7, mscale_all_dim=0.9),
+        YarnScalingConfig(40.0, ORIGINAL, mscale=0.7, mscale_all_dim=0.9),
         {"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 0.9, **OLD},
         {},
     ),
     "yarn-one-mscale": (
-        YarnScaling(40.0, ORIGINAL, mscale=0.7),
+        YarnScalingConfig(40.0, ORIGINAL, mscale=0.7),
         {"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, **OLD},
         {},
     ),
     "yarn-factor": (
-        YarnScaling(4.0, ORIGINAL, attention_factor=1.3),
+        YarnScalingConfig(4.0, ORIGINAL, attention_factor=1.3),
         {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.3, **OLD},
         {},
     ),
-    "yarn-one-band": (YarnScaling(4.0, 6), {"rope_type": "yarn", "factor": 4.0} | dict.fromkeys(OLD, 6), {}),
+    "yarn-one-band": (YarnScalingConfig(4.0, 6), {"rope_type": "yarn", "factor": 4.0} | dict.fromkeys(OLD, 6), {}),
     "longrope": (
-        LongRopeScaling(SHORT, LONG, ORIGINAL, factor=6.0),
+        LongRopeScalingConfig(SHORT, LONG, ORIGINAL, factor=6.0),
         {"rope_type": "longrope", "short_factor": list(SHORT), "long_factor": list(LONG), "factor": 6.0},
         {},
     ),
     "longrope-by-lengths": (
-        LongRopeScaling(SHORT, LONG, ORIGINAL),
+        LongRopeScalingConfig(SHORT, LONG, ORIGINAL),
         {"rope_type": "longrope", "short_factor": list(SHORT), "long_factor": list(LONG)},
         {"original_max_position_embeddings": ORIGINAL, "max_position_embeddings": 4 * ORIGINAL},
     ),
     "longrope-factor": (
-        LongRopeScaling(SHORT, LONG, ORIGINAL, factor=6.0, attention_factor=0.8),
+        LongRopeScalingConfig(SHORT, LONG, ORIGINAL, factor=6.0, attention_factor=0.8),
         {
             "rope_type": "longrope",
             "short_factor": list(SHORT),
@@ -126,30 +140,30 @@ def their_rope(name: str, limit: int | None, fraction: float = 1.0) -> tuple[Ten
 @pytest.mark.parametrize("name", SCALINGS)
 def test_frequencies_and_factor_are_the_reference_s_to_the_bit(name: str, limit: int, fraction: float) -> None:
     """``seq_len`` of theirs is the limit of a row of ours."""
-    rope = Rope(THETA, fraction, scaling=SCALINGS[name][0])
+    rope = RopeConfig(THETA, fraction, scaling=SCALINGS[name][0])
     frequencies, factor = their_rope(name, limit, fraction)
     mine = rope_frequencies(rope, int(DIM / fraction), limit)
     assert mine.dtype == torch.float32 and mine.shape == (DIM // 2,)
     torch.testing.assert_close(mine, frequencies, rtol=0, atol=0)
     model_limit = SCALINGS[name][2].get("max_position_embeddings", ORIGINAL)
-    assert rope_factor(rope, model_limit) == pytest.approx(factor, rel=1e-12)
+    assert rope_attention_factor(rope, model_limit) == pytest.approx(factor, rel=1e-12)
 
 
 def test_every_scaling_does_something() -> None:
     """Were two rows of the table above the same, or no scaling at all, its test would prove less than it seems to."""
-    plain = rope_frequencies(Rope(THETA), DIM, 1000)
+    plain = rope_frequencies(RopeConfig(THETA), DIM, 1000)
     seen = [(plain, 1.0)]
     for name, (scaling, _, _) in SCALINGS.items():
         if name != "none":
-            rope = Rope(THETA, scaling=scaling)
-            one = (rope_frequencies(rope, DIM, 1000), rope_factor(rope, 4 * ORIGINAL))
+            rope = RopeConfig(THETA, scaling=scaling)
+            one = (rope_frequencies(rope, DIM, 1000), rope_attention_factor(rope, 4 * ORIGINAL))
             assert not any(torch.equal(one[0], f) and one[1] == x for f, x in seen), name
             seen.append(one)
 
 
 def test_unscaled_frequencies_by_the_formula() -> None:
     for fraction, rotated in ((1.0, 24), (0.25, 6)):
-        mine = rope_frequencies(Rope(THETA, fraction), DIM, 9)
+        mine = rope_frequencies(RopeConfig(THETA, fraction), DIM, 9)
         formula = [THETA ** (-2 * i / rotated) for i in range(rotated // 2)]
         torch.testing.assert_close(mine.double(), torch.tensor(formula).double(), rtol=1e-6, atol=0)
 
@@ -157,29 +171,31 @@ def test_unscaled_frequencies_by_the_formula() -> None:
 @pytest.mark.parametrize("name", SCALINGS)
 def test_regimes_are_equal_where_frequencies_are(name: str) -> None:
     """The root of a prefix hash holds the regime: two limits may share keys iff their frequencies are the same."""
-    rope = Rope(THETA, scaling=SCALINGS[name][0])
+    rope = RopeConfig(THETA, scaling=SCALINGS[name][0])
     limits = [1, 63, 64, 65, 66, 128, 1000]
     tables = {n: rope_frequencies(rope, DIM, n) for n in limits}
     for a in limits:
         for b in limits:
             assert (rope_regime(rope, a) == rope_regime(rope, b)) == torch.equal(tables[a], tables[b]), (a, b)
     varies = len({rope_regime(rope, n) for n in limits}) > 1
-    assert depends_on_limit(rope) == varies == (name.startswith("longrope") or name == "dynamic")
+    assert depends_on_length(rope) == varies == (name.startswith("longrope") or name == "dynamic")
 
 
 # ---------------------------------------------------------------- the regime is the row's
 
 
 @torch.inference_mode()
-def logits_of(model: Transformer, rows: list[tuple[list[int], int | None]], lanes: list[Lane] | None = None) -> Tensor:
+def logits_of(
+    model: Transformer, rows: list[tuple[list[int], int | None]], lanes: list[SubBatch] | None = None
+) -> Tensor:
     tokens = torch.tensor([token for row, _ in rows for token in row])
     positions = torch.cat([torch.arange(len(row)) for row, _ in rows])
     limits = None
     if all(limit is not None for _, limit in rows):
         limits = torch.tensor([limit for row, limit in rows for _ in row])
-    cut = tuple(lanes or [Lane(1, len(row), len(row)) for row, _ in rows])
-    step = Step(tokens, positions, cut, torch.arange(len(tokens)), limits=limits)
-    return model.logits(model(step, Fresh(model.config, kernel="reference")), step.wanted)
+    cut = tuple(lanes or [SubBatch(1, len(row), len(row)) for row, _ in rows])
+    step = ModelInput(tokens, positions, cut, torch.arange(len(tokens)), max_seq_lens=limits)
+    return model.logits(model(step, NoCache(model.config, kernel="reference")), step.logit_indices)
 
 
 @pytest.mark.parametrize("position", ["rope-dynamic", "rope-longrope"])
@@ -188,7 +204,7 @@ def test_rows_of_different_limits_in_one_step_equal_their_solo_runs(position: st
     draw = torch.Generator().manual_seed(0)
     texts = [torch.randint(VOCAB, (n,), generator=draw).tolist() for n in (9, 9, 14)]
     limits = [19, 60, 90]  # the first within the original length of 20, the others beyond it
-    together = logits_of(model, list(zip(texts, limits, strict=True)), [Lane(2, 9, 9), Lane(1, 14, 14)])
+    together = logits_of(model, list(zip(texts, limits, strict=True)), [SubBatch(2, 9, 9), SubBatch(1, 14, 14)])
     alone = torch.cat([logits_of(model, [row]) for row in zip(texts, limits, strict=True)])
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
     other = torch.cat([logits_of(model, [(text, 19)]) for text in texts])
@@ -209,7 +225,7 @@ def test_other_models_do_not_care_about_limits(position: str) -> None:
 def test_alibi_slopes_are_bloom_s(heads: int) -> None:
     theirs = build_alibi_tensor(torch.ones(1, 5), heads, torch.float32)  # slope * key position
     torch.testing.assert_close(torch.tensor(alibi_slopes(heads)), theirs[:, 0, 1], rtol=1e-6, atol=0)
-    bias = distance_bias(Slopes(torch.tensor(alibi_slopes(heads))), torch.tensor([[4]]), torch.arange(5)[None])
+    bias = position_bias(AlibiSlopes(torch.tensor(alibi_slopes(heads))), torch.tensor([[4]]), torch.arange(5)[None])
     shifted = theirs - theirs[:, :, 4:]  # what the softmax cannot tell apart: 0 at the query itself
     torch.testing.assert_close(bias[0], shifted, rtol=1e-5, atol=1e-6)
 
@@ -221,7 +237,7 @@ def test_alibi_slopes_of_the_paper() -> None:
 
 
 def test_alibi_is_symmetric_where_keys_lie_ahead() -> None:
-    bias = distance_bias(Slopes(torch.tensor([0.5])), torch.tensor([[3]]), torch.arange(7)[None])
+    bias = position_bias(AlibiSlopes(torch.tensor([0.5])), torch.tensor([[3]]), torch.arange(7)[None])
     assert bias[0, 0, 0].tolist() == [-1.5, -1.0, -0.5, 0.0, -0.5, -1.0, -1.5]
 
 
@@ -230,9 +246,9 @@ def test_alibi_rounded_is_falcon_s() -> None:
     heads, at, factor = 5, torch.arange(893, 900), 8**-0.5
     theirs = falcon_s_alibi(torch.ones(1, 900, dtype=torch.long), heads, torch.float32) * factor
     slopes = torch.tensor(alibi_slopes(heads)).bfloat16().float()
-    bias = distance_bias(Slopes(slopes, factor, rounded=True), at[None], torch.arange(900)[None])[0]
+    bias = position_bias(AlibiSlopes(slopes, factor, round_to_bfloat16=True), at[None], torch.arange(900)[None])[0]
     torch.testing.assert_close(bias - bias[:, :, :1], (theirs - theirs[:, :, :1]).expand_as(bias), rtol=1e-5, atol=1e-5)
-    exact = distance_bias(Slopes(slopes, factor), at[None], torch.arange(900)[None])[0]
+    exact = position_bias(AlibiSlopes(slopes, factor), at[None], torch.arange(900)[None])[0]
     assert (bias - exact).abs().max() > 0.1
 
 
@@ -254,7 +270,7 @@ def test_t5_buckets_golden_rows() -> None:
 
 def test_t5_bias_is_the_table_s_row_per_head() -> None:
     table = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
-    bias = distance_bias(Buckets(table, 128, True), torch.tensor([[4, 150]]), torch.arange(200)[None])
+    bias = position_bias(RelativeBuckets(table, 128, True), torch.tensor([[4, 150]]), torch.arange(200)[None])
     for row, query in enumerate((4, 150)):
         bucket = T5Attention._relative_position_bucket(torch.arange(200) - query, True, 32, 128)
         assert torch.equal(bias[0, :, row], table[bucket].T)
@@ -269,7 +285,7 @@ POSITIONS = torch.tensor([0, 1, 2, 3, 77, 500])
 @pytest.mark.parametrize("form", ["interleaved", "concat", "fairseq"])
 def test_sinusoids_by_the_formula(form: Any, width: int) -> None:
     spec = Sinusoidal(base=500.0, form=form, offset=3)
-    mine = sinusoid(POSITIONS, width, spec, torch.float64)
+    mine = sinusoidal_embedding(POSITIONS, width, spec, torch.float64)
     half = width // 2
     for row, position in enumerate(POSITIONS.tolist()):
         for i in range(half):
@@ -283,40 +299,42 @@ def test_sinusoids_by_the_formula(form: Any, width: int) -> None:
 def test_concat_is_marian_s_table() -> None:
     theirs = MarianSinusoidalPositionalEmbedding(512, 32)
     theirs._init_weight()
-    mine = sinusoid(torch.arange(512), 32, Sinusoidal(form="concat"))
+    mine = sinusoidal_embedding(torch.arange(512), 32, Sinusoidal(form="concat"))
     torch.testing.assert_close(mine, theirs.weight.data, rtol=0, atol=1e-6)
 
 
 def test_fairseq_is_m2m100_s_table() -> None:
     theirs = M2M100SinusoidalPositionalEmbedding.get_embedding(130, 32, padding_idx=None)
-    mine = sinusoid(torch.arange(128), 32, Sinusoidal(form="fairseq", offset=2))
+    mine = sinusoidal_embedding(torch.arange(128), 32, Sinusoidal(form="fairseq", offset=2))
     torch.testing.assert_close(mine, theirs[2:130], rtol=0, atol=2e-5)  # their angles are float32
 
 
 def test_the_three_forms_differ() -> None:
-    tables = [sinusoid(POSITIONS, 16, Sinusoidal(form=form)) for form in ("interleaved", "concat", "fairseq")]  # type: ignore[arg-type]
+    tables = [
+        sinusoidal_embedding(POSITIONS, 16, Sinusoidal(form=form)) for form in ("interleaved", "concat", "fairseq")
+    ]  # type: ignore[arg-type]
     assert all(float((a - b).abs().max()) > 0.1 for i, a in enumerate(tables) for b in tables[:i])
 
 
 def test_sinusoids_have_no_last_position() -> None:
     """Angles in float64: at position ten million float32 would be off by half a radian."""
-    far = sinusoid(torch.tensor([10_000_001]), 4, Sinusoidal())
+    far = sinusoidal_embedding(torch.tensor([10_000_001]), 4, Sinusoidal())
     assert far[0, 0].item() == pytest.approx(math.sin(10_000_001), abs=1e-6)
 
 
 def test_layers_of_one_kind_share_a_table_and_others_do_not() -> None:
     shared = build(model_config("t5", layers=3))
-    assert [n for n, _ in shared.named_parameters() if "relative" in n] == ["decoder.relative.L"]
-    mixer = cfg.Attention(6, head_dim=8, position=cfg.T5Bias(8, 20, shared=False))
-    kinds = {"L": cfg.Layer(mixer, cfg.Gated(40))}
-    own = build(cfg.ModelConfig(24, VOCAB, 96, cfg.Stack(3, kinds)))
+    assert [n for n, _ in shared.named_parameters() if "relative" in n] == ["decoder.relative_bias.L"]
+    mixer = cfg.AttentionConfig(6, head_dim=8, position=cfg.T5BiasConfig(8, 20, shared=False))
+    kinds = {"L": cfg.LayerConfig(mixer, cfg.GatedMLPConfig(40))}
+    own = build(cfg.ModelConfig(24, VOCAB, 96, cfg.StackConfig(3, kinds)))
     names = [n for n, _ in own.named_parameters() if "relative" in n]
-    assert names == [f"decoder.layers.{i}.mixer.relative" for i in range(3)]
+    assert names == [f"decoder.layers.{i}.attention.relative_bias" for i in range(3)]
     text = torch.randint(VOCAB, (30,), generator=torch.Generator().manual_seed(0)).tolist()
     before = logits_of(own, [(text, 96)])
     for i in range(3):  # every table is read
         with torch.no_grad():
-            own.decoder.layers[i].mixer.relative.add_(torch.randn(8, 6, dtype=torch.float64))  # type: ignore[union-attr,operator]
+            own.decoder.layers[i].attention.relative.add_(torch.randn(8, 6, dtype=torch.float64))  # type: ignore[union-attr,operator]
         after = logits_of(own, [(text, 96)])
         assert float((after - before).abs().max()) > 1e-3
         before = after

@@ -18,9 +18,9 @@ from torch import Tensor
 from kvad import config as cfg
 from kvad.config import ModelConfig
 from kvad.model import transformer
-from kvad.model.fresh import Fresh
+from kvad.model.fresh import NoCache
 from kvad.model.transformer import Transformer
-from kvad.step import Lane, Step
+from kvad.step import ModelInput, SubBatch
 from tests.model.numpy_reference import Reference
 from tests.models import HEADS, SOURCE_VOCAB, VOCAB, build, encoder_config, model_config, pair_config
 from tests.pairwise import Case, pairwise
@@ -43,43 +43,47 @@ def double_angles(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------- models
 
 
-def mlp_of(name: str) -> cfg.Plain | cfg.Gated | cfg.Experts:
+def mlp_of(name: str) -> cfg.PlainMLPConfig | cfg.GatedMLPConfig | cfg.MoEConfig:
     if name == "experts":
-        return cfg.Experts(20, 5, 2, "gelu_tanh", router_bias=True)
+        return cfg.MoEConfig(20, 5, 2, "gelu_tanh", router_bias=True)
     if name == "experts-gpt-oss":
-        return cfg.Experts(20, 4, 3, bias=True, router="softmax_last", alpha=1.7, clip=1.0)
-    return cfg.Plain(40, "relu2", bias=True) if name == "plain" else cfg.Gated(40, "quick_gelu", bias=True)
+        return cfg.MoEConfig(20, 4, 3, bias=True, router="softmax_last", swiglu_alpha=1.7, swiglu_limit=1.0)
+    return (
+        cfg.PlainMLPConfig(40, "relu2", bias=True)
+        if name == "plain"
+        else cfg.GatedMLPConfig(40, "quick_gelu", bias=True)
+    )
 
 
 def varied(config: ModelConfig, case: Case) -> ModelConfig:
     """The axes that ``tests.models`` does not have, in every stack; frequencies of RoPE that are powers of two."""
 
     def position(old: Any) -> Any:
-        if isinstance(old, cfg.Rope):
-            scaling = cfg.LinearScaling(2.0) if case["position"] == "rope-partial" else None
+        if isinstance(old, cfg.RopeConfig):
+            scaling = cfg.LinearScalingConfig(2.0) if case["position"] == "rope-partial" else None
             return replace(old, theta=16.0, scaling=scaling)
-        return replace(old, shared=case["position"] == "t5") if isinstance(old, cfg.T5Bias) else old
+        return replace(old, shared=case["position"] == "t5") if isinstance(old, cfg.T5BiasConfig) else old
 
-    def stack(old: cfg.Stack | None, where: str) -> cfg.Stack | None:
+    def stack(old: cfg.StackConfig | None, where: str) -> cfg.StackConfig | None:
         if old is None:
             return None
         kinds = {}
-        for letter, layer in old.kinds.items():
-            mixer = replace(layer.mixer, position=position(layer.mixer.position))
-            kinds[letter] = replace(layer, mixer=mixer, mlp=mlp_of(case["mlp"]))
+        for letter, layer in old.layer_types.items():
+            mixer = replace(layer.attention, position=position(layer.attention.position))
+            kinds[letter] = replace(layer, attention=mixer, mlp=mlp_of(case["mlp"]))
         crossed = where == "decoder" and config.encoder is not None
-        place = case["norm"] if not crossed or case["norm"] in ("pre", "post", "sandwich") else old.norm_place
-        return replace(old, kinds=kinds, norm_place=place, residual=0.7)
+        place = case["norm"] if not crossed or case["norm"] in ("pre", "post", "sandwich") else old.norm_position
+        return replace(old, layer_types=kinds, norm_position=place, residual_scale=0.7)
 
     config = replace(config, decoder=stack(config.decoder, "decoder"), encoder=stack(config.encoder, "encoder"))
     if case["position"] != "sinusoidal":
         return config
     form = FORMS[len(case["norm"]) % 3]  # any of them
-    config = replace(config, embed=cfg.Embedding(cfg.SinusoidalPositions(form=form, offset=2)))  # type: ignore[arg-type]
-    if config.source is None:
+    config = replace(config, embedding=cfg.EmbeddingConfig(cfg.SinusoidalPositionsConfig(form=form, offset=2)))  # type: ignore[arg-type]
+    if config.encoder_input is None:
         return config
-    embed = replace(config.source.embed, position=cfg.SinusoidalPositions(form=form))  # type: ignore[arg-type]
-    return replace(config, source=replace(config.source, embed=embed))
+    embed = replace(config.encoder_input.embedding, position=cfg.SinusoidalPositionsConfig(form=form))  # type: ignore[arg-type]
+    return replace(config, encoder_input=replace(config.encoder_input, embedding=embed))
 
 
 def named(position: str) -> str:
@@ -93,17 +97,19 @@ def reference(model: Transformer) -> Reference:
 # ---------------------------------------------------------------- steps
 
 
-def rows_step(rows: Sequence[Sequence[int]], source: Step | None = None, lanes: Sequence[Lane] | None = None) -> Step:
+def rows_step(
+    rows: Sequence[Sequence[int]], source: ModelInput | None = None, lanes: Sequence[SubBatch] | None = None
+) -> ModelInput:
     """Rows of any length, each in a lane of its own unless told."""
     tokens = torch.tensor([token for row in rows for token in row])
     positions = torch.cat([torch.arange(len(row)) for row in rows])
-    lanes = [Lane(1, len(row), len(row)) for row in rows] if lanes is None else lanes
-    return Step(tokens, positions, tuple(lanes), torch.arange(len(tokens)), source=source)
+    lanes = [SubBatch(1, len(row), len(row)) for row in rows] if lanes is None else lanes
+    return ModelInput(tokens, positions, tuple(lanes), torch.arange(len(tokens)), encoder_input=source)
 
 
 def said(model: Transformer, target: Sequence[int], source: Sequence[int] | None = None) -> Tensor:
     step = rows_step([target], None if source is None else rows_step([source]))
-    return model.logits(model(step, Fresh(model.config)), step.wanted)
+    return model.logits(model(step, NoCache(model.config)), step.logit_indices)
 
 
 def apart(ours: Tensor, theirs: np.ndarray) -> float:
@@ -161,17 +167,19 @@ def test_the_reference_can_object(position: str) -> None:
 
 @pytest.mark.parametrize("embed", ["segments", "width-end", "width-start", "norm-first"])
 def test_embeddings_of_encoders(embed: str) -> None:
-    norm = cfg.Norm("layer", bias=True)
+    norm = cfg.NormConfig("layer", bias=True)
     spec = {
-        "segments": cfg.Embedding(cfg.LearnedPositions(96), norm=norm, segments=2),
-        "width-end": cfg.Embedding(cfg.LearnedPositions(96), width=10, norm=norm),
-        "width-start": cfg.Embedding(cfg.LearnedPositions(96), width=10, norm=norm, project="start", scale=3.0),
-        "norm-first": cfg.Embedding(cfg.LearnedPositions(96), norm=norm, norm_first=True, scale=3.0),
+        "segments": cfg.EmbeddingConfig(cfg.LearnedPositionsConfig(96), norm=norm, num_token_types=2),
+        "width-end": cfg.EmbeddingConfig(cfg.LearnedPositionsConfig(96), embedding_size=10, norm=norm),
+        "width-start": cfg.EmbeddingConfig(
+            cfg.LearnedPositionsConfig(96), embedding_size=10, norm=norm, projection="start", scale=3.0
+        ),
+        "norm-first": cfg.EmbeddingConfig(cfg.LearnedPositionsConfig(96), norm=norm, norm_first=True, scale=3.0),
     }[embed]
-    model = build(replace(encoder_config("none", "post", "mha"), embed=spec, tie=False))
+    model = build(replace(encoder_config("none", "post", "mha"), embedding=spec, tie_embeddings=False))
     segments = [0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 0, 1, 1] if embed == "segments" else None
     theirs = reference(model)
-    step = rows_step([SOURCE])._replace(segments=None if segments is None else torch.tensor(segments))
+    step = rows_step([SOURCE])._replace(token_type_ids=None if segments is None else torch.tensor(segments))
     with torch.no_grad():
         assert apart(model.encode(step), theirs.encode(SOURCE, segments)) <= EXACT
         assert apart(said(model, SOURCE), theirs.logits(SOURCE)) <= EXACT  # segment 0 where none is said
@@ -179,18 +187,22 @@ def test_embeddings_of_encoders(embed: str) -> None:
 
 # ---------------------------------------------------------------- heads
 
-TRANSFORM = cfg.Transform("tanh", norm=cfg.Norm("layer", bias=True), width=15)
-ROW_HEADS: dict[str, cfg.Classes | cfg.Pooled] = {
-    "classes-first": cfg.Classes(("a", "b", "c"), per="row", transform=TRANSFORM),
-    "classes-mean": cfg.Classes(("a", "b"), per="row", pool="mean", bias=False),
-    "pooled-first": cfg.Pooled("first", transform=cfg.Transform("tanh")),
-    "pooled-mean": cfg.Pooled("mean"),
-    "pooled-unit": cfg.Pooled("mean", unit=True, transform=cfg.Transform(None, bias=False, width=7)),
+TRANSFORM = cfg.HeadTransformConfig("tanh", norm=cfg.NormConfig("layer", bias=True), output_size=15)
+ROW_HEADS: dict[str, cfg.ClassificationHeadConfig | cfg.PoolingHeadConfig] = {
+    "classes-first": cfg.ClassificationHeadConfig(("a", "b", "c"), level="row", transform=TRANSFORM),
+    "classes-mean": cfg.ClassificationHeadConfig(("a", "b"), level="row", pool="mean", bias=False),
+    "pooled-first": cfg.PoolingHeadConfig("first", transform=cfg.HeadTransformConfig("tanh")),
+    "pooled-mean": cfg.PoolingHeadConfig("mean"),
+    "pooled-unit": cfg.PoolingHeadConfig(
+        "mean", normalize=True, transform=cfg.HeadTransformConfig(None, bias=False, output_size=7)
+    ),
 }
-TOKEN_HEADS: dict[str, cfg.Head | cfg.Classes] = {
-    "language": cfg.Head(bias=True, softcap=2.0, scale=0.5, transform=replace(TRANSFORM, width=None)),
-    "tags": cfg.Classes(("x", "y", "z", "w")),
-    "tags-transformed": cfg.Classes(("x", "y"), transform=TRANSFORM),
+TOKEN_HEADS: dict[str, cfg.LanguageHeadConfig | cfg.ClassificationHeadConfig] = {
+    "language": cfg.LanguageHeadConfig(
+        bias=True, logit_softcap=2.0, logit_scale=0.5, transform=replace(TRANSFORM, output_size=None)
+    ),
+    "tags": cfg.ClassificationHeadConfig(("x", "y", "z", "w")),
+    "tags-transformed": cfg.ClassificationHeadConfig(("x", "y"), transform=TRANSFORM),
 }
 TEXTS = [SOURCE, SOURCE[:4], [9], SOURCE[5:11], SOURCE[2:6]]
 
@@ -209,11 +221,11 @@ def test_heads_that_answer_for_rows(head: str) -> None:
     model = build(replace(encoder_config("t5", "pre", "mqa"), head=ROW_HEADS[head]))
     theirs = reference(model)
     rows = [TEXTS[1], TEXTS[4], TEXTS[0], TEXTS[2]]
-    step = rows_step(rows, lanes=[Lane(2, 4, 4), Lane(1, 13, 13), Lane(1, 1, 1)])
-    ours = model.rows(model(step, Fresh(model.config)), step)
+    step = rows_step(rows, lanes=[SubBatch(2, 4, 4), SubBatch(1, 13, 13), SubBatch(1, 1, 1)])
+    ours = model.pooled_outputs(model(step, NoCache(model.config)), step)
     expected = np.stack([theirs.rows(theirs.encode(row)) for row in rows])
     assert apart(ours, expected) <= EXACT
-    if isinstance(model.config.head, cfg.Pooled) and model.config.head.unit:
+    if isinstance(model.config.head, cfg.PoolingHeadConfig) and model.config.head.normalize:
         torch.testing.assert_close(ours.norm(dim=-1), torch.ones(4, dtype=torch.float64))
 
 
@@ -226,9 +238,9 @@ def test_sources_stand_beside_their_rows() -> None:
     sources = [SOURCE, SOURCE[:5], SOURCE[8:], SOURCE[3:6]]
     targets = [TARGET, TARGET[::-1], TARGET[1:] + TARGET[:1], TARGET[:4], TARGET[2:6], TARGET[:7]]
     of = [0, 0, 0, 1, 2, 3]
-    source = rows_step(sources, lanes=[Lane(1, 13, 13), Lane(2, 5, 5), Lane(1, 3, 3)])
-    step = rows_step(targets, source, [Lane(3, 9, 9), Lane(2, 4, 4), Lane(1, 7, 7)])
-    together = model.logits(model(step, Fresh(model.config)), step.wanted)
+    source = rows_step(sources, lanes=[SubBatch(1, 13, 13), SubBatch(2, 5, 5), SubBatch(1, 3, 3)])
+    step = rows_step(targets, source, [SubBatch(3, 9, 9), SubBatch(2, 4, 4), SubBatch(1, 7, 7)])
+    together = model.logits(model(step, NoCache(model.config)), step.logit_indices)
     start = 0
     for target, number in zip(targets, of, strict=True):
         alone = said(model, target, sources[number])
@@ -242,9 +254,9 @@ def test_beams_are_folded_over_their_sources(beams: int) -> None:
     model = build(pair_config("rope", "post", "sinks", own=True))
     sources = [SOURCE, SOURCE[::-1]]
     targets = [[(token * (r + 1) + r) % VOCAB for token in TARGET] for r in range(2 * beams)]
-    source = rows_step(sources, lanes=[Lane(2, 13, 13)])
-    step = rows_step(targets, source, [Lane(2 * beams, 9, 9)])
-    together = model.logits(model(step, Fresh(model.config)), step.wanted).view(2 * beams, 9, -1)
+    source = rows_step(sources, lanes=[SubBatch(2, 13, 13)])
+    step = rows_step(targets, source, [SubBatch(2 * beams, 9, 9)])
+    together = model.logits(model(step, NoCache(model.config)), step.logit_indices).view(2 * beams, 9, -1)
     for r, target in enumerate(targets):
         assert (together[r] - said(model, target, sources[r // beams])).abs().max() <= EXACT
         other = said(model, target, sources[1 - r // beams])
@@ -254,7 +266,7 @@ def test_beams_are_folded_over_their_sources(beams: int) -> None:
 def test_an_encoders_rows_never_meet() -> None:
     model = build(encoder_config("rope", "pre", "window-mix"))
     step = rows_step(TEXTS)
-    together = model.logits(model(step, Fresh(model.config)), step.wanted)
+    together = model.logits(model(step, NoCache(model.config)), step.logit_indices)
     alone = torch.cat([said(model, text) for text in TEXTS])
     assert (together - alone).abs().max() <= EXACT
 
@@ -276,7 +288,7 @@ def test_the_decoder_s_loss_reaches_the_encoder(position: str) -> None:
     assert missing == []
     draw = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
-        if not name.startswith(("source.", "encoder.")) and ".cross." not in name:
+        if not name.startswith(("source.", "encoder.")) and ".cross_attention." not in name:
             continue
         assert parameter.grad is not None
         flat, grad = parameter.data.view(-1), parameter.grad.view(-1)
@@ -300,10 +312,10 @@ def test_a_source_s_gradients_are_of_all_its_rows() -> None:
 
     def gradient(targets: Sequence[Sequence[int]]) -> Tensor:
         model.zero_grad()
-        step = rows_step(targets, rows_step([SOURCE]), [Lane(len(targets), 9, 9)])
-        model.logits(model(step, Fresh(model.config)), step.wanted).square().sum().backward()
+        step = rows_step(targets, rows_step([SOURCE]), [SubBatch(len(targets), 9, 9)])
+        model.logits(model(step, NoCache(model.config)), step.logit_indices).square().sum().backward()
         assert model.encoder is not None
-        found = model.encoder.layers[0].mixer.v.weight.grad
+        found = model.encoder.layers[0].attention.v.weight.grad
         assert isinstance(found, Tensor)
         return found.clone()
 
@@ -313,5 +325,5 @@ def test_a_source_s_gradients_are_of_all_its_rows() -> None:
 
 def test_source_tokens_are_of_the_source_s_vocabulary() -> None:
     model = build(pair_config("none", own=True))
-    assert model.source is not None and model.source.tokens is not None
-    assert model.source.tokens.weight.shape == (SOURCE_VOCAB, 30)
+    assert model.encoder_embedding is not None and model.encoder_embedding.tokens is not None
+    assert model.encoder_embedding.tokens.weight.shape == (SOURCE_VOCAB, 30)

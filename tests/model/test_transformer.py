@@ -13,9 +13,9 @@ from torch import Tensor
 from kvad import config as cfg
 from kvad.config import ModelConfig
 from kvad.model import transformer
-from kvad.model.fresh import Fresh
+from kvad.model.fresh import NoCache
 from kvad.model.transformer import Transformer
-from kvad.step import Lane, Step
+from kvad.step import ModelInput, SubBatch
 from tests.models import HEADS, LIMIT, NORMS, POSITIONS, VOCAB, build, model_config
 from tests.pairwise import Case, pairwise
 
@@ -30,19 +30,19 @@ def text(length: int, seed: int = 0) -> Tensor:
     return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(seed))
 
 
-def step_of(rows: list[Tensor], lanes: list[Lane], **more: Any) -> Step:
+def step_of(rows: list[Tensor], lanes: list[SubBatch], **more: Any) -> ModelInput:
     tokens = torch.cat(rows)
     positions = torch.cat([torch.arange(len(row)) for row in rows])
     fixed = {"limits": torch.full_like(tokens, LIMIT), **more}
-    return Step(tokens, positions, tuple(lanes), torch.arange(len(tokens)), **fixed)
+    return ModelInput(tokens, positions, tuple(lanes), torch.arange(len(tokens)), **fixed)
 
 
-def logits(model: Transformer, step: Step) -> Tensor:
-    return model.logits(model(step, Fresh(model.config)), step.wanted)
+def logits(model: Transformer, step: ModelInput) -> Tensor:
+    return model.logits(model(step, NoCache(model.config)), step.logit_indices)
 
 
 def alone(model: Transformer, row: Tensor) -> Tensor:
-    return logits(model, step_of([row], [Lane(1, len(row), len(row))]))
+    return logits(model, step_of([row], [SubBatch(1, len(row), len(row))]))
 
 
 # ---------------------------------------------------------------- names
@@ -60,48 +60,57 @@ DOCUMENTED = re.compile(
 def expected_names(config: ModelConfig) -> set[str]:
     """The module's docstring, spelled out from the config."""
 
-    def norm(name: str, spec: cfg.Norm) -> set[str]:
+    def norm(name: str, spec: cfg.NormConfig) -> set[str]:
         return {f"{name}.weight"} | ({f"{name}.bias"} if spec.bias else set())
 
     def linear(name: str, bias: bool) -> set[str]:
         return {f"{name}.weight"} | ({f"{name}.bias"} if bias else set())
 
-    names = {"embed.tokens.weight"}
-    names |= {"embed.positions.weight"} if isinstance(config.embed.position, cfg.LearnedPositions) else set()
-    names |= norm("embed.norm", config.embed.norm) if config.embed.norm else set()
+    names = {"embedding.tokens.weight"}
+    names |= (
+        {"embedding.positions.weight"} if isinstance(config.embedding.position, cfg.LearnedPositionsConfig) else set()
+    )
+    names |= norm("embedding.norm", config.embedding.norm) if config.embedding.norm else set()
     stack = config.decoder
-    for i in range(stack.layers):
-        at, layer = f"decoder.layers.{i}", stack.layer(i)
-        mixer, mlp = layer.mixer, layer.mlp
+    for i in range(stack.num_layers):
+        at, layer = f"decoder.layers.{i}", stack.layer_config(i)
+        mixer, mlp = layer.attention, layer.mlp
         for letter in "qkv":
-            names |= linear(f"{at}.mixer.{letter}", mixer.bias)
-        names |= linear(f"{at}.mixer.out", mixer.out_bias)
+            names |= linear(f"{at}.attention.{letter}", mixer.qkv_bias)
+        names |= linear(f"{at}.attention.out", mixer.out_bias)
         if mixer.qk_norm != "none":
-            names |= norm(f"{at}.mixer.q_norm", layer.norm) | norm(f"{at}.mixer.k_norm", layer.norm)
-        names |= {f"{at}.mixer.sink_logits"} if mixer.sinks else set()
-        if isinstance(mixer.position, cfg.T5Bias):
-            own = f"{at}.mixer.relative"
-            names.add(f"decoder.relative.{stack.kind_of(i)}" if mixer.position.shared else own)
-        for part in ("up", "down", *(["gate"] if isinstance(mlp, cfg.Gated) else [])):
+            names |= norm(f"{at}.attention.q_norm", layer.norm) | norm(f"{at}.attention.k_norm", layer.norm)
+        names |= {f"{at}.attention.sink_logits"} if mixer.sink_logits else set()
+        if isinstance(mixer.position, cfg.T5BiasConfig):
+            own = f"{at}.attention.relative_bias"
+            names.add(f"decoder.relative_bias.{stack.layer_type(i)}" if mixer.position.shared else own)
+        for part in ("up", "down", *(["gate"] if isinstance(mlp, cfg.GatedMLPConfig) else [])):
             names |= linear(f"{at}.mlp.{part}", mlp.bias)
         places = {"parallel": ["norm1"], "sandwich": ["norm1", "norm2", "norm1_after", "norm2_after"]}
-        for place in places.get(stack.norm_place, ["norm1", "norm2"]):
+        for place in places.get(stack.norm_position, ["norm1", "norm2"]):
             names |= norm(f"{at}.{place}", layer.norm)
     if stack.final_norm:
-        names |= norm("decoder.norm", stack.layer(stack.layers - 1).norm)
-    names |= {"head.weight"} if not config.tie else set()
+        names |= norm("decoder.norm", stack.layer_config(stack.num_layers - 1).norm)
+    names |= {"head.weight"} if not config.tie_embeddings else set()
     return names | ({"head.bias"} if config.head.bias else set())
 
 
 def awkward() -> ModelConfig:
     """Two kinds in a pattern of three, q/k norms with biases over the whole projection, no final norm, a table each."""
-    norm = cfg.Norm("layer", bias=True)
-    local = cfg.Attention(6, 3, 8, 5, cfg.T5Bias(8, 20, shared=False), window=5, qk_norm="full", sinks=True)
-    globe = cfg.Attention(4, 1, 10, position=cfg.T5Bias(8, 20), bias=True, scale="none")
-    kinds = {"L": cfg.Layer(local, cfg.Gated(40), norm), "G": cfg.Layer(globe, cfg.Plain(30, bias=True), norm)}
-    stack = cfg.Stack(5, kinds, "LLG", norm_place="sandwich", final_norm=False)
-    head = cfg.Head(bias=True, softcap=5.0)
-    return ModelConfig(24, VOCAB, LIMIT, stack, embed=cfg.Embedding(norm=norm, scale=2.0), head=head, tie=False)
+    norm = cfg.NormConfig("layer", bias=True)
+    local = cfg.AttentionConfig(
+        6, 3, 8, 5, cfg.T5BiasConfig(8, 20, shared=False), window=5, qk_norm="full", sink_logits=True
+    )
+    globe = cfg.AttentionConfig(4, 1, 10, position=cfg.T5BiasConfig(8, 20), qkv_bias=True, softmax_scale="none")
+    kinds = {
+        "L": cfg.LayerConfig(local, cfg.GatedMLPConfig(40), norm),
+        "G": cfg.LayerConfig(globe, cfg.PlainMLPConfig(30, bias=True), norm),
+    }
+    stack = cfg.StackConfig(5, kinds, "LLG", norm_position="sandwich", final_norm=False)
+    head = cfg.LanguageHeadConfig(bias=True, logit_softcap=5.0)
+    return ModelConfig(
+        24, VOCAB, LIMIT, stack, embedding=cfg.EmbeddingConfig(norm=norm, scale=2.0), head=head, tie_embeddings=False
+    )
 
 
 CONFIGS = {case_id(case): model_config(**case) for case in CASES} | {"awkward": awkward()}
@@ -116,9 +125,19 @@ def test_the_state_dict_holds_exactly_the_documented_names(name: str) -> None:
 
 def test_the_docstring_lists_these_names() -> None:
     written = transformer.__doc__ or ""
-    for word in ("embed.tokens.weight", "[embed.positions.weight]", "[embed.norm.*]", "{q,k,v,out}.{weight,bias}"):
+    for word in (
+        "embedding.tokens.weight",
+        "[embedding.positions.weight]",
+        "[embedding.norm.*]",
+        "{q,k,v,out}.{weight,bias}",
+    ):
         assert word in written
-    for word in (".mixer.sink_logits", ".mixer.relative", "decoder.relative.{kind}", "[head.weight]  [head.bias]"):
+    for word in (
+        ".attention.sink_logits",
+        ".attention.relative_bias",
+        "decoder.relative_bias.{kind}",
+        "[head.weight]  [head.bias]",
+    ):
         assert word in written
 
 
@@ -128,11 +147,16 @@ def test_the_docstring_lists_these_names() -> None:
 def test_initial_statistics() -> None:
     """normal(0, 0.02), residual outputs / sqrt(2 layers), norms the identity, biases and sinks zero."""
     layers = 6
-    mixer = cfg.Attention(8, position=cfg.T5Bias(), bias=True, out_bias=True, sinks=True)
-    kinds = {"L": cfg.Layer(mixer, cfg.Gated(256, bias=True), cfg.Norm("layer", bias=True))}
+    mixer = cfg.AttentionConfig(8, position=cfg.T5BiasConfig(), qkv_bias=True, out_bias=True, sink_logits=True)
+    kinds = {"L": cfg.LayerConfig(mixer, cfg.GatedMLPConfig(256, bias=True), cfg.NormConfig("layer", bias=True))}
     torch.manual_seed(0)
     config = ModelConfig(
-        128, 300, 64, cfg.Stack(layers, kinds), embed=cfg.Embedding(cfg.LearnedPositions(64)), tie=False
+        128,
+        300,
+        64,
+        cfg.StackConfig(layers, kinds),
+        embedding=cfg.EmbeddingConfig(cfg.LearnedPositionsConfig(64)),
+        tie_embeddings=False,
     )
     for name, parameter in Transformer(config).named_parameters():
         if name.endswith("bias") or "sink" in name:
@@ -152,7 +176,7 @@ def test_the_same_seed_gives_the_same_model() -> None:
         torch.manual_seed(seed)
         made.append(Transformer(awkward()).state_dict())
     assert all(torch.equal(made[0][n], made[1][n]) for n in made[0])
-    assert not torch.equal(made[0]["embed.tokens.weight"], made[2]["embed.tokens.weight"])
+    assert not torch.equal(made[0]["embedding.tokens.weight"], made[2]["embedding.tokens.weight"])
 
 
 @pytest.mark.parametrize("name", ["awkward", *list(CONFIGS)[::10]])
@@ -189,8 +213,11 @@ def test_a_model_that_generated_can_still_be_trained() -> None:
 @torch.inference_mode()
 def test_rows_in_lanes_equal_each_alone(name: str) -> None:
     """T = 2 * 5 + 1 * 11 + 3 * 1 tokens in three lanes."""
-    model, lanes = build(CONFIGS[name]), [Lane(2, 5, 5), Lane(1, 11, 11), Lane(3, 1, 1)]
-    rows = [text(lane.new, seed) for seed, lane in enumerate(lane for lane in lanes for _ in range(lane.rows))]
+    model, lanes = build(CONFIGS[name]), [SubBatch(2, 5, 5), SubBatch(1, 11, 11), SubBatch(3, 1, 1)]
+    rows = [
+        text(lane.num_new_tokens, seed)
+        for seed, lane in enumerate(lane for lane in lanes for _ in range(lane.num_seqs))
+    ]
     together = logits(model, step_of(rows, lanes))
     expected = torch.cat([alone(model, row) for row in rows])
     torch.testing.assert_close(together, expected, rtol=0, atol=1e-12)
@@ -203,7 +230,7 @@ def test_packed_documents_equal_each_alone_in_logits_and_gradients(name: str) ->
     model, lengths = build(CONFIGS[name]), [[4, 1, 7], [3, 9]]
     documents = [text(n, seed) for seed, n in enumerate(n for row in lengths for n in row)]
     number = torch.tensor([i for row in lengths for i, n in enumerate(row) for _ in range(n)])
-    step = step_of(documents, [Lane(2, 12, 12)], documents=number)
+    step = step_of(documents, [SubBatch(2, 12, 12)], documents=number)
     weight = torch.randn(24, VOCAB, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     packed = logits(model, step)
     parts = torch.cat([alone(model, document) for document in documents])
@@ -213,7 +240,7 @@ def test_packed_documents_equal_each_alone_in_logits_and_gradients(name: str) ->
     theirs = torch.autograd.grad((parts * weight).sum(), parameters)
     for parameter, a, b in zip(names, ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10, msg=parameter)
-    mixed = logits(model, step._replace(documents=None))  # without the isolation they do meet
+    mixed = logits(model, step._replace(document_ids=None))  # without the isolation they do meet
     assert float((mixed - parts).abs().max()) > 1e-3
 
 
@@ -242,11 +269,11 @@ def test_a_window_forgets_and_the_pattern_says_where() -> None:
 
 def test_only_wanted_logits_are_made() -> None:
     model, row = build(model_config()), text(9)
-    step = step_of([row], [Lane(1, 9, 9)])
+    step = step_of([row], [SubBatch(1, 9, 9)])
     with torch.no_grad():
-        hidden = model(step, Fresh(model.config))
+        hidden = model(step, NoCache(model.config))
         some = model.logits(hidden, torch.tensor([8, 2, 2]))
-        torch.testing.assert_close(some, model.logits(hidden, step.wanted)[[8, 2, 2]], rtol=0, atol=1e-12)
+        torch.testing.assert_close(some, model.logits(hidden, step.logit_indices)[[8, 2, 2]], rtol=0, atol=1e-12)
         assert model.logits(hidden, torch.tensor([], dtype=torch.long)).shape == (0, VOCAB)
 
 
@@ -254,17 +281,17 @@ def test_only_wanted_logits_are_made() -> None:
 
 
 def bidirectional(position: Any = None, absolute: Any = None) -> Transformer:
-    mixer = cfg.Attention(6, 3, 8, position=position, causal=False)
-    stack = cfg.Stack(3, {"L": cfg.Layer(mixer, cfg.Gated(40))})
-    return build(ModelConfig(24, VOCAB, LIMIT, stack, embed=cfg.Embedding(absolute)))
+    mixer = cfg.AttentionConfig(6, 3, 8, position=position, causal=False)
+    stack = cfg.StackConfig(3, {"L": cfg.LayerConfig(mixer, cfg.GatedMLPConfig(40))})
+    return build(ModelConfig(24, VOCAB, LIMIT, stack, embedding=cfg.EmbeddingConfig(absolute)))
 
 
 ENCODINGS: dict[str, dict[str, Any]] = {
-    "rope": {"position": cfg.Rope(100.0)},
-    "alibi": {"position": cfg.Alibi()},
-    "t5": {"position": cfg.T5Bias(8, 20, bidirectional=True)},
-    "learned": {"absolute": cfg.LearnedPositions(LIMIT)},
-    "sinusoidal": {"absolute": cfg.SinusoidalPositions()},
+    "rope": {"position": cfg.RopeConfig(100.0)},
+    "alibi": {"position": cfg.AlibiConfig()},
+    "t5": {"position": cfg.T5BiasConfig(8, 20, bidirectional=True)},
+    "learned": {"absolute": cfg.LearnedPositionsConfig(LIMIT)},
+    "sinusoidal": {"absolute": cfg.SinusoidalPositionsConfig()},
 }
 
 

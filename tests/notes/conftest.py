@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from kvad import config as cfg
-from kvad.model.fresh import Fresh
+from kvad.model.fresh import NoCache
 from kvad.model.transformer import Transformer
-from kvad.ops.attend import Attended, Reading, attend
-from kvad.step import Lane, Mark, Memory, Reach, Score, Step
+from kvad.ops.attend import AttentionMask, AttentionOutput, dot_product_attention
+from kvad.step import AttentionParams, AttentionPattern, CacheProtocol, ModelInput, SubBatch, TokenPositions
 
-BIDIRECTIONAL = Reach(causal=False)
-LAYER_NORM = cfg.Norm("layer", bias=True)
-GELU = cfg.Plain(48, "gelu", bias=True)
+BIDIRECTIONAL = AttentionPattern(causal=False)
+LAYER_NORM = cfg.NormConfig("layer", bias=True)
+GELU = cfg.PlainMLPConfig(48, "gelu", bias=True)
 
 
 @pytest.fixture(scope="session")
-def attention() -> Callable[..., Attended]:
+def attention() -> Callable[..., AttentionOutput]:
     """``attention(q [L, H, D], k [S, K, D], v [S, K, Dv])``: one row, positions 0, 1, ... unless they are given."""
 
     def ask(
@@ -29,19 +29,21 @@ def attention() -> Callable[..., Attended]:
         k: Tensor,
         v: Tensor,
         *,
-        reach: Reach = BIDIRECTIONAL,
+        reach: AttentionPattern = BIDIRECTIONAL,
         queries: Tensor | None = None,
         keys: Tensor | None = None,
         kernel: Any = "reference",
         want: bool = True,
         **score: Any,
-    ) -> Attended:
+    ) -> AttentionOutput:
         queries = torch.arange(len(q)) if queries is None else queries
         keys = torch.arange(len(k)) if keys is None else keys
-        reading = Reading(Mark(queries[None]), Mark(keys[None]), reach)
-        how = Score(**{"scale": q.shape[-1] ** -0.5, **score})
-        done = attend(q[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], reading, how, kernel=kernel, want=want)
-        return Attended(*(None if part is None else part[0] for part in done))
+        reading = AttentionMask(TokenPositions(queries[None]), TokenPositions(keys[None]), reach)
+        how = AttentionParams(**{"scale": q.shape[-1] ** -0.5, **score})
+        done = dot_product_attention(
+            q[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], reading, how, kernel=kernel, want=want
+        )
+        return AttentionOutput(*(None if part is None else part[0] for part in done))
 
     return ask
 
@@ -54,20 +56,20 @@ def build() -> Callable[..., Transformer]:
         *,
         layers: int = 2,
         norm_place: Any = "pre",
-        norm: cfg.Norm = LAYER_NORM,
-        mlp: cfg.Plain | cfg.Gated = GELU,
+        norm: cfg.NormConfig = LAYER_NORM,
+        mlp: cfg.PlainMLPConfig | cfg.GatedMLPConfig = GELU,
         width: int = 24,
         vocab: int = 32,
         limit: int = 256,
-        absolute: cfg.LearnedPositions | cfg.SinusoidalPositions | None = None,
+        absolute: cfg.LearnedPositionsConfig | cfg.SinusoidalPositionsConfig | None = None,
         tie: bool = True,
         seed: int = 0,
         **mixer: Any,
     ) -> Transformer:
-        spec = cfg.Attention(**{"heads": 4, "kv_heads": 2, "head_dim": 8, "position": None, **mixer})
-        stack = cfg.Stack(layers, {"L": cfg.Layer(spec, mlp, norm)}, norm_place=norm_place)
+        spec = cfg.AttentionConfig(**{"heads": 4, "kv_heads": 2, "head_dim": 8, "position": None, **mixer})
+        stack = cfg.StackConfig(layers, {"L": cfg.LayerConfig(spec, mlp, norm)}, norm_position=norm_place)
         model = Transformer(
-            cfg.ModelConfig(width, vocab, limit, stack, embed=cfg.Embedding(absolute), tie=tie)
+            cfg.ModelConfig(width, vocab, limit, stack, embedding=cfg.EmbeddingConfig(absolute), tie_embeddings=tie)
         ).double()
         random = torch.Generator().manual_seed(seed)
         for parameter in model.parameters():
@@ -79,24 +81,24 @@ def build() -> Callable[..., Transformer]:
 
 
 @pytest.fixture(scope="session")
-def step_of() -> Callable[..., Step]:
+def step_of() -> Callable[..., ModelInput]:
     """The step of one row that is new from end to end, for Fresh."""
 
-    def make(tokens: Tensor, positions: Tensor | None = None) -> Step:
+    def make(tokens: Tensor, positions: Tensor | None = None) -> ModelInput:
         n = len(tokens)
         positions = torch.arange(n) if positions is None else positions
-        return Step(tokens, positions, (Lane(1, n, n),), torch.arange(n))
+        return ModelInput(tokens, positions, (SubBatch(1, n, n),), torch.arange(n))
 
     return make
 
 
 @pytest.fixture(scope="session")
-def hidden(step_of: Callable[..., Step]) -> Callable[..., Tensor]:
+def hidden(step_of: Callable[..., ModelInput]) -> Callable[..., Tensor]:
     """``hidden(model, tokens)`` [T, E] of one row, uncached unless a memory is given."""
 
     @torch.inference_mode()
-    def run(model: Transformer, tokens: Tensor, memory: Memory | None = None) -> Tensor:
-        out: Tensor = model(step_of(tokens), memory or Fresh(model.config))
+    def run(model: Transformer, tokens: Tensor, memory: CacheProtocol | None = None) -> Tensor:
+        out: Tensor = model(step_of(tokens), memory or NoCache(model.config))
         return out
 
     return run

@@ -12,26 +12,26 @@ import torch
 from torch import Tensor
 
 from kvad import config as cfg
-from kvad.cache.memory import Memory
-from kvad.cache.sizing import CacheConfig, Group, group_bytes, groups
-from kvad.config import LearnedPositions, MixerSpec, SinusoidalPositions, mixers
+from kvad.cache.memory import KVCache
+from kvad.cache.sizing import CacheConfig, CacheGroup, build_groups, group_bytes
+from kvad.config import AttentionSpec, LearnedPositionsConfig, SinusoidalPositionsConfig, attention_specs
 from kvad.errors import CacheError, ConfigError
-from kvad.model.fresh import Fresh
+from kvad.model.fresh import NoCache
 from kvad.model.transformer import Transformer
-from kvad.ops.lanes import Seen
-from kvad.ops.rotary import Angles
-from kvad.step import RESERVED_BLOCKS, Lane, Moves, Place, Step
+from kvad.ops.lanes import AttentionTrace
+from kvad.ops.rotary import RotaryCache
+from kvad.step import RESERVED_BLOCKS, BlockOps, ModelInput, SlotMapping, SubBatch
 
 Build = Callable[..., Transformer]
 Hidden = Callable[..., Tensor]
 TOKENS = torch.tensor([3, 14, 15, 9, 26, 5, 3, 5])
 LAYOUTS = ["contiguous", "paged"]
 ENCODINGS: dict[str, dict[str, Any]] = {
-    "learned": {"absolute": LearnedPositions(256)},
-    "sinusoidal": {"absolute": SinusoidalPositions()},
-    "rope": {"position": cfg.Rope()},
-    "alibi": {"position": cfg.Alibi()},
-    "t5": {"position": cfg.T5Bias()},
+    "learned": {"absolute": LearnedPositionsConfig(256)},
+    "sinusoidal": {"absolute": SinusoidalPositionsConfig()},
+    "rope": {"position": cfg.RopeConfig()},
+    "alibi": {"position": cfg.AlibiConfig()},
+    "t5": {"position": cfg.T5BiasConfig()},
 }
 RELATIVE = ["rope", "alibi", "t5"]
 
@@ -48,17 +48,17 @@ class Streams:
         dtype: str = "float64",
         **memory: Any,
     ) -> None:
-        config = CacheConfig(layout=layout, rows=rows, capacity=capacity, block_size=4, dtype=dtype)
-        self.groups = groups(mixers(model.config), config)
-        self.memory = Memory(self.groups, **memory)
+        config = CacheConfig(layout=layout, max_num_seqs=rows, max_seq_len=capacity, block_size=4, dtype=dtype)
+        self.groups = build_groups(attention_specs(model.config), config)
+        self.memory = KVCache(self.groups, **memory)
         self.model, self.cursor = model, [0] * rows
 
-    def blocks(self, group: Group, row: int) -> list[int]:
-        each = group.usable // len(self.cursor)
+    def blocks(self, group: CacheGroup, row: int) -> list[int]:
+        each = group.num_usable_blocks // len(self.cursor)
         first = RESERVED_BLOCKS + row * each
         return [first + each - 1 - i for i in range(each)]  # backwards: a table need not ascend
 
-    def slots(self, group: Group, row: int, positions: Sequence[int]) -> list[int]:
+    def slots(self, group: CacheGroup, row: int, positions: Sequence[int]) -> list[int]:
         blocks, size = self.blocks(group, row), group.block_size
         return [blocks[p // size] * size + p % size for p in positions]
 
@@ -66,29 +66,29 @@ class Streams:
     def feed(self, new: dict[int, Tensor], shift: int = 0) -> list[Tensor]:
         """New tokens of some rows in one step, a lane per row -> the hidden states [L, E] of each."""
         spans = {row: range(self.cursor[row], self.cursor[row] + len(tokens)) for row, tokens in new.items()}
-        lanes = tuple(Lane(1, len(span), span.stop) for span in spans.values())
+        lanes = tuple(SubBatch(1, len(span), span.stop) for span in spans.values())
         places = []
         for group in self.groups:
             slots = [slot for row, span in spans.items() for slot in self.slots(group, row, span)]
             tables = tuple(torch.tensor([self.blocks(group, row)]) for row in spans)
-            places.append(Place(torch.tensor(slots), tables))
+            places.append(SlotMapping(torch.tensor(slots), tables))
         positions = torch.tensor([p + shift for span in spans.values() for p in span])
         tokens = torch.cat(list(new.values()))
-        step = Step(tokens, positions, lanes, torch.arange(len(tokens)), places=tuple(places))
+        step = ModelInput(tokens, positions, lanes, torch.arange(len(tokens)), slot_mappings=tuple(places))
         out: Tensor = self.model(step, self.memory)
         for row, span in spans.items():
             self.cursor[row] = span.stop
         return list(out.split([len(tokens) for tokens in new.values()]))
 
 
-def last(seen: list[Seen], layer: int) -> Seen:
+def last(seen: list[AttentionTrace], layer: int) -> AttentionTrace:
     return [one for one in seen if one.layer == layer][-1]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_cache_of_note_001_steps_1_to_5(layout: str, build: Build, hidden: Hidden) -> None:
     """001, Key-Value Cache: q, k, v of the new token; K_full = [K_prev; K_new]; attend; store: the same as without."""
-    model, seen = build(position=cfg.Rope()), list[Seen]()
+    model, seen = build(position=cfg.RopeConfig()), list[AttentionTrace]()
     stream = Streams(model, layout=layout, probe=seen.append)
     uncached, (got,) = hidden(model, TOKENS), stream.feed({0: TOKENS[:3]})
     torch.testing.assert_close(got, uncached[:3], rtol=0, atol=1e-12)
@@ -111,7 +111,7 @@ def test_the_cache_of_note_001_steps_1_to_5(layout: str, build: Build, hidden: H
 
 def test_past_keys_and_values_are_unchanged_by_appended_tokens(build: Build) -> None:
     """000 section 1.3, 004 sections 4.2 and 4.13: under a causal mask k, v of the past do not change, bit for bit."""
-    model = build(position=cfg.Rope())
+    model = build(position=cfg.RopeConfig())
     stream = Streams(model)
     stream.feed({0: TOKENS[:5]})
     kept = [store.data.clone() for store in (*stream.memory.keys, *stream.memory.values)]
@@ -126,25 +126,25 @@ def test_past_keys_and_values_are_unchanged_by_appended_tokens(build: Build) -> 
 @torch.inference_mode()
 def past(model: Transformer, tokens: Tensor) -> list[list[float]]:
     """k and v of the first five tokens in every layer, computed anew."""
-    seen, n = list[Seen](), len(tokens)
-    step = Step(tokens, torch.arange(n), (Lane(1, n, n),), torch.arange(n))
-    model(step, Fresh(model.config, probe=seen.append))
+    seen, n = list[AttentionTrace](), len(tokens)
+    step = ModelInput(tokens, torch.arange(n), (SubBatch(1, n, n),), torch.arange(n))
+    model(step, NoCache(model.config, attention_hook=seen.append))
     return [part[0, :, :5].flatten().tolist() for one in seen for part in (one.k, one.v)]
 
 
 def test_appended_tokens_change_the_past_of_a_bidirectional_stack(build: Build) -> None:
     """004 section 4.13: so an encoder has nothing to append to, and kvad refuses to cache it."""
-    model = build(position=cfg.Rope(), causal=False)
+    model = build(position=cfg.RopeConfig(), causal=False)
     one, other = past(model, TOKENS), past(model, torch.cat([TOKENS[:5], torch.tensor([1, 2, 4])]))
     assert one[:2] == other[:2]  # the first layer's come from the embeddings alone
     assert all(np.abs(np.subtract(a, b)).max() > 1e-3 for a, b in zip(one[2:], other[2:], strict=True))
     with pytest.raises(ConfigError, match="bidirectional"):
-        groups(mixers(model.config), CacheConfig(capacity=8))
+        build_groups(attention_specs(model.config), CacheConfig(max_seq_len=8))
 
 
 def test_the_sum_reaches_the_new_token(build: Build) -> None:
     """004 section 4.6 sums over 1..T for the query T+1: its own key and value are left out, and T = 0 has no sum."""
-    seen = list[Seen]()
+    seen = list[AttentionTrace]()
     stream = Streams(build(layers=1), probe=seen.append)
     stream.feed({0: TOKENS[:1]})
     torch.testing.assert_close(seen[0].out[0, 0], seen[0].v[0, :, 0].repeat_interleave(2, dim=0), rtol=0, atol=1e-12)
@@ -163,7 +163,7 @@ def test_the_sum_reaches_the_new_token(build: Build) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_streams_in_one_batch_equal_their_solo_runs(layout: str, build: Build, hidden: Hidden) -> None:
     """004 sections 4.5, 4.8, 4.18: a cursor per stream (a scalar would not do); nobody sees a neighbour."""
-    model = build(position=cfg.Rope())
+    model = build(position=cfg.RopeConfig())
     texts = [TOKENS, TOKENS.flip(0)[:4], TOKENS[2:7]]
     streams = Streams(model, rows=3, layout=layout)
     got: list[list[Tensor]] = [[], [], []]
@@ -179,7 +179,7 @@ def test_streams_in_one_batch_equal_their_solo_runs(layout: str, build: Build, h
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_streams_of_100_and_50_with_nan_in_the_upper_50(layout: str, build: Build, hidden: Hidden) -> None:
     """004 section 4.9, in a cache: room for 100 each, B has 50; what its upper 50 slots hold reaches nobody."""
-    model, text = build(position=cfg.Rope()), torch.arange(101) % 32
+    model, text = build(position=cfg.RopeConfig()), torch.arange(101) % 32
     streams = Streams(model, rows=2, capacity=101, layout=layout)
     streams.feed({0: text[:100], 1: text[:50]})
     for number, group in enumerate(streams.groups):
@@ -194,7 +194,7 @@ def test_streams_of_100_and_50_with_nan_in_the_upper_50(layout: str, build: Buil
 
 def test_a_block_that_changes_hands_is_cleared(build: Build, hidden: Hidden) -> None:
     """004 section 4.18, "attends to tokens from other streams": the seat's next owner does, unless it is cleared."""
-    model, fresh = build(position=cfg.Rope()), TOKENS[4:]
+    model, fresh = build(position=cfg.RopeConfig()), TOKENS[4:]
     after = {}
     for cleared in (True, False):
         stream = Streams(model, layout="paged")
@@ -202,7 +202,7 @@ def test_a_block_that_changes_hands_is_cleared(build: Build, hidden: Hidden) -> 
         stream.cursor[0] = 0
         if cleared:
             blocks = tuple(stream.blocks(stream.groups[0], 0))
-            stream.memory.apply(Moves(clear=(blocks,), copy=((),)))
+            stream.memory.apply(BlockOps(clear=(blocks,), copy=((),)))
         stream.feed({0: fresh[:2]}, shift=6)  # later positions: what lies there is of the past, and visible
         (after[cleared],) = stream.feed({0: fresh[2:]}, shift=6)
     torch.testing.assert_close(after[True], hidden(model, fresh)[2:], rtol=0, atol=1e-6)
@@ -232,27 +232,27 @@ def test_relative_encodings_see_offsets_only(encoding: str, build: Build, hidden
 
 
 @torch.inference_mode()
-def test_keys_are_stored_rotated(build: Build, step_of: Callable[..., Step]) -> None:
+def test_keys_are_stored_rotated(build: Build, step_of: Callable[..., ModelInput]) -> None:
     """004 sections 4.10 and 4.20: slot j holds R_j k_j, so reading costs no rotation; ALiBi's keys lie as they are."""
-    for position in (cfg.Rope(), cfg.Alibi()):
+    for position in (cfg.RopeConfig(), cfg.AlibiConfig()):
         model, step = build(position=position), step_of(TOKENS)
         stream = Streams(model)
         stream.feed({0: TOKENS})
-        layer, rotary = model.decoder.layers[0], model.decoder.encoding("L", step)
-        _, k, v = layer.mixer.project(layer.norm1(model.embed(TOKENS, step.positions)))
+        layer, rotary = model.decoder.layers[0], model.decoder.position_encoding("L", step)
+        _, k, v = layer.attention.project(layer.norm1(model.embedding(TOKENS, step.positions)))
         stored = [
             stores[0].data[RESERVED_BLOCKS, :, :8].transpose(0, 1)
             for stores in (stream.memory.keys, stream.memory.values)
         ]
-        expected = Angles(step.positions).rotate(k, rotary) if isinstance(position, cfg.Rope) else k
+        expected = RotaryCache(step.positions).rotate(k, rotary) if isinstance(position, cfg.RopeConfig) else k
         torch.testing.assert_close(stored[0], expected, rtol=0, atol=1e-12)
         torch.testing.assert_close(stored[1], v, rtol=0, atol=1e-12)
-        assert (float((stored[0] - k).abs().max()) > 0.1) == isinstance(position, cfg.Rope)
+        assert (float((stored[0] - k).abs().max()) > 0.1) == isinstance(position, cfg.RopeConfig)
 
 
 def test_each_layer_needs_its_own_keys_and_values(build: Build, hidden: Hidden) -> None:
     """004 section 4.12: K of a layer comes from that layer's input; with another layer's the output is wrong."""
-    model = build(position=cfg.Rope())
+    model = build(position=cfg.RopeConfig())
     stream = Streams(model)
     stream.feed({0: TOKENS[:7]})
     keys = [store.data for store in stream.memory.keys]
@@ -273,14 +273,14 @@ def test_a_cache_takes_no_part_in_training(build: Build) -> None:
 
 def test_a_separator_does_not_isolate_documents(build: Build) -> None:
     """004 section 1.3 adds ``<|endofdoc|>`` "to avoid accidental context bleed": only the mask does."""
-    model, separator = build(position=cfg.Rope()), 0
+    model, separator = build(position=cfg.RopeConfig()), 0
     second, documents = [separator, 7, 8, 9], torch.tensor([0] * 4 + [1] * 4)
 
     @torch.inference_mode()
     def states(first: list[int], documents: Tensor | None) -> Tensor:
         tokens = torch.tensor([separator, *first, *second])
-        step = Step(tokens, torch.arange(8), (Lane(1, 8, 8),), torch.arange(8), documents=documents)
-        out: Tensor = model(step, Fresh(model.config))
+        step = ModelInput(tokens, torch.arange(8), (SubBatch(1, 8, 8),), torch.arange(8), document_ids=documents)
+        out: Tensor = model(step, NoCache(model.config))
         return out[4:]
 
     bleed = (states([1, 2, 3], None) - states([4, 5, 6], None)).abs().max()
@@ -293,19 +293,19 @@ def test_a_separator_does_not_isolate_documents(build: Build) -> None:
 
 def test_the_payload_of_section_4_17() -> None:
     """004 section 4.17: 24 layers, 32 heads of 64, 8,192 tokens in float32: 3,221,225,472 bytes, not "about 4 GB"."""
-    specs = [MixerSpec(causal=True, window=None, kv_heads=32, head_dim=64, value_dim=64)] * 24
+    specs = [AttentionSpec(causal=True, window=None, num_kv_heads=32, head_dim=64, value_dim=64)] * 24
     for dtype, payload in (("float32", 3_221_225_472), ("bfloat16", 1_610_612_736), ("float16", 1_610_612_736)):
-        config = CacheConfig(rows=1, capacity=8192, dtype=dtype)
-        (group,) = groups(specs, config)
+        config = CacheConfig(max_num_seqs=1, max_seq_len=8192, dtype=dtype)
+        (group,) = build_groups(specs, config)
         found = group_bytes(group)
         assert found.per_token_payload * 8192 == payload
-        assert found.payload == payload * group.blocks * 16 // 8192  # and two reserved blocks of 16 slots
+        assert found.payload == payload * group.num_blocks * 16 // 8192  # and two reserved blocks of 16 slots
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 1e-2), ("bfloat16", 1e-1)])
 def test_half_precision_halves_the_payload(dtype: str, tolerance: float, build: Build, hidden: Hidden) -> None:
     """004 sections 4.11, 4.17, 4.20: stored in 16 bits, computed wider."""
-    model = build(position=cfg.Rope()).float()
+    model = build(position=cfg.RopeConfig()).float()
     full, half = Streams(model, dtype="float32"), Streams(model, dtype=dtype)
     assert half.memory.payload_bytes() * 2 == full.memory.payload_bytes()
     (got,) = half.feed({0: TOKENS})

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from kvad.cache.memory import Memory
-from kvad.cache.sizing import CacheConfig, groups
-from kvad.config import Rope, mixers
-from kvad.flops import formula, generation
-from kvad.model.fresh import Fresh
+from kvad.cache.memory import KVCache
+from kvad.cache.sizing import CacheConfig, build_groups
+from kvad.config import RopeConfig, attention_specs
+from kvad.flops import closed_form_flops, generation_cost
+from kvad.model.fresh import NoCache
 from kvad.model.transformer import Transformer
-from kvad.ops.attend import SCORE_BUDGET, Reading
-from kvad.step import RESERVED_BLOCKS, Lane, Mark, Place, Reach, Step
+from kvad.ops.attend import SCORE_BUDGET, AttentionMask
+from kvad.step import RESERVED_BLOCKS, AttentionPattern, ModelInput, SlotMapping, SubBatch, TokenPositions
 
 Build = Callable[..., Transformer]
 
@@ -33,20 +33,22 @@ def uncached(model: Transformer, lengths: range) -> Callable[[], None]:
     def run() -> None:
         for n in lengths:
             tokens = torch.arange(n) % 32
-            model(Step(tokens, tokens, (Lane(1, n, n),), tokens), Fresh(model.config, kernel="reference"))
+            model(ModelInput(tokens, tokens, (SubBatch(1, n, n),), tokens), NoCache(model.config, kernel="reference"))
 
     return run
 
 
 def cached(model: Transformer, n: int) -> Callable[[], None]:
-    placed = groups(mixers(model.config), CacheConfig(layout="contiguous", rows=1, capacity=n, dtype="float64"))
-    memory = Memory(placed, kernel="reference")
+    placed = build_groups(
+        attention_specs(model.config), CacheConfig(layout="contiguous", max_num_seqs=1, max_seq_len=n, dtype="float64")
+    )
+    memory = KVCache(placed, kernel="reference")
 
     def run() -> None:
         for t in range(n):
-            place = Place(torch.tensor([RESERVED_BLOCKS * n + t]), (torch.tensor([[RESERVED_BLOCKS]]),))
+            place = SlotMapping(torch.tensor([RESERVED_BLOCKS * n + t]), (torch.tensor([[RESERVED_BLOCKS]]),))
             at = torch.tensor([t])
-            model(Step(at % 32, at, (Lane(1, 1, t + 1),), torch.tensor([0]), places=(place,)), memory)
+            model(ModelInput(at % 32, at, (SubBatch(1, 1, t + 1),), torch.tensor([0]), slot_mappings=(place,)), memory)
 
     return run
 
@@ -54,21 +56,21 @@ def cached(model: Transformer, n: int) -> Callable[[], None]:
 @pytest.mark.parametrize("n", [8, 32])
 def test_what_recomputation_costs(n: int, build: Build) -> None:
     """004 section 4.7 calls it "a larger constant factor": it grows with N, 2N/3 in attention, N/2 in projections."""
-    model = build(position=Rope())
+    model = build(position=RopeConfig())
     every_time, once = counted(uncached(model, range(1, n + 1))), counted(cached(model, n))
     projections, attention = (a / b for a, b in zip(every_time, once, strict=True))
     assert projections == (n + 1) / 2
     assert attention == pytest.approx((2 * n + 1) / 3)
-    about = formula(n)
+    about = closed_form_flops(n)
     assert about.projections == pytest.approx(projections, rel=1 / n)
     assert about.attention == pytest.approx(attention, rel=1 / n)
-    said = [(cost.projections, cost.attention) for cost in generation(model.config, prompt=1, new=n)]
+    said = [(cost.projections, cost.attention) for cost in generation_cost(model.config, prompt=1, new=n)]
     assert said == [once, every_time]  # what `kvad bench cache` prints
 
 
 def test_what_a_step_costs(build: Build) -> None:
     """004 section 4.7: with the cache a step costs O(d^2) in projections, whatever T, and O(T d) in attention."""
-    model = build(position=Rope())
+    model = build(position=RopeConfig())
     per_step = [
         [b - a for a, b in zip(counted(cached(model, t)), counted(cached(model, t + 1)), strict=True)]
         for t in (7, 15, 31)
@@ -82,10 +84,10 @@ def test_what_a_step_costs(build: Build) -> None:
 
 def test_doubling_the_length_quadruples_the_products_but_not_the_memory(build: Build) -> None:
     """004 section 3.1: the number of products, yes; the scores are made in blocks of queries, so memory stays."""
-    model = build(position=Rope())
+    model = build(position=RopeConfig())
     (_, one), (_, two) = (counted(uncached(model, range(n, n + 1))) for n in (32, 64))
     assert two == 4 * one
     for n in (1 << 14, 1 << 15, 1 << 16):
-        mark = Mark(torch.arange(n)[None])
-        queries = Reading(mark, mark, Reach()).queries_at_once(heads=8, scores=True)
+        mark = TokenPositions(torch.arange(n)[None])
+        queries = AttentionMask(mark, mark, AttentionPattern()).max_queries_per_block(heads=8, scores=True)
         assert 1 <= queries < n and queries * n * 8 <= SCORE_BUDGET

@@ -12,8 +12,8 @@ from torch import Tensor
 from kvad import LLM
 from kvad import config as cfg
 from kvad.cache.sizing import CacheConfig
-from kvad.engine.engine import Engine, Piece
-from kvad.engine.request import Sampling
+from kvad.engine.engine import Engine, StreamChunk
+from kvad.engine.request import SamplingParams
 from kvad.errors import RequestError, TokenizerError
 from kvad.model.transformer import Transformer
 from kvad.text.plain import ByteTokenizer
@@ -21,7 +21,7 @@ from kvad.text.words import WordTokenizer
 
 Build = Callable[..., Transformer]
 Hidden = Callable[..., Tensor]
-GREEDY = Sampling(temperature=0, max_tokens=6)
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
 
 
 def engine_of(model: Transformer, **cache: Any) -> Engine:
@@ -29,16 +29,16 @@ def engine_of(model: Transformer, **cache: Any) -> Engine:
     return Engine(model, CacheConfig(**(fields | cache)))
 
 
-def run(engine: Engine, *requests: int) -> dict[int, list[Piece]]:
-    pieces: dict[int, list[Piece]] = {request: [] for request in requests}
+def run(engine: Engine, *requests: int) -> dict[int, list[StreamChunk]]:
+    pieces: dict[int, list[StreamChunk]] = {request: [] for request in requests}
     while not engine.idle:
         for piece in engine.step():
             pieces[piece.request].append(piece)
     return pieces
 
 
-def tokens_of(pieces: list[Piece]) -> list[int]:
-    return [piece.token for piece in pieces if piece.token is not None]
+def tokens_of(pieces: list[StreamChunk]) -> list[int]:
+    return [piece.token_id for piece in pieces if piece.token_id is not None]
 
 
 def greedy(model: Transformer, hidden: Hidden, prompt: list[int], count: int) -> list[int]:
@@ -53,35 +53,35 @@ def greedy(model: Transformer, hidden: Hidden, prompt: list[int], count: int) ->
 
 def test_a_prefix_is_reused_by_any_row_and_only_a_prefix(build: Build, hidden: Hidden) -> None:
     """001: "IFF the whole input is the same except for the last part": the longest equal prefix, by whichever row."""
-    model = build(position=cfg.Rope())
+    model = build(position=cfg.RopeConfig())
     engine, shared = engine_of(model), list(range(1, 13))
     prompts = [[*shared, 13, 14], [*shared, 20, 21, 22, 23, 24, 25], [*shared[:6], 30, *shared[7:]], [31, *shared]]
     cached = []
     for prompt in prompts:
-        request = engine.submit(prompt, GREEDY)
+        request = engine.add_request(prompt, GREEDY)
         assert tokens_of(run(engine, request)[request]) == greedy(model, hidden, prompt, 6)
-        cached.append(engine.usage(request).cached)
+        cached.append(engine.metrics(request).num_cached_tokens)
     assert cached == [0, 12, 4, 0]  # blocks of 4: whole ones up to the first difference; a shifted text shares nothing
 
 
 def test_generation_ends_at_the_stop_token(build: Build, hidden: Hidden) -> None:
     """001, Input & Output; 002, the decoder: until END; without one, until the limit; the reason says which."""
-    model = build(position=cfg.Rope())
+    model = build(position=cfg.RopeConfig())
     expected = greedy(model, hidden, [1, 2, 3], 6)
     stop = expected[3]
     engine = engine_of(model)
-    request = engine.submit([1, 2, 3], Sampling(temperature=0, max_tokens=6, stop_tokens=(stop,)))
+    request = engine.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=6, stop_token_ids=(stop,)))
     pieces = run(engine, request)[request]
-    assert tokens_of(pieces) == expected[: expected.index(stop) + 1] and pieces[-1].finish == "stop"
-    request = engine.submit([1, 2, 3], GREEDY)
+    assert tokens_of(pieces) == expected[: expected.index(stop) + 1] and pieces[-1].finish_reason == "stop"
+    request = engine.add_request([1, 2, 3], GREEDY)
     pieces = run(engine, request)[request]
-    assert tokens_of(pieces) == expected and pieces[-1].finish == "length"
+    assert tokens_of(pieces) == expected and pieces[-1].finish_reason == "length"
 
 
 def test_an_empty_prompt_opens_with_the_document_token(build: Build) -> None:
     """000 section 1.3: generation may begin with a start token alone; 002: the first input is BOS."""
-    tokenizer, cache = ByteTokenizer(), CacheConfig(capacity=64, rows=1, dtype="float64")
-    opening = tokenizer.specials.separator
+    tokenizer, cache = ByteTokenizer(), CacheConfig(max_seq_len=64, max_num_seqs=1, dtype="float64")
+    opening = tokenizer.special_tokens.separator
     assert opening is not None
     with LLM(build(vocab=tokenizer.vocab_size), tokenizer, cache) as llm:
         one, other = (llm.generate(p, temperature=0, max_tokens=4, ignore_eos=True) for p in ("", [opening]))
@@ -94,7 +94,7 @@ def test_an_unknown_word_becomes_unk(capsys: pytest.CaptureFixture[str]) -> None
     """002: a word outside the vocabulary is UNK; said on stderr, or an error that names the word."""
     tokenizer = WordTokenizer(["a", "kid"])
     a, unk, kid = tokenizer.encode("a golem kid")
-    assert unk == tokenizer.specials.unk and len({a, unk, kid}) == 3
+    assert unk == tokenizer.special_tokens.unk and len({a, unk, kid}) == 3
     assert "'golem'" in capsys.readouterr().err
     with pytest.raises(TokenizerError, match="golem"):
         WordTokenizer(["a", "kid"], on_unknown="error").encode("a golem kid")
@@ -103,34 +103,36 @@ def test_an_unknown_word_becomes_unk(capsys: pytest.CaptureFixture[str]) -> None
 def test_the_context_window_is_a_limit_that_is_said(build: Build) -> None:
     """001, Input & Output: n reaches up to the context window; beyond it, an error with both numbers, never a cut."""
     engine = engine_of(build(limit=20), capacity=20)
-    request = engine.submit(list(range(1, 18)), Sampling(temperature=0, ignore_eos=True))
+    request = engine.add_request(list(range(1, 18)), SamplingParams(temperature=0, ignore_eos=True))
     assert len(tokens_of(run(engine, request)[request])) == 3
     with pytest.raises(RequestError, match=r"21 .*20"):
-        engine.submit([1] * 21, GREEDY)
+        engine.add_request([1] * 21, GREEDY)
 
 
 def test_streams_that_end_early_give_their_blocks_back(build: Build, hidden: Hidden) -> None:
     """004 section 4.8: no mask has to be kept for a stream that has ended; the others go on as if it never was."""
-    model = build(position=cfg.Rope())
+    model = build(position=cfg.RopeConfig())
     engine = engine_of(model, prefix=False)
-    (pool,) = engine.ledger.pools
-    short = engine.submit([9, 8, 7, 6, 5], Sampling(temperature=0, max_tokens=1))
-    long = engine.submit([1, 2, 3], Sampling(temperature=0, max_tokens=12))
+    (pool,) = engine.kv_cache_manager.pools
+    short = engine.add_request([9, 8, 7, 6, 5], SamplingParams(temperature=0, max_tokens=1))
+    long = engine.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=12))
     engine.step()
-    assert engine.usage(short).completion == 1 and pool.live == 1  # the prompt of 3; the other's 2 blocks are free
+    assert (
+        engine.metrics(short).num_completion_tokens == 1 and pool.num_live == 1
+    )  # the prompt of 3; the other's 2 blocks are free
     assert tokens_of(run(engine, short, long)[long]) == greedy(model, hidden, [1, 2, 3], 12)[1:]
-    assert pool.free == pool.total
+    assert pool.num_free == pool.total
 
 
 def test_a_long_row_does_not_lengthen_the_reads_of_short_ones(build: Build) -> None:
     """004 section 4.8: group streams by length; a lane reads what its own rows need."""
     engine = engine_of(build(limit=1024), capacity=1024, chunk=1024)
     for prompt in ([1] * 900, [2] * 5, [3] * 6, [4] * 7):
-        engine.submit(prompt, GREEDY)
+        engine.add_request(prompt, GREEDY)
     engine.step()
-    plan = engine.scheduler.plan()
+    plan = engine.scheduler.schedule()
     assert plan is not None
-    reads = sorted((lane.rows, lane.read) for lane in plan.lanes)
+    reads = sorted((lane.num_seqs, lane.num_read_slots) for lane in plan.sub_batches)
     assert [rows for rows, _ in reads] == [1, 3]
     assert reads[0][1] >= 901 and reads[1][1] <= 64
 
@@ -138,9 +140,9 @@ def test_a_long_row_does_not_lengthen_the_reads_of_short_ones(build: Build) -> N
 @pytest.mark.parametrize("layout", ["paged", "contiguous"])
 def test_a_window_holds_only_its_window(layout: str, build: Build, hidden: Hidden) -> None:
     """004 sections 3.3 and 4.14: local attention needs the recent keys only, and its pool has room for no more."""
-    model = build(position=cfg.Rope(), window=8)
+    model = build(position=cfg.RopeConfig(), window=8)
     engine = engine_of(model, layout=layout, rows=1, chunk=4, prefix=False)
-    (group,) = engine.memory.groups
-    assert group.usable * group.block_size <= 8 + 4 - 1 + 2 * 4 < 64
-    request = engine.submit(list(range(1, 20)), Sampling(temperature=0, max_tokens=30))
+    (group,) = engine.kv_cache.groups
+    assert group.num_usable_blocks * group.block_size <= 8 + 4 - 1 + 2 * 4 < 64
+    request = engine.add_request(list(range(1, 20)), SamplingParams(temperature=0, max_tokens=30))
     assert tokens_of(run(engine, request)[request]) == greedy(model, hidden, list(range(1, 20)), 30)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kvad import config as cfg
-from kvad.model.fresh import Fresh
+from kvad.model.fresh import NoCache
 from kvad.model.transformer import Transformer
-from kvad.step import Step
+from kvad.step import ModelInput
 
 Build = Callable[..., Transformer]
 Hidden = Callable[..., Tensor]
@@ -25,27 +25,27 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def test_a_word_means_what_stands_before_it(build: Build, hidden: Hidden) -> None:
     """001, Overall Purpose: static embeddings become context-aware; under a causal mask, of what came before."""
-    model, bank = build(position=cfg.Rope()), 7
+    model, bank = build(position=cfg.RopeConfig()), 7
     river, money = torch.tensor([1, 2, bank, 4]), torch.tensor([1, 3, bank, 4])
     a, b = hidden(model, river), hidden(model, money)
-    torch.testing.assert_close(model.embed(river, torch.arange(4))[2], model.embed(money, torch.arange(4))[2])
+    torch.testing.assert_close(model.embedding(river, torch.arange(4))[2], model.embedding(money, torch.arange(4))[2])
     assert a.shape == (4, 24) and float((a[2] - b[2]).abs().max()) > 1e-2
     torch.testing.assert_close(a[0], b[0], rtol=0, atol=1e-12)  # what came before the difference
 
 
-def test_residual_gradient(build: Build, step_of: Callable[..., Step]) -> None:
+def test_residual_gradient(build: Build, step_of: Callable[..., ModelInput]) -> None:
     """002, Residual Connection: y = F(x) + x, dL/dx = dL/dy (dF/dx + 1), and not "(dy/dF + 1)"."""
-    model = build(layers=1, position=cfg.Rope())
+    model = build(layers=1, position=cfg.RopeConfig())
     layer, step = model.decoder.layers[0], step_of(torch.zeros(3, dtype=torch.long))
-    (view,) = Fresh(model.config, kernel="reference").open(step)
-    encoding, x = model.decoder.encoding("L", step), random(3, 24)
+    (view,) = NoCache(model.config, kernel="reference").open(step)
+    encoding, x = model.decoder.position_encoding("L", step), random(3, 24)
 
     def jacobian(f: Callable[[Tensor], Tensor]) -> Tensor:
         return torch.func.jacrev(f)(x).reshape(72, 72).detach()
 
     def branch(x: Tensor) -> Tensor:
         """F of the two residual steps, written out: what is added to x."""
-        mixed: Tensor = layer.mixer(layer.norm1(x), view, encoding)
+        mixed: Tensor = layer.attention(layer.norm1(x), view, encoding)
         fed: Tensor = layer.mlp(layer.norm2(x + mixed))
         return mixed + fed
 
@@ -69,7 +69,7 @@ def test_layer_norm_ignores_neighbours_where_batch_norm_does_not(build: Build) -
 @torch.inference_mode()
 def test_the_feed_forward_network_works_on_each_token_alone(activation: Any, build: Build) -> None:
     """002, Feed Forward Network: linear(ReLU or GELU(linear(x))), garbled there into a sum."""
-    mlp, x = build(mlp=cfg.Plain(48, activation, bias=True)).decoder.layers[0].mlp, random(5, 24)
+    mlp, x = build(mlp=cfg.PlainMLPConfig(48, activation, bias=True)).decoder.layers[0].mlp, random(5, 24)
     inner = x.numpy() @ mlp.up.weight.numpy().T + mlp.up.bias.numpy()
     cdf = 0.5 * (1 + torch.erf(torch.from_numpy(inner) / 2**0.5)).numpy()
     active = np.maximum(inner, 0) if activation == "relu" else inner * cdf
@@ -79,18 +79,18 @@ def test_the_feed_forward_network_works_on_each_token_alone(activation: Any, bui
 
 
 @torch.inference_mode()
-def test_pre_norm_and_post_norm(build: Build, step_of: Callable[..., Step]) -> None:
+def test_pre_norm_and_post_norm(build: Build, step_of: Callable[..., ModelInput]) -> None:
     """002, Pre-Norm | Post-Norm: x + F(LN(x)) against LN(x + F(x)), for both sub-layers."""
     out = {}
     for place in ("pre", "post"):
-        model = build(layers=1, position=cfg.Rope(), norm_place=place)
+        model = build(layers=1, position=cfg.RopeConfig(), norm_place=place)
         layer, step, x = model.decoder.layers[0], step_of(torch.zeros(4, dtype=torch.long)), random(4, 24)
-        (view,), encoding = Fresh(model.config).open(step), model.decoder.encoding("L", step)
+        (view,), encoding = NoCache(model.config).open(step), model.decoder.position_encoding("L", step)
         if place == "pre":
-            y = x + layer.mixer(layer.norm1(x), view, encoding)
+            y = x + layer.attention(layer.norm1(x), view, encoding)
             expected = y + layer.mlp(layer.norm2(y))
         else:
-            y = layer.norm1(x + layer.mixer(x, view, encoding))
+            y = layer.norm1(x + layer.attention(x, view, encoding))
             expected = layer.norm2(y + layer.mlp(y))
         out[place] = layer(x, view, None, encoding)
         torch.testing.assert_close(out[place], expected, rtol=0, atol=1e-12)

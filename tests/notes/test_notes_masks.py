@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvad.ops.attend import Attended, Kernel, Reading, attend
-from kvad.step import Mark, Reach, Score
+from kvad.ops.attend import AttentionMask, AttentionOutput, Kernel, dot_product_attention
+from kvad.step import AttentionParams, AttentionPattern, TokenPositions
 
-Ask = Callable[..., Attended]
+Ask = Callable[..., AttentionOutput]
 KERNELS = get_args(Kernel)
 
 
@@ -24,10 +24,10 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 
 def test_mask_of_a_b_c_d() -> None:
     """002, Masked Multi-Head Self-Attention; 004 section 2.2: M_ij hides j > i, and nothing else."""
-    mark = Mark(torch.arange(4))
-    seen = Reach().allows(mark, mark)
+    mark = TokenPositions(torch.arange(4))
+    seen = AttentionPattern().visible(mark, mark)
     assert seen.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
-    assert bool(Reach(causal=False).allows(mark, mark).all())
+    assert bool(AttentionPattern(causal=False).visible(mark, mark).all())
 
 
 def test_causal_mask_of_note_003(attention: Ask) -> None:
@@ -38,7 +38,7 @@ def test_causal_mask_of_note_003(attention: Ask) -> None:
     expected = np.exp(masked - masked.max(axis=-1, keepdims=True))
     expected /= expected.sum(axis=-1, keepdims=True)
     keys = torch.from_numpy(logits.T.copy())[:, None]  # with q = the identity, q.k is the table of logits
-    done = attention(torch.eye(5, dtype=torch.float64)[:, None], keys, keys, reach=Reach(), scale=1.0)
+    done = attention(torch.eye(5, dtype=torch.float64)[:, None], keys, keys, reach=AttentionPattern(), scale=1.0)
     assert done.scores is not None and done.weights is not None
     np.testing.assert_array_equal(done.scores[0].numpy(), np.where(mask, -np.inf, logits))
     np.testing.assert_allclose(done.weights[0].numpy(), expected, rtol=0, atol=1e-12)
@@ -118,14 +118,25 @@ def test_rows_of_100_and_50_with_nan_above(kernel: Kernel) -> None:
     positions = torch.arange(100).repeat(2, 1)
     positions[1, 50:] = -1
     newest = torch.tensor([[99], [49]])
-    out = attend(q, k, v, Reading(Mark(newest), Mark(positions), Reach()), Score(8**-0.5), kernel=kernel).out
+    out = dot_product_attention(
+        q,
+        k,
+        v,
+        AttentionMask(TokenPositions(newest), TokenPositions(positions), AttentionPattern()),
+        AttentionParams(8**-0.5),
+        kernel=kernel,
+    ).out
     assert bool(out.isfinite().all())
     for row, length in ((0, 100), (1, 50)):
-        alone = Reading(Mark(newest[row : row + 1]), Mark(torch.arange(length)[None]), Reach())
+        alone = AttentionMask(
+            TokenPositions(newest[row : row + 1]), TokenPositions(torch.arange(length)[None]), AttentionPattern()
+        )
         cut = slice(row, row + 1)
-        expected = attend(q[cut], k[cut, :, :length], v[cut, :, :length], alone, Score(8**-0.5), kernel="reference").out
+        expected = dot_product_attention(
+            q[cut], k[cut, :, :length], v[cut, :, :length], alone, AttentionParams(8**-0.5), kernel="reference"
+        ).out
         torch.testing.assert_close(out[cut], expected, rtol=0, atol=1e-12)
     leaky = positions.clone()
     leaky[1, 50] = 50 - 1  # one slot too many, and the test objects
-    reading = Reading(Mark(newest), Mark(leaky), Reach())
-    assert bool(attend(q, k, v, reading, Score(8**-0.5), kernel=kernel).out[1].isnan().any())
+    reading = AttentionMask(TokenPositions(newest), TokenPositions(leaky), AttentionPattern())
+    assert bool(dot_product_attention(q, k, v, reading, AttentionParams(8**-0.5), kernel=kernel).out[1].isnan().any())

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from kvad import config as cfg
-from kvad.model.fresh import Fresh
+from kvad.model.fresh import NoCache
 from kvad.model.mixers import Attention
 from kvad.model.transformer import Transformer
-from kvad.ops.attend import Attended
-from kvad.step import Step
+from kvad.ops.attend import AttentionOutput
+from kvad.step import ModelInput
 
 Build = Callable[..., Transformer]
-Ask = Callable[..., Attended]
+Ask = Callable[..., AttentionOutput]
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -33,8 +33,10 @@ def set_weights(mixer: Attention, **weights: np.ndarray) -> None:
         linear.weight.data = torch.from_numpy(value.T.copy())
 
 
-def layer_input(model: Transformer, x: np.ndarray, step_of: Callable[..., Step]) -> tuple[Attention, Tensor, Step]:
-    mixer = model.decoder.layers[0].mixer
+def layer_input(
+    model: Transformer, x: np.ndarray, step_of: Callable[..., ModelInput]
+) -> tuple[Attention, Tensor, ModelInput]:
+    mixer = model.decoder.layers[0].attention
     assert isinstance(mixer, Attention)
     return mixer, torch.from_numpy(x), step_of(torch.zeros(len(x), dtype=torch.long))
 
@@ -43,8 +45,8 @@ def layer_input(model: Transformer, x: np.ndarray, step_of: Callable[..., Step])
 def test_embedding_lookup_of_note_003(build: Build) -> None:
     """003, Tokens & Embeddings: ids 2, 5, 1 of an 8 x 4 table."""
     model = build(vocab=8, width=4)
-    model.embed.tokens.weight.data = torch.from_numpy(np.arange(8 * 4).reshape(8, 4) / 10)
-    x = model.embed(torch.tensor([2, 5, 1]), torch.arange(3))
+    model.embedding.tokens.weight.data = torch.from_numpy(np.arange(8 * 4).reshape(8, 4) / 10)
+    x = model.embedding(torch.tensor([2, 5, 1]), torch.arange(3))
     expected = np.array([[0.8, 0.9, 1.0, 1.1], [2.0, 2.1, 2.2, 2.3], [0.4, 0.5, 0.6, 0.7]])
     np.testing.assert_array_equal(x.numpy(), expected)
 
@@ -53,13 +55,13 @@ def test_embedding_lookup_of_note_003(build: Build) -> None:
 def test_one_hot_times_the_table_is_the_lookup(build: Build) -> None:
     """002, One-Hot Encoding; 003, Tokens & Embeddings."""
     model, ids = build(), torch.tensor([3, 31, 0, 3])
-    table = model.embed.tokens.weight.numpy()
+    table = model.embedding.tokens.weight.numpy()
     one_hot = np.eye(len(table))[ids.numpy()]
-    np.testing.assert_array_equal(model.embed(ids, torch.arange(4)).numpy(), one_hot @ table)
+    np.testing.assert_array_equal(model.embedding(ids, torch.arange(4)).numpy(), one_hot @ table)
 
 
 @torch.inference_mode()
-def test_attention_of_note_003_with_seed_7(build: Build, attention: Ask, step_of: Callable[..., Step]) -> None:
+def test_attention_of_note_003_with_seed_7(build: Build, attention: Ask, step_of: Callable[..., ModelInput]) -> None:
     """003, Scaled Dot-Product Attention: seed 7, T = 4, d_model = 6, d_k = 3 (and 000 eq. 1-2, 002's matrices)."""
     random = np.random.RandomState(7)  # what np.random.seed(7) seeds
     x = random.randn(4, 6)
@@ -80,7 +82,7 @@ def test_attention_of_note_003_with_seed_7(build: Build, attention: Ask, step_of
     np.testing.assert_allclose(done.weights[0].numpy(), weights, rtol=0, atol=1e-12)
     np.testing.assert_allclose(done.out[:, 0].numpy(), weights @ v, rtol=0, atol=1e-12)
     np.testing.assert_allclose(done.out[0, 0].numpy(), [-3.12938097, -2.39532683, -0.39386037], rtol=0, atol=1e-8)
-    through_the_layer = mixer(inputs, Fresh(model.config).open(step)[0], None)
+    through_the_layer = mixer(inputs, NoCache(model.config).open(step)[0], None)
     np.testing.assert_allclose(through_the_layer.numpy(), weights @ v @ mixer.out.weight.numpy().T, rtol=0, atol=1e-12)
 
 
@@ -97,7 +99,7 @@ def test_attention_weights_are_not_symmetric(attention: Ask) -> None:
 def test_values_may_be_wider_than_keys(build: Build, hidden: Callable[..., Tensor]) -> None:
     """000 eq. 1: V has d_v columns, whatever d_k is."""
     model = build(layers=1, head_dim=6, value_dim=10)
-    mixer = model.decoder.layers[0].mixer
+    mixer = model.decoder.layers[0].attention
     _, k, v = mixer.project(torch.zeros(3, 24, dtype=torch.float64))
     assert (k.shape, v.shape) == ((3, 2, 6), (3, 2, 10))
     assert hidden(model, torch.tensor([1, 2, 3])).shape == (3, 24)
@@ -106,7 +108,7 @@ def test_values_may_be_wider_than_keys(build: Build, hidden: Callable[..., Tenso
 def test_head_dim_is_free_of_the_width(build: Build, hidden: Callable[..., Tensor]) -> None:
     """001, Weight Matrices, says [d x d]; 4 query heads of 8 on 2 key-value heads, in a model 24 wide, are not."""
     model = build(heads=4, kv_heads=2, head_dim=8, width=24)
-    mixer = model.decoder.layers[0].mixer
+    mixer = model.decoder.layers[0].attention
     shapes = {name: tuple(getattr(mixer, name).weight.T.shape) for name in ("q", "k", "v", "out")}
     assert shapes == {"q": (24, 32), "k": (24, 16), "v": (24, 16), "out": (32, 24)}
     assert hidden(model, torch.tensor([1, 2, 3])).shape == (3, 24)
@@ -114,7 +116,7 @@ def test_head_dim_is_free_of_the_width(build: Build, hidden: Callable[..., Tenso
 
 @torch.inference_mode()
 def test_concatenated_heads_times_the_output_matrix_is_a_sum_over_heads(
-    build: Build, step_of: Callable[..., Step]
+    build: Build, step_of: Callable[..., ModelInput]
 ) -> None:
     """000 eq. 3; 002, multi-head: per head Q W^{q,h}, K W^{k,h}, V W^{v,h}, and [Z_1 Z_2] W^O = sum Z_h W^O_h."""
     random, heads, dim, width = np.random.RandomState(1), 2, 5, 12
@@ -130,7 +132,7 @@ def test_concatenated_heads_times_the_output_matrix_is_a_sum_over_heads(
     mixer, inputs, step = layer_input(model, x, step_of)
     fused = {name: np.concatenate(list(first[name] @ second[name]), axis=1) / width for name in "qkv"}
     set_weights(mixer, **fused, out=w_out)
-    out = mixer(inputs, Fresh(model.config).open(step)[0], None)
+    out = mixer(inputs, NoCache(model.config).open(step)[0], None)
     np.testing.assert_allclose(out.numpy(), total, rtol=0, atol=1e-12)
 
 
@@ -155,7 +157,7 @@ def test_the_cat_sat(
     context: list[float],
     build: Build,
     attention: Ask,
-    step_of: Callable[..., Step],
+    step_of: Callable[..., ModelInput],
 ) -> None:
     """004 section 2.6: its numbers are those of W x, unscaled; by its own formulas in 2.4 (x W, scaled) they differ."""
     x = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])  # The, cat, sat
@@ -166,10 +168,10 @@ def test_the_cat_sat(
     q, k, v = mixer.project(inputs)
     if columns:
         assert (k[:, 0].tolist(), v[:, 0].tolist()) == ([[1, 0], [1, 1], [2, 1]], [[1, 1], [0, 1], [1, 2]])
-    done = attention(q[2:], k, v, scale=mixer.score(None).scale)
+    done = attention(q[2:], k, v, scale=mixer.attention_params(None).scale)
     assert done.weights is not None
     np.testing.assert_allclose(done.weights[0, 0].numpy(), weights, rtol=0, atol=5.1e-4 if scale == "default" else 5e-5)
-    out = mixer(inputs, Fresh(model.config).open(step)[0], None)
+    out = mixer(inputs, NoCache(model.config).open(step)[0], None)
     np.testing.assert_allclose(out[2].numpy(), context, rtol=0, atol=5.1e-4 if scale == "default" else 5e-5)
 
 
@@ -178,7 +180,7 @@ def test_the_dot_product_has_variance_d_k_and_one_after_scaling(build: Build, at
     random = torch.Generator().manual_seed(0)
     q, k = (torch.randn(512, 1, 64, generator=random, dtype=torch.float64) for _ in range(2))
     plain = attention(q, k, k, scale=1.0).scores
-    mixer = build(layers=1, width=24, heads=4, head_dim=64).decoder.layers[0].mixer
+    mixer = build(layers=1, width=24, heads=4, head_dim=64).decoder.layers[0].attention
     scaled = attention(q, k, k, scale=mixer.score(None).scale).scores
     assert plain is not None and scaled is not None
     assert float(plain.var()) == pytest.approx(64, rel=0.05)
@@ -188,7 +190,7 @@ def test_the_dot_product_has_variance_d_k_and_one_after_scaling(build: Build, at
 @torch.inference_mode()
 def test_layer_norm_of_note_003(build: Build) -> None:
     """003, Residuals & Layer Norm: gamma (x - mu) / sqrt(sigma^2 + eps) + beta over hidden dimensions."""
-    norm = build(norm=cfg.Norm("layer", eps=0.1, bias=True)).decoder.layers[0].norm1
+    norm = build(norm=cfg.NormConfig("layer", eps=0.1, bias=True)).decoder.layers[0].norm1
     x = np.random.RandomState(3).randn(5, 24) * 3 + 2
     mean, variance = x.mean(axis=-1, keepdims=True), ((x - x.mean(axis=-1, keepdims=True)) ** 2).mean(-1, keepdims=True)
     expected = norm.weight.numpy() * (x - mean) / np.sqrt(variance + 0.1) + norm.bias.numpy()
@@ -201,7 +203,7 @@ def test_logits_are_the_final_states_times_the_table(tie: bool, build: Build, hi
     """004 section 1.4: u_t = W h_t with W [V, d] (printed with a transpose that does not fit); W = E where tied."""
     model, tokens = build(tie=tie), torch.tensor([1, 2, 3, 4])
     states = hidden(model, tokens)
-    w = (model.embed.tokens.weight if tie else model.head.weight).numpy()
+    w = (model.embedding.tokens.weight if tie else model.head.weight).numpy()
     logits = model.logits(states, torch.tensor([3, 0]))
     assert logits.shape == (2, 32)
     np.testing.assert_allclose(logits.numpy(), states.numpy()[[3, 0]] @ w.T, rtol=0, atol=1e-12)

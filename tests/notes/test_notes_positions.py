@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 
 from kvad import config as cfg
-from kvad.config import LearnedPositions, SinusoidalPositions
-from kvad.model.positions import alibi_slopes, rope_frequencies, sinusoid
+from kvad.config import LearnedPositionsConfig, SinusoidalPositionsConfig
+from kvad.model.positions import alibi_slopes, rope_frequencies, sinusoidal_embedding
 from kvad.model.transformer import Transformer
-from kvad.ops.attend import Attended
+from kvad.ops.attend import AttentionOutput
 from kvad.ops.biases import t5_bucket
-from kvad.ops.rotary import Angles
-from kvad.step import Buckets, Rotary, Slopes
+from kvad.ops.rotary import RotaryCache
+from kvad.step import AlibiSlopes, RelativeBuckets, Rotary
 
 Build = Callable[..., Transformer]
-Ask = Callable[..., Attended]
+Ask = Callable[..., AttentionOutput]
 Hidden = Callable[..., Tensor]
 WIDTHS = [4, 8, 512]
 
 
 def table(positions: Tensor, width: int) -> np.ndarray:
-    return sinusoid(positions, width, SinusoidalPositions(), torch.float64).numpy()
+    return sinusoidal_embedding(positions, width, SinusoidalPositionsConfig(), torch.float64).numpy()
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -43,9 +43,9 @@ def test_sinusoidal_values_of_i_am_a_kid(width: int, build: Build) -> None:
     np.testing.assert_allclose(values, expected, rtol=0, atol=1e-12)
     np.testing.assert_allclose(values[0], [0, 1] * (width // 2))
     np.testing.assert_allclose(values[1, :2], [0.84147098, 0.54030231], atol=1e-8)
-    model, ids = build(width=width, absolute=SinusoidalPositions()), torch.tensor([7, 5, 1, 9])
-    final = model.embed(ids, torch.arange(4)).numpy()  # Final_embedding = Token_embedding + Positional_encoding
-    np.testing.assert_allclose(final, model.embed.tokens.weight.numpy()[ids.numpy()] + expected, rtol=0, atol=1e-12)
+    model, ids = build(width=width, absolute=SinusoidalPositionsConfig()), torch.tensor([7, 5, 1, 9])
+    final = model.embedding(ids, torch.arange(4)).numpy()  # Final_embedding = Token_embedding + Positional_encoding
+    np.testing.assert_allclose(final, model.embedding.tokens.weight.numpy()[ids.numpy()] + expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -79,10 +79,10 @@ def test_wavelengths_stay_below_20000_pi(width: int) -> None:
 @torch.inference_mode()
 def test_the_dot_product_expands_into_content_and_position_terms(build: Build) -> None:
     """002: q_i.k_j with q = W_q (x + p), k = W_k (x + p) is the sum of four terms."""
-    model = build(layers=1, heads=1, kv_heads=1, head_dim=8, width=24, absolute=SinusoidalPositions())
-    mixer, ids, positions = model.decoder.layers[0].mixer, torch.tensor([4, 9, 4, 1, 7]), torch.arange(5)
-    q, k, _ = mixer.project(model.embed(ids, positions))
-    x, p = model.embed.tokens.weight.numpy()[ids.numpy()], table(positions, 24)
+    model = build(layers=1, heads=1, kv_heads=1, head_dim=8, width=24, absolute=SinusoidalPositionsConfig())
+    mixer, ids, positions = model.decoder.layers[0].attention, torch.tensor([4, 9, 4, 1, 7]), torch.arange(5)
+    q, k, _ = mixer.project(model.embedding(ids, positions))
+    x, p = model.embedding.tokens.weight.numpy()[ids.numpy()], table(positions, 24)
     m = mixer.q.weight.numpy().T @ mixer.k.weight.numpy()  # W_q^T W_k, columns
     terms = [x @ m @ x.T, x @ m @ p.T, p @ m @ x.T, p @ m @ p.T]
     np.testing.assert_allclose((q[:, 0] @ k[:, 0].T).numpy(), sum(terms), rtol=0, atol=1e-12)
@@ -102,7 +102,7 @@ def test_alibi_subtracts_a_slope_per_step_of_distance(attention: Ask) -> None:
     random, heads, n = torch.Generator().manual_seed(0), 4, 6
     q, k = (torch.randn(n, heads, 8, generator=random, dtype=torch.float64) for _ in range(2))
     slopes = torch.tensor(alibi_slopes(heads), dtype=torch.float64)
-    scores = attention(q, k, k, bias=Slopes(slopes)).scores
+    scores = attention(q, k, k, bias=AlibiSlopes(slopes)).scores
     assert scores is not None
     for i in range(1, n + 1):  # the last query of the note is the i-th
         row = np.array([-(i - j) for j in range(1, i + 1)])
@@ -126,8 +126,8 @@ def test_t5_adds_a_learned_number_per_bucket(attention: Ask, build: Build) -> No
     random, n = torch.Generator().manual_seed(0), 40
     q, k = (torch.randn(n, 4, 8, generator=random, dtype=torch.float64) for _ in range(2))
     beta = torch.randn(32, 4, generator=random, dtype=torch.float64)
-    mixer = build(position=cfg.T5Bias(), scale="none").decoder.layers[0].mixer
-    scores = attention(q, k, k, bias=Buckets(beta, 128, True), scale=mixer.score(None).scale).scores
+    mixer = build(position=cfg.T5BiasConfig(), scale="none").decoder.layers[0].attention
+    scores = attention(q, k, k, bias=RelativeBuckets(beta, 128, True), scale=mixer.score(None).scale).scores
     assert scores is not None
     added = scores - torch.einsum("ihd,jhd->hij", q, k)
     for i in range(n):
@@ -139,7 +139,7 @@ def test_rope_turns_each_pair_by_its_own_angle() -> None:
     """002, RoPE: [[cos m theta, -sin], [sin, cos]] on columns, theta_i = 10000^(-2i/d): counter-clockwise."""
     dim, m = 8, 3
     theta = 10000.0 ** (-2 * np.arange(dim // 2) / dim)
-    np.testing.assert_allclose(rope_frequencies(cfg.Rope(), dim, 64).numpy(), theta, rtol=1e-6)
+    np.testing.assert_allclose(rope_frequencies(cfg.RopeConfig(), dim, 64).numpy(), theta, rtol=1e-6)
     x = np.random.RandomState(0).randn(dim)
     c, s = np.cos(m * theta), np.sin(m * theta)
     for interleaved, (a, b) in {
@@ -149,9 +149,9 @@ def test_rope_turns_each_pair_by_its_own_angle() -> None:
         expected = np.empty(dim)
         expected[a], expected[b] = c * x[a] - s * x[b], s * x[a] + c * x[b]
         rotary = Rotary(torch.from_numpy(theta), interleaved, 1.0)
-        turned = Angles(torch.tensor([m])).rotate(torch.from_numpy(x)[None, None], rotary)
+        turned = RotaryCache(torch.tensor([m])).rotate(torch.from_numpy(x)[None, None], rotary)
         np.testing.assert_allclose(turned[0, 0].numpy(), expected, rtol=0, atol=1e-12)
-    one = Angles(torch.tensor([1])).rotate(torch.tensor([[[1.0, 0.0]]]), Rotary(torch.ones(1), True, 1.0))
+    one = RotaryCache(torch.tensor([1])).rotate(torch.tensor([[[1.0, 0.0]]]), Rotary(torch.ones(1), True, 1.0))
     torch.testing.assert_close(one[0, 0], torch.tensor([math.cos(1), math.sin(1)]))  # (1, 0) -> (cos, +sin)
 
 
@@ -163,7 +163,7 @@ def test_rope_sees_the_distance_only(interleaved: bool) -> None:
     rotary = Rotary(10000.0 ** (-2 * torch.arange(4, dtype=torch.float64) / 8), interleaved, 1.0)
 
     def r(position: int, x: Tensor) -> Tensor:
-        return Angles(torch.tensor([position])).rotate(x, rotary).flatten()
+        return RotaryCache(torch.tensor([position])).rotate(x, rotary).flatten()
 
     for n, m in [(0, 5), (9, 2), (1003, 1008), (4, 4)]:
         torch.testing.assert_close(r(n, q) @ r(m, k), q.flatten() @ r(m - n, k), rtol=0, atol=1e-10)
@@ -173,11 +173,11 @@ def test_rope_sees_the_distance_only(interleaved: bool) -> None:
 
 
 ENCODINGS: dict[str, dict[str, Any]] = {
-    "learned": {"absolute": LearnedPositions(256)},
-    "sinusoidal": {"absolute": SinusoidalPositions()},
-    "rope": {"position": cfg.Rope()},
-    "alibi": {"position": cfg.Alibi()},
-    "t5": {"position": cfg.T5Bias(bidirectional=True)},
+    "learned": {"absolute": LearnedPositionsConfig(256)},
+    "sinusoidal": {"absolute": SinusoidalPositionsConfig()},
+    "rope": {"position": cfg.RopeConfig()},
+    "alibi": {"position": cfg.AlibiConfig()},
+    "t5": {"position": cfg.T5BiasConfig(bidirectional=True)},
 }
 
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from kvad.engine.request import Sampling
-from kvad.engine.sampler import Job, sample, score_tokens, temper
+from kvad.engine.request import SamplingParams
+from kvad.engine.sampler import SamplingRow, apply_temperature, gather_logprobs, sample_tokens
 
 LOGITS = [2.0, 1.0, 0.5, -1.0]
 
 
-def job(temperature: float, number: int = 0) -> Job:
-    return Job(Sampling(temperature=temperature, seed=1), [0], 1, number, frozenset())
+def job(temperature: float, number: int = 0) -> SamplingRow:
+    return SamplingRow(SamplingParams(temperature=temperature, seed=1), [0], 1, number, frozenset())
 
 
 @pytest.mark.parametrize("tau", [0.5, 1.0, 2.0])
@@ -23,18 +23,20 @@ def test_temperature_of_note_003(tau: float) -> None:
     """003, Decoding & Sampling: p = softmax(z / tau); what is drawn follows it; tau = 0 is greedy."""
     z = np.array(LOGITS)
     p = np.exp(z / tau) / np.exp(z / tau).sum()
-    tempered = temper(torch.tensor([LOGITS]), [job(tau)]).softmax(-1)
+    tempered = apply_temperature(torch.tensor([LOGITS]), [job(tau)]).softmax(-1)
     np.testing.assert_allclose(tempered[0].numpy(), p, rtol=1e-6)
     draws = 4000
-    counts = Counter(c.token for c in sample(torch.tensor([LOGITS] * draws), [job(tau, i) for i in range(draws)]))
+    counts = Counter(
+        c.token for c in sample_tokens(torch.tensor([LOGITS] * draws), [job(tau, i) for i in range(draws)])
+    )
     np.testing.assert_allclose([counts[i] / draws for i in range(4)], p, rtol=0, atol=0.03)
-    assert [c.token for c in sample(torch.tensor([LOGITS] * 9), [job(0, i) for i in range(9)])] == [0] * 9
+    assert [c.token for c in sample_tokens(torch.tensor([LOGITS] * 9), [job(0, i) for i in range(9)])] == [0] * 9
 
 
 def test_lower_temperature_sharpens() -> None:
     """003, Decoding & Sampling: the best token's share falls as tau rises; the entropy grows."""
     taus = [0.25, 0.5, 1.0, 2.0, 4.0]
-    p = temper(torch.tensor([LOGITS] * 5), [job(tau) for tau in taus]).softmax(-1)
+    p = apply_temperature(torch.tensor([LOGITS] * 5), [job(tau) for tau in taus]).softmax(-1)
     entropy = -(p * p.log()).sum(-1)
     assert bool((p[:-1, 0] > p[1:, 0]).all()) and bool((entropy[:-1] < entropy[1:]).all())
 
@@ -45,6 +47,6 @@ def test_cross_entropy_with_a_one_hot_target_is_minus_log_p() -> None:
     p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
     one_hot = np.eye(7)[targets]
     cross_entropy = -(one_hot * np.log(p)).sum(axis=-1)
-    scores = score_tokens(torch.from_numpy(logits), targets, top=0)
-    assert scores is not None and [score.token for score in scores] == targets
+    scores = gather_logprobs(torch.from_numpy(logits), targets, top=0)
+    assert scores is not None and [score.token_id for score in scores] == targets
     np.testing.assert_allclose([-score.logprob for score in scores], cross_entropy, rtol=1e-6)

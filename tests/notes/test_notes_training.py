@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvad.config import Rope
-from kvad.model.fresh import Fresh
+from kvad.config import RopeConfig
+from kvad.model.fresh import NoCache
 from kvad.model.transformer import Transformer
-from kvad.train.data import Batch, Split, batch_of
-from kvad.train.objective import Autocast, backward, loss_of
+from kvad.train.data import Batch, TokenSpans, build_batch
+from kvad.train.objective import Autocast, accumulate_gradients, evaluate_loss
 
 Build = Callable[..., Transformer]
 Hidden = Callable[..., Tensor]
@@ -28,32 +28,32 @@ PLAIN = Autocast("fp32", "cpu")
 def packed() -> Batch:
     """One row of six tokens: all of the first document, and what fits of the second."""
     store = cast("Any", SimpleNamespace(offsets=np.array([0, 4, 7]), take=lambda at: STREAM[at]))
-    return batch_of(Split(store, np.array([[0, 4], [4, 7]])), np.array([0]), 6)
+    return build_batch(TokenSpans(store, np.array([[0, 4], [4, 7]])), np.array([0]), 6)
 
 
 def test_the_loss_is_the_mean_of_minus_log_p(build: Build, hidden: Hidden) -> None:
     """004 section 1.1: L_t = -log p(w_t | w_<t), averaged; the separator opens each document, so w_1 counts."""
-    model, losses = build(position=Rope()), []
+    model, losses = build(position=RopeConfig()), []
     for tokens, targets in ALONE:
         with torch.inference_mode():
             logits = model.logits(hidden(model, torch.tensor(tokens)), torch.arange(len(tokens))).numpy()
         p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
         losses += [-np.log(p[t, target]) for t, target in enumerate(targets)]
-    loss, count = loss_of(model, [packed()], Fresh(model.config), PLAIN)
+    loss, count = evaluate_loss(model, [packed()], NoCache(model.config), PLAIN)
     assert count == len(losses) == 6
     assert loss == pytest.approx(np.mean(losses), rel=1e-6)
 
 
 def test_packed_documents_train_as_if_alone(build: Build, step_of: Callable[..., Any]) -> None:
     """004 section 1.3: packed into one window they give the gradient of two; with the mask taken away they do not."""
-    model, gradients = build(position=Rope()), {}
+    model, gradients = build(position=RopeConfig()), {}
     batch = packed()
-    bleeding = Batch(batch.step._replace(documents=None, positions=torch.arange(6)), batch.targets)
+    bleeding = Batch(batch.model_input._replace(document_ids=None, positions=torch.arange(6)), batch.targets)
     alone = [Batch(step_of(torch.tensor(tokens)), torch.tensor(targets)) for tokens, targets in ALONE]
     for name, batches in {"packed": [batch], "alone": alone, "bleeding": [bleeding]}.items():
         model.zero_grad()
         for one in batches:
-            backward(model, one, Fresh(model.config, kernel="reference"), 6, PLAIN)
+            accumulate_gradients(model, one, NoCache(model.config, kernel="reference"), 6, PLAIN)
         gradients[name] = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     torch.testing.assert_close(gradients["packed"], gradients["alone"], rtol=0, atol=1e-6)
     assert float((gradients["bleeding"] - gradients["alone"]).abs().max()) > 1e-2

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvad.ops import attend as ops
-from kvad.ops.attend import Kernel, Reading, attend
-from kvad.ops.biases import distance_bias, t5_bucket
-from kvad.ops.merge import Part, merge
-from kvad.step import Buckets, Mark, Reach, Score, Slopes
+from kvad.ops.attend import AttentionMask, Kernel, dot_product_attention
+from kvad.ops.biases import position_bias, t5_bucket
+from kvad.ops.merge import AttentionPart, merge_attention
+from kvad.step import AlibiSlopes, AttentionParams, AttentionPattern, RelativeBuckets, TokenPositions
 from tests.pairwise import Case, pairwise
 
 KERNELS = get_args(Kernel)
@@ -32,11 +32,11 @@ SHAPES = {  # H, K, D, Dv
     "value-dim": (6, 2, 5, 7),
 }
 REACHES = {
-    "causal": Reach(),
-    "window": Reach(window=3),
-    "bidirectional": Reach(causal=False),
-    "bidirectional-window": Reach(causal=False, window=3),
-    "documents": Reach(),
+    "causal": AttentionPattern(),
+    "window": AttentionPattern(window=3),
+    "bidirectional": AttentionPattern(causal=False),
+    "bidirectional-window": AttentionPattern(causal=False, window=3),
+    "documents": AttentionPattern(),
 }
 LOGITS = ("plain", "softcap", "sinks", "alibi", "t5", "t5-both-ways", "everything")
 SCALES = {"default": None, "none": 1.0, "number": 0.37}
@@ -47,14 +47,14 @@ class Question(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    queries: Mark
-    keys: Mark
-    reach: Reach
-    score: Score
+    queries: TokenPositions
+    keys: TokenPositions
+    reach: AttentionPattern
+    score: AttentionParams
 
     def ask(self, kernel: Kernel = "auto", **options: Any) -> Tensor:
-        reading = Reading(self.queries, self.keys, self.reach)
-        return attend(self.q, self.k, self.v, reading, self.score, kernel=kernel, **options).out
+        reading = AttentionMask(self.queries, self.keys, self.reach)
+        return dot_product_attention(self.q, self.k, self.v, reading, self.score, kernel=kernel, **options).out
 
 
 def question(case: Case, seed: int = 0, dtype: torch.dtype = torch.float64) -> Question:
@@ -72,23 +72,23 @@ def question(case: Case, seed: int = 0, dtype: torch.dtype = torch.float64) -> Q
     queries = torch.stack([torch.arange(SLOTS - new, SLOTS), torch.arange(new)])
     documents = case.get("reach") == "documents"
     everything = kind == "everything"
-    score = Score(
+    score = AttentionParams(
         scale=SCALES[case.get("scale", "default")] or dim**-0.5,
-        softcap=1.7 if everything or kind == "softcap" else None,
+        logit_softcap=1.7 if everything or kind == "softcap" else None,
         sink_logits=random(heads) if everything or kind == "sinks" else None,
         bias={
-            "alibi": Slopes(random(heads).exp()),
-            "everything": Slopes(random(heads).exp()),
-            "t5": Buckets(random(6, heads), 8, False),
-            "t5-both-ways": Buckets(random(8, heads), 6, True),
+            "alibi": AlibiSlopes(random(heads).exp()),
+            "everything": AlibiSlopes(random(heads).exp()),
+            "t5": RelativeBuckets(random(6, heads), 8, False),
+            "t5-both-ways": RelativeBuckets(random(8, heads), 6, True),
         }.get(kind),
     )
     return Question(
         (2 * random(ROWS, new, heads, dim)).to(dtype),
         (2 * random(ROWS, kv_heads, SLOTS, dim)).to(dtype),
         random(ROWS, kv_heads, SLOTS, value_dim).to(dtype),
-        Mark(queries, queries // 4 if documents else None),
-        Mark(positions, positions // 4 if documents else None),
+        TokenPositions(queries, queries // 4 if documents else None),
+        TokenPositions(positions, positions // 4 if documents else None),
         REACHES[case.get("reach", "causal")],
         score,
     )
@@ -104,7 +104,7 @@ def seen_by(ask: Question, row: int, query: int) -> list[int]:
             continue
         if ask.reach.window is not None and abs(at - position) > ask.reach.window - 1:
             continue
-        mine, its = ask.queries.document, ask.keys.document
+        mine, its = ask.queries.document_id, ask.keys.document_id
         if mine is not None and its is not None and int(mine[row, query]) != int(its[row, slot]):
             continue
         seen.append(slot)
@@ -123,9 +123,9 @@ def naive(ask: Question) -> Tensor:
                 weights = []
                 for slot in slots:
                     z = score.scale * float(q[row, i, head] @ k[row, group, slot])
-                    z = z if score.softcap is None else score.softcap * math.tanh(z / score.softcap)
+                    z = z if score.logit_softcap is None else score.logit_softcap * math.tanh(z / score.logit_softcap)
                     ahead = int(ask.keys.position[row, slot] - ask.queries.position[row, i])
-                    if isinstance(score.bias, Slopes):
+                    if isinstance(score.bias, AlibiSlopes):
                         z -= float(score.bias.slopes[head]) * abs(ahead)
                     elif score.bias is not None:
                         bucket = t5_bucket(torch.tensor(ahead), len(score.bias.table), *score.bias[1:])
@@ -170,17 +170,21 @@ def test_biases_of_half_precision_models_are_not_rounded(kind: str, dtype: torch
     """A bias of hundreds, which bfloat16 knows to the next 2, on keys whose biases differ by less than that."""
     draw, slots = torch.Generator().manual_seed(0), 20
     k, v = (torch.randn(1, 2, slots, 8, generator=draw).to(dtype) for _ in range(2))
-    bias: Slopes | Buckets
+    bias: AlibiSlopes | RelativeBuckets
     if kind == "alibi":
-        bias = Slopes(torch.tensor([0.503, 0.217]))
+        bias = AlibiSlopes(torch.tensor([0.503, 0.217]))
         pull = bias.slopes[:, None, None].double() * (torch.arange(slots) - torch.tensor([[600], [603]])).double()
     else:
         table = torch.tensor([-300.0, -290.0])[None] + torch.linspace(0, 3, 32)[:, None]
-        bias = Buckets(table, 1200, False)
+        bias = RelativeBuckets(table, 1200, False)
         bucket = t5_bucket(torch.arange(slots) - torch.tensor([[600], [603]]), 32, 1200, False)
         pull = table[bucket].permute(2, 0, 1).double()
-    reading = Reading(Mark(torch.tensor([[600, 603]])), Mark(torch.arange(slots)[None]), Reach())
-    out = attend(torch.zeros(1, 2, 2, 8, dtype=dtype), k, v, reading, Score(1.0, bias=bias), kernel=kernel).out
+    reading = AttentionMask(
+        TokenPositions(torch.tensor([[600, 603]])), TokenPositions(torch.arange(slots)[None]), AttentionPattern()
+    )
+    out = dot_product_attention(
+        torch.zeros(1, 2, 2, 8, dtype=dtype), k, v, reading, AttentionParams(1.0, bias=bias), kernel=kernel
+    ).out
     expected = pull.softmax(-1) @ v[0].double()  # [H, L, Dv]; q = 0, so the bias decides alone
     torch.testing.assert_close(out[0].transpose(0, 1).double(), expected, rtol=0, atol=ROUNDING[dtype])
 
@@ -192,10 +196,14 @@ def test_biases_of_half_precision_models_are_not_rounded(kind: str, dtype: torch
 @pytest.mark.parametrize("case", pairwise(AXES | {"new": ("6",)}), ids=case_id)
 def test_blocks_of_queries_change_nothing(case: Case, kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     ask = question(case)
-    whole = attend(*ask[:3], Reading(*ask[3:6]), ask.score, kernel=kernel, want=kernel == "reference")
+    whole = dot_product_attention(
+        *ask[:3], AttentionMask(*ask[3:6]), ask.score, kernel=kernel, want=kernel == "reference"
+    )
     monkeypatch.setattr(ops, "MASK_BUDGET", ROWS * SLOTS)  # one or two queries at a time
     monkeypatch.setattr(ops, "SCORE_BUDGET", ROWS * SLOTS * 12)
-    cut = attend(*ask[:3], Reading(*ask[3:6]), ask.score, kernel=kernel, want=kernel == "reference")
+    cut = dot_product_attention(
+        *ask[:3], AttentionMask(*ask[3:6]), ask.score, kernel=kernel, want=kernel == "reference"
+    )
     for one, other in zip(cut, whole, strict=True):
         assert (one is None) == (other is None)
         if one is not None and other is not None:
@@ -227,8 +235,8 @@ def long_question(logits: str, heads: str, new: int) -> Question:
         torch.randn(shape, generator=draw)
         for shape in ((1, new, count, dim), (1, kv_heads, new, dim), (1, kv_heads, new, value_dim))
     )
-    mark = Mark(torch.arange(new)[None])
-    return Question(q, k, v, mark, mark, Reach(), small.score)
+    mark = TokenPositions(torch.arange(new)[None])
+    return Question(q, k, v, mark, mark, AttentionPattern(), small.score)
 
 
 @pytest.mark.parametrize("kernel", BOTH)
@@ -266,7 +274,7 @@ def test_the_watcher_sees_a_matrix_of_a_whole_step() -> None:
 )
 def test_a_query_that_sees_nothing_gives_zeros(case: Case, kernel: Kernel) -> None:
     ask = question(case, dtype=getattr(torch, case["dtype"]))
-    blind = ask._replace(keys=Mark(torch.full_like(ask.keys.position, -1)))
+    blind = ask._replace(keys=TokenPositions(torch.full_like(ask.keys.position, -1)))
     assert bool((blind.ask(kernel) == 0).all())
     first = ask.ask(kernel)[1, 0]  # row 1 holds positions 1..4, its first query stands at 0
     assert bool((first == 0).all()) and bool((ask.ask(kernel)[0] != 0).any())
@@ -325,7 +333,7 @@ def test_an_infinite_value_in_sight_is_heard(kernel: Kernel) -> None:
 def test_gradients_of_the_reference(logits: str) -> None:
     """By finite differences, for q, k, v and whatever of the score is learned; a blind query is among them."""
     ask = question({"logits": logits, "heads": "value-dim", "new": "1" if logits == "everything" else "6"})
-    few = ask._replace(q=ask.q[:, :3], queries=Mark(ask.queries.position[:, :3]))
+    few = ask._replace(q=ask.q[:, :3], queries=TokenPositions(ask.queries.position[:, :3]))
     learned = [t for t in (few.score.sink_logits, getattr(few.score.bias, "table", None)) if t is not None]
 
     def run(q: Tensor, k: Tensor, v: Tensor, *extra: Tensor) -> Tensor:
@@ -335,16 +343,16 @@ def test_gradients_of_the_reference(logits: str) -> None:
     assert torch.autograd.gradcheck(run, inputs, eps=1e-6, atol=1e-6, nondet_tol=0.0, fast_mode=True)
 
 
-def rebuilt(score: Score, learned: list[Tensor]) -> Score:
+def rebuilt(score: AttentionParams, learned: list[Tensor]) -> AttentionParams:
     """The score with its learned tensors replaced, in the order sinks, table."""
     sinks = learned.pop(0) if score.sink_logits is not None else None
-    bias = score.bias._replace(table=learned.pop(0)) if isinstance(score.bias, Buckets) else score.bias
+    bias = score.bias._replace(table=learned.pop(0)) if isinstance(score.bias, RelativeBuckets) else score.bias
     return score._replace(sink_logits=sinks, bias=bias)
 
 
 def gradients(ask: Question, kernel: Kernel) -> list[Tensor]:
     bias = ask.score.bias
-    table = [bias.table] if isinstance(bias, Buckets) else []
+    table = [bias.table] if isinstance(bias, RelativeBuckets) else []
     inputs = [t.detach().clone().requires_grad_() for t in (ask.q, ask.k, ask.v, *table)]
     score = ask.score if not table else ask.score._replace(bias=bias._replace(table=inputs[3]))  # type: ignore[union-attr]
     out = ask._replace(q=inputs[0], k=inputs[1], v=inputs[2], score=score).ask(kernel)
@@ -386,7 +394,7 @@ def test_gradients_survive_blocks_of_queries(kernel: Kernel, monkeypatch: pytest
 @pytest.mark.parametrize("logits", LOGITS)
 def test_scores_and_weights_where_asked_for(logits: str) -> None:
     ask = question({"logits": logits})
-    done = attend(*ask[:3], Reading(*ask[3:6]), ask.score, want=True)
+    done = dot_product_attention(*ask[:3], AttentionMask(*ask[3:6]), ask.score, want=True)
     assert done.scores is not None and done.weights is not None
     torch.testing.assert_close(done.out, ask.ask("reference"), rtol=0, atol=0)
     totals = done.scores.exp().sum(-1)
@@ -405,15 +413,17 @@ def test_scores_and_weights_where_asked_for(logits: str) -> None:
 def test_one_reading_serves_layers_with_different_tables() -> None:
     """Biases are kept per tensor, not per address: a table that was freed must not lend its bias to the next one."""
     ask = question({"logits": "alibi"})
-    reading = Reading(ask.queries, ask.keys, ask.reach)
+    reading = AttentionMask(ask.queries, ask.keys, ask.reach)
     for seed in range(20):
-        out = attend(*ask[:3], reading, Score(0.3, bias=slopes_of(seed)), kernel="reference").out
-        again = ask._replace(score=Score(0.3, bias=slopes_of(seed)))
+        out = dot_product_attention(
+            *ask[:3], reading, AttentionParams(0.3, bias=slopes_of(seed)), kernel="reference"
+        ).out
+        again = ask._replace(score=AttentionParams(0.3, bias=slopes_of(seed)))
         torch.testing.assert_close(out, naive(again), rtol=0, atol=1e-12)
 
 
-def slopes_of(seed: int) -> Slopes:
-    return Slopes(torch.rand(6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
+def slopes_of(seed: int) -> AlibiSlopes:
+    return AlibiSlopes(torch.rand(6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
 
 
 def test_keys_of_another_dtype_are_widened() -> None:
@@ -428,7 +438,7 @@ def test_keys_of_another_dtype_are_widened() -> None:
 
 def test_scores_that_overflow_exp_are_safe() -> None:
     ask = question({"scale": "number"})
-    huge = ask._replace(score=Score(500.0), q=ask.q.float(), k=ask.k.float(), v=ask.v.float())
+    huge = ask._replace(score=AttentionParams(500.0), q=ask.q.float(), k=ask.k.float(), v=ask.v.float())
     for kernel in BOTH:
         assert bool(huge.ask(kernel).isfinite().all())
 
@@ -452,13 +462,13 @@ class Parts(NamedTuple):
     documents: Tensor | None
     weight: Tensor | None
 
-    def cut(self, cuts: tuple[tuple[int, int], ...] = CUTS) -> list[Part]:
+    def cut(self, cuts: tuple[tuple[int, int], ...] = CUTS) -> list[AttentionPart]:
         ask, made = self.ask, []
         for low, high in cuts:
             documents = None if self.documents is None else self.documents[..., low:high]
             weight = None if self.weight is None else self.weight[..., low:high]
-            reading = Reading(ask.queries, Mark(self.keys[..., low:high], documents), ask.reach, weight)
-            made.append(Part(ask.q, ask.k[:, :, low:high], ask.v[:, :, low:high], reading))
+            reading = AttentionMask(ask.queries, TokenPositions(self.keys[..., low:high], documents), ask.reach, weight)
+            made.append(AttentionPart(ask.q, ask.k[:, :, low:high], ask.v[:, :, low:high], reading))
         return made
 
     def plain(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -467,15 +477,17 @@ class Parts(NamedTuple):
         outs, lses, every = [], [], []
         for head in range(heads):
             own = head // (heads // kv_heads)
-            keys = Mark(of_head(self.keys, own), None if self.documents is None else of_head(self.documents, own))
+            keys = TokenPositions(
+                of_head(self.keys, own), None if self.documents is None else of_head(self.documents, own)
+            )
             z = torch.einsum("rld,rsd->rls", ask.q[:, :, head].double(), ask.k[:, own].double()) * ask.score.scale
-            if ask.score.softcap is not None:
-                z = ask.score.softcap * torch.tanh(z / ask.score.softcap)
+            if ask.score.logit_softcap is not None:
+                z = ask.score.logit_softcap * torch.tanh(z / ask.score.logit_softcap)
             if ask.score.bias is not None:
-                z = z + distance_bias(ask.score.bias, ask.queries.position, keys.position)[:, head]
+                z = z + position_bias(ask.score.bias, ask.queries.position, keys.position)[:, head]
             if self.weight is not None:
                 z = z + of_head(self.weight, own)[:, None].double()
-            z = z.masked_fill(~ask.reach.allows(ask.queries, keys), -math.inf)
+            z = z.masked_fill(~ask.reach.visible(ask.queries, keys), -math.inf)
             sinks = ask.score.sink_logits
             extra = z.new_full((*z.shape[:2], 1), -math.inf if sinks is None else float(sinks[head]))
             lse = torch.cat([z, extra], -1).logsumexp(-1)
@@ -497,7 +509,7 @@ def in_parts(case: Case, dtype: torch.dtype = torch.float64) -> Parts:
     if own.startswith("per-head"):  # each head has the row's tokens in another order, and has dropped others
         keys = torch.stack([keys[:, torch.randperm(SLOTS, generator=draw)] for _ in range(kv_heads)], dim=1)
         keys = keys.masked_fill(torch.rand(keys.shape, generator=draw) < 0.2, -1)
-    documents = None if ask.keys.document is None else keys // 4
+    documents = None if ask.keys.document_id is None else keys // 4
     shape = keys.shape if own == "per-head-weighted" else (ROWS, SLOTS)
     weight = torch.randint(1, 9, shape, generator=draw).double().log() if own.endswith("weighted") else None
     return Parts(ask, keys, documents, weight)
@@ -510,7 +522,7 @@ def test_parts_are_one_softmax(case: Case) -> None:
     out, lse, weights = parts.plain()
     count = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 0.0, 0.0, 0.0]])[:, -parts.ask.q.shape[1] :]
     for cuts in (CUTS, CUTS[::-1], ((0, SLOTS),)):
-        made = merge(parts.cut(cuts), parts.ask.score, kernel=kernel, mass=True, count=count)
+        made = merge_attention(parts.cut(cuts), parts.ask.score, kernel=kernel, mass=True, count=count)
         torch.testing.assert_close(made.out, out, rtol=0, atol=1e-12)
         if made.lse is not None:
             torch.testing.assert_close(made.lse, lse, rtol=0, atol=1e-12)
@@ -518,7 +530,7 @@ def test_parts_are_one_softmax(case: Case) -> None:
         for mass, (low, high) in zip(made.mass, cuts, strict=True):
             counted = (weights[..., low:high] * count.double()[:, None, :, None]).sum(2)
             torch.testing.assert_close(mass, parts.group(counted), rtol=0, atol=1e-12)
-        seen = merge(parts.cut(cuts), parts.ask.score, kernel=kernel, want=True)
+        seen = merge_attention(parts.cut(cuts), parts.ask.score, kernel=kernel, want=True)
         assert seen.weights is not None
         order = [slot for low, high in cuts for slot in range(low, high)]
         torch.testing.assert_close(seen.weights, weights[..., order], rtol=0, atol=1e-12)
@@ -529,7 +541,7 @@ def test_parts_are_one_softmax(case: Case) -> None:
 @pytest.mark.parametrize("heads", SHAPES)
 def test_parts_in_every_dtype(heads: str, own: str, dtype: torch.dtype) -> None:
     parts = in_parts({"heads": heads, "own": own, "logits": "alibi"}, dtype)
-    made = merge(parts.cut(), parts.ask.score, mass=True)
+    made = merge_attention(parts.cut(), parts.ask.score, mass=True)
     assert made.out.dtype == dtype and made.mass is not None and made.mass[0].dtype == torch.float32
     out, _, weights = parts.plain()
     torch.testing.assert_close(made.out.double(), out, rtol=0, atol=ROUNDING[dtype])
@@ -540,9 +552,9 @@ def test_parts_in_every_dtype(heads: str, own: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("case", pairwise(AXES), ids=case_id)
 def test_one_part_is_attention(case: Case, kernel: Kernel) -> None:
     ask = question(case)
-    part = Part(*ask[:3], Reading(*ask[3:6]))
+    part = AttentionPart(*ask[:3], AttentionMask(*ask[3:6]))
     for parts in ([part], iter([part])):
-        assert torch.equal(merge(parts, ask.score, kernel=kernel).out, ask.ask(kernel))
+        assert torch.equal(merge_attention(parts, ask.score, kernel=kernel).out, ask.ask(kernel))
 
 
 @pytest.mark.parametrize("kernel", BOTH)
@@ -550,14 +562,14 @@ def test_one_part_is_attention(case: Case, kernel: Kernel) -> None:
 @pytest.mark.parametrize("case", pairwise({k: v for k, v in PART_AXES.items() if k != "fused"}), ids=case_id)
 def test_what_lies_in_a_masked_slot_of_a_part_reaches_nobody(case: Case, where: str, kernel: Kernel) -> None:
     parts = in_parts(case)
-    clean = merge(parts.cut(), parts.ask.score, kernel=kernel, mass=True)
+    clean = merge_attention(parts.cut(), parts.ask.score, kernel=kernel, mass=True)
     hidden = parts.keys < 0
     hidden = hidden[:, None] if hidden.dim() == 2 else hidden
     assert bool(hidden.any())
     (parts.ask.k if where == "k" else parts.ask.v).masked_fill_(hidden[..., None], math.nan)
     if parts.weight is not None:
         parts.weight.masked_fill_(hidden if parts.weight.dim() == 3 else hidden.all(1), math.nan)
-    dirty = merge(parts.cut(), parts.ask.score, kernel=kernel, mass=True)
+    dirty = merge_attention(parts.cut(), parts.ask.score, kernel=kernel, mass=True)
     torch.testing.assert_close(dirty.out, clean.out, rtol=0, atol=1e-12)
     torch.testing.assert_close(dirty.mass, clean.mass, rtol=0, atol=1e-12)
 
@@ -566,26 +578,26 @@ def test_what_lies_in_a_masked_slot_of_a_part_reaches_nobody(case: Case, where: 
 @pytest.mark.parametrize("logits", LOGITS)
 def test_queries_that_see_nothing_in_a_part_or_in_any(logits: str, kernel: Kernel) -> None:
     ask = question({"logits": logits})
-    seeing = Part(*ask[:3], Reading(*ask[3:6]))
-    blind = Part(
+    seeing = AttentionPart(*ask[:3], AttentionMask(*ask[3:6]))
+    blind = AttentionPart(
         ask.q,
         *(torch.full_like(x, math.nan) for x in ask[1:3]),
-        Reading(ask.queries, Mark(torch.full((2, SLOTS), -1)), ask.reach),
+        AttentionMask(ask.queries, TokenPositions(torch.full((2, SLOTS), -1)), ask.reach),
     )
-    alone = merge([blind, blind], ask.score, kernel=kernel, mass=True)
+    alone = merge_attention([blind, blind], ask.score, kernel=kernel, mass=True)
     assert bool((alone.out == 0).all()) and alone.mass is not None and not any(bool(m.any()) for m in alone.mass)
     whole = ask.ask(kernel)
     for parts in ([blind, seeing], [seeing, blind], [blind, seeing, blind]):
-        torch.testing.assert_close(merge(parts, ask.score, kernel=kernel).out, whole, rtol=0, atol=1e-13)
+        torch.testing.assert_close(merge_attention(parts, ask.score, kernel=kernel).out, whole, rtol=0, atol=1e-13)
 
 
 def test_mass_sums_to_the_queries_that_count() -> None:
     parts = in_parts({"heads": "gqa", "own": "per-head-weighted"})
-    made = merge(parts.cut(), parts.ask.score, mass=True)
+    made = merge_attention(parts.cut(), parts.ask.score, mass=True)
     assert made.mass is not None
     sighted = (parts.plain()[2].sum(-1) > 0.5).double().sum(2)  # [R, H]: a blind query gives nobody anything
     torch.testing.assert_close(torch.cat(made.mass, -1).sum(-1), parts.group(sighted.unsqueeze(-1)).squeeze(-1))
-    nobody = merge(parts.cut(), parts.ask.score, mass=True, count=torch.zeros(ROWS, 6))
+    nobody = merge_attention(parts.cut(), parts.ask.score, mass=True, count=torch.zeros(ROWS, 6))
     assert nobody.mass is not None and not any(bool(m.any()) for m in nobody.mass)
 
 
@@ -593,9 +605,9 @@ def test_a_query_that_does_not_count_may_hold_anything() -> None:
     parts = in_parts({})
     count = torch.ones(ROWS, 6)
     count[1, 3] = 0
-    clean = merge(parts.cut(), parts.ask.score, mass=True, count=count)
+    clean = merge_attention(parts.cut(), parts.ask.score, mass=True, count=count)
     parts.ask.q[1, 3] = math.nan
-    torch.testing.assert_close(merge(parts.cut(), parts.ask.score, mass=True, count=count).mass, clean.mass)
+    torch.testing.assert_close(merge_attention(parts.cut(), parts.ask.score, mass=True, count=count).mass, clean.mass)
 
 
 def test_parts_are_made_one_at_a_time() -> None:
@@ -603,36 +615,43 @@ def test_parts_are_made_one_at_a_time() -> None:
     ask, alive = question({}), []
     most = 0
 
-    def unpacked() -> Iterator[Part]:
+    def unpacked() -> Iterator[AttentionPart]:
         nonlocal most
         for slot in [*range(SLOTS)] * 8:
             k, v = (x[:, :, slot : slot + 1].clone() for x in ask[1:3])
             alive.append(weakref.ref(k))
             most = max(most, sum(ref() is not None for ref in alive))
-            yield Part(ask.q, k, v, Reading(ask.queries, Mark(ask.keys.position[:, slot : slot + 1]), ask.reach))
+            yield AttentionPart(
+                ask.q,
+                k,
+                v,
+                AttentionMask(ask.queries, TokenPositions(ask.keys.position[:, slot : slot + 1]), ask.reach),
+            )
 
-    merge(unpacked(), ask.score)
+    merge_attention(unpacked(), ask.score)
     assert len(alive) == 8 * SLOTS and most <= 3
 
 
 class Unpacked:
     """Parts that are made again each time they are gone through."""
 
-    def __init__(self, parts: list[Part]) -> None:
+    def __init__(self, parts: list[AttentionPart]) -> None:
         self.parts, self.times = parts, 0
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[AttentionPart]:
         self.times += 1
-        return (Part(q, k.clone(), v.clone(), reading) for q, k, v, reading in self.parts)
+        return (AttentionPart(q, k.clone(), v.clone(), reading) for q, k, v, reading in self.parts)
 
 
 def test_mass_reads_a_sequence_twice_and_keeps_a_generator() -> None:
     parts = in_parts({})
-    listed = merge(parts.cut(), parts.ask.score, mass=True)
+    listed = merge_attention(parts.cut(), parts.ask.score, mass=True)
     again = Unpacked(parts.cut())
-    torch.testing.assert_close(merge(again, parts.ask.score, mass=True).mass, listed.mass, rtol=0, atol=0)
-    torch.testing.assert_close(merge(iter(parts.cut()), parts.ask.score, mass=True).mass, listed.mass, rtol=0, atol=0)
-    assert again.times == 2 and merge(again, parts.ask.score).mass is None and again.times == 3
+    torch.testing.assert_close(merge_attention(again, parts.ask.score, mass=True).mass, listed.mass, rtol=0, atol=0)
+    torch.testing.assert_close(
+        merge_attention(iter(parts.cut()), parts.ask.score, mass=True).mass, listed.mass, rtol=0, atol=0
+    )
+    assert again.times == 2 and merge_attention(again, parts.ask.score).mass is None and again.times == 3
 
 
 @pytest.mark.parametrize("kernel", BOTH)
@@ -645,11 +664,16 @@ def test_parts_of_a_long_step_make_no_matrix_of_it(
     ask = long_question(logits, "gqa", 320)
     keys = ask.keys.position.unsqueeze(1).expand(1, 3, -1)
     parts = [
-        Part(ask.q, ask.k[:, :, cut], ask.v[:, :, cut], Reading(ask.queries, Mark(keys[:, :, cut]), ask.reach))
+        AttentionPart(
+            ask.q,
+            ask.k[:, :, cut],
+            ask.v[:, :, cut],
+            AttentionMask(ask.queries, TokenPositions(keys[:, :, cut]), ask.reach),
+        )
         for cut in (slice(0, 160), slice(160, 320))
     ]
     with Largest() as largest, torch.no_grad():
-        made = merge(parts, ask.score, kernel=kernel, mass=True)
+        made = merge_attention(parts, ask.score, kernel=kernel, mass=True)
     assert largest.elements <= 1 << 15, f"{largest.made_by} made {largest.elements} elements"
     torch.testing.assert_close(made.out, ask.ask("reference"), rtol=0, atol=1e-5)
 
@@ -662,7 +686,7 @@ def test_gradients_pass_through_parts(logits: str) -> None:
     for cuts in (CUTS, ((0, SLOTS),)):
         inputs = [t.detach().clone().requires_grad_() for t in ask[:3]]
         own = Parts(ask._replace(q=inputs[0], k=inputs[1], v=inputs[2]), ask.keys.position, None, None)
-        out = merge(own.cut(cuts), ask.score).out
+        out = merge_attention(own.cut(cuts), ask.score).out
         weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=out.dtype)
         answers.append(torch.autograd.grad((out * weight).sum(), inputs))
     for cut, whole in zip(*answers, strict=True):
@@ -679,12 +703,12 @@ TRAINED = {  # tokens of two rows of 9: positions, documents
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
-@pytest.mark.parametrize("reach", [Reach(), Reach(window=3), Reach(causal=False)])
+@pytest.mark.parametrize("reach", [AttentionPattern(), AttentionPattern(window=3), AttentionPattern(causal=False)])
 @pytest.mark.parametrize("rows", TRAINED)
 def test_what_training_asks_of_the_fused_kernel_is_what_the_reference_says(rows, reach, heads):
     """The gradient too, where no mask is handed over and where one is made for all layers."""
     positions, documents = TRAINED[rows]
-    mark = Mark(positions, documents)
+    mark = TokenPositions(positions, documents)
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
@@ -692,10 +716,10 @@ def test_what_training_asks_of_the_fused_kernel_is_what_the_reference_says(rows,
 
     given = drawn(2, 9, heads[0], 8), drawn(2, heads[1], 9, 8), drawn(2, heads[1], 9, 8)
     wanted = drawn(2, 9, heads[0], 8).detach()
-    reading = Reading(mark, mark, reach)
-    assert reading.triangle == (reach == Reach() and rows in ("whole rows", "that begin late"))
-    score = Score(scale=8**-0.5)
-    answers = [attend(*given, reading, score, kernel=kernel).out for kernel in ("sdpa", "reference")]
+    reading = AttentionMask(mark, mark, reach)
+    assert reading.is_plain_causal == (reach == AttentionPattern() and rows in ("whole rows", "that begin late"))
+    score = AttentionParams(scale=8**-0.5)
+    answers = [dot_product_attention(*given, reading, score, kernel=kernel).out for kernel in ("sdpa", "reference")]
     gradients = [torch.autograd.grad((answer * wanted).sum(), given) for answer in answers]
     assert (answers[0] - answers[1]).abs().max() <= 1e-12
     for fused, exact in zip(*gradients, strict=True):
@@ -712,12 +736,12 @@ def test_without_a_gradient_the_mask_is_handed_over_as_before(monkeypatch):
         return real(*given, **named)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    mark = Mark(torch.arange(9).repeat(2, 1))
-    reading, score = Reading(mark, mark, Reach()), Score(scale=8**-0.5)
+    mark = TokenPositions(torch.arange(9).repeat(2, 1))
+    reading, score = AttentionMask(mark, mark, AttentionPattern()), AttentionParams(scale=8**-0.5)
     given = [torch.randn(*shape, requires_grad=True) for shape in ((2, 9, 4, 8), (2, 4, 9, 8), (2, 4, 9, 8))]
-    attend(*given, reading, score)
+    dot_product_attention(*given, reading, score)
     with torch.no_grad():
-        attend(*given, reading, score)
+        dot_product_attention(*given, reading, score)
     (learning, causal), (judging, masked) = seen
     assert learning is None and causal
     assert judging is not None and judging.dtype == torch.bool and not masked

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kvad.ops import entropy
-from kvad.ops.entropy import learn
+from kvad.ops.entropy import cross_entropy_backward
 
 POSITIONS, WIDTH, ANSWERS, TOTAL = 23, 7, 11, 40.0
 
@@ -35,10 +35,10 @@ def plain(x, weight, bias, targets, scale, smoothing):
     list(itertools.product((False, True), (1.0, 0.3), (0.0, 0.1), (1, 5))),
 )
 def test_it_is_the_plain_form(monkeypatch, with_bias, scale, smoothing, slices):
-    monkeypatch.setattr(entropy, "SLICE", -(-POSITIONS // slices) * ANSWERS)
+    monkeypatch.setattr(entropy, "CHUNK_ELEMENTS", -(-POSITIONS // slices) * ANSWERS)
     x, weight, bias, targets = question(with_bias=with_bias)
     expected, gradients = plain(x, weight, bias, targets, scale, smoothing)
-    loss, of_x = learn(x, weight, bias, targets, TOTAL, scale=scale, smoothing=smoothing)
+    loss, of_x = cross_entropy_backward(x, weight, bias, targets, TOTAL, scale=scale, smoothing=smoothing)
     assert loss == pytest.approx(expected, rel=1e-13)
     found = [of_x, weight.grad, *([] if bias is None else [bias.grad])]
     for got, wanted in zip(found, gradients, strict=True):
@@ -47,17 +47,17 @@ def test_it_is_the_plain_form(monkeypatch, with_bias, scale, smoothing, slices):
 
 def test_what_is_there_is_added_to_and_what_is_frozen_left_alone():
     x, weight, bias, targets = question()
-    learn(x, weight, bias, targets, TOTAL)
+    cross_entropy_backward(x, weight, bias, targets, TOTAL)
     once = weight.grad.clone(), bias.grad.clone()
-    learn(x, weight, bias, targets, TOTAL)
+    cross_entropy_backward(x, weight, bias, targets, TOTAL)
     assert torch.allclose(weight.grad, 2 * once[0], atol=1e-14) and torch.allclose(bias.grad, 2 * once[1], atol=1e-14)
     weight.grad = bias.grad = None
-    learn(x, weight.requires_grad_(False), bias, targets, TOTAL)
+    cross_entropy_backward(x, weight.requires_grad_(False), bias, targets, TOTAL)
     assert weight.grad is None and torch.equal(bias.grad, once[1])
 
 
 def test_slices_are_of_like_length_and_cover_every_position(monkeypatch):
-    monkeypatch.setattr(entropy, "SLICE", 700 * 1000)
+    monkeypatch.setattr(entropy, "CHUNK_ELEMENTS", 700 * 1000)
     cut = entropy._slices(2048, 1000)
     assert [at.stop - at.start for at in cut] == [682, 683, 683]
     assert entropy._slices(3, 10**9) == [slice(0, 1), slice(1, 2), slice(2, 3)] and entropy._slices(0, 5) == [
@@ -69,7 +69,7 @@ def test_slices_are_of_like_length_and_cover_every_position(monkeypatch):
 def test_products_in_a_narrow_dtype_are_near_and_their_gradients_are_summed_in_float32(dtype):
     x, weight, bias, targets = question(torch.float32)
     expected, gradients = plain(x, weight, bias, targets, 1.0, 0.0)
-    loss, of_x = learn(x, weight, bias, targets, TOTAL, dtype=dtype)
+    loss, of_x = cross_entropy_backward(x, weight, bias, targets, TOTAL, dtype=dtype)
     assert loss == pytest.approx(expected, rel=1e-2) and weight.grad.dtype == of_x.dtype == torch.float32
     for got, wanted in zip((of_x, weight.grad, bias.grad), gradients, strict=True):
         assert (got - wanted).abs().max() <= 2e-2 * wanted.abs().max()
@@ -79,8 +79,8 @@ def test_a_loss_scale_keeps_small_chances_above_what_fp16_can_say():
     """The error is scaled before it is rounded: 2^16 makes of 1e-8, which fp16 has not, a number that it has."""
     x, weight = torch.eye(2), torch.tensor([[18.4, 0.0], [0.0, 0.0]]).requires_grad_()
     targets = torch.tensor([0, 0])
-    learn(x, weight, None, targets, 1.0, dtype=torch.float16)
+    cross_entropy_backward(x, weight, None, targets, 1.0, dtype=torch.float16)
     assert weight.grad[1, 0] == 0
     weight.grad = None
-    learn(x, weight, None, targets, 2.0**-16, dtype=torch.float16)
+    cross_entropy_backward(x, weight, None, targets, 2.0**-16, dtype=torch.float16)
     assert weight.grad[1, 0] / 2**16 == pytest.approx(1e-8, rel=0.1)

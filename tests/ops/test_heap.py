@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from kvad.ops import heap
-from kvad.ops.heap import give_back, kept
+from kvad.ops.heap import keep_freed_memory, trim_heap
 
 
 def fragmented():
@@ -20,17 +20,17 @@ def fragmented():
 
 @pytest.mark.skipif(not sys.platform.startswith("linux") or heap._libc() is None, reason="asks glibc")
 def test_kept_memory_is_returned_when_it_is_worth_it():
-    give_back(0)
+    trim_heap(0)
     stay = fragmented()
     kept = heap._libc().mallinfo2().fordblks
-    assert kept > heap.WORTH and len(stay) == 600
-    assert not give_back(worth=1 << 40)
-    assert give_back() and give_back(0)
+    assert kept > heap.MIN_TRIM_BYTES and len(stay) == 600
+    assert not trim_heap(worth=1 << 40)
+    assert trim_heap() and trim_heap(0)
 
 
 def test_without_glibc_nothing_is_done(monkeypatch):
     monkeypatch.setattr(heap, "_libc", lambda: None)
-    assert give_back(0) is False
+    assert trim_heap(0) is False
 
 
 def new_pages():
@@ -44,7 +44,7 @@ def new_pages():
 def test_memory_that_is_taken_again_and_again_is_not_made_anew():
     new_pages()
     assert new_pages() > 1000
-    with kept():
+    with keep_freed_memory():
         new_pages()
         assert new_pages() < 100
         assert heap._libc().mallinfo2().fordblks > 60 << 20
@@ -53,5 +53,5 @@ def test_memory_that_is_taken_again_and_again_is_not_made_anew():
 
 def test_without_glibc_nothing_is_kept(monkeypatch):
     monkeypatch.setattr(heap, "_libc", lambda: None)
-    with kept():
+    with keep_freed_memory():
         pass

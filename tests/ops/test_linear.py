@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kvad.ops import linear as module
-from kvad.ops.linear import Joint, Linear, linear
+from kvad.ops.linear import Linear, PackedLinear, linear
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def pair(bias=(False, False)):
 @torch.inference_mode()
 def test_a_pack_says_the_same_and_costs_nothing(rows, bias):
     a, b = pair((bias, bias))
-    x, joint = torch.randn(rows, 64).double(), Joint()
+    x, joint = torch.randn(rows, 64).double(), PackedLinear()
     before = [layer(x) for layer in (a, b)]
     values = [p.clone() for layer in (a, b) for p in layer.parameters()]
     joint.pack(a, b)
@@ -82,7 +82,7 @@ def test_a_pack_says_the_same_and_costs_nothing(rows, bias):
 def test_layers_with_other_weights_have_products_of_their_own():
     """A copy, another dtype, a loaded state: nothing of the old pack may speak for them."""
     a, b = pair()
-    joint, x = Joint(), torch.randn(1, 64).double()
+    joint, x = PackedLinear(), torch.randn(1, 64).double()
     joint.pack(a, b)
     copied, c, d = copy.deepcopy((joint, a, b))
     c.weight.data = torch.randn(48, 64).double()
@@ -97,6 +97,6 @@ def test_layers_with_other_weights_have_products_of_their_own():
 
 def test_a_bias_beside_none_stays_unpacked():
     a, b = pair((True, False))
-    joint, x = Joint(), torch.randn(3, 64).double()
+    joint, x = PackedLinear(), torch.randn(3, 64).double()
     joint.pack(a, b)
     assert torch.equal(joint(x, a, b)[0], a(x)) and torch.equal(joint(x, a, b)[1], b(x))

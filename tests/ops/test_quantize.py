@@ -13,11 +13,11 @@ from torch import Tensor
 from kvad.cache.formats import FORMATS
 from kvad.errors import ConfigError
 from kvad.ops import quantize
-from kvad.ops.quantize import CODECS, find_codec
+from kvad.ops.quantize import CODECS, get_codec
 
-TOKENWISE = [name for name, each in FORMATS.items() if not each.sealed]
+TOKENWISE = [name for name, each in FORMATS.items() if not each.is_blockwise]
 LOSSY = [name for name in TOKENWISE if FORMATS[name].loss == "lossy"]
-CHANNELS = [name for name, each in FORMATS.items() if each.sealed]
+CHANNELS = [name for name, each in FORMATS.items() if each.is_blockwise]
 finite = st.floats(-(2.0**100), 2.0**100, width=32)
 
 
@@ -36,9 +36,9 @@ def test_what_is_encoded_fills_the_arrays_that_are_planned(name: str, dim: int) 
     blocks = torch.randn(3, 2, 4, dim)
     listed, made = FORMATS[name].arrays(dim), CODECS[name].encode(blocks)
     for array, part in zip(listed, made, strict=True):
-        assert part.shape == (3, 2, 4 if array.grain == "slot" else 1, array.width)
+        assert part.shape == (3, 2, 4 if array.granularity == "slot" else 1, array.width)
         assert part.dtype == getattr(torch, array.dtype)
-        assert part.nbytes == 3 * 2 * (4 if array.grain == "slot" else 1) * array.nbytes
+        assert part.nbytes == 3 * 2 * (4 if array.granularity == "slot" else 1) * array.nbytes
     assert listed[0].name == "data" and CODECS[name].decode(made, torch.float32).shape == blocks.shape
 
 
@@ -137,7 +137,7 @@ def test_huge_and_tiny_numbers_are_safe(name: str) -> None:
     huge, tiny = torch.tensor([[1e38, -1e38, 1.0, 0.0]]), torch.tensor([[1e-44, -1e-44, 0.0, 1e-45]])
     back = through(name, huge)
     assert bool(back.isfinite().all())
-    most = min(FORMATS[name].most, 1e38)
+    most = min(FORMATS[name].max_value, 1e38)
     assert back[0, :2].tolist() == pytest.approx([most, -most], rel=0.01)
     assert bool((through(name, tiny).abs() <= 1e-37).all())
 
@@ -170,5 +170,5 @@ def test_a_token_s_numbers_depend_on_nothing_else(name: str) -> None:
 def test_fp8_is_refused_where_the_build_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(quantize.FP8, "fp8-e4m3", ("float8_of_tomorrow", 448.0))
     with pytest.raises(ConfigError, match=r"fp8-e4m3: torch .* has no float8_of_tomorrow on cpu .int8 takes as little"):
-        find_codec("fp8-e4m3")
-    assert find_codec("fp8-e5m2") is CODECS["fp8-e5m2"]
+        get_codec("fp8-e4m3")
+    assert get_codec("fp8-e5m2") is CODECS["fp8-e5m2"]

@@ -12,7 +12,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb 
 from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj_rotary
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rotary
 
-from kvad.ops.rotary import Angles, rotate
+from kvad.ops.rotary import RotaryCache, rotate
 from kvad.step import Rotary
 
 POSITIONS = torch.tensor([0, 1, 2, 17, 400, 3])
@@ -28,14 +28,14 @@ def table(pairs: int, base: float = 100.0) -> Tensor:
 
 def turn(x: Tensor, at: int, rotary: Rotary) -> Tensor:
     """One vector [D] at one position."""
-    return Angles(torch.tensor([at])).rotate(x[None, None], rotary)[0, 0]
+    return RotaryCache(torch.tensor([at])).rotate(x[None, None], rotary)[0, 0]
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dim", [8, 11])
 def test_each_pair_turns_in_the_positive_sense_and_the_rest_stays(dim: int, interleaved: bool) -> None:
     x, freq = random(6, 3, dim), table(4)
-    out = Angles(POSITIONS).rotate(x, Rotary(freq, interleaved, 1.5))
+    out = RotaryCache(POSITIONS).rotate(x, Rotary(freq, interleaved, 1.5))
     for t, position in enumerate(POSITIONS.tolist()):
         for i in range(4):
             a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + 4)
@@ -66,7 +66,7 @@ def test_half_split_is_llama_s() -> None:
     q, k = random(6, 3, 8), random(6, 2, 8, seed=1)
     cos, sin = (torch.cat((part, part), dim=-1)[None] for part in angles(8))
     their_q, their_k = llama_rotary(q[None], k[None], cos, sin, unsqueeze_dim=2)
-    mine, rotary = Angles(POSITIONS), Rotary(table(4), False, 1.0)
+    mine, rotary = RotaryCache(POSITIONS), Rotary(table(4), False, 1.0)
     torch.testing.assert_close(mine.rotate(q, rotary), their_q[0], rtol=0, atol=1e-12)
     torch.testing.assert_close(mine.rotate(k, rotary), their_k[0], rtol=0, atol=1e-12)
 
@@ -74,32 +74,36 @@ def test_half_split_is_llama_s() -> None:
 def test_interleaved_is_gptj_s() -> None:
     x, (cos, sin) = random(6, 3, 8), angles(8)
     theirs = gptj_rotary(x[None], sin[None], cos[None])
-    torch.testing.assert_close(Angles(POSITIONS).rotate(x, Rotary(table(4), True, 1.0)), theirs[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        RotaryCache(POSITIONS).rotate(x, Rotary(table(4), True, 1.0)), theirs[0], rtol=0, atol=1e-12
+    )
 
 
 def test_partial_is_gpt_neox_s() -> None:
     q, k = random(6, 3, 16), random(6, 3, 16, seed=1)
     cos, sin = (torch.cat((part, part), dim=-1)[None] for part in angles(4))
     theirs, _ = neox_rotary(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
-    mine = Angles(POSITIONS).rotate(q, Rotary(table(2), False, 1.0))
+    mine = RotaryCache(POSITIONS).rotate(q, Rotary(table(2), False, 1.0))
     torch.testing.assert_close(mine, theirs[0].transpose(0, 1), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_frequencies_per_token_are_each_token_s_own(interleaved: bool) -> None:
     x, rows = random(6, 3, 8), torch.stack([table(4, 10.0 * (t + 1)) for t in range(6)])
-    out = Angles(POSITIONS).rotate(x, Rotary(rows, interleaved, 1.0))
+    out = RotaryCache(POSITIONS).rotate(x, Rotary(rows, interleaved, 1.0))
     for t in range(6):
-        alone = Angles(POSITIONS[t : t + 1]).rotate(x[t : t + 1], Rotary(rows[t], interleaved, 1.0))
+        alone = RotaryCache(POSITIONS[t : t + 1]).rotate(x[t : t + 1], Rotary(rows[t], interleaved, 1.0))
         torch.testing.assert_close(out[t : t + 1], alone, rtol=0, atol=0)
 
 
 def test_one_set_of_angles_serves_many_tables() -> None:
     """Tables come and go within a step (one per kind of layer and regime): none may be taken for another."""
-    x, shared = random(6, 1, 8), Angles(POSITIONS)
+    x, shared = random(6, 1, 8), RotaryCache(POSITIONS)
     for base in range(10, 40):
         out = shared.rotate(x, Rotary(table(4, base), False, 1.0))
-        torch.testing.assert_close(out, Angles(POSITIONS).rotate(x, Rotary(table(4, base), False, 1.0)), rtol=0, atol=0)
+        torch.testing.assert_close(
+            out, RotaryCache(POSITIONS).rotate(x, Rotary(table(4, base), False, 1.0)), rtol=0, atol=0
+        )
     one = table(4)
     plain, grown = (shared.rotate(x, Rotary(one, False, factor)) for factor in (1.0, 2.0))
     torch.testing.assert_close(grown, 2 * plain, rtol=0, atol=1e-12)
@@ -108,7 +112,7 @@ def test_one_set_of_angles_serves_many_tables() -> None:
 def test_angles_are_made_in_float32_whatever_the_model_s_dtype() -> None:
     """bfloat16 cannot tell position 1001 from 1002: angles made in it would be another model's."""
     x = torch.ones(2, 1, 2, dtype=torch.bfloat16)
-    out = Angles(torch.tensor([1001, 1002])).rotate(x, Rotary(torch.ones(1), False, 1.0))
+    out = RotaryCache(torch.tensor([1001, 1002])).rotate(x, Rotary(torch.ones(1), False, 1.0))
     assert out.dtype == torch.bfloat16
     for t, position in enumerate((1001, 1002)):
         expected = [math.cos(position) - math.sin(position), math.sin(position) + math.cos(position)]
@@ -131,7 +135,7 @@ def test_few_tokens_are_turned_by_the_same_sums(few: int, dtype: torch.dtype, mo
     x, freq = random(6, 3, 8).to(dtype), table(4)
     angle = POSITIONS.double()[:, None, None] * freq
     expected = rotate(x, (angle.cos() * 1.5).to(dtype), (angle.sin() * 1.5).to(dtype), False)
-    assert torch.equal(Angles(POSITIONS).rotate(x, Rotary(freq, False, 1.5)), expected)
+    assert torch.equal(RotaryCache(POSITIONS).rotate(x, Rotary(freq, False, 1.5)), expected)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -140,7 +144,7 @@ def test_the_gradient_is_autograd_s_to_the_bit(turned, interleaved):
     """More tokens than FEW; 6 of 8 dimensions turned, and all."""
     positions = torch.arange(50)
     rotary = Rotary(torch.rand(turned // 2), interleaved, 1.3)
-    angles = Angles(positions)
+    angles = RotaryCache(positions)
     x, wanted = torch.randn(50, 3, 8, requires_grad=True), torch.randn(50, 3, 8)
     out = angles.rotate(x, rotary)
     cos = ((positions[:, None] * rotary.inv_freq).cos() * rotary.factor)[:, None]

@@ -23,9 +23,18 @@ from typing import Any
 from xml.etree import ElementTree
 
 from kvad.checkpoint import families
-from kvad.checkpoint.families import FAMILIES, REFUSED
-from kvad.checkpoint.hf import Fields
-from kvad.config import Alibi, Attention, LearnedPositions, ModelConfig, Rope, SinusoidalPositions, Stack, T5Bias
+from kvad.checkpoint.families import FAMILIES, UNSUPPORTED
+from kvad.checkpoint.hf import HFConfigReader
+from kvad.config import (
+    AlibiConfig,
+    AttentionConfig,
+    LearnedPositionsConfig,
+    ModelConfig,
+    RopeConfig,
+    SinusoidalPositionsConfig,
+    StackConfig,
+    T5BiasConfig,
+)
 from kvad.errors import KvadError
 from tests.oracle import checkpoint
 
@@ -128,9 +137,9 @@ def gather() -> dict[str, Family]:
 
 
 def _read(content: Mapping[str, Any]) -> ModelConfig | None:
-    fields = Fields(content, "config.json")
+    fields = HFConfigReader(content, "config.json")
     try:
-        return families.find(fields.model_type).read(fields)
+        return families.find_family(fields.model_type).read(fields)
     except KvadError:
         return None  # a case of what is refused
 
@@ -138,12 +147,12 @@ def _read(content: Mapping[str, Any]) -> ModelConfig | None:
 def positions(config: ModelConfig) -> list[str]:
     """Of :data:`POSITIONS`, those that the model has; "none" of layers without any where others have some."""
     found: set[str] = set()
-    absolute = config.embed.position
-    if isinstance(absolute, LearnedPositions):
+    absolute = config.embedding.position
+    if isinstance(absolute, LearnedPositionsConfig):
         found.add("learned")
-    if isinstance(absolute, SinusoidalPositions):
+    if isinstance(absolute, SinusoidalPositionsConfig):
         found.add("sinusoidal")
-    names = {Rope: "RoPE", Alibi: "ALiBi", T5Bias: "T5 bias"}
+    names = {RopeConfig: "RoPE", AlibiConfig: "ALiBi", T5BiasConfig: "T5 bias"}
     for mixer in _mixers(config):
         if mixer.position is not None:
             found.add(names.get(type(mixer.position), "own"))
@@ -152,17 +161,17 @@ def positions(config: ModelConfig) -> list[str]:
     return [name for name in POSITIONS if name in found]
 
 
-def _mixers(config: ModelConfig) -> Iterator[Attention]:
+def _mixers(config: ModelConfig) -> Iterator[AttentionConfig]:
     for stack in _stacks(config):
-        yield from (layer.mixer for layer in stack.kinds.values())
+        yield from (layer.attention for layer in stack.layer_types.values())
 
 
-def _stacks(config: ModelConfig) -> list[Stack]:
+def _stacks(config: ModelConfig) -> list[StackConfig]:
     return [stack for stack in (config.encoder, config.decoder) if stack is not None]
 
 
 def norms(config: ModelConfig) -> list[str]:
-    return list(dict.fromkeys(stack.norm_place for stack in _stacks(config)))
+    return list(dict.fromkeys(stack.norm_position for stack in _stacks(config)))
 
 
 # ---------------------------------------------------------------- the page
@@ -331,7 +340,7 @@ def _silences(results: Results) -> list[str]:
 
 
 def _refused() -> list[str]:
-    lines = [f"- `{model_type}`: {why}." for model_type, why in sorted(REFUSED.items())]
+    lines = [f"- `{model_type}`: {why}." for model_type, why in sorted(UNSUPPORTED.items())]
     rows = []
     for path in sorted((ROOT / "kvad" / "checkpoint" / "families").glob("*.py")):
         rows += [[f"`{path.stem}`", *cells] for cells in _refusals(path.read_text("utf-8"))]

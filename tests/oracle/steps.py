@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvad.checkpoint.families import find
-from kvad.checkpoint.folder import steps_of
-from kvad.checkpoint.generation import Generation
-from kvad.checkpoint.hf import Fields
+from kvad.checkpoint.families import find_family
+from kvad.checkpoint.folder import list_steps
+from kvad.checkpoint.generation import GenerationConfig
+from kvad.checkpoint.hf import HFConfigReader
 from kvad.checkpoint.native import save_step
 from kvad.checkpoint.open import load_model
 from kvad.checkpoint.theirs import choose_layout
 from kvad.config import ModelConfig, to_dict
-from kvad.lab.replay import uncached, whole_row
+from kvad.lab.replay import run_uncached, run_whole_sequence
 from kvad.llm import LLM
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.config import RunConfig
-from kvad.train.job import train
+from kvad.train.job import train_model
 from tests.models import randomise
 from tests.trained import T5, configs
 
@@ -55,7 +55,7 @@ def model_of(name: str) -> dict[str, Any]:
     """The ``model`` of a run's configuration."""
     if name in ("llama", "marian"):
         return {"preset": {"llama": "tiny", "marian": "marian-tiny"}[name]}
-    config = find("t5").read(Fields(T5, "t5")) if name == "t5" else configs()["encoder-decoder"]
+    config = find_family("t5").read(HFConfigReader(T5, "t5")) if name == "t5" else configs()["encoder-decoder"]
     return to_dict(config)  # type: ignore[no-any-return]
 
 
@@ -77,8 +77,8 @@ def make(name: str, folder: Path) -> Path:
             "train": {"steps": 12, "batch": 4, "precision": "fp32", "log_every": 100, "save_every": 100},
         }
     )
-    train(config, [corpus], run)
-    return steps_of(run)[-1]
+    train_model(config, [corpus], run)
+    return list_steps(run)[-1]
 
 
 def save_encoder(config: ModelConfig, run: Path) -> Path:
@@ -87,7 +87,7 @@ def save_encoder(config: ModelConfig, run: Path) -> Path:
     for name, parameter in model.named_parameters():
         randomise(name, parameter, generator)
     tokenizer = train_tokenizer("bpe", WORDS, vocab_size=290)
-    return save_step(run, 1, config, model.state_dict(), tokenizer, layout=choose_layout(config, Generation()))
+    return save_step(run, 1, config, model.state_dict(), tokenizer, layout=choose_layout(config, GenerationConfig()))
 
 
 @torch.inference_mode()
@@ -95,9 +95,9 @@ def ours(step: Path) -> Tensor:
     """Logits [T, V] of the uncached model."""
     model, _ = load_model(step)
     if model.config.kind == "encoder":
-        read = whole_row(model, IDS)
-        return model.logits(model.encode(read), read.wanted)
-    return uncached(model, IDS, source=SOURCE if model.config.kind == "encoder-decoder" else None)
+        read = run_whole_sequence(model, IDS)
+        return model.logits(model.encode(read), read.logit_indices)
+    return run_uncached(model, IDS, source=SOURCE if model.config.kind == "encoder-decoder" else None)
 
 
 @torch.inference_mode()

@@ -409,7 +409,10 @@ def write_data(folder: Path) -> None:
     draw = random.Random(0)
 
     def words(low: int, high: int) -> list[str]:
-        return [WORDS[int(draw.random() * len(WORDS))] for _ in range(low + int(draw.random() * (high - low + 1)))]
+        return [
+            WORDS[int(draw.random_state() * len(WORDS))]
+            for _ in range(low + int(draw.random_state() * (high - low + 1)))
+        ]
 
     texts = [words(2, 7) for _ in range(120)]
     files = {
@@ -426,7 +429,7 @@ def write_data(folder: Path) -> None:
 
 
 def _conversation(words: Callable[[int, int], list[str]], draw: random.Random) -> list[dict[str, str]]:
-    roles = ("user", "assistant") * (1 + int(draw.random() * 2))
+    roles = ("user", "assistant") * (1 + int(draw.random_state() * 2))
     return [{"role": role, "content": " ".join(words(1, 3))} for role in roles]
 
 
@@ -764,13 +767,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--closer-bounds", action="store_true", help="Accept smaller upper bounds of plan.")
     parser.add_argument("--verbose", action="store_true", help="Print the seconds of every case.")
     options = parser.parse_args(arguments)
-    only = [name for name in options.only.split(",") if name]
+    only = [name for name in options.single_corpus.split(",") if name]
     record = compute(only, verbose=options.verbose)
     failed = [case for case, content in record["cases"].items() if isinstance(content, dict) and "failed" in content]
     if failed:
         print(f"cases that failed: {', '.join(failed)}")
     if not record["cases"]:
-        print(f"no case of {options.only}")
+        print(f"no case of {options.single_corpus}")
         return 2
     if options.out is not None:
         write(record, options.out)

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer as Backend
 
 from kvad.errors import TokenizerError
 from kvad.text import library
-from kvad.text.base import cut
+from kvad.text.base import split_text
 from kvad.text.detokenize import Detokenizer
-from kvad.text.library import LibraryTokenizer
+from kvad.text.library import HFTokenizer
 from kvad.text.pieces import byte_alphabet
 from kvad.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
@@ -87,7 +87,7 @@ SCRAPS = [
 @pytest.mark.parametrize("kind", ["bpe", "word"])
 @given(text=st.lists(st.sampled_from(SCRAPS)).map("".join) | st.text())
 def test_cutting_changes_no_id(tokenizers: dict[str, Tokenizer], kind: str, text: str) -> None:
-    pieces = list(cut(text, limit=1))
+    pieces = list(split_text(text, limit=1))
     assert "".join(pieces) == text
     batch = tokenizers[kind].encode_batch(pieces)
     assert [token for ids in batch for token in ids] == tokenizers[kind].encode(text)
@@ -105,15 +105,15 @@ def test_batches_keep_their_order(
 ) -> None:
     expected = [tokenizers["bpe"].encode(text) for text in documents]
     sizes: list[int] = []
-    encode = LibraryTokenizer._encode_pieces
+    encode = HFTokenizer._encode_pieces
 
-    def watched(self: LibraryTokenizer, backend: Backend, waiting: list[tuple[list[int], str]], unknown: Any) -> None:
+    def watched(self: HFTokenizer, backend: Backend, waiting: list[tuple[list[int], str]], unknown: Any) -> None:
         sizes.append(sum(len(piece) for _, piece in waiting))
         encode(self, backend, waiting, unknown)
 
-    monkeypatch.setattr(LibraryTokenizer, "_encode_pieces", watched)
+    monkeypatch.setattr(HFTokenizer, "_encode_pieces", watched)
     monkeypatch.setattr(library, "BATCH_CHARS", 4 * limit)
-    monkeypatch.setattr(library, "cut", lambda text: cut(text, limit))
+    monkeypatch.setattr(library, "cut", lambda text: split_text(text, limit))
     assert tokenizers["bpe"].encode_batch(documents) == expected
     assert len(sizes) > 10 and max(sizes) <= 5 * limit + 200
 
@@ -169,7 +169,7 @@ OTHERS = {make.__name__: make for make in (llama, metaspace, wordpiece, word_lev
 @given(data=st.data())
 def test_decoding_is_the_library_s(name: str, data: st.DataObject) -> None:
     backend = OTHERS[name]()
-    ours = LibraryTokenizer(OTHERS[name]())
+    ours = HFTokenizer(OTHERS[name]())
     # bytes that are no valid text are spelled differently: one U+FFFD per byte there, one per broken sequence here
     valid = [id for id in range(ours.vocab_size) if not (name == "llama" and 3 + 0x80 <= id < 3 + 256)]
     ids = data.draw(st.lists(st.sampled_from(valid)))
@@ -182,46 +182,46 @@ def test_decoding_is_the_library_s(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("text", ["a b", " a lo", "a  b", "a 한🙂 b", "", "\n"])
 def test_llama_text_comes_back(text: str) -> None:
-    ours = LibraryTokenizer(llama())
+    ours = HFTokenizer(llama())
     assert ours.encode(text) == llama().encode(text, add_special_tokens=False).ids
     assert ours.decode(ours.encode(text)) == text
-    assert LibraryTokenizer(llama()).specials.separator == 1  # documents open with BOS, where there is no separator
+    assert HFTokenizer(llama()).special_tokens.separator == 1  # documents open with BOS, where there is no separator
 
 
 def test_a_byte_that_opens_a_text() -> None:
     for ids in ([3 + 0x20, 261], [3 + 0xED, 3 + 0x95, 3 + 0x9C, 3 + 0x20]):
-        assert LibraryTokenizer(llama()).decode(ids) == llama().decode(ids)
+        assert HFTokenizer(llama()).decode(ids) == llama().decode(ids)
 
 
 def test_a_long_text_is_not_cut_where_that_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     prefixed, spaced = gpt2_like(), gpt2_like()
     prefixed.normalizer = normalizers.Prepend("_")
     spaced.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    monkeypatch.setattr(library, "cut", lambda text: cut(text, 1))
+    monkeypatch.setattr(library, "cut", lambda text: split_text(text, 1))
     text = "a\nb\nc"
     for backend in (llama(), prefixed, spaced):
         expected = backend.encode(text, add_special_tokens=False).ids
-        assert LibraryTokenizer(backend).encode(text) == expected
+        assert HFTokenizer(backend).encode(text) == expected
 
 
 def test_unknown_text_of_a_library_tokenizer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    ours = LibraryTokenizer(metaspace())
+    ours = HFTokenizer(metaspace())
     assert 0 in ours.encode_batch(["a xyz b", "a"])[0]
     assert capsys.readouterr().err == "kvad: 1 piece of text not in the vocabulary became UNK: 'xyz'\n"
     ours.on_unknown = "error"
     with pytest.raises(TokenizerError, match="'xyz'"):
         ours.encode("a xyz b")
     assert 0 in ours.encode("a <unk> b", specials=True)  # asked for, so not unknown
-    assert LibraryTokenizer(llama()).encode("z") and capsys.readouterr().err == ""  # spelled in bytes
+    assert HFTokenizer(llama()).encode("z") and capsys.readouterr().err == ""  # spelled in bytes
 
 
 def test_bytes_without_a_token_are_not_dropped_in_silence() -> None:
     vocab = {char: index for index, char in enumerate("abc")}
     backend = Backend(models.BPE(vocab, []))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    assert LibraryTokenizer(backend).encode("cab") == [2, 0, 1]
+    assert HFTokenizer(backend).encode("cab") == [2, 0, 1]
     with pytest.raises(TokenizerError, match="no UNK: 'x' x2, '한'"):
-        LibraryTokenizer(backend).encode("axbx한")
+        HFTokenizer(backend).encode("axbx한")
 
 
 @pytest.mark.parametrize(
@@ -258,32 +258,32 @@ def gpt2_like(**extra: Any) -> Backend:
 
 def test_roles_of_a_hugging_face_folder(tmp_path: Path) -> None:
     config = {"bos_token": None, "eos_token": {"content": "<|im_start|>"}, "pad_token": "<pad>", "add_bos_token": False}
-    by_file = load_tokenizer(save(tmp_path, gpt2_like(), **config)).specials
+    by_file = load_tokenizer(save(tmp_path, gpt2_like(), **config)).special_tokens
     assert (by_file.separator, by_file.bos, by_file.eos, by_file.pad) == (256, None, 257, None)
     by_hand = load_tokenizer(tmp_path, roles={"bos": "<|endoftext|>", "eos": "<think>"})
-    assert (by_hand.specials.bos, by_hand.specials.eos) == (256, 258)
+    assert (by_hand.special_tokens.bos, by_hand.special_tokens.eos) == (256, 258)
     assert 258 not in by_hand.encode("<think>")  # special by its role, so text does not make it
     with pytest.raises(TokenizerError, match="the eos token '</s>' is not among"):
         load_tokenizer(tmp_path, roles={"eos": "</s>"})
     by_hand.save(tmp_path / "again")
     again = load_tokenizer(tmp_path / "again")
-    assert (again.specials, again.fingerprint()) == (by_hand.specials, by_hand.fingerprint())
+    assert (again.special_tokens, again.fingerprint()) == (by_hand.special_tokens, by_hand.fingerprint())
     (tmp_path / "tokenizer_config.json").write_text("{oops")
     with pytest.raises(TokenizerError, match=r"tokenizer_config.json: not JSON"):
         load_tokenizer(tmp_path)
 
 
 def test_added_tokens_stand_for_themselves() -> None:
-    ours = LibraryTokenizer(gpt2_like())
+    ours = HFTokenizer(gpt2_like())
     assert ours.encode("<think>é x<|endoftext|>", specials=True) == [258, 259, 256]
     assert ours.encode("<think>é x") == [258, 259]  # ordinary vocabulary: not special, so text may be it
     assert ours.decode([258, 259, 260, 256]) == "<think>é xéé"  # although é is in the alphabet, for the byte 0xE9
     assert ours.token_bytes(259) == "é x".encode()
-    assert ours.specials.names() == {"<|endoftext|>": 256, "<|im_start|>": 257}
+    assert ours.special_tokens.names() == {"<|endoftext|>": 256, "<|im_start|>": 257}
 
 
 def test_a_hole_in_the_numbering_is_silent() -> None:
     backend = Backend(models.WordLevel({"a": 0, "b": 5}, unk_token="a"))
-    ours = LibraryTokenizer(backend)
+    ours = HFTokenizer(backend)
     assert ours.vocab_size == 6
     assert ours.decode([0, 3]) == "a" and ours.token_text(3) == ""

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvad.errors import ChatTemplateError, UsageError
-from kvad.text.chat import ChatTemplate, Limits, Rendered
+from kvad.text.chat import ChatTemplate, RenderedChat, RenderLimits
 
 # ---------------------------------------------------------------- templates, in the style of these families
 
@@ -522,7 +522,7 @@ def test_masks_are_those_of_transformers(judge, source, talk):
     theirs = judge(source, TALKS[talk], **arguments)["assistant_masks"]
     rendered = ours(source, TALKS[talk])
     if "{% generation %}a" in source:  # blocks within blocks: they count the inner one at the place of the outer one
-        assert rendered.marks is None
+        assert rendered.generation_marks is None
         return
     mask = [0] * len(rendered.text)
     for start, end in rendered.spans:
@@ -619,7 +619,7 @@ INNER = "{% macro m() %}{% generation %}a{% endgeneration %}{% endmacro %}"
 )
 def test_a_mask_that_nobody_knows_is_refused_but_the_text_is_not(source):
     rendered = ours(source, TALKS["one"])
-    assert rendered.text in ("baa", "bA", "bab") and rendered.marks is None
+    assert rendered.text in ("baa", "bA", "bab") and rendered.generation_marks is None
     with pytest.raises(ChatTemplateError, match="generation"):
         _ = rendered.spans
 
@@ -633,7 +633,7 @@ def test_a_macro_that_is_all_generation_has_a_place(judge):
 
 def test_continuing_cuts_the_masks_too():
     rendered = template("masked").render(said(("user", "a"), ("assistant", "b c")), continue_final=True)
-    assert rendered == Rendered("<|user|>\na\n<|assistant|>\nb c", ((25, 28),))
+    assert rendered == RenderedChat("<|user|>\na\n<|assistant|>\nb c", ((25, 28),))
 
 
 # ---------------------------------------------------------------- what a message must be, and what a template may say
@@ -1022,7 +1022,7 @@ ATTACKS = {
     "min": "{% for i in range(100000) %}{{ range(100000)|min }}{{ range(100000)|sum }}{% endfor %}",
 }
 HOARDS = [name for name in ATTACKS if name.startswith(("hoard", "doubling", "set", "print", "map", "loop length"))]
-QUICK = Limits(seconds=0.2)
+QUICK = RenderLimits(seconds=0.2)
 
 
 def attack(source, limits=QUICK):
@@ -1044,7 +1044,7 @@ def test_attacks_end_in_time(name):
 def test_attacks_take_little_memory(name):
     tracemalloc.start()
     try:
-        attack(ATTACKS[name], Limits(seconds=0.5))
+        attack(ATTACKS[name], RenderLimits(seconds=0.5))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -1053,13 +1053,13 @@ def test_attacks_take_little_memory(name):
 
 def test_the_default_is_a_second_and_4_mib():
     began = time.thread_time()
-    assert attack(ATTACKS["loops"], Limits()).endswith("took more than 1 s of CPU")
+    assert attack(ATTACKS["loops"], RenderLimits()).endswith("took more than 1 s of CPU")
     assert 0.9 < time.thread_time() - began < 2
-    assert attack(ATTACKS["print"], Limits()).endswith("writes more than 4,194,304 characters")
+    assert attack(ATTACKS["print"], RenderLimits()).endswith("writes more than 4,194,304 characters")
 
 
 def test_limits_are_parameters():
-    small = template("{{ messages[0].content }}", limits=Limits(output=3))
+    small = template("{{ messages[0].content }}", limits=RenderLimits(output=3))
     assert small.render([{"role": "user", "content": "abc"}]).text == "abc"
     with pytest.raises(ChatTemplateError, match="writes more than 3 characters"):
         small.render([{"role": "user", "content": "abcd"}])
@@ -1068,11 +1068,11 @@ def test_limits_are_parameters():
 def test_what_is_large_but_within_the_limits_passes():
     talk = said(*[("user" if i % 2 == 0 else "assistant", "🙂" * 2000) for i in range(1000)])
     for name in ("chatml", "llama2", "llama3", "gemma", "zephyr", "qwen"):
-        assert len(template(name, limits=Limits(seconds=30)).render(talk).text) > 2_000_000
+        assert len(template(name, limits=RenderLimits(seconds=30)).render(talk).text) > 2_000_000
     gathered = (
         "{% set ns = namespace(t='') %}{% for m in messages %}{% set ns.t = ns.t + m.content %}{% endfor %}{{ ns.t }}"
     )
-    assert len(template(gathered, limits=Limits(seconds=30)).render(talk).text) == 2_000_000
+    assert len(template(gathered, limits=RenderLimits(seconds=30)).render(talk).text) == 2_000_000
 
 
 def test_an_attack_does_not_disturb_its_neighbours():
@@ -1102,7 +1102,7 @@ def test_the_gates_are_what_stops_it(monkeypatch):
     """Without the clock the loop ends only where it ends; without the weights the sum is not noticed."""
     sandbox = importlib.import_module("kvad.text.sandbox")
     loop = "{% for i in range(40000) %}{% endfor %}x"
-    tight = Limits(seconds=0.0)
+    tight = RenderLimits(seconds=0.0)
     assert attack(loop, tight).endswith("took more than 0 s of CPU")
     monkeypatch.setattr(sandbox.Sandbox, "tick", lambda self, cost=1: True)
     assert template(loop, limits=tight).render([GOOD]).text == "x"

@@ -16,15 +16,15 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from kvad.errors import TokenizerError
 from kvad.text import families
 from kvad.text.detokenize import Detokenizer
-from kvad.text.library import LibraryTokenizer
+from kvad.text.library import HFTokenizer
 from kvad.text.tokenizer import load_tokenizer
 from tests.text import zoo
 
 KINDS = {"byte_level": "bpe", "unigram": "unigram", "wordpiece": "wordpiece", "byte_fallback": "bpe"}
 
 
-def ours(name: str) -> LibraryTokenizer:
-    return LibraryTokenizer(Tokenizer.from_str(zoo.library(name)))
+def ours(name: str) -> HFTokenizer:
+    return HFTokenizer(Tokenizer.from_str(zoo.library(name)))
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +46,9 @@ def test_a_thousand_lines(name: str, fast: Callable[[str], Any]) -> None:
     theirs, mine = fast(name), ours(name)
     rows = mine.encode_batch(zoo.lines(), specials=True)
     assert rows == theirs(zoo.lines(), add_special_tokens=False)["input_ids"]
-    assert [mine.frame(row) for row in rows] == theirs(zoo.lines())["input_ids"]
+    assert [mine.add_special_tokens(row) for row in rows] == theirs(zoo.lines())["input_ids"]
     for skip in (True, False):
-        for row in map(mine.frame, rows):
+        for row in map(mine.add_special_tokens, rows):
             assert mine.decode(row, skip_specials=skip) == theirs.decode(row, skip_special_tokens=skip)
     assert (mine.vocab_size, mine.kind) == (len(theirs), KINDS[name])
     assert sum(map(len, rows)) > 15_000
@@ -57,7 +57,7 @@ def test_a_thousand_lines(name: str, fast: Callable[[str], Any]) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_lines_that_spell_no_special_token_are_as_with_specials(name: str) -> None:
     mine = ours(name)
-    plain = [line for line in zoo.lines() if not any(special in line for special in mine.specials.names())]
+    plain = [line for line in zoo.lines() if not any(special in line for special in mine.special_tokens.names())]
     assert len(plain) > 900
     assert mine.encode_batch(plain) == mine.encode_batch(plain, specials=True)
 
@@ -71,7 +71,7 @@ def test_golden(path: Path, tmp_path: Path) -> None:
     assert mine.vocab_size == content["length"] and len(content["cases"]) > 20
     for case in content["cases"]:
         ids = mine.encode(case["text"], specials=True)
-        assert (ids, mine.frame(ids)) == (case["ids"], case["framed"])
+        assert (ids, mine.add_special_tokens(ids)) == (case["ids"], case["framed"])
         assert mine.decode(ids) == case["decoded"] == stream(mine, ids, skip=True)
 
 
@@ -84,7 +84,7 @@ def test_any_text(name: str, text: str) -> None:
     mine, backend = ours(name), Tokenizer.from_str(zoo.library(name))
     ids = mine.encode(text, specials=True)
     assert ids == backend.encode(text, add_special_tokens=False).ids
-    assert mine.frame(ids) == backend.encode(text).ids
+    assert mine.add_special_tokens(ids) == backend.encode(text).ids
     assert mine.decode(ids) == backend.decode(ids) == stream(mine, ids, skip=True)
 
 
@@ -142,10 +142,10 @@ def test_wordpiece_decodes_as_people_write() -> None:
 @given(data=st.data())
 def test_no_text_makes_a_special_token(name: str, data: st.DataObject) -> None:
     mine = ours(name)
-    words = st.sampled_from([*mine.specials.names(), "a", " ", "</", "s>", "▁"])
+    words = st.sampled_from([*mine.special_tokens.names(), "a", " ", "</", "s>", "▁"])
     text = data.draw(st.lists(words | st.text(max_size=3)).map("".join))
-    made = set(mine.encode(text)) & set(mine.specials.names().values())
-    assert made <= {mine.specials.unk}
+    made = set(mine.encode(text)) & set(mine.special_tokens.names().values())
+    assert made <= {mine.special_tokens.unk}
 
 
 def test_a_unigram_model_would_make_them() -> None:
@@ -166,9 +166,9 @@ def test_nor_do_other_models() -> None:
     for backend, expected in ((words, [1, 2, 1]), (merging, [3, 2])):
         backend.add_special_tokens(["<s>"])
         text = "a <s> a" if backend is words else "<s>"
-        mine = LibraryTokenizer(backend)
+        mine = HFTokenizer(backend)
         assert mine.encode(text) == expected
-        assert mine.specials.names()["<s>"] in mine.encode(text, specials=True)
+        assert mine.special_tokens.names()["<s>"] in mine.encode(text, specials=True)
 
 
 def test_added_tokens_swallow_spaces_and_stand_alone(fast: Callable[[str], Any]) -> None:
@@ -193,27 +193,27 @@ def test_added_tokens_swallow_spaces_and_stand_alone(fast: Callable[[str], Any])
 
 def test_a_role_keeps_what_is_said_of_its_token() -> None:
     backend = Tokenizer.from_str(zoo.library("byte_level"))
-    mine = LibraryTokenizer(backend, {"mask": "<mask>", "cls": "<s>", "sep": "</s>"})
+    mine = HFTokenizer(backend, {"mask": "<mask>", "cls": "<s>", "sep": "</s>"})
     assert mine.encode("a <mask> b", specials=True) == ours("byte_level").encode("a <mask> b", specials=True)
-    assert (mine.specials.cls, mine.specials.sep, mine.specials.mask) == (0, 2, mine.vocab_size - 3)
+    assert (mine.special_tokens.cls, mine.special_tokens.sep, mine.special_tokens.mask) == (0, 2, mine.vocab_size - 3)
 
 
 def test_roles_by_name() -> None:
-    specials = ours("wordpiece").specials
+    specials = ours("wordpiece").special_tokens
     assert (specials.pad, specials.unk, specials.cls, specials.sep, specials.mask) == (0, 1, 2, 3, 4)
     assert specials.bos is specials.eos is specials.separator is None
-    assert ours("unigram").specials.eos == 1
+    assert ours("unigram").special_tokens.eos == 1
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_save_and_load(name: str, tmp_path: Path) -> None:
-    mine = LibraryTokenizer(Tokenizer.from_str(zoo.library(name)))
+    mine = HFTokenizer(Tokenizer.from_str(zoo.library(name)))
     mine.save(tmp_path)
     again = load_tokenizer(tmp_path)
-    assert (again.kind, again.specials, again.vocab_size) == (mine.kind, mine.specials, mine.vocab_size)
+    assert (again.kind, again.special_tokens, again.vocab_size) == (mine.kind, mine.special_tokens, mine.vocab_size)
     assert again.fingerprint() == mine.fingerprint()
     assert again.encode_batch(zoo.SENTENCES) == mine.encode_batch(zoo.SENTENCES)
-    assert again.frame([7]) == mine.frame([7])
+    assert again.add_special_tokens([7]) == mine.add_special_tokens([7])
 
 
 # ---------------------------------------------------------------- frames
@@ -267,23 +267,23 @@ BOS_EOS = {"bos_token": "<s>", "eos_token": "</s>"}
 )
 def test_frames(load: Callable[[Path], Any], expected: list[int], tmp_path: Path) -> None:
     tokenizer = load(tmp_path)
-    assert tokenizer.frame([2]) == expected
-    assert tokenizer.frame([]) == [i for i in expected if i != 2]
+    assert tokenizer.add_special_tokens([2]) == expected
+    assert tokenizer.add_special_tokens([]) == [i for i in expected if i != 2]
     (tmp_path / "again").mkdir()
     tokenizer.save(tmp_path / "again")
-    assert load_tokenizer(tmp_path / "again").frame([2]) == expected
+    assert load_tokenizer(tmp_path / "again").add_special_tokens([2]) == expected
 
 
 def test_the_language_of_a_frame(tmp_path: Path) -> None:
     first = framed(template("de_DE $A </s>"))(tmp_path)
     assert dict(first.languages) == {"de_DE": 3, "en_XX": 4}
-    assert first.frame([2], language="en_XX") == [4, 2, 1]
+    assert first.add_special_tokens([2], language="en_XX") == [4, 2, 1]
     with pytest.raises(TokenizerError, match=r"unknown language 'en_YY' \(did you mean 'en_XX'"):
-        first.frame([2], language="en_YY")
+        first.add_special_tokens([2], language="en_YY")
     with pytest.raises(TokenizerError, match="carry no language"):
-        ours("wordpiece").frame([2], language="de")
+        ours("wordpiece").add_special_tokens([2], language="de")
     with pytest.raises(TokenizerError, match="carry no language"):
-        framed(template("$A"))(tmp_path).frame([], language="x")
+        framed(template("$A"))(tmp_path).add_special_tokens([], language="x")
     with pytest.raises(TokenizerError, match=r"tokenizer_config.json: unknown src_lang 'en'"):
         framed(template("$A"), **BOS_EOS, tokenizer_class="MBartTokenizer", src_lang="en")(tmp_path)
 
@@ -320,10 +320,10 @@ def test_languages_against_transformers(family: str, legacy: bool, tmp_path: Pat
     mine, theirs = load_tokenizer(tmp_path), getattr(transformers, f"{family}TokenizerFast").from_pretrained(tmp_path)
     for text in ("names of the", ""):
         ids = mine.encode(text, specials=True)
-        assert mine.frame(ids) == theirs.encode(text)
+        assert mine.add_special_tokens(ids) == theirs.encode(text)
         for code in LANGUAGES[family]:
             theirs.src_lang = code
-            assert mine.frame(ids, language=code) == theirs.encode(text)
+            assert mine.add_special_tokens(ids, language=code) == theirs.encode(text)
             assert mine.languages[code] == theirs.convert_tokens_to_ids(code)
         theirs.src_lang = config["src_lang"]
 
@@ -338,7 +338,7 @@ def test_ends_against_transformers(family: str, ends: dict[str, bool], tmp_path:
     theirs = getattr(transformers, f"{family}TokenizerFast").from_pretrained(tmp_path)
     mine = load_tokenizer(tmp_path)
     for text in zoo.SENTENCES:
-        assert mine.frame(mine.encode(text, specials=True)) == theirs.encode(text)
+        assert mine.add_special_tokens(mine.encode(text, specials=True)) == theirs.encode(text)
 
 
 # ---------------------------------------------------------------- what lies beside the file
@@ -369,13 +369,13 @@ def test_added_tokens_of_the_config(tmp_path: Path) -> None:
     texts = ["a <mask>  b", "<|im_start|>  user\n<think>  x"]
     assert mine.encode_batch(texts, specials=True) == theirs(texts, add_special_tokens=False)["input_ids"]
     assert mine.vocab_size == size + 1 == len(theirs)
-    assert mine.specials.mask == size - 3 and mine.specials.names()["<|im_start|>"] == size
+    assert mine.special_tokens.mask == size - 3 and mine.special_tokens.names()["<|im_start|>"] == size
 
 
 def test_roles_of_the_special_tokens_map(tmp_path: Path) -> None:
     names = {"cls_token": "<s>", "sep_token": {"content": "</s>"}, "mask_token": "<mask>", "bos_token": "<gone>"}
     folder_of(tmp_path, Tokenizer.from_str(zoo.library("byte_level")), special_tokens_map=names)
-    specials = load_tokenizer(tmp_path).specials
+    specials = load_tokenizer(tmp_path).special_tokens
     assert (specials.cls, specials.sep, specials.bos) == (0, 2, None)
     assert specials.mask == specials.names()["<mask>"]
     (tmp_path / "special_tokens_map.json").write_text("{")
@@ -385,7 +385,7 @@ def test_roles_of_the_special_tokens_map(tmp_path: Path) -> None:
 
 def test_the_roles_of_a_class(tmp_path: Path) -> None:
     folder_of(tmp_path, Tokenizer.from_str(zoo.library("byte_level")), config={"model_type": "roberta"})
-    specials = load_tokenizer(tmp_path).specials
+    specials = load_tokenizer(tmp_path).special_tokens
     assert (specials.cls, specials.sep) == (0, 2)
 
 
@@ -408,7 +408,9 @@ def test_a_model_s_config_is_not_the_tokenizer_s_business(config: bytes, tmp_pat
 def test_odd_values_are_nobody_s(config: dict[str, Any], tmp_path: Path) -> None:
     folder_of(tmp_path, Tokenizer.from_str(zoo.library("unigram")), tokenizer_config=config)
     mine = load_tokenizer(tmp_path)
-    assert mine.frame(mine.encode("the names")) == ours("unigram").frame(ours("unigram").encode("the names"))
+    assert mine.add_special_tokens(mine.encode("the names")) == ours("unigram").add_special_tokens(
+        ours("unigram").encode("the names")
+    )
 
 
 # ---------------------------------------------------------------- older folders
@@ -444,15 +446,15 @@ def test_vocab_and_merges_against_transformers(family: str, config: dict[str, An
     rows = mine.encode_batch(texts, specials=True)
     if family == "GPT2" and config.get("add_bos_token"):  # transformers adds it in the slow tokenizer only
         expected = transformers.GPT2Tokenizer.from_pretrained(tmp_path)
-        assert [mine.frame(row) for row in rows[:40]] == [expected.encode(text) for text in texts[:40]]
+        assert [mine.add_special_tokens(row) for row in rows[:40]] == [expected.encode(text) for text in texts[:40]]
     else:
-        assert [mine.frame(row) for row in rows] == theirs(texts)["input_ids"]
+        assert [mine.add_special_tokens(row) for row in rows] == theirs(texts)["input_ids"]
     assert [mine.decode(row) for row in rows] == [theirs.decode(row, skip_special_tokens=True) for row in rows]
     assert mine.kind == "bpe"
 
 
 def test_the_roles_of_gpt2(tmp_path: Path) -> None:
-    specials = load_tokenizer(gpt2_folder(tmp_path)).specials
+    specials = load_tokenizer(gpt2_folder(tmp_path)).special_tokens
     end = specials.names()["<|endoftext|>"]
     assert (specials.separator, specials.bos, specials.eos) == (end, end, end)
 
@@ -478,10 +480,10 @@ def test_vocab_txt_against_transformers(config: dict[str, Any], tmp_path: Path) 
     theirs = transformers.BertTokenizerFast.from_pretrained(bert_folder(tmp_path, **config))
     mine = load_tokenizer(tmp_path)
     rows = mine.encode_batch(zoo.lines(300), specials=True)
-    assert [mine.frame(row) for row in rows] == theirs(zoo.lines(300))["input_ids"]
+    assert [mine.add_special_tokens(row) for row in rows] == theirs(zoo.lines(300))["input_ids"]
     for row in rows:  # BertTokenizer's clean-up of a whole text is not ours: see library.py
         assert mine.decode(row) == theirs.decode(row, True, clean_up_tokenization_spaces=False)
-    assert (mine.kind, mine.specials.mask) == ("wordpiece", 4)
+    assert (mine.kind, mine.special_tokens.mask) == ("wordpiece", 4)
 
 
 def test_what_is_found_first(tmp_path: Path) -> None:
@@ -540,6 +542,6 @@ def test_a_vocab_txt_of_something_else(content: bytes, tmp_path: Path) -> None:
 def test_an_added_token_may_be_ordinary() -> None:
     backend = Tokenizer.from_str(zoo.library("byte_level"))
     backend.add_tokens([AddedToken("<tool>", normalized=False)])
-    mine = LibraryTokenizer(backend)
+    mine = HFTokenizer(backend)
     assert mine.encode("x<tool>y").count(mine.vocab_size - 1) == 1
     assert mine.token_bytes(mine.vocab_size - 1) == b"<tool>"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvad.errors import RequestError
-from kvad.text.stop import StopStrings
+from kvad.text.stop import StopStringMatcher
 
 
 def naive(text: str, stops: list[str]) -> tuple[str, str | None]:
@@ -19,7 +19,7 @@ def naive(text: str, stops: list[str]) -> tuple[str, str | None]:
 
 
 def run(pieces: list[str], stops: list[str]) -> tuple[str, str | None]:
-    matcher = StopStrings(stops)
+    matcher = StopStringMatcher(stops)
     emitted, stopped = "", None
     for piece in pieces:
         more, stopped = matcher.push(piece)
@@ -37,7 +37,7 @@ def test_naive_definition(pieces: list[str], stops: list[str]) -> None:
 
 @given(text=st.text(st.sampled_from("ab"), max_size=20), stops=st.lists(FEW.filter(bool), min_size=1, max_size=3))
 def test_only_a_prefix_of_a_stop_is_held(text: str, stops: list[str]) -> None:
-    matcher = StopStrings(stops)
+    matcher = StopStringMatcher(stops)
     emitted = ""
     for end, char in enumerate(text, 1):
         more, stopped = matcher.push(char)
@@ -66,22 +66,22 @@ def test_examples(pieces: list[str], stops: list[str], expected: tuple[str, str 
 
 
 def test_after_a_stop_nothing_comes() -> None:
-    matcher = StopStrings(["b"])
+    matcher = StopStringMatcher(["b"])
     assert matcher.push("abc") == ("a", "b")
     assert matcher.push("more") == ("", "b")
     assert matcher.flush() == ""
 
 
 def test_text_flows_when_it_cannot_be_a_stop() -> None:
-    matcher = StopStrings(["###"])
+    matcher = StopStringMatcher(["###"])
     assert [matcher.push(piece)[0] for piece in ("a", "#", "b", "##", "c")] == ["a", "", "#b", "", "##c"]
 
 
 def test_refused() -> None:
     with pytest.raises(RequestError, match="empty"):
-        StopStrings(["a", ""])
+        StopStringMatcher(["a", ""])
     with pytest.raises(RequestError, match="must be a list"):
-        StopStrings("ab")
+        StopStringMatcher("ab")
 
 
 def test_the_oracle_objects_to_a_matcher_that_forgets() -> None:

@@ -36,12 +36,12 @@ def test_batch_is_one_by_one(tokenizer: Tokenizer, documents: list[str]) -> None
 
 
 def test_specials_are_never_made_by_accident(tokenizer: Tokenizer) -> None:
-    names = tokenizer.specials.names()
+    names = tokenizer.special_tokens.names()
     assert list(names) == list(NAMES.values())
     assert len(set(names.values())) == 5
     for role, name in NAMES.items():
         token = names[name]
-        assert getattr(tokenizer.specials, role) == token
+        assert getattr(tokenizer.special_tokens, role) == token
         plain = tokenizer.encode(f"def {name} end")
         asked = tokenizer.encode(f"def {name} end", specials=True)
         assert token not in plain or role == "unk"  # a char or word tokenizer may not know "<"
@@ -66,7 +66,11 @@ def test_save_and_load(tokenizer: Tokenizer, documents: list[str], tmp_path: Pat
     beside = ["tokenizer_config.json"] if tokenizer.kind == "bpe" else []  # theirs asks for its class
     assert sorted(path.name for path in folder.iterdir()) == ["tokenizer.json", *beside]
     again = load_tokenizer({"folder": folder, "file": folder / "tokenizer.json", "str": str(folder)}[by])
-    assert (again.kind, again.vocab_size, again.specials) == (tokenizer.kind, tokenizer.vocab_size, tokenizer.specials)
+    assert (again.kind, again.vocab_size, again.special_tokens) == (
+        tokenizer.kind,
+        tokenizer.vocab_size,
+        tokenizer.special_tokens,
+    )
     assert again.encode_batch(documents) == tokenizer.encode_batch(documents)
     assert again.fingerprint() == tokenizer.fingerprint()
     again.save(tmp_path)
@@ -112,10 +116,10 @@ def test_text_imports_no_torch_and_no_library() -> None:
 
 
 def test_default_specials() -> None:
-    assert train_tokenizer("byte", []).specials.names() == {"<|endofdoc|>": 256}
-    assert train_tokenizer("bpe", ["a"]).specials.names() == {"<|endofdoc|>": 0}
-    assert train_tokenizer("char", ["a"]).specials.names() == {"<|endofdoc|>": 0, "<|unk|>": 1}
-    assert train_tokenizer("word", ["a"], specials=["pad"]).specials.names() == {"<|endofdoc|>": 0, "<|pad|>": 1}
+    assert train_tokenizer("byte", []).special_tokens.names() == {"<|endofdoc|>": 256}
+    assert train_tokenizer("bpe", ["a"]).special_tokens.names() == {"<|endofdoc|>": 0}
+    assert train_tokenizer("char", ["a"]).special_tokens.names() == {"<|endofdoc|>": 0, "<|unk|>": 1}
+    assert train_tokenizer("word", ["a"], specials=["pad"]).special_tokens.names() == {"<|endofdoc|>": 0, "<|pad|>": 1}
 
 
 def test_progress(documents: list[str]) -> None:
@@ -188,10 +192,14 @@ def test_an_encoders_roles_frame_a_text_and_tokens_of_ones_own_have_names(kind: 
     made = train_tokenizer(kind, ["some text"], vocab_size=300, specials=roles)
     made.save(tmp_path)
     for tokenizer in (made, load_tokenizer(tmp_path)):
-        names, specials = tokenizer.specials.names(), tokenizer.specials
+        names, specials = tokenizer.special_tokens.names(), tokenizer.special_tokens
         assert (names["[CLS]"], names["[SEP]"], names["[MASK]"]) == (specials.cls, specials.sep, specials.mask)
         ids = tokenizer.encode("some text")
-        assert tokenizer.frame(ids) == [specials.cls, *ids, specials.sep] and None not in tokenizer.frame([])
+        assert tokenizer.add_special_tokens(ids) == [
+            specials.cls,
+            *ids,
+            specials.sep,
+        ] and None not in tokenizer.add_special_tokens([])
         assert tokenizer.encode("<extra_id_0><|im_end|>", specials=True) == [names["<extra_id_0>"], names["<|im_end|>"]]
         assert tokenizer.fingerprint() == made.fingerprint()
 

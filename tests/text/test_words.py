@@ -124,7 +124,7 @@ def test_unknown_as_an_error(kind: str) -> None:
     with pytest.raises(TokenizerError, match=r"1 (character|word) not in the vocabulary: 'z'"):
         strict.encode("a z")
     strict.on_unknown = "warn"
-    assert strict.specials.unk in strict.encode("a z")
+    assert strict.special_tokens.unk in strict.encode("a z")
     without = train_tokenizer(kind, ["a b"], specials=[])
     with pytest.raises(TokenizerError, match="has no UNK: 'z'"):
         without.encode("a z")

@@ -8,7 +8,7 @@ import pytest
 from kvad.train.config import OptimConfig, RunConfig
 from kvad.train.reports import Callback
 
-SHAPE = {"width": 32, "decoder.layers": 2, "decoder.kinds.L.mlp.hidden": 48}
+SHAPE = {"width": 32, "decoder.num_layers": 2, "decoder.layer_types.L.mlp.intermediate_size": 48}
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from kvad.errors import ChatTemplateError, ConfigError, DataError
 from kvad.text.chat import ChatTemplate
 from kvad.text.tokenizer import train_tokenizer
-from kvad.train.chats import CHATML, CHATML_TOKENS, Conversation, completed, masked, open_chats, said
+from kvad.train.chats import (
+    CHATML,
+    CHATML_TOKENS,
+    Conversation,
+    encode_with_mask,
+    open_chats,
+    render_with_spans,
+    with_tokenizer_specials,
+)
 from kvad.train.config import RunConfig
 from kvad.train.feeds import open_examples
 from kvad.train.pairs import PairPaths
@@ -56,8 +64,8 @@ def test_what_is_learned_is_what_the_assistant_says(name, kind, talk):
     """The masked tokens, decoded turn by turn, are the contents and the token that ends a turn; all tokens are the
     conversation; and what stands before a turn is, token for token, the prompt that generation begins from."""
     (template, end), tokenizer = TEMPLATES[name], TOKENIZERS[kind]
-    text, spans = said(template, Conversation(talk, None), tokenizer.specials.names())
-    ids, mask = masked(tokenizer, text, spans)
+    text, spans = render_with_spans(template, Conversation(talk, None), tokenizer.special_tokens.names())
+    ids, mask = encode_with_mask(tokenizer, text, spans)
     assert tokenizer.decode(ids, skip_specials=False) == text == template.render(talk).text
     turns, at = [], 0
     while 1 in mask[at:]:
@@ -78,15 +86,15 @@ def test_a_template_that_rewrites_what_was_said_is_refused():
     trimming = ChatTemplate("{% for m in messages %}{{ m['content'] }}{% if loop.last %}!{% endif %}{% endfor %}")
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(ChatTemplateError, match=r"messages\[1\]: the chat template writes it otherwise"):
-        said(trimming, Conversation(talk, None), ())
+        render_with_spans(trimming, Conversation(talk, None), ())
     with pytest.raises(ChatTemplateError, match="no prompt before it"):
-        said(ChatTemplate(CHATML), Conversation(talk[1:], None), ())
+        render_with_spans(ChatTemplate(CHATML), Conversation(talk[1:], None), ())
 
 
 class Prefixing:
     """As SentencePiece: a space before every text; tokens of two characters."""
 
-    specials = TOKENIZERS["byte"].specials
+    specials = TOKENIZERS["byte"].special_tokens
 
     def encode(self, text, *, specials=False):
         text = "_" + text
@@ -110,10 +118,10 @@ class Prefixing:
 
 
 def test_a_tokenizer_that_puts_something_before_each_text_encodes_the_whole():
-    ids, mask = masked(Prefixing(), "abcdef", [(3, 5)])
+    ids, mask = encode_with_mask(Prefixing(), "abcdef", [(3, 5)])
     assert ids == [("_", "a"), ("b", "c"), ("d", "e"), ("f",)] and mask == [0, 0, 1, 0]
     with pytest.raises(DataError, match="a token of this tokenizer reaches from the prompt"):
-        masked(Prefixing(), "abcdef", [(2, 5)])
+        encode_with_mask(Prefixing(), "abcdef", [(2, 5)])
 
 
 # ---------------------------------------------------------------- files
@@ -162,7 +170,7 @@ def test_the_template_is_the_named_one_the_tokenizers_or_chatml(tmp_path):
 
     assert chosen() == CHATML
     assert chosen(template=str(tmp_path / "mine.jinja")) == BRACKETS
-    with pytest.raises(ConfigError, match=r"objective.template: cannot read .*none.jinja"):
+    with pytest.raises(ConfigError, match=r"objective.chat_template: cannot read .*none.jinja"):
         chosen(template=str(tmp_path / "none.jinja"))
     folder = tmp_path / "tokenizer"
     TOKENIZERS["bpe"].save(folder)
@@ -180,7 +188,7 @@ def test_a_saved_template_says_its_special_tokens_itself(tmp_path):
     for name, text in corpus.template_files(TOKENIZERS["bpe"]).items():
         (tmp_path / "saved" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "saved" / name).write_text(text)
-    again, whole = ChatTemplate.load(tmp_path / "saved"), completed(template, TOKENIZERS["bpe"])
+    again, whole = ChatTemplate.load(tmp_path / "saved"), with_tokenizer_specials(template, TOKENIZERS["bpe"])
     assert again.render(talk).text == whole.render(talk).text == "<s>[INST] a [/INST]b<|eos|>"
     saved = open_chats(PairPaths(((tmp_path / "c.jsonl",),)), "strict", 0.1, again)
     assert saved.settings() == corpus.settings() and saved.template_files(TOKENIZERS["bpe"]) == corpus.template_files(

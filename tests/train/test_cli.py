@@ -9,11 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from kvad.checkpoint.native import load
+from kvad.checkpoint.native import open_folder
 from kvad.cli.main import main
-from kvad.train.objective import Measured, NextToken
+from kvad.train.objective import CrossEntropyObjective, EvalResult
 
-SMALL = ["--set", "width=32", "--set", "decoder.layers=1", "--set", "decoder.kinds.L.mlp.hidden=32"]
+SMALL = [
+    "--set",
+    "width=32",
+    "--set",
+    "decoder.num_layers=1",
+    "--set",
+    "decoder.layer_types.L.mlp.intermediate_size=32",
+]
 QUICK = ["--preset", "tiny", *SMALL, "--tokenizer", "byte", "--context", "16", "--batch", "2", "--precision", "fp32"]
 
 
@@ -32,7 +39,7 @@ def test_it_trains_says_so_and_draws(corpus, tmp_path):
     assert (
         result["reason"] == "done"
         and result["step"] == 20
-        and result["val_loss"] == load(out).training.state["progress"]["val_loss"]
+        and result["val_loss"] == open_folder(out).training.state["progress"]["val_loss"]
     )
     assert result["config"]["data"]["context"] == 16 and result["checkpoint"].endswith("step-00000020")
     assert "20 steps" in stderr and "val " in stderr and f"kvad generate {out}" in stderr
@@ -41,10 +48,21 @@ def test_it_trains_says_so_and_draws(corpus, tmp_path):
 
 def test_the_best_is_said_and_evaluated(corpus, tmp_path, monkeypatch):
     found = iter([3.0, 2.0, 2.5, 2.6])
-    monkeypatch.setattr(NextToken, "loss_of", lambda *_: Measured(next(found), 100))
+    monkeypatch.setattr(CrossEntropyObjective, "evaluate_loss", lambda *_: EvalResult(next(found), 100))
     out = tmp_path / "run"
     code, stdout, stderr = kvad(
-        "train", corpus, "--out", out, *QUICK, "--steps", 8, "--eval-every", 2, "--set", "train.keep=1", "--json"
+        "train",
+        corpus,
+        "--out",
+        out,
+        *QUICK,
+        "--steps",
+        8,
+        "--eval-every",
+        2,
+        "--set",
+        "train.keep_checkpoints=1",
+        "--json",
     )
     assert code == 0, stderr
     assert json.loads(stdout)["best_step"] == 4
@@ -60,18 +78,18 @@ def test_the_best_is_said_and_evaluated(corpus, tmp_path, monkeypatch):
 def test_flags_go_before_the_run_file(corpus, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(
-        '[train]\nsteps = 3\nbatch = 2\nprecision = "fp32"\n[data]\ncontext = 8\n[tokenizer]\nkind = "byte"\n'
+        '[train]\nsteps = 3\nbatch = 2\nprecision = "fp32"\n[data]\nseq_len = 8\n[tokenizer]\nkind = "byte"\n'
     )
     code, stdout, stderr = kvad("train", corpus, "--config", file, "--out", tmp_path / "run", "--preset", "tiny",
-                                "--set", "decoder.layers=1", "--steps", 2, "--json")  # fmt: skip
+                                "--set", "decoder.num_layers=1", "--steps", 2, "--json")  # fmt: skip
     assert code == 0, stderr
     config = json.loads(stdout)["config"]
     assert (config["train"]["steps"], config["train"]["batch"], config["data"]["context"]) == (2, 2, 8)
-    assert load(tmp_path / "run").config.decoder.layers == 1
+    assert open_folder(tmp_path / "run").config.decoder.num_layers == 1
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(corpus, tmp_path, monkeypatch):
-    real = NextToken.backward
+    real = CrossEntropyObjective.accumulate_gradients
     calls = iter(range(1000))
 
     def interrupted(*arguments):
@@ -79,12 +97,12 @@ def test_ctrl_c_saves_and_says_how_to_go_on(corpus, tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
         return real(*arguments)
 
-    monkeypatch.setattr(NextToken, "backward", interrupted)
+    monkeypatch.setattr(CrossEntropyObjective, "accumulate_gradients", interrupted)
     out = tmp_path / "run"
     code, _, stderr = kvad("train", corpus, "--out", out, *QUICK, "--steps", 12)
     assert code == 130 and f"kvad train --resume --out {out}" in stderr
     monkeypatch.undo()
-    assert load(out, verify=True).path.name == "step-00000005"
+    assert open_folder(out, verify=True).path.name == "step-00000005"
     code, _, stderr = kvad("train", "--resume", "--out", out)
     assert code == 0 and "12 steps" in stderr and "from step 5" in stderr
 
@@ -94,7 +112,7 @@ def test_resume_refuses_what_differs(corpus, tmp_path):
     assert kvad("train", corpus, "--out", out, *QUICK, "--steps", 3)[0] == 0
     for flags, says in {
         ("--lr", "0.5"): "optim.lr: 0.001 there, 0.5 here",
-        ("--set", "width=64"): "model.width: 32 there, 64 here",
+        ("--set", "width=64"): "model.hidden_size: 32 there, 64 here",
         ("--tokenizer", "char"): "tokenizer.kind: 'byte' there, 'char' here",
     }.items():
         code, _, stderr = kvad("train", "--resume", "--out", out, *flags)

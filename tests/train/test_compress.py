@@ -6,21 +6,21 @@ import pytest
 import torch
 
 from kvad import LLM
-from kvad.checkpoint.compressor import load_compressor, model_fingerprint, open_compressor
+from kvad.checkpoint.compressor import load_summarizer, open_summarizer, sampled_fingerprint
 from kvad.checkpoint.export import export_hf
-from kvad.checkpoint.folder import steps_of
+from kvad.checkpoint.folder import list_steps
 from kvad.checkpoint.open import load_model, open_checkpoint
-from kvad.config import mixers
+from kvad.config import attention_specs
 from kvad.errors import CheckpointError, ConfigError, UsageError
-from kvad.model.compress import Compressor
-from kvad.model.fresh import Fresh
-from kvad.step import Lane, Step
+from kvad.model.compress import Summarizer
+from kvad.model.fresh import NoCache
+from kvad.step import ModelInput, SubBatch
 from kvad.train import job
-from kvad.train.compress import resume, stored_run, train
-from kvad.train.config import CompressConfig, RunConfig
+from kvad.train.compress import read_summarizer_run, resume_summarizer, train_summarizer
+from kvad.train.config import RunConfig, SummarizerConfig
 from kvad.train.data import Batch
-from kvad.train.distil import Distillation, _Recorder, _Rows
-from kvad.train.material import Material
+from kvad.train.distil import SummaryDistillation, _Recorder, _Rows
+from kvad.train.material import RunData
 from kvad.train.metrics import read_metrics
 from kvad.train.objective import Autocast
 from tests.train.test_cli import kvad
@@ -34,7 +34,7 @@ POLICY = "hierarchy(8, packed=0, every=8, summaries=32, ratio=4)"
 def model(tmp_path_factory, corpus):
     """A model that has learned to count a little, in a run of its own."""
     out = tmp_path_factory.mktemp("model") / "run"
-    shape = {"width": 32, "decoder.layers": 2, "decoder.kinds.L.mlp.hidden": 48}
+    shape = {"width": 32, "decoder.num_layers": 2, "decoder.layer_types.L.mlp.intermediate_size": 48}
     config = {
         "model": {"preset": "tiny", "set": shape},
         "data": {"context": 64},
@@ -42,7 +42,7 @@ def model(tmp_path_factory, corpus):
         "optim": {"lr": 1e-2},
         "train": {"steps": 60, "batch": 8, "precision": "fp32", "save_every": 1000, "eval_every": 1000},
     }
-    job.train(RunConfig.from_dict(config), [corpus], out)
+    job.train_model(RunConfig.from_dict(config), [corpus], out)
     return out
 
 
@@ -66,89 +66,89 @@ def config(model):
 
 
 def hashes(out):
-    folder = steps_of(out)[-1]
+    folder = list_steps(out)[-1]
     return [(folder / name).read_bytes() for name in ("compressor.safetensors", "training/state.safetensors")]
 
 
 def test_the_loss_falls_below_the_means(config, corpus, tmp_path, listener, model):
     torch.manual_seed(0)
-    outcome = train(config(steps=40), [corpus], tmp_path / "run", callbacks=[listener])
+    outcome = train_summarizer(config(steps=40), [corpus], tmp_path / "run", callbacks=[listener])
     opened = open_checkpoint(model)
-    untrained = Compressor(mixers(opened.config), 4, 4)
+    untrained = Summarizer(attention_specs(opened.config), 4, 4)
     frozen, _ = load_model(model)
-    aim = Distillation(frozen, untrained, config().compress, PLAIN)
-    material = Material(config(), [corpus], lambda _: None)
+    aim = SummaryDistillation(frozen, untrained, config().summarizer, PLAIN)
+    material = RunData(config(), [corpus], lambda _: None)
     material.open(tmp_path / "data", opened.tokenizer)
-    mean, tokens, _ = aim.loss_of(material.data.evaluation())
+    mean, tokens, _ = aim.evaluate_loss(material.data.evaluation())
     assert tokens > 256 and outcome.reason == "done" and outcome.val_loss < 0.8 * mean
     assert [line["kind"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")][-1] == "end"
     said = json.loads((outcome.checkpoint / "compressor.json").read_text())
     assert (said["ratio"], said["recent"], said["val_loss"]) == (4, 8, outcome.val_loss)
-    assert said["model"] == model_fingerprint(opened)
+    assert said["model"] == sampled_fingerprint(opened)
 
 
 def test_resume_goes_on_to_the_bit(config, corpus, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train(config(), [corpus], whole)
-    outcome = train(config(), [corpus], parts, callbacks=[StopAt(3)])
+    train_summarizer(config(), [corpus], whole)
+    outcome = train_summarizer(config(), [corpus], parts, callbacks=[StopAt(3)])
     assert outcome.reason == "interrupted" and outcome.step == 3
-    assert stored_run(parts)[0] == config()
-    outcome = resume(parts)
+    assert read_summarizer_run(parts)[0] == config()
+    outcome = resume_summarizer(parts)
     assert outcome.reason == "done" and outcome.step == 12 and hashes(whole) == hashes(parts)
     lines = [[line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "eval"] for run in (whole, parts)]
     assert lines[0] == lines[1]
 
 
 def test_resume_refuses_what_differs(config, corpus, tmp_path, model):
-    train(config(steps=2), [corpus], tmp_path / "run")
+    train_summarizer(config(steps=2), [corpus], tmp_path / "run")
     with pytest.raises(ConfigError, match=r"compress\.ratio: 4 there, 8 here"):
-        resume(tmp_path / "run", config=config({"ratio": 8}, steps=2))
+        resume_summarizer(tmp_path / "run", config=config({"ratio": 8}, steps=2))
     (corpus / "00.txt").write_text((text := (corpus / "00.txt").read_text()) + " more")
     try:
         with pytest.raises(ConfigError, match=r"its corpus has changed: .*00\.txt"):
-            resume(tmp_path / "run")
+            resume_summarizer(tmp_path / "run")
     finally:
         (corpus / "00.txt").write_text(text)
 
 
 def other_model(model, out):
     """The same with one step more of training."""
-    config, paths = job.stored_run(model)
+    config, paths = job.read_model_run(model)
     table = config.to_dict()
     table["train"]["steps"] = 61
-    return job.train(RunConfig.from_dict(table), paths, out).checkpoint
+    return job.train_model(RunConfig.from_dict(table), paths, out).checkpoint
 
 
 def test_another_models_compressor_is_refused(config, corpus, tmp_path, model):
-    train(config(steps=2), [corpus], tmp_path / "run")
+    train_summarizer(config(steps=2), [corpus], tmp_path / "run")
     other = other_model(model, tmp_path / "other")
     with pytest.raises(CheckpointError, match="trained for another model than"):
         LLM.load(other, compressor=tmp_path / "run", policy=POLICY, block_size=4)
     with LLM.load(model, compressor=tmp_path / "run", policy=POLICY, block_size=4) as llm:
-        assert llm.generate("1 is less", max_tokens=40, temperature=0).usage.completion == 40
+        assert llm.generate("1 is less", max_tokens=40, temperature=0).usage.num_completion_tokens == 40
 
 
 def test_the_fingerprint_is_the_models_whatever_the_layout(tmp_path, model):
     _, opened = load_model(model)
     export_hf(opened, tmp_path / "theirs")
-    assert model_fingerprint(open_checkpoint(tmp_path / "theirs")) == model_fingerprint(opened)
+    assert sampled_fingerprint(open_checkpoint(tmp_path / "theirs")) == sampled_fingerprint(opened)
 
 
 @pytest.mark.parametrize("file", ["compressor.safetensors", "compressor.json", "manifest.json"])
 def test_half_a_compressor_is_none(config, corpus, tmp_path, model, file):
-    folder = train(config(steps=1), [corpus], tmp_path / "run").checkpoint
+    folder = train_summarizer(config(steps=1), [corpus], tmp_path / "run").checkpoint
     (folder / file).unlink()
     with pytest.raises(CheckpointError):
-        load_compressor(folder, open_checkpoint(model))
+        load_summarizer(folder, open_checkpoint(model))
 
 
 def test_a_changed_number_is_heard(config, corpus, tmp_path, model):
-    folder = train(config(steps=1), [corpus], tmp_path / "run").checkpoint
+    folder = train_summarizer(config(steps=1), [corpus], tmp_path / "run").checkpoint
     content = bytearray((folder / "compressor.safetensors").read_bytes())
     content[-3] ^= 1
     (folder / "compressor.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match="sha256"):
-        open_compressor(folder)
+        open_summarizer(folder)
 
 
 @pytest.mark.parametrize(
@@ -158,12 +158,12 @@ def test_a_changed_number_is_heard(config, corpus, tmp_path, model):
         ({"compress": {"model": "nowhere"}}, CheckpointError, "nowhere"),
         ({"compress": {"recent": 64}}, ConfigError, "of rows of 64 tokens nothing is older than 64"),
         ({"data": {"context": 128}}, ConfigError, "128 is beyond the model's limit of 64"),
-        ({"compress": {"ratio": 1}}, ConfigError, "compress.ratio: must be at least 2"),
+        ({"compress": {"ratio": 1}}, ConfigError, "summarizer.ratio: must be at least 2"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(config, corpus, tmp_path, change, error, says):
     with pytest.raises(error, match=says):
-        train(config(**change), [corpus], tmp_path / "run")
+        train_summarizer(config(**change), [corpus], tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -183,7 +183,7 @@ def test_the_command(corpus, tmp_path, model, monkeypatch):
     assert code == 2 and "the cache's policy summarises nothing" in stderr
     code, _, stderr = kvad("train", corpus, "--out", tmp_path / "b", *asked, "--preset", "tiny")
     assert code == 2 and "[model]: a compressor's model is" in stderr
-    code, _, stderr = kvad("train", corpus, "--out", tmp_path / "b", "--init", model, "--set", "compress.ratio=4")
+    code, _, stderr = kvad("train", corpus, "--out", tmp_path / "b", "--init", model, "--set", "summarizer.ratio=4")
     assert code == 2 and "[compress] is for --objective compress" in stderr
 
 
@@ -195,16 +195,16 @@ def packed():
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 250, (40,), generator=generator)
     positions, documents = torch.cat((torch.arange(18), torch.arange(22))), torch.tensor([0] * 18 + [1] * 22)
-    step = Step(tokens, positions, (Lane(1, 40, 40),), torch.arange(40), documents=documents)
+    step = ModelInput(tokens, positions, (SubBatch(1, 40, 40),), torch.arange(40), document_ids=documents)
     return Batch(step, tokens)
 
 
 def test_a_chunk_of_two_documents_is_not_summarised():
-    rows = _Rows(packed().step, CompressConfig(ratio=4, recent=8, every=8))
+    rows = _Rows(packed().model_input, SummarizerConfig(ratio=4, recent=8, interval=8))
     last = rows.spans[-1]
     assert (last.first, last.low, last.high) == (24, 32, 40)
     assert last.older.keys.position[0].tolist() == [1, 5, 9, 13, -1, 3]
-    assert last.older.keys.document[0].tolist() == [0, 0, 0, 0, 0, 1]
+    assert last.older.keys.document_id[0].tolist() == [0, 0, 0, 0, 0, 1]
     assert (
         last.exact.keys.position[0, 16:20].tolist() == [16, 17, 0, 1]
         and int((last.exact.keys.position >= 0).sum()) == 4
@@ -214,14 +214,14 @@ def test_a_chunk_of_two_documents_is_not_summarised():
 def test_documents_do_not_see_each_others_summaries(model):
     """What stands in the first document is nothing to the second one's answers."""
     frozen, opened = load_model(model)
-    compressor = Compressor(mixers(opened.config), 4, 4)
+    compressor = Summarizer(attention_specs(opened.config), 4, 4)
     told = []
     for token in (1, 2):
         batch = packed()
-        batch.step.tokens[:18] = token
-        rows = _Rows(batch.step, CompressConfig(ratio=4, recent=8, every=8))
-        recorder = _Recorder(Fresh(opened.config), [0])
+        batch.model_input.token_ids[:18] = token
+        rows = _Rows(batch.model_input, SummarizerConfig(ratio=4, recent=8, interval=8))
+        recorder = _Recorder(NoCache(opened.config), [0])
         with torch.no_grad():
-            frozen(batch.step, recorder)
+            frozen(batch.model_input, recorder)
             told.append([answer for _, answer in rows.answers(recorder.seen[0], compressor.by_layer()[0])][-1])
     assert torch.equal(*told)

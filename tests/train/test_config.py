@@ -9,14 +9,31 @@ import pytest
 import torch
 
 from kvad.cache.weights import weight_shapes
-from kvad.checkpoint.generation import Generation
+from kvad.checkpoint.generation import GenerationConfig
 from kvad.checkpoint.theirs import choose_family, choose_layout
-from kvad.config import Embedding, Gated, LearnedPositions, Norm, Plain, Rope, SinusoidalPositions, meaning
+from kvad.config import (
+    EmbeddingConfig,
+    GatedMLPConfig,
+    LearnedPositionsConfig,
+    NormConfig,
+    PlainMLPConfig,
+    RopeConfig,
+    SinusoidalPositionsConfig,
+    canonical_config,
+)
 from kvad.errors import ConfigError
 from kvad.model.transformer import Transformer
 from kvad.train import encoder_presets, presets
-from kvad.train.config import FREE, DataConfig, OptimConfig, RunConfig, TrainConfig, assigned, differences
-from kvad.train.presets import PRESETS
+from kvad.train.config import (
+    RESUMABLE_KEYS,
+    DataConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+    apply_overrides,
+    config_differences,
+)
+from kvad.train.presets import MODEL_PRESETS
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,9 +44,15 @@ def run(**tables):
 
 def test_the_recipe_with_gpt2s_learned_positions_is_one_flag_away():
     table = RunConfig.load(ROOT / "runs" / "shakespeare-char-cpu.toml").to_dict()
-    table["model"]["set"] = {"embed.position": {"kind": "learned", "size": 64}, "decoder.kinds.L.mixer.position": None}
+    table["model"]["set"] = {
+        "embedding.position": {"kind": "learned", "size": 64},
+        "decoder.layer_types.L.attention.position": None,
+    }
     model = RunConfig.from_dict(table).resolve(66)
-    assert model.embed.position == LearnedPositions(64) and model.decoder.layer(0).mixer.position is None
+    assert (
+        model.embedding.position == LearnedPositionsConfig(64)
+        and model.decoder.layer_config(0).attention.position is None
+    )
 
 
 def test_an_empty_run_file_is_the_defaults():
@@ -38,21 +61,27 @@ def test_an_empty_run_file_is_the_defaults():
     assert TrainConfig().last_step == 1000 and TrainConfig(minutes=1).last_step is None
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", MODEL_PRESETS)
 def test_a_preset_and_what_differs_from_it(name):
     plain = run(model={"preset": name}).resolve(300)
-    assert (plain.vocab, plain.limit) == (300, 256)
+    assert (plain.vocab_size, plain.max_seq_len) == (300, 256)
     side = "encoder" if plain.decoder is None else "decoder"
     table = {
         "preset": name,
-        "limit": 128 if isinstance(plain.embed.position, LearnedPositions) else 1024,  # a table has as many rows
+        "limit": 128
+        if isinstance(plain.embedding.position, LearnedPositionsConfig)
+        else 1024,  # a table has as many rows
         side: {"layers": 3},
-        "set": {f"{side}.kinds.L.mixer.heads": 24, f"{side}.kinds.L.mixer.head_dim": 8},
+        "set": {f"{side}.kinds.L.attention.heads": 24, f"{side}.kinds.L.attention.head_dim": 8},
     }
     other = run(model=table, data={"context": 128}).resolve(300)
     stack, before = getattr(other, side), getattr(plain, side)
-    assert other.limit == table["limit"] and stack.layers == 3 and stack.layer(0).mixer.heads == 24
-    assert stack.layer(0).mlp == before.layer(0).mlp
+    assert (
+        other.max_seq_len == table["limit"]
+        and stack.num_layers == 3
+        and stack.layer_config(0).attention.num_heads == 24
+    )
+    assert stack.layer_config(0).mlp == before.layer_config(0).mlp
 
 
 @pytest.mark.parametrize(
@@ -65,7 +94,7 @@ def test_bert_and_t5_have_their_own_numbers_of_parameters(name, vocab, context, 
     model = run(model={"preset": name}, data={"context": context}).resolve(vocab)
     assert sum(math.prod(shape) for shape in weight_shapes(model).values()) == count
     reader = {"bert-base": "BertForMaskedLM", "t5-small": "T5ForConditionalGeneration"}[name]
-    assert choose_family(model).reader == reader
+    assert choose_family(model).hf_class == reader
 
 
 # Of each preset: the sizes of vocabulary, and the context, that its docstring counts its parameters with.
@@ -83,10 +112,10 @@ COUNTED = {
 
 
 def parameters(name, vocab, context):
-    return sum(math.prod(shape) for shape in weight_shapes(PRESETS[name](vocab, context)).values())
+    return sum(math.prod(shape) for shape in weight_shapes(MODEL_PRESETS[name](vocab, context)).values())
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", MODEL_PRESETS)
 def test_the_docstrings_count_parameters(name):
     if name.startswith("marian"):
         return  # their neighbours' numbers, but for a bias at the head
@@ -103,16 +132,16 @@ def test_gpt2_is_gpt2_and_llama_is_llama():
     assert parameters("gpt2-124m", 50_257, 1024) == 124_439_808
     readers = {"gpt2-124m": "GPT2LMHeadModel", "llama-small": "LlamaForCausalLM"}
     for name, reader in readers.items():
-        layout = choose_layout(PRESETS[name](50_257, 1024), Generation())
-        assert layout.reader == reader
-    said = choose_layout(PRESETS["gpt2-124m"](50_257, 1024), Generation()).content
+        layout = choose_layout(MODEL_PRESETS[name](50_257, 1024), GenerationConfig())
+        assert layout.hf_class == reader
+    said = choose_layout(MODEL_PRESETS["gpt2-124m"](50_257, 1024), GenerationConfig()).content
     assert (said["n_layer"], said["n_head"], said["n_embd"], said["n_positions"]) == (12, 12, 768, 1024)
     assert said["activation_function"] == "gelu_new" and said["tie_word_embeddings"]
 
 
 def test_shakespeare_char_is_the_recipes_model():
     recipe = RunConfig.load(ROOT / "runs" / "shakespeare-char-cpu.toml")
-    assert meaning(recipe.resolve(66)) == meaning(PRESETS["shakespeare-char"](66, 64))
+    assert canonical_config(recipe.resolve(66)) == canonical_config(MODEL_PRESETS["shakespeare-char"](66, 64))
 
 
 @pytest.mark.parametrize(
@@ -126,18 +155,33 @@ def test_shakespeare_char_is_the_recipes_model():
 def test_the_original_transformer(name, shape, count):
     """Vaswani et al. 2017, table 3, "base": 65 million with a vocabulary of "about 37000"."""
     model = run(model={"preset": name}).resolve(37_000)
-    here, there = model.decoder.layer(0), model.encoder.layer(0)
-    assert (model.encoder.layers, model.decoder.layers, model.width, here.mixer.heads, here.mlp.hidden) == shape
-    assert model.source.vocab is None and model.tie, "one table for source, target and output"
+    here, there = model.decoder.layer_config(0), model.encoder.layer_config(0)
+    assert (
+        model.encoder.num_layers,
+        model.decoder.num_layers,
+        model.hidden_size,
+        here.attention.num_heads,
+        here.mlp.intermediate_size,
+    ) == shape
+    assert model.encoder_input.vocab_size is None and model.tie_embeddings, "one table for source, target and output"
     for layer in (here, there):
-        assert layer.norm == Norm("layer", eps=1e-6, bias=True) and layer.mlp == Plain(shape[-1], "relu", bias=True)
-    assert (here.mixer.causal, here.cross.causal, there.mixer.causal, there.cross) == (True, False, False, None)
+        assert layer.norm == NormConfig("layer", eps=1e-6, bias=True) and layer.mlp == PlainMLPConfig(
+            shape[-1], "relu", bias=True
+        )
+    assert (here.attention.causal, here.cross_attention.causal, there.attention.causal, there.cross_attention) == (
+        True,
+        False,
+        False,
+        None,
+    )
     for stack in (model.encoder, model.decoder):
-        assert stack.norm_place == "post" and not stack.final_norm
-    for embed in (model.embed, model.source.embed):
-        assert embed == Embedding(SinusoidalPositions(form="interleaved"), scale=math.sqrt(model.width))
-    assert (model.limit, model.source.limit) == (256, 256)
-    width, layers, hidden = model.width, model.decoder.layers, here.mlp.hidden
+        assert stack.norm_position == "post" and not stack.final_norm
+    for embed in (model.embedding, model.encoder_input.embedding):
+        assert embed == EmbeddingConfig(
+            SinusoidalPositionsConfig(form="interleaved"), scale=math.sqrt(model.hidden_size)
+        )
+    assert (model.max_seq_len, model.encoder_input.max_seq_len) == (256, 256)
+    width, layers, hidden = model.hidden_size, model.decoder.num_layers, here.mlp.intermediate_size
     attention, mlp, norm = 4 * (width + 1) * width, (2 * width + 1) * hidden + width, 2 * width
     assert 37_000 * width + layers * (3 * attention + 2 * mlp + 5 * norm) == count
     with torch.device("meta"):
@@ -147,9 +191,14 @@ def test_the_original_transformer(name, shape, count):
 def test_the_multi30k_recipe_is_within_the_published_size():
     config = RunConfig.load(ROOT / "runs" / "multi30k-de-en-cpu.toml")
     model = config.resolve(config.tokenizer.vocab_size)
-    assert (model.kind, model.width, model.encoder.layers, model.decoder.layers) == ("encoder-decoder", 256, 3, 3)
-    assert model.embed.scale == model.source.embed.scale == math.sqrt(model.width)
-    assert (config.data.context, config.optim.beta2, config.objective.smoothing) == (128, 0.98, 0.1)
+    assert (model.kind, model.hidden_size, model.encoder.num_layers, model.decoder.num_layers) == (
+        "encoder-decoder",
+        256,
+        3,
+        3,
+    )
+    assert model.embedding.scale == model.encoder_input.embedding.scale == math.sqrt(model.hidden_size)
+    assert (config.data.seq_len, config.optim.beta2, config.objective.label_smoothing) == (128, 0.98, 0.1)
     assert sum(parameter.numel() for parameter in Transformer(model).parameters()) == 7_066_624
 
 
@@ -157,36 +206,41 @@ def test_the_multi30k_recipe_is_within_the_published_size():
 def test_a_recipe_is_one(path):
     config = RunConfig.load(path)
     if config.objective.kind != "compress":
-        assert config.resolve(300).width >= 32
+        assert config.resolve(300).hidden_size >= 32
 
 
 def test_a_sources_limit_follows_the_context():
-    table = {"preset": "transformer-tiny", "set": {"source.limit": 64}}
-    with pytest.raises(ConfigError, match=r"model.source.limit: 64 is below 256, data.context"):
+    table = {"preset": "transformer-tiny", "set": {"encoder_input.max_seq_len": 64}}
+    with pytest.raises(ConfigError, match=r"model.encoder_input.max_seq_len: 64 is below 256, data.seq_len"):
         run(model=table).resolve(300)
-    assert run(model=table, data={"context": 32}).resolve(300).source.limit == 64
+    assert run(model=table, data={"context": 32}).resolve(300).encoder_input.max_seq_len == 64
 
 
 def test_another_kind_of_part_replaces_the_presets_whole():
     table = {"preset": "tiny", "decoder": {"kinds": {"L": {"mlp": {"kind": "plain", "hidden": 64}}}}}
-    assert run(model=table).resolve(300).decoder.layer(0).mlp == Plain(64)
+    assert run(model=table).resolve(300).decoder.layer_config(0).mlp == PlainMLPConfig(64)
     kept = {"preset": "tiny", "decoder": {"kinds": {"L": {"mlp": {"hidden": 64}}}}}
-    assert run(model=kept).resolve(300).decoder.layer(0).mlp == Gated(64)
+    assert run(model=kept).resolve(300).decoder.layer_config(0).mlp == GatedMLPConfig(64)
 
 
 def test_the_shakespeare_recipe_is_the_published_one():
     config = RunConfig.load(ROOT / "runs" / "shakespeare-char-cpu.toml")
     model, train = config.resolve(66), config.train
-    layer = model.decoder.layer(3)
-    assert (model.decoder.layers, layer.mixer.heads, model.width, layer.mlp) == (4, 4, 128, Plain(512, "gelu"))
-    assert model.embed.position is None and isinstance(layer.mixer.position, Rope), (
+    layer = model.decoder.layer_config(3)
+    assert (model.decoder.num_layers, layer.attention.num_heads, model.hidden_size, layer.mlp) == (
+        4,
+        4,
+        128,
+        PlainMLPConfig(512, "gelu"),
+    )
+    assert model.embedding.position is None and isinstance(layer.attention.position, RopeConfig), (
         "the one thing that is not nanoGPT's"
     )
-    assert layer.norm.kind == "layer" and not layer.norm.bias and not layer.mixer.bias and model.tie
-    assert (config.data.context, train.batch, train.accumulate, train.steps) == (64, 12, 1, 2000)
+    assert layer.norm.kind == "layer" and not layer.norm.bias and not layer.attention.qkv_bias and model.tie_embeddings
+    assert (config.data.seq_len, train.batch_size, train.gradient_accumulation_steps, train.steps) == (64, 12, 1, 2000)
     optim = config.optim
-    assert (optim.lr, optim.min_lr, optim.warmup) == (1e-3, 1e-4, 100)
-    assert (optim.beta1, optim.beta2, optim.weight_decay, optim.clip) == (0.9, 0.99, 0.1, 1.0)
+    assert (optim.lr, optim.min_lr, optim.warmup_steps) == (1e-3, 1e-4, 100)
+    assert (optim.beta1, optim.beta2, optim.weight_decay, optim.max_grad_norm) == (0.9, 0.99, 0.1, 1.0)
     assert train.eval_tokens == 0, "judged on the whole validation split"
 
 
@@ -201,12 +255,12 @@ def test_the_shakespeare_recipe_is_the_published_one():
         ({"optim": {"lr": "fast"}}, r"optim.lr: expected float"),
         ({"optim": {"lr": 0}}, r"optim.lr: must be above 0, found 0"),
         ({"train": {"steps": 0}}, r"train.steps: must be above 0"),
-        ({"train": {"batch": 0}}, r"train.batch: must be at least 1"),
+        ({"train": {"batch": 0}}, r"train.batch_size: must be at least 1"),
         ({"optim": {"min_lr": 1.0}}, r"optim.min_lr: must be at most lr 0.001"),
         ({"optim": {"beta2": 1.0}}, r"optim.beta2: must be in \[0, 1\)"),
         ({"train": {"precision": "fp16"}}, r"fp16 compute on a CPU is refused: its matrix products stall"),
-        ({"data": {"context": 0}}, r"data.context: must be at least 1"),
-        ({"data": {"validation": 1.0}}, r"data.validation: must be between 0 and 1"),
+        ({"data": {"context": 0}}, r"data.seq_len: must be at least 1"),
+        ({"data": {"validation": 1.0}}, r"data.validation_fraction: must be between 0 and 1"),
     ],
 )
 def test_what_cannot_be_is_named(tables, says):
@@ -221,8 +275,8 @@ def test_what_cannot_be_is_named(tables, says):
         ({"wdith": 3}, r"unknown key wdith \(did you mean 'width'"),
         ({"set": {"decoder.layrs": 3}}, r"unknown key decoder.layrs"),
         ({"set": {"decodr.layers": 3}}, r"unknown key 'decodr' \(did you mean 'decoder'"),
-        ({"limit": 64}, r"model.limit: 64 is below 256, data.context"),
-        ({"vocab": 64}, r"model.vocab: 64 is below 300, the tokenizer's vocabulary"),
+        ({"limit": 64}, r"model.max_seq_len: 64 is below 256, data.seq_len"),
+        ({"vocab": 64}, r"model.vocab_size: 64 is below 300, the tokenizer's vocabulary"),
     ],
 )
 def test_a_model_table_that_cannot_be(model, says):
@@ -240,42 +294,42 @@ def test_files_that_are_no_run_files(tmp_path):
 def test_assignments_are_json_where_they_can_be():
     pairs = {"a": "4", "b": "1e-3", "c": "true", "d": "null", "e": "post", "f": '{"kind": "alibi"}'}
     values = {"a": 4, "b": 1e-3, "c": True, "d": None, "e": "post", "f": {"kind": "alibi"}}
-    assert assigned({}, pairs.items()) == {"model": {"set": values}}
+    assert apply_overrides({}, pairs.items()) == {"model": {"set": values}}
 
 
 def test_a_key_begins_with_its_table_and_a_models_needs_none():
     there = {"optim": {"lr": 1.0, "clip": 2.0}, "model": {"set": {"width": 8}}}
-    pairs = [("optim.lr", "3e-4"), ("data.context", "64"), ("decoder.layers", "4"), ("model.width", "16")]
-    made = assigned(there, [*pairs, ("model.preset", "tiny")])
+    pairs = [("optim.lr", "3e-4"), ("data.seq_len", "64"), ("decoder.num_layers", "4"), ("model.hidden_size", "16")]
+    made = apply_overrides(there, [*pairs, ("model.preset", "tiny")])
     assert made["optim"] == {"lr": 3e-4, "clip": 2.0} and made["data"] == {"context": 64}
-    assert made["model"] == {"set": {"width": 16, "decoder.layers": 4}, "preset": "tiny"}
+    assert made["model"] == {"set": {"width": 16, "decoder.num_layers": 4}, "preset": "tiny"}
     assert there == {"optim": {"lr": 1.0, "clip": 2.0}, "model": {"set": {"width": 8}}}, "what was given is whole"
     for key, meant in (("trian.steps", "train"), ("optm.lr", "optim"), ("decodr.layers", "decoder")):
         with pytest.raises(ConfigError, match=rf"unknown key '{key}': .* \(did you mean '{meant}'"):
-            assigned({}, [(key, "3")])
+            apply_overrides({}, [(key, "3")])
     with pytest.raises(ConfigError, match=r"unknown key optim.lrr \(did you mean 'lr'"):
-        RunConfig.from_dict(assigned({}, [("optim.lrr", "1")]))
+        RunConfig.from_dict(apply_overrides({}, [("optim.lrr", "1")]))
 
 
 def test_differences_are_named_but_for_what_changes_no_number():
     there = RunConfig(optim=OptimConfig(lr=1e-3)).to_dict()
     here = RunConfig(
-        optim=OptimConfig(lr=2e-3), train=TrainConfig(eval_every=7, save_every=9), data=DataConfig(context=8)
+        optim=OptimConfig(lr=2e-3), train=TrainConfig(eval_interval=7, save_interval=9), data=DataConfig(seq_len=8)
     ).to_dict()
-    assert differences(there, here) == ["data.context: 256 there, 8 here", "optim.lr: 0.001 there, 0.002 here"]
+    assert config_differences(there, here) == ["data.seq_len: 256 there, 8 here", "optim.lr: 0.001 there, 0.002 here"]
 
 
 OTHERS = {  # keys whose other value is not found by turning a switch, or by adding to a number
-    "data.order": "windows", "data.packing": "split", "data.documents": "lines", "data.errors": "replace",
-    "data.format": "text", "data.suffixes": [".txt"], "data.field": "body", "data.source_field": "a",
-    "data.target_field": "b", "data.sources": [{"paths": ["x"], "weight": 1.0}], "data.validation": 0.2,
-    "tokenizer.kind": "char", "tokenizer.path": "words", "tokenizer.specials": ["<a>"],
-    "objective.kind": "masked", "objective.smoothing": 0.2, "objective.density": 0.3, "objective.sampling": 0.2,
-    "objective.sampling_schedule": "sigmoid", "objective.sampling_steps": 7, "objective.template": "chat.jinja",
-    "objective.text_field": "a", "objective.label_field": "b", "objective.hide": 0.2,
+    "data.order": "windows", "data.packing": "split", "data.document_unit": "lines", "data.encoding_errors": "replace",
+    "data.format": "text", "data.file_suffixes": [".txt"], "data.text_field": "body", "data.source_field": "a",
+    "data.target_field": "b", "data.sources": [{"paths": ["x"], "weight": 1.0}], "data.validation_fraction": 0.2,
+    "tokenizer.kind": "char", "tokenizer.path": "words", "tokenizer.special_tokens": ["<a>"],
+    "objective.kind": "masked", "objective.label_smoothing": 0.2, "objective.noise_density": 0.3, "objective.scheduled_sampling": 0.2,
+    "objective.scheduled_sampling_schedule": "sigmoid", "objective.scheduled_sampling_steps": 7, "objective.chat_template": "chat.jinja",
+    "objective.text_field": "a", "objective.label_field": "b", "objective.input_mask_ratio": 0.2,
     "optim.name": "muon", "optim.schedule": "linear", "optim.decay_form": "linear",
-    "train.precision": "bf16", "train.device": "cuda", "compress.model": "other",
-    "lora.targets": "all", "lora.dropout": 0.2,
+    "train.precision": "bf16", "train.device": "cuda", "summarizer.model": "other",
+    "lora.target_modules": "all", "lora.dropout": 0.2,
 }  # fmt: skip
 
 
@@ -308,7 +362,7 @@ def test_every_key_that_matters_is_said_by_name():
         tables == {"data", "tokenizer", "objective", "optim", "train", "watch", "compress", "lora"} and len(keys) > 60
     )
     for key in keys:
-        found = differences(content, changed(content, key))
-        assert ([line.partition(":")[0] for line in found] == [key]) != (key in FREE), (key, found)
+        found = config_differences(content, changed(content, key))
+        assert ([line.partition(":")[0] for line in found] == [key]) != (key in RESUMABLE_KEYS), (key, found)
     without = {name: table for name, table in content.items() if name != "lora"}
-    assert differences(without, content)[0].startswith("lora: None there")
+    assert config_differences(without, content)[0].startswith("lora: None there")

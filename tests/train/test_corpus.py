@@ -6,7 +6,7 @@ import pytest
 
 from kvad.errors import DataError
 from kvad.train.corpus import open_corpus
-from kvad.train.readers import blocks_of
+from kvad.train.readers import read_blocks
 
 
 @pytest.fixture
@@ -104,4 +104,4 @@ def test_invalid_utf8_names_file_byte_and_way_out(tree):
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbfabc")
-    assert "".join(blocks_of(tmp_path / "x.txt", "strict")) == "abc"
+    assert "".join(read_blocks(tmp_path / "x.txt", "strict")) == "abc"

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from kvad.errors import DataError
-from kvad.model.fresh import Fresh
-from kvad.train.data import Order, Split, batch_of, evaluation_rows, split
+from kvad.model.fresh import NoCache
+from kvad.train.data import RowOrder, TokenSpans, build_batch, evaluation_rows, split_validation
 from tests.models import build, model_config
 
 SEPARATOR = 9
@@ -27,7 +27,7 @@ class Tokens:
 
 
 def whole(store):
-    return Split(store, np.stack((store.offsets[:-1], store.offsets[1:]), axis=1))
+    return TokenSpans(store, np.stack((store.offsets[:-1], store.offsets[1:]), axis=1))
 
 
 def test_the_worked_example_of_the_docstring():
@@ -67,37 +67,37 @@ def test_documents_do_not_see_each_other():
     """A document's loss in a packed row is what it is alone."""
     store = Tokens(6, 5)
     model = build(model_config(), dtype=torch.float64)
-    memory = Fresh(model.config)
+    memory = NoCache(model.config)
 
     def logits(rows, length):
-        batch = batch_of(rows, np.array([0]), length)
-        return model.logits(model(batch.step, memory), torch.arange(length))
+        batch = build_batch(rows, np.array([0]), length)
+        return model.logits(model(batch.model_input, memory), torch.arange(length))
 
-    second = Split(store, np.array([[6, 11]]))
+    second = TokenSpans(store, np.array([[6, 11]]))
     alone, packed = logits(second, 5), logits(whole(store), 11)[6:]
     assert torch.allclose(alone, packed, atol=1e-12)
-    batch = batch_of(whole(store), np.array([0]), 11)
-    blind = batch.step._replace(documents=None)
+    batch = build_batch(whole(store), np.array([0]), 11)
+    blind = batch.model_input._replace(document_ids=None)
     assert not torch.allclose(alone, model.logits(model(blind, memory), torch.arange(11))[6:], atol=1e-6)
 
 
 def test_a_batch_is_one_rectangle_and_names_documents_only_where_there_are_several():
     rows = whole(Tokens(20))
-    batch = batch_of(rows, np.array([0, 7]), 6)
-    assert batch.step.lanes == ((2, 6, 6),) and batch.step.documents is None
-    assert batch.step.tokens.view(2, 6)[1].tolist() == [7, 8, 9, 10, 11, 12]
-    assert batch.step.positions.tolist() == [*range(6), *range(6)]
+    batch = build_batch(rows, np.array([0, 7]), 6)
+    assert batch.model_input.sub_batches == ((2, 6, 6),) and batch.model_input.document_ids is None
+    assert batch.model_input.token_ids.view(2, 6)[1].tolist() == [7, 8, 9, 10, 11, 12]
+    assert batch.model_input.positions.tolist() == [*range(6), *range(6)]
     assert batch.targets.view(2, 6)[1].tolist() == [8, 9, 10, 11, 12, 13]
-    assert batch_of(rows, np.array([18]), 6).step.documents is not None
+    assert build_batch(rows, np.array([18]), 6).model_input.document_ids is not None
 
 
 def test_no_target_reaches_over_a_cut():
     store = Tokens(10)
-    before, after = Split(store, np.array([[0, 6]])), Split(store, np.array([[6, 10]]))
-    batch = batch_of(before, np.array([3]), 5)
-    assert batch.step.tokens.tolist() == [3, 4, 5, 9, 1]
-    assert batch.step.wanted.tolist() == [0, 1, 3, 4] and batch.targets.tolist() == [4, 5, 1, 2]
-    assert batch_of(after, np.array([0]), 6).targets.tolist() == [7, 8, 9, 7, 8]
+    before, after = TokenSpans(store, np.array([[0, 6]])), TokenSpans(store, np.array([[6, 10]]))
+    batch = build_batch(before, np.array([3]), 5)
+    assert batch.model_input.token_ids.tolist() == [3, 4, 5, 9, 1]
+    assert batch.model_input.logit_indices.tolist() == [0, 1, 3, 4] and batch.targets.tolist() == [4, 5, 1, 2]
+    assert build_batch(after, np.array([0]), 6).targets.tolist() == [7, 8, 9, 7, 8]
 
 
 # ---------------------------------------------------------------- splits
@@ -105,21 +105,23 @@ def test_no_target_reaches_over_a_cut():
 
 def test_many_documents_are_held_out_whole():
     store = Tokens(*range(5, 45))
-    training, validation = split(store, 0.1, seed=0)
+    training, validation = split_validation(store, 0.1, seed=0)
     assert len(training) + len(validation) == store.num_tokens
     assert 0.05 <= len(validation) / store.num_tokens <= 0.1
     assert training.num_documents + validation.num_documents == 40
     for part in (training, validation):
         assert part.rows(np.array([0]), 1)[0][0, 0] == SEPARATOR
-    again = split(store, 0.1, seed=0)[1].rows(np.array([0]), 30)[0]
+    again = split_validation(store, 0.1, seed=0)[1].rows(np.array([0]), 30)[0]
     assert (again == validation.rows(np.array([0]), 30)[0]).all()
-    assert len({tuple(split(store, 0.1, seed=seed)[1].rows(np.array([0]), 5)[0][0]) for seed in range(5)}) > 1
+    assert (
+        len({tuple(split_validation(store, 0.1, seed=seed)[1].rows(np.array([0]), 5)[0][0]) for seed in range(5)}) > 1
+    )
 
 
 @pytest.mark.parametrize("lengths", [(100,), (30, 30, 40), (900, *[1] * 20)])  # the last: no draw comes near a tenth
 def test_few_documents_are_cut_at_the_place(lengths):
     store = Tokens(*lengths)
-    training, validation = split(store, 0.1, seed=0)
+    training, validation = split_validation(store, 0.1, seed=0)
     cut = store.num_tokens - int(store.num_tokens * 0.1)
     assert (len(training), len(validation)) == (cut, store.num_tokens - cut)
     assert (training.rows(np.array([0]), cut - 1)[0][0] == store.stream[: cut - 1]).all()
@@ -128,16 +130,16 @@ def test_few_documents_are_cut_at_the_place(lengths):
 
 def test_a_corpus_too_short_says_how_many_tokens_it_has_and_needs():
     with pytest.raises(DataError, match=r"too short: 3 tokens cannot be split"):
-        split(Tokens(3), 0.1, seed=0)
+        split_validation(Tokens(3), 0.1, seed=0)
     with pytest.raises(DataError, match=r"too short: 40 tokens to train on, and a row of 64 needs 65"):
-        Order("epochs", 40, 64, 4, 0)
+        RowOrder("epochs", 40, 64, 4, 0)
 
 
 # ---------------------------------------------------------------- order
 
 
 def test_an_epoch_takes_every_row_once_at_a_fresh_offset():
-    order = Order("epochs", num_tokens=103, context=10, num_rows=5, seed=3)
+    order = RowOrder("epochs", num_tokens=103, context=10, num_rows=5, seed=3)
     first, second = ([*order.starts(2 * e), *order.starts(2 * e + 1)] for e in (0, 1))
     for starts in (first, second):
         places = sorted((start - starts[0]) % 103 for start in starts)
@@ -150,7 +152,7 @@ def test_an_epoch_takes_every_row_once_at_a_fresh_offset():
 @pytest.mark.parametrize("kind", ["epochs", "windows"])
 def test_the_order_is_a_function_of_seed_and_step(kind):
     def make(seed=3):
-        return Order(kind, num_tokens=500, context=16, num_rows=7, seed=seed)
+        return RowOrder(kind, num_tokens=500, context=16, num_rows=7, seed=seed)
 
     forwards = make()
     expected = [forwards.starts(step).tolist() for step in range(12)]
@@ -161,13 +163,13 @@ def test_the_order_is_a_function_of_seed_and_step(kind):
 
 
 def test_windows_never_reach_over_the_end():
-    order = Order("windows", num_tokens=40, context=16, num_rows=500, seed=0)
+    order = RowOrder("windows", num_tokens=40, context=16, num_rows=500, seed=0)
     starts = order.starts(0)
     assert starts.min() == 0 and starts.max() == 40 - 16 - 1
 
 
 def test_one_step_may_span_epochs():
-    order = Order("epochs", num_tokens=35, context=10, num_rows=8, seed=0)
+    order = RowOrder("epochs", num_tokens=35, context=10, num_rows=8, seed=0)
     starts = [*order.starts(0), *order.starts(1), *order.starts(2)]
     assert all(len(set(starts[3 * e : 3 * e + 3])) == 3 for e in range(8))
 

@@ -3,9 +3,9 @@
 import pytest
 
 from kvad.errors import CheckpointError, DataError, MemoryPlanError, NumericalError
-from kvad.lab.runs import cautions, read_run, read_runs
+from kvad.lab.runs import comparison_warnings, read_run, read_runs
 from kvad.train import compress, trainer
-from kvad.train.job import resume, train
+from kvad.train.job import resume_model, train_model
 from kvad.train.metrics import read_metrics
 from kvad.train.reports import Callback
 
@@ -34,56 +34,58 @@ def config_of(run_config, **changes):
     ],
 )
 def test_what_is_left_and_what_to_do_is_true(corpus, tmp_path, run_config, monkeypatch, precision, step, hint):
-    real = trainer.Optimization.norm
+    real = trainer.OptimizersContainer.clip_grad_norm
     calls = iter(range(1, 100))
-    monkeypatch.setattr(trainer.Optimization, "norm", lambda self: float("nan") if next(calls) == step else real(self))
+    monkeypatch.setattr(
+        trainer.OptimizersContainer, "clip_grad_norm", lambda self: float("nan") if next(calls) == step else real(self)
+    )
     with pytest.raises(NumericalError, match=f"step {step}: ") as caught:
-        train(config_of(run_config, precision=precision), [corpus], tmp_path / "run")
+        train_model(config_of(run_config, precision=precision), [corpus], tmp_path / "run")
     assert caught.value.hint == hint
 
 
 @pytest.mark.parametrize(("step", "left"), [(3, "there is no checkpoint yet; "), (6, "the last checkpoint is whole; ")])
 def test_of_memory_that_ran_out_too(corpus, tmp_path, run_config, step, left):
     with pytest.raises(MemoryPlanError) as caught:
-        train(config_of(run_config), [corpus], tmp_path / "run", callbacks=[FailAfter(step, MemoryError())])
+        train_model(config_of(run_config), [corpus], tmp_path / "run", callbacks=[FailAfter(step, MemoryError())])
     assert caught.value.hint.startswith(left)
     if step > 5:
         with pytest.raises(MemoryPlanError) as caught:
-            resume(tmp_path / "run", callbacks=[FailAfter(7, MemoryError())])
+            resume_model(tmp_path / "run", callbacks=[FailAfter(7, MemoryError())])
         assert caught.value.hint.startswith(left)
 
 
 def test_what_it_logged_is_read_and_it_begins_again(corpus, tmp_path, run_config):
     dead, whole = tmp_path / "dead", tmp_path / "whole"
     with pytest.raises(NumericalError):
-        train(config_of(run_config), [corpus], dead, callbacks=[FailAfter(3, NumericalError("not finite"))])
-    train(config_of(run_config, steps=4), [corpus], whole)
+        train_model(config_of(run_config), [corpus], dead, callbacks=[FailAfter(3, NumericalError("not finite"))])
+    train_model(config_of(run_config, steps=4), [corpus], whole)
     run = read_run(dead)
     assert (run.summary(0.0).steps, run.summary(0.0).failed, run.finished) == (3, "not finite", False)
-    assert "dead failed: not finite" in cautions(read_runs([dead, whole]))
-    for how in (resume, compress.resume):
+    assert "dead failed: not finite" in comparison_warnings(read_runs([dead, whole]))
+    for how in (resume_model, compress.resume_summarizer):
         with pytest.raises(CheckpointError, match="holds a run that has no checkpoint yet") as caught:
             how(dead)
         assert f"kvad train {dead / 'run.toml'} CORPUS --out {dead}" in caught.value.hint
-    train(config_of(run_config), [corpus], dead)
+    train_model(config_of(run_config), [corpus], dead)
     assert read_run(dead).finished and read_run(dead).failed is None
 
 
 def test_a_failure_is_forgotten_when_the_run_goes_on(corpus, tmp_path, run_config):
     out, error = tmp_path / "run", NumericalError("not finite")
     with pytest.raises(NumericalError):
-        train(config_of(run_config), [corpus], out, callbacks=[FailAfter(5, error)])  # told before it is saved
+        train_model(config_of(run_config), [corpus], out, callbacks=[FailAfter(5, error)])  # told before it is saved
     assert read_metrics(out / "metrics.jsonl")[-1] == {"kind": "failed", "step": 5, "text": "not finite"}
     with pytest.raises(NumericalError):
-        train(config_of(run_config), [corpus], out, callbacks=[FailAfter(6, error)])
-    resume(out)
+        train_model(config_of(run_config), [corpus], out, callbacks=[FailAfter(6, error)])
+    resume_model(out)
     kinds = [line["kind"] for line in read_metrics(out / "metrics.jsonl")]
     assert "failed" not in kinds and kinds[-1] == "end"
 
 
 def test_one_that_failed_in_its_first_step_says_so(corpus, tmp_path, run_config, monkeypatch):
-    monkeypatch.setattr(trainer.Optimization, "norm", lambda self: float("nan"))
+    monkeypatch.setattr(trainer.OptimizersContainer, "clip_grad_norm", lambda self: float("nan"))
     with pytest.raises(NumericalError):
-        train(config_of(run_config), [corpus], tmp_path / "run")
+        train_model(config_of(run_config), [corpus], tmp_path / "run")
     with pytest.raises(DataError, match="failed before it had logged a step: step 1: "):
         read_run(tmp_path / "run")

@@ -5,15 +5,15 @@ import random
 
 import pytest
 
-from kvad.train.divergence import PATIENCE, Trend
-from kvad.train.job import resume, train
+from kvad.train.divergence import PATIENCE, DivergenceDetector
+from kvad.train.job import resume_model, train_model
 from kvad.train.metrics import read_metrics
 
 
 def told(losses, norms=None):
-    trend, found = Trend(), []
+    trend, found = DivergenceDetector(), []
     for step, loss in enumerate(losses, 1):
-        words = trend.tell(step, loss, 1.0 if norms is None else norms[step - 1], 1e-3)
+        words = trend.update(step, loss, 1.0 if norms is None else norms[step - 1], 1e-3)
         found += [(step, words)] if words else []
     return found
 
@@ -76,10 +76,10 @@ def test_gradients_that_grow_are_told():
 
 def test_its_state_is_all_there_is_to_it():
     losses = [*learning(100, 0.2), *([5.0] * 100)]
-    whole, parts = Trend(), Trend()
+    whole, parts = DivergenceDetector(), DivergenceDetector()
     for step, loss in enumerate(losses, 1):
-        parts = Trend(parts.state)
-        assert whole.tell(step, loss, 1.0, 1e-3) == parts.tell(step, loss, 1.0, 1e-3)
+        parts = DivergenceDetector(parts.state)
+        assert whole.update(step, loss, 1.0, 1e-3) == parts.update(step, loss, 1.0, 1e-3)
     assert whole.state == parts.state
 
 
@@ -88,15 +88,15 @@ def test_a_run_whose_rate_is_far_too_high_is_warned_once(corpus, tmp_path, run_c
     listener.on_warning = warned.append
     config = run_config(steps=150, lr=3.0, warmup=20, clip=1e9, weight_decay=0.0, eval_every=1000, save_every=60)
     out = tmp_path / "run"
-    train(config, [corpus], out, callbacks=[listener])
+    train_model(config, [corpus], out, callbacks=[listener])
     (report,) = warned
     assert "it diverges" in report.text and report.step > PATIENCE
     (line,) = [line for line in read_metrics(out / "metrics.jsonl") if line["kind"] == "warning"]
     assert line == {"kind": "warning", "step": report.step, "text": report.text}
-    resume(out, callbacks=[listener])
+    resume_model(out, callbacks=[listener])
     assert len(warned) == 1, "what was said is kept by the checkpoint"
 
 
 def test_a_run_that_learns_is_not_warned(corpus, tmp_path, run_config, listener):
     listener.on_warning = lambda report: pytest.fail(report.text)
-    train(run_config(steps=150, lr=1e-2, batch=1, eval_every=1000, save_every=1000), [corpus], tmp_path / "run")
+    train_model(run_config(steps=150, lr=1e-2, batch=1, eval_every=1000, save_every=1000), [corpus], tmp_path / "run")

@@ -6,19 +6,19 @@ import json
 import pytest
 import torch
 
-from kvad.checkpoint.hf import Fields
-from kvad.checkpoint.native import save
+from kvad.checkpoint.hf import HFConfigReader
+from kvad.checkpoint.native import save_checkpoint
 from kvad.checkpoint.theirs import choose_family
 from kvad.config import ModelConfig, override
 from kvad.errors import ConfigError
-from kvad.model.fresh import Fresh
-from kvad.model.parts import dropped
+from kvad.model.fresh import NoCache
+from kvad.model.parts import apply_dropout
 from kvad.model.transformer import Transformer
 from kvad.ops import compiled
-from kvad.ops.attend import Reading, attend
-from kvad.step import Lane, Mark, Reach, Score, Step
+from kvad.ops.attend import AttentionMask, dot_product_attention
+from kvad.step import AttentionParams, AttentionPattern, ModelInput, SubBatch, TokenPositions
 from kvad.train.config import RunConfig, TrainConfig
-from kvad.train.speed import prepare
+from kvad.train.speed import apply_acceleration
 from tests.models import build, model_config, pair_config
 
 EVERY = {"embedding": 0.1, "residual": 0.2, "attention": 0.3, "hidden": 0.25, "output": 0.15}
@@ -30,17 +30,19 @@ def with_dropout(config, **shares):
 
 def packed(config, rows=2, length=10):
     positions = torch.arange(length).repeat(rows)
-    tokens = torch.arange(rows * length) % config.vocab
+    tokens = torch.arange(rows * length) % config.vocab_size
     documents = (positions >= length // 2).long()
-    step = Step(tokens, positions, (Lane(rows, length, length),), torch.arange(rows * length), documents=documents)
-    return step if config.source is None else step._replace(source=step)
+    step = ModelInput(
+        tokens, positions, (SubBatch(rows, length, length),), torch.arange(rows * length), document_ids=documents
+    )
+    return step if config.encoder_input is None else step._replace(encoder_input=step)
 
 
 def gradients(model, step, seed=3):
     model.zero_grad()
     torch.manual_seed(seed)
-    hidden = model(step, Fresh(model.config))
-    model.logits(hidden, step.wanted).square().mean().backward()
+    hidden = model(step, NoCache(model.config))
+    model.logits(hidden, step.logit_indices).square().mean().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -56,30 +58,33 @@ def equal(a, b):
 def test_attention_drops_weights_and_keeps_the_expectation(kernel, heads):
     """With equal logits and values of one, an answer is (kept weights) / (1 - p): 0 or multiples of 1 / (6 x 0.75)."""
     rows, new, dim, p = 16, 6, 8, 0.25
-    mark = Mark(torch.arange(new).expand(rows, new))
-    reading = Reading(mark, mark, Reach(causal=False))
+    mark = TokenPositions(torch.arange(new).expand(rows, new))
+    reading = AttentionMask(mark, mark, AttentionPattern(causal=False))
     q = torch.zeros(rows, new, heads, dim, dtype=torch.float64)
     k = torch.zeros(rows, 2, new, dim, dtype=torch.float64)
     torch.manual_seed(0)
     draws = [
-        attend(q, k, torch.ones_like(k), reading, Score(1.0, dropout=p), kernel=kernel).out[..., 0] for _ in range(200)
+        dot_product_attention(q, k, torch.ones_like(k), reading, AttentionParams(1.0, dropout=p), kernel=kernel).out[
+            ..., 0
+        ]
+        for _ in range(200)
     ]
     found = torch.stack(draws)
     kept = found * new * (1 - p)
     assert torch.allclose(kept, kept.round(), atol=1e-9) and kept.min() >= 0 and kept.max() <= new
     assert found.mean().item() == pytest.approx(1.0, abs=4 * (p / (1 - p) / new / found.numel()) ** 0.5)
-    plain = attend(q, k, torch.ones_like(k), reading, Score(1.0), kernel=kernel).out
+    plain = dot_product_attention(q, k, torch.ones_like(k), reading, AttentionParams(1.0), kernel=kernel).out
     assert torch.allclose(plain, torch.ones_like(plain))
 
 
 def test_what_is_dropped_is_zero_and_the_rest_is_larger():
     module = torch.nn.Identity().train()
     torch.manual_seed(0)
-    x = dropped(torch.ones(10_000), 0.2, module)
+    x = apply_dropout(torch.ones(10_000), 0.2, module)
     assert set(x.tolist()) == {0.0, 1.25} and x.mean().item() == pytest.approx(1.0, abs=0.02)
     with torch.no_grad():
-        assert torch.equal(dropped(x, 0.2, module), x)
-    assert torch.equal(dropped(x, 0.2, module.eval()), x)
+        assert torch.equal(apply_dropout(x, 0.2, module), x)
+    assert torch.equal(apply_dropout(x, 0.2, module.eval()), x)
 
 
 @pytest.mark.parametrize("share", EVERY)
@@ -96,7 +101,7 @@ def test_each_share_acts_in_training_and_never_outside(make, share):
     assert equal(gradients(model, step), gradients(plain, step))
     model.train()
     with torch.inference_mode():  # what an engine runs under
-        assert torch.equal(model(step, Fresh(model.config)), plain(step, Fresh(plain.config)))
+        assert torch.equal(model(step, NoCache(model.config)), plain(step, NoCache(plain.config)))
 
 
 def test_nothing_is_dropped_twice_and_none_is_lost():
@@ -111,7 +116,7 @@ def test_nothing_is_dropped_twice_and_none_is_lost():
     model = build(with_dropout(model_config(norm="post"), **EVERY)).train()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.functional, "dropout", counting)
-        model(packed(model.config), Fresh(model.config, kernel="reference"))
+        model(packed(model.config), NoCache(model.config, kernel="reference"))
     assert counts == [0.1, *([0.3, 0.2, 0.25, 0.2] * 2), 0.15]
 
 
@@ -119,8 +124,8 @@ def test_the_fused_kernel_is_told():
     model = build(with_dropout(model_config(), attention=0.5)).train()
     step = packed(model.config)
     torch.manual_seed(0)
-    one = model(step, Fresh(model.config))
-    two = model(step, Fresh(model.config))
+    one = model(step, NoCache(model.config))
+    two = model(step, NoCache(model.config))
     assert not torch.equal(one, two)
 
 
@@ -138,12 +143,12 @@ def test_the_fused_kernel_is_told():
     ],
 )
 def test_a_family_carries_what_it_has_a_name_for(family, shares, fields):
-    from kvad.checkpoint.families import find
+    from kvad.checkpoint.families import find_family
 
     config = with_dropout(written()[family], **shares)
     content = choose_family(config, family).content
     assert {name: content[name] for name in fields} == fields
-    assert find(family).read(Fields(content, "config.json")).dropout == config.dropout
+    assert find_family(family).read(HFConfigReader(content, "config.json")).dropout == config.dropout
     said = with_dropout(config, **{**shares, "embedding": 0.45, "hidden": 0.15})
     with pytest.raises(Exception, match=r"dropout\.\w+ is 0\.\d+, would become"):
         choose_family(said, family)
@@ -151,10 +156,10 @@ def test_a_family_carries_what_it_has_a_name_for(family, shares, fields):
 
 def written():
     """A small model of each family."""
-    from kvad.train.presets import PRESETS
+    from kvad.train.presets import MODEL_PRESETS
 
     known = {
-        name: PRESETS[preset](64, 32)
+        name: MODEL_PRESETS[preset](64, 32)
         for name, preset in (("marian", "marian-tiny"), ("llama", "tiny"), ("t5", "t5-tiny"))
     }
     return {"gpt2": GPT2, "bert": BERT, **known}
@@ -170,7 +175,7 @@ GPT2 = ModelConfig.from_dict(
             "layers": 1,
             "kinds": {
                 "L": {
-                    "mixer": {"heads": 2, "position": None, "bias": True, "out_bias": True},
+                    "attention": {"heads": 2, "position": None, "bias": True, "out_bias": True},
                     "mlp": {"kind": "plain", "hidden": 64, "activation": "gelu_tanh", "bias": True},
                     "norm": {"kind": "layer", "bias": True},
                 }
@@ -194,7 +199,7 @@ BERT = ModelConfig.from_dict(
             "final_norm": False,
             "kinds": {
                 "L": {
-                    "mixer": {"heads": 2, "position": None, "causal": False, "bias": True, "out_bias": True},
+                    "attention": {"heads": 2, "position": None, "causal": False, "bias": True, "out_bias": True},
                     "mlp": {"kind": "plain", "hidden": 64, "activation": "gelu", "bias": True},
                     "norm": {"kind": "layer", "bias": True, "eps": 1e-12},
                 }
@@ -230,18 +235,20 @@ def test_what_is_dropped_is_dropped_where_transformers_drops_it(family, tmp_path
     config = with_dropout(written()[family], **FAMILIES[family])
     model = build(config).train()
     layout = choose_family(config, family)
-    save(tmp_path / "m", config, model.state_dict(), None, layout=layout)
+    save_checkpoint(tmp_path / "m", config, model.state_dict(), None, layout=layout)
     there = json.loads((tmp_path / "m" / "config.json").read_text())["architectures"][0]
     theirs = getattr(transformers, there).from_pretrained(tmp_path / "m", attn_implementation="eager").double().train()
     monkeypatch.setattr(torch.nn.functional, "dropout", known)
     tokens = torch.arange(3, 12) % 64
-    step = Step(tokens, torch.arange(9), (Lane(1, 9, 9),), torch.arange(9))
-    step = step if config.source is None else step._replace(source=step)
+    step = ModelInput(tokens, torch.arange(9), (SubBatch(1, 9, 9),), torch.arange(9))
+    step = step if config.encoder_input is None else step._replace(encoder_input=step)
     model.kernel = "reference"  # which drops by that function, as theirs does
-    hidden = model.double()(step, Fresh(config, kernel=model.kernel))
-    asked = {"input_ids": tokens[None]} | ({} if config.source is None else {"decoder_input_ids": tokens[None]})
+    hidden = model.double()(step, NoCache(config, kernel=model.kernel))
+    asked = {"input_ids": tokens[None]} | ({} if config.encoder_input is None else {"decoder_input_ids": tokens[None]})
     wanted = theirs(**asked).logits[0]
-    assert (model.logits(hidden, step.wanted) - wanted).abs().max() < 1e-5 * wanted.abs().max()  # they norm in float32
+    assert (
+        model.logits(hidden, step.logit_indices) - wanted
+    ).abs().max() < 1e-5 * wanted.abs().max()  # they norm in float32
     plain = theirs.eval()(**asked).logits[0]
     assert (plain - wanted).abs().max() > 1e-3, "it is seen at all"
 
@@ -260,9 +267,9 @@ CASES = {
     "rope": model_config(),
     "t5": model_config(position="t5"),
     "sinks": model_config(heads="sinks", norm="post"),
-    "parallel": ModelConfig.from_dict(override(model_config().to_dict(), {"decoder.norm_place": "parallel"})),
+    "parallel": ModelConfig.from_dict(override(model_config().to_dict(), {"decoder.norm_position": "parallel"})),
     "own-tables": ModelConfig.from_dict(
-        override(model_config(position="t5").to_dict(), {"decoder.kinds.L.mixer.position.shared": False})
+        override(model_config(position="t5").to_dict(), {"decoder.layer_types.L.attention.position.shared": False})
     ),
     "pairs": pair_config(),
     "pairs-t5": pair_config(position="t5"),
@@ -276,9 +283,11 @@ def test_recomputed_gradients_are_the_same_to_the_bit(name, dropout):
     model = build(config, dtype=torch.float32).train()
     step = packed(config)
     plain = gradients(model, step)
-    prepare(model, TrainConfig(recompute=True))
+    apply_acceleration(model, TrainConfig(activation_checkpointing=True))
     found = gradients(model, step)
-    for table in [name for name in plain if ".relative." in name]:  # its layers' shares are summed in another order
+    for table in [
+        name for name in plain if ".relative_bias." in name
+    ]:  # its layers' shares are summed in another order
         torch.testing.assert_close(found.pop(table), plain.pop(table))
     assert equal(found, plain)
 
@@ -296,12 +305,12 @@ def test_recomputing_keeps_less():
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
-            out = model(step, Fresh(config))
+            out = model(step, NoCache(config))
         assert out.requires_grad
         return sum(storage.nbytes() for storage in held.values())
 
     plain = kept()
-    prepare(model, TrainConfig(recompute=True))
+    apply_acceleration(model, TrainConfig(activation_checkpointing=True))
     assert kept() < plain / 3
     model.eval()
     assert not model.decoder.training and kept() == pytest.approx(plain, rel=0.01)
@@ -313,23 +322,23 @@ def test_no_compiler_is_said_in_a_line(monkeypatch):
 
     monkeypatch.setattr(compiled.torch, "compile", missing)
     with pytest.raises(ConfigError, match=r"train.compile: torch compiles nothing for cpu here: No working C\+\+ "):
-        prepare(Transformer(model_config()), TrainConfig(compile=True))
+        apply_acceleration(Transformer(model_config()), TrainConfig(compile=True))
 
 
 @pytest.mark.long(minutes=1)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_compiled_gradients_are_near(recompute):
-    if compiled.fault("cpu") is not None:
+    if compiled.compile_error("cpu") is not None:
         pytest.skip("no compiler here")
     model = build(model_config(), dtype=torch.float32).train()
     step = packed(model.config)
-    plain, hidden = gradients(model, step), model.eval()(step, Fresh(model.config))
+    plain, hidden = gradients(model, step), model.eval()(step, NoCache(model.config))
     names = list(model.state_dict())
-    prepare(model.train(), TrainConfig(compile=True, recompute=recompute))
+    apply_acceleration(model.train(), TrainConfig(compile=True, activation_checkpointing=recompute))
     for name, found in gradients(model, step).items():
         torch.testing.assert_close(found, plain[name], rtol=1e-4, atol=1e-5)
     assert list(model.state_dict()) == names
-    assert torch.equal(model.eval()(step, Fresh(model.config)), hidden), "outside training nothing is compiled"
+    assert torch.equal(model.eval()(step, NoCache(model.config)), hidden), "outside training nothing is compiled"
 
 
 def test_the_shares_are_part_of_a_models_config():

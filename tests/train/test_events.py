@@ -6,7 +6,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from kvad.cli.main import main
-from kvad.train.job import resume, train
+from kvad.train.job import resume_model, train_model
 from kvad.train.reports import Callback
 
 
@@ -27,9 +27,9 @@ def read(run):
 def test_every_step_is_there_once(corpus, tmp_path, run_config, listener):
     config = run_config(steps=12, tensorboard=True)
     with pytest.raises(KeyboardInterrupt):
-        train(config, [corpus], tmp_path / "run", callbacks=[Stop()])  # saved at 5, killed at 8
+        train_model(config, [corpus], tmp_path / "run", callbacks=[Stop()])  # saved at 5, killed at 8
     assert [step for step, _ in read(tmp_path / "run")["loss/training"]] == list(range(1, 9))
-    resume(tmp_path / "run", callbacks=[listener])
+    resume_model(tmp_path / "run", callbacks=[listener])
     found = read(tmp_path / "run")
     assert [step for step, _ in found["loss/training"]] == list(range(1, 13))
     assert [step for step, _ in found["loss/validation"]] == [5, 10, 12]
@@ -40,12 +40,12 @@ def test_every_step_is_there_once(corpus, tmp_path, run_config, listener):
             ("gradient norm", report.grad_norm),
         ):
             assert abs(dict(found[tag])[report.step] - value) <= 1e-5 * abs(value)
-    train(run_config(steps=2, tensorboard=True), [corpus], tmp_path / "run", overwrite=True)
+    train_model(run_config(steps=2, tensorboard=True), [corpus], tmp_path / "run", overwrite=True)
     assert [step for step, _ in read(tmp_path / "run")["loss/training"]] == [1, 2]
 
 
 def test_without_being_asked_nothing_is_written(corpus, tmp_path, run_config):
-    train(run_config(steps=1), [corpus], tmp_path / "run")
+    train_model(run_config(steps=1), [corpus], tmp_path / "run")
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 

@@ -8,22 +8,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvad.config import Classes, Head
+from kvad.config import ClassificationHeadConfig, LanguageHeadConfig
 from kvad.errors import ConfigError, UsageError
-from kvad.model.fresh import Fresh
+from kvad.model.fresh import NoCache
 from kvad.train.config import RunConfig
-from kvad.train.material import Material, named_for
+from kvad.train.material import RunData, resolve_corpus
 from kvad.train.objective import Autocast
-from kvad.train.objectives import TOPOLOGY, fitting, headed, make_objective
+from kvad.train.objectives import OBJECTIVE_TOPOLOGY, build_objective, resolve_objective, with_head
 from kvad.train.pairs import PairPaths
-from kvad.train.plan import plan
-from kvad.train.presets import PRESETS
+from kvad.train.plan import plan_training
+from kvad.train.presets import MODEL_PRESETS
 from tests.models import build
 
 EXACT = Autocast("fp32", "cpu")
 PRESET = {"decoder": "tiny", "encoder-decoder": "transformer-tiny", "encoder": "encoder-tiny"}
-SMALL = {"width": 32, "decoder.layers": 2, "encoder.layers": 2}
-KINDS = [kind for kind in TOPOLOGY if kind != "compress"]
+SMALL = {"width": 32, "decoder.num_layers": 2, "encoder.num_layers": 2}
+KINDS = [kind for kind in OBJECTIVE_TOPOLOGY if kind != "compress"]
 WORDS = ["ada", "bob", "cleo", "dan", "eve", "finn", "gus", "hana", "ivo", "jo", "kim", "lea"]
 
 
@@ -55,7 +55,7 @@ def files(tmp_path_factory):
 
 
 def configured(kind, *, context=None, batch=4, accumulate=1, **objective):
-    topology = TOPOLOGY[kind]
+    topology = OBJECTIVE_TOPOLOGY[kind]
     preset = "t5-tiny" if kind == "spans" else PRESET[topology]
     sides = ("encoder", "decoder")
     own = {k: v for k, v in SMALL.items() if k == "width" or k.split(".")[0] in topology.split("-")}
@@ -68,24 +68,24 @@ def configured(kind, *, context=None, batch=4, accumulate=1, **objective):
         "objective": {"kind": kind, **objective},
         "train": {"batch": batch, "accumulate": accumulate, "precision": "fp32", "steps": 10},
     }
-    return fitting(RunConfig.from_dict(content), topology)
+    return resolve_objective(RunConfig.from_dict(content), topology)
 
 
 def fed(kind, files, tmp_path, **options):
     """(data, model in float64, objective)"""
     config = configured(kind, **options)
-    material = Material(config, named_for(kind, [files / kind]), lambda text: None)
+    material = RunData(config, resolve_corpus(kind, [files / kind]), lambda text: None)
     tokenizer = material.make_tokenizer()
     material.open(tmp_path / "data", tokenizer)
-    model = build(material.shaped(config.resolve(tokenizer.vocab_size)), dtype=torch.float64)
-    return material.data, model, make_objective(config, model, EXACT)
+    model = build(material.with_objective_head(config.resolve(tokenizer.vocab_size)), dtype=torch.float64)
+    return material.data, model, build_objective(config, model, EXACT)
 
 
 def gradient(data, model, objective, step=3):
     batches = data.micro_batches(step)
     total = sum(len(batch.targets) for batch in batches)
     model.zero_grad()
-    summed = sum(objective.backward(batch, total) for batch in batches)
+    summed = sum(objective.accumulate_gradients(batch, total) for batch in batches)
     grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
     return summed, torch.cat([g.flatten() for g in grads]), [len(batch.targets) for batch in batches]
 
@@ -106,23 +106,23 @@ def test_every_split_of_a_step_gives_one_gradient(kind, options, files, tmp_path
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_can_be_planned(kind, files):
     config = configured(kind)
-    found = plan(config, [files / kind], None, lambda text: None)
-    assert (found.objective, found.kind, found.steps) == (kind, TOPOLOGY[kind], 10) and found.fits is None
-    assert found.step_flops > 0 and found.trial.rows == 4 and found.trial.utilisation > 0
+    found = plan_training(config, [files / kind], None, lambda text: None)
+    assert (found.objective, found.kind, found.steps) == (kind, OBJECTIVE_TOPOLOGY[kind], 10) and found.fits is None
+    assert found.step_flops > 0 and found.trial.rows == 4 and found.trial.utilization > 0
     if kind in ("next-token", "masked", "spans"):  # epochs are of what is read, not of what is asked
         assert found.epochs * found.train_tokens >= found.steps * 4 * 48
     else:
         assert found.epochs * found.train_tokens == pytest.approx(found.steps * found.tokens_per_step)
-    assert found.seconds > found.evaluating > 0 and found.memory["activations"] > 0
+    assert found.seconds > found.eval_seconds > 0 and found.memory["activations"] > 0
 
 
 def changed(step, row, document, vocab):
     """The step with every token of one document replaced, on both sides."""
-    (lane,) = step.lanes
-    tokens = step.tokens.clone().view(lane.rows, lane.new)
-    mine = step.documents.view(lane.rows, lane.new)[row] == document
+    (lane,) = step.sub_batches
+    tokens = step.token_ids.clone().view(lane.num_seqs, lane.num_new_tokens)
+    mine = step.document_ids.view(lane.num_seqs, lane.num_new_tokens)[row] == document
     tokens[row, mine] = (tokens[row, mine] + 7) % vocab
-    source = None if step.source is None else changed(step.source, row, document, vocab)
+    source = None if step.encoder_input is None else changed(step.encoder_input, row, document, vocab)
     return step._replace(tokens=tokens.view(-1), source=source)
 
 
@@ -130,42 +130,43 @@ def changed(step, row, document, vocab):
 def test_texts_of_a_row_do_not_see_each_other(kind, files, tmp_path):
     data, model, _ = fed(kind, files, tmp_path)
     batch = data.micro_batches(0)[0]
-    (lane,) = batch.step.lanes
-    owner = batch.step.documents.view(lane.rows, lane.new)
+    (lane,) = batch.model_input.sub_batches
+    owner = batch.model_input.document_ids.view(lane.num_seqs, lane.num_new_tokens)
     row = int(owner.amax(1).argmax())
     assert owner[row].max() >= 1, "no row has two texts"
-    before = model(batch.step, Fresh(model.config))
-    after = model(changed(batch.step, row, 1, 60), Fresh(model.config))
-    moved = (before - after).abs().amax(-1).view(lane.rows, lane.new)
+    before = model(batch.model_input, NoCache(model.config))
+    after = model(changed(batch.model_input, row, 1, 60), NoCache(model.config))
+    moved = (before - after).abs().amax(-1).view(lane.num_seqs, lane.num_new_tokens)
     mine = torch.zeros_like(owner, dtype=torch.bool)
     mine[row] = owner[row] == 1
     assert moved[mine].max() > 1e-3, "the text itself has changed"
     assert moved[~mine].max() == 0
-    joined = batch.step._replace(
-        documents=None, source=batch.step.source and batch.step.source._replace(documents=None)
+    joined = batch.model_input._replace(
+        documents=None,
+        source=batch.model_input.encoder_input and batch.model_input.encoder_input._replace(documents=None),
     )
-    leaked = model(joined, Fresh(model.config))
+    leaked = model(joined, NoCache(model.config))
     if kind != "next-token" or owner[row].max() > 0:
         assert (leaked - before).abs().max() > 1e-6, "without isolation they would"
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if TOPOLOGY[kind] != "encoder"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if OBJECTIVE_TOPOLOGY[kind] != "encoder"])
 def test_no_target_leaks_into_what_is_asked_before_it(kind, files, tmp_path):
     """Another token in the place of target t: logits before it stay, to the bit; those from it on do not."""
     data, model, _ = fed(kind, files, tmp_path)
     batch = data.micro_batches(0)[0]
-    (lane,) = batch.step.lanes
-    before = model.logits(model(batch.step, Fresh(model.config)), batch.step.wanted)
-    wanted, owner = batch.step.wanted, batch.step.documents
+    (lane,) = batch.model_input.sub_batches
+    before = model.logits(model(batch.model_input, NoCache(model.config)), batch.model_input.logit_indices)
+    wanted, owner = batch.model_input.logit_indices, batch.model_input.document_ids
     for place in wanted[torch.linspace(0, len(wanted) - 2, 7).long()].tolist():
         read = place + 1  # where the target of ``place`` is read
-        if read % lane.new == 0 or owner[read] != owner[place]:
+        if read % lane.num_new_tokens == 0 or owner[read] != owner[place]:
             continue
         number = int((wanted == place).nonzero())
-        assert batch.step.tokens[read] == batch.targets[number], "shifted right by one"
-        tokens = batch.step.tokens.clone()
+        assert batch.model_input.token_ids[read] == batch.targets[number], "shifted right by one"
+        tokens = batch.model_input.token_ids.clone()
         tokens[read] = (tokens[read] + 5) % 60
-        after = model.logits(model(batch.step._replace(tokens=tokens), Fresh(model.config)), wanted)
+        after = model.logits(model(batch.model_input._replace(tokens=tokens), NoCache(model.config)), wanted)
         moved = (after - before).abs().amax(-1)
         assert moved[: number + 1].max() == 0
         later = (wanted >= read) & (wanted < read + 1)
@@ -176,14 +177,16 @@ def test_no_target_leaks_into_what_is_asked_before_it(kind, files, tmp_path):
 def test_padding_is_in_no_loss(kind, files, tmp_path):
     """Another padding token, and every number stays."""
     data, _, objective = fed(kind, files, tmp_path)
-    batch = next(b for step in range(40) for b in data.micro_batches(step) if (b.step.documents is not None))
+    batch = next(b for step in range(40) for b in data.micro_batches(step) if (b.model_input.document_ids is not None))
 
     def repadded(step):
-        tokens = torch.where(step.documents < 0, (step.tokens + 9) % 60, step.tokens)
-        return step._replace(tokens=tokens, source=step.source and repadded(step.source))
+        tokens = torch.where(step.document_ids < 0, (step.token_ids + 9) % 60, step.token_ids)
+        return step._replace(tokens=tokens, source=step.encoder_input and repadded(step.encoder_input))
 
-    assert (batch.step.documents.index_select(0, batch.step.wanted) >= 0).all()
-    assert objective.loss_of([batch._replace(step=repadded(batch.step))]) == objective.loss_of([batch])
+    assert (batch.model_input.document_ids.index_select(0, batch.model_input.logit_indices) >= 0).all()
+    assert objective.evaluate_loss([batch._replace(step=repadded(batch.model_input))]) == objective.evaluate_loss(
+        [batch]
+    )
 
 
 @pytest.mark.parametrize("kind", ["masked", "spans", "seq2seq", "tag"])
@@ -192,20 +195,24 @@ def test_a_step_is_a_function_of_its_number(kind, files, tmp_path):
     first, again = (fed(kind, files, tmp_path, **options)[0] for _ in range(2))
     for step in (5, 0, 5):
         for one, other in zip(first.micro_batches(step), again.micro_batches(step), strict=True):
-            assert torch.equal(one.step.tokens, other.step.tokens) and torch.equal(one.targets, other.targets)
-            assert one.mixed is None or torch.equal(one.mixed, other.mixed)
-    assert not torch.equal(first.micro_batches(4)[0].step.tokens, first.micro_batches(5)[0].step.tokens)
+            assert torch.equal(one.model_input.token_ids, other.model_input.token_ids) and torch.equal(
+                one.targets, other.targets
+            )
+            assert one.sampled_indices is None or torch.equal(one.sampled_indices, other.sampled_indices)
+    assert not torch.equal(
+        first.micro_batches(4)[0].model_input.token_ids, first.micro_batches(5)[0].model_input.token_ids
+    )
 
 
 def test_accuracy_counts_the_likeliest_answers(files, tmp_path):
     data, model, objective = fed("tag", files, tmp_path)
-    found = objective.loss_of(data.evaluation())
+    found = objective.evaluate_loss(data.evaluation())
     right = 0
     for batch in data.evaluation():
         with torch.no_grad():
-            logits = model.logits(model(batch.step, Fresh(model.config)), batch.step.wanted)
+            logits = model.logits(model(batch.model_input, NoCache(model.config)), batch.model_input.logit_indices)
         right += int((logits.argmax(-1) == batch.targets).sum())
-    assert (found.right, found.targets) == (right, data.validation_tokens)
+    assert (found.num_correct, found.targets) == (right, data.validation_tokens)
     assert found.accuracy == right / data.validation_tokens
 
 
@@ -213,51 +220,53 @@ def test_accuracy_counts_the_likeliest_answers(files, tmp_path):
 
 
 @pytest.mark.parametrize("topology", PRESET)
-@pytest.mark.parametrize("kind", TOPOLOGY)
+@pytest.mark.parametrize("kind", OBJECTIVE_TOPOLOGY)
 def test_an_objective_that_a_model_cannot_have_is_refused_by_name(kind, topology):
     config = RunConfig.from_dict({"objective": {"kind": kind}})
-    if TOPOLOGY[kind] == topology:
-        assert fitting(config, topology).objective.kind == kind
+    if OBJECTIVE_TOPOLOGY[kind] == topology:
+        assert resolve_objective(config, topology).objective.kind == kind
     else:
-        with pytest.raises(ConfigError, match=f"objective.kind: {kind} needs an? {TOPOLOGY[kind]}, and this model"):
-            fitting(config, topology)
+        with pytest.raises(
+            ConfigError, match=f"objective.kind: {kind} needs an? {OBJECTIVE_TOPOLOGY[kind]}, and this model"
+        ):
+            resolve_objective(config, topology)
 
 
 def test_what_is_unsaid_follows_from_the_model():
-    chosen = {topology: fitting(RunConfig(), topology).objective.kind for topology in PRESET}
+    chosen = {topology: resolve_objective(RunConfig(), topology).objective.kind for topology in PRESET}
     assert chosen == {"decoder": "next-token", "encoder-decoder": "seq2seq", "encoder": "masked"}
 
 
 @pytest.mark.parametrize(
     ("topology", "table", "says"),
     [
-        ("decoder", {"density": 0.3}, "objective.density: objective next-token has no use for it"),
-        ("encoder", {"kind": "tag", "mean_span": 5}, "objective.mean_span: objective tag"),
-        ("encoder", {"sampling": 0.5}, "objective.sampling: objective masked"),
-        ("encoder-decoder", {"template": "x"}, "objective.template: objective seq2seq"),
-        ("encoder-decoder", {"sampling_steps": 7}, "objective.sampling is 0"),
-        ("encoder-decoder", {"smoothing": 1.0}, r"objective.smoothing: must be in \[0, 1\)"),
+        ("decoder", {"density": 0.3}, "objective.noise_density: objective next-token has no use for it"),
+        ("encoder", {"kind": "tag", "mean_span": 5}, "objective.mean_span_length: objective tag"),
+        ("encoder", {"sampling": 0.5}, "objective.scheduled_sampling: objective masked"),
+        ("encoder-decoder", {"template": "x"}, "objective.chat_template: objective seq2seq"),
+        ("encoder-decoder", {"sampling_steps": 7}, "objective.scheduled_sampling is 0"),
+        ("encoder-decoder", {"smoothing": 1.0}, r"objective.label_smoothing: must be in \[0, 1\)"),
         ("encoder-decoder", {"kind": "spanns"}, "objective.kind: 'spanns' is not one of"),
         ("encoder-decoder", {"smothing": 0.1}, "smoothing"),
     ],
 )
 def test_keys_are_applied_or_refused(topology, table, says):
     with pytest.raises(ConfigError, match=says):
-        fitting(RunConfig.from_dict({"objective": table}), topology)
+        resolve_objective(RunConfig.from_dict({"objective": table}), topology)
 
 
 def test_heads_follow_from_the_data_or_are_checked():
-    masked = PRESETS["encoder-tiny"](300, 32)
-    tagger = headed(masked, "tag", ("A", "B"))
-    assert tagger.head == Classes(("A", "B")) and headed(tagger, "tag", ("B",)) is tagger
-    assert headed(masked, "classify", ("A",)).per_row
-    assert isinstance(headed(masked, "masked", ()).head, Head)
+    masked = MODEL_PRESETS["encoder-tiny"](300, 32)
+    tagger = with_head(masked, "tag", ("A", "B"))
+    assert tagger.head == ClassificationHeadConfig(("A", "B")) and with_head(tagger, "tag", ("B",)) is tagger
+    assert with_head(masked, "classify", ("A",)).pools_sequence
+    assert isinstance(with_head(masked, "masked", ()).head, LanguageHeadConfig)
     with pytest.raises(ConfigError, match="the data has 'C', which is none"):
-        headed(tagger, "tag", ("A", "C"))
+        with_head(tagger, "tag", ("A", "C"))
     with pytest.raises(ConfigError, match="needs labels per row, found token"):
-        headed(tagger, "classify", ("A",))
+        with_head(tagger, "classify", ("A",))
     with pytest.raises(ConfigError, match="masked needs a language head, found classes"):
-        headed(tagger, "masked", ())
+        with_head(tagger, "masked", ())
 
 
 @pytest.mark.parametrize(
@@ -277,7 +286,7 @@ def test_keys_of_documents_are_refused_where_they_mean_nothing(kind, data, says,
     config = RunConfig.from_dict({**content, "data": {**content["data"], **data}})
 
     def opened():
-        material = Material(config, named_for(kind, [files / kind]), lambda text: None)
+        material = RunData(config, resolve_corpus(kind, [files / kind]), lambda text: None)
         material.open(tmp_path / "data", material.make_tokenizer())
 
     with pytest.raises(ConfigError, match=says):
@@ -289,17 +298,17 @@ def test_what_is_hidden_may_be_seen_from_other_documents_if_one_wants(switch, fi
     content = configured("masked", context=200).to_dict()
     packing = {"packing": "first-fit", switch: False}
     config = RunConfig.from_dict({**content, "data": {**content["data"], **packing}})
-    material = Material(config, named_for("masked", [files / "masked"]), lambda text: None)
+    material = RunData(config, resolve_corpus("masked", [files / "masked"]), lambda text: None)
     tokenizer = material.make_tokenizer()
     material.open(tmp_path / "data", tokenizer)
-    special = set(tokenizer.specials.names().values())
+    special = set(tokenizer.special_tokens.names().values())
     assert all(not special & set(batch.targets.tolist()) for batch in material.data.micro_batches(0))
 
 
 def test_what_reads_documents_takes_no_pairs(files):
     for kind in ("next-token", "masked", "spans"):
         with pytest.raises(UsageError, match=f"objective {kind} reads documents"):
-            named_for(kind, PairPaths(((files / "seq2seq",),)))
+            resolve_corpus(kind, PairPaths(((files / "seq2seq",),)))
 
 
 def test_labels_of_whole_texts_by_the_mean_of_their_states(files, tmp_path):
@@ -309,21 +318,21 @@ def test_labels_of_whole_texts_by_the_mean_of_their_states(files, tmp_path):
     for config in (first, replace(first, head=replace(first.head, pool="mean"))):
         model = build(config, dtype=torch.float64)
         batch = data.micro_batches(0)[0]
-        got = make_objective(configured("classify"), model, EXACT).loss_of([batch])
-        (lane,) = batch.step.lanes
-        rows = batch.step.documents.view(lane.rows, lane.new)
+        got = build_objective(configured("classify"), model, EXACT).evaluate_loss([batch])
+        (lane,) = batch.model_input.sub_batches
+        rows = batch.model_input.document_ids.view(lane.num_seqs, lane.num_new_tokens)
         summed, number = 0.0, 0
-        for row in range(lane.rows):
+        for row in range(lane.num_seqs):
             for text in range(int(rows[row].max()) + 1):
-                at = (rows[row] == text).nonzero().view(-1) + row * lane.new
-                alone = batch.step._replace(
-                    tokens=batch.step.tokens[at],
-                    positions=batch.step.positions[at],
+                at = (rows[row] == text).nonzero().view(-1) + row * lane.num_new_tokens
+                alone = batch.model_input._replace(
+                    tokens=batch.model_input.token_ids[at],
+                    positions=batch.model_input.positions[at],
                     documents=None,
                     limits=None,
                     lanes=(type(lane)(1, len(at), len(at)),),
                 )
-                scores = model.rows(model(alone, Fresh(config)), alone)
+                scores = model.pooled_outputs(model(alone, NoCache(config)), alone)
                 summed += torch.nn.functional.cross_entropy(scores, batch.targets[number : number + 1]).item()
                 number += 1
         assert number == len(batch.targets) and got.loss == pytest.approx(summed / number, rel=1e-12)
@@ -336,11 +345,11 @@ def test_labels_of_whole_texts_by_the_mean_of_their_states(files, tmp_path):
 def test_an_uneven_last_batch_is_judged_to_the_last_target(kind, files, tmp_path):
     """Rows one by one and seven at a time: the same targets and the same loss."""
     data, _, objective = fed(kind, files, tmp_path, batch=1)
-    alone = objective.loss_of(data.evaluation())
+    alone = objective.evaluate_loss(data.evaluation())
     data, _, _ = fed(kind, files, tmp_path, batch=7)
-    sizes = [batch.step.lanes[0].rows for batch in data.evaluation()]
+    sizes = [batch.model_input.sub_batches[0].num_seqs for batch in data.evaluation()]
     assert len(sizes) == 1 or len(set(sizes)) > 1 or sizes[0] < 7, "no batch is uneven"
-    found = objective.loss_of(data.evaluation())
+    found = objective.evaluate_loss(data.evaluation())
     assert found.targets == alone.targets and found.loss == pytest.approx(alone.loss, rel=1e-12)
 
 
@@ -349,9 +358,9 @@ def test_a_corpus_shorter_than_a_batch_goes_round(kind, files, tmp_path):
     """A step of more rows than there are takes them again, as other epochs; its loss is a mean all the same."""
     data, model, objective = fed(kind, files, tmp_path, batch=150)
     (batch,) = data.micro_batches(0)
-    assert batch.step.lanes[0].rows == 150
+    assert batch.model_input.sub_batches[0].num_seqs == 150
     share = 0.15 if kind in ("masked", "spans") else 1
     assert len(batch.targets) > share * data.train_tokens, "all that there is, and some of it again"
     summed, _, (targets,) = gradient(data, model, objective, step=0)
     assert targets == len(batch.targets)
-    assert summed / targets == pytest.approx(objective.loss_of([batch]).loss, rel=1e-12)
+    assert summed / targets == pytest.approx(objective.evaluate_loss([batch]).loss, rel=1e-12)

@@ -9,11 +9,11 @@ import pytest
 from kvad.errors import ConfigError, DataError, UsageError
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.config import RunConfig
-from kvad.train.labelled import open_labelled
+from kvad.train.labelled import open_labeled
 from kvad.train.pairs import PairPaths
 from kvad.train.store import TokenStore, open_store
-from kvad.train.tagging import gap_of, open_tagging
-from kvad.train.text_data import TextData, TextRows
+from kvad.train.tagging import open_tagging, word_separator
+from kvad.train.text_data import ExampleDataset, ExampleRows
 
 TAGS = "Ada\tPROPN\nsees\tVERB\nBob\tPROPN\n\nBob\tPROPN\nran\tVERB\n\n\nWho\tPRON\n?\tPUNCT"
 ROLES = ("pad", "unk", "cls", "sep", "mask")
@@ -44,10 +44,10 @@ def texts_of(store, column):
 def test_a_word_is_tagged_at_its_first_token(written, tmp_path):
     corpus = open_tagging(held_beside(written("t", TAGS), written("d", "Bob\tVERB\n")), "strict", 0.1)
     assert corpus.labels == ("PRON", "PROPN", "PUNCT", "VERB")
-    assert (corpus.found.num_texts, corpus.num_held) == (4, 1)
+    assert (corpus.found.num_texts, corpus.num_held_out) == (4, 1)
     assert list(corpus.texts()) == ["Ada sees Bob", "Bob ran", "Who ?", "Bob"]
     tokenizer = train_tokenizer("byte", [], specials=ROLES)
-    cls, sep = tokenizer.specials.cls, tokenizer.specials.sep
+    cls, sep = tokenizer.special_tokens.cls, tokenizer.special_tokens.sep
     store, _ = open_store(tmp_path / "data", corpus, tokenizer)
     first, labels = next(texts_of(store, "labels"))
     assert first == [cls, *b"Ada sees Bob", sep]
@@ -67,9 +67,9 @@ def test_tokens_are_those_of_the_whole_sentence(kind, written, tmp_path):
     corpus = open_tagging(held_beside(paths, written("d", TAGS)), "strict", 0.1)
     store, _ = open_store(tmp_path / "data", corpus, tokenizer)
     for (ids, labels), text in zip(texts_of(store, "labels"), [*texts[:3], *texts[:3]], strict=True):
-        assert ids == tokenizer.frame(tokenizer.encode(text))
+        assert ids == tokenizer.add_special_tokens(tokenizer.encode(text))
         assert sum(label >= 0 for label in labels) == len(text.split())
-    assert gap_of(tokenizer, ("Ada", "sees")) == " "
+    assert word_separator(tokenizer, ("Ada", "sees")) == " "
 
 
 @pytest.mark.parametrize(
@@ -103,20 +103,20 @@ def test_of_a_share_what_alone_has_a_label_stays_in_training(written, tmp_path):
     """In the order of the files otherwise, and the same each time; the next one with that label is held out."""
     labels = ["a", "b", "a", "b", "a", "rare", "b", "rare", "odd", "a"]
     paths = written("t.tsv", "".join(f"{label}\ttext {n}\n" for n, label in enumerate(labels)))
-    corpus = open_labelled(paths, "strict", 0.5)
-    assert corpus.labels == ("a", "b", "odd", "rare") and corpus.num_held == 3
+    corpus = open_labeled(paths, "strict", 0.5)
+    assert corpus.labels == ("a", "b", "odd", "rare") and corpus.num_held_out == 3
     assert list(corpus.texts()) == [f"text {n}" for n in (0, 1, 2, 3, 4, 5, 8, 6, 7, 9)]
-    assert [corpus.in_files(place) for place in range(7)] == [0, 1, 2, 3, 4, 5, 8], "where a fault is sought"
-    assert "10 labelled texts in 1 file, 0.0 MB, 3 of them for validation; 2 labelled texts of that" in corpus.told()
+    assert [corpus.file_index(place) for place in range(7)] == [0, 1, 2, 3, 4, 5, 8], "where a fault is sought"
+    assert "10 labelled texts in 1 file, 0.0 MB, 3 of them for validation; 2 labelled texts of that" in corpus.summary()
     tokenizer = train_tokenizer("byte", [], specials=ROLES)
     store, _ = open_store(tmp_path / "data", corpus, tokenizer)
     seen = [found[0] for _, found in texts_of(store, "labels")]
     assert set(seen[-3:]) <= set(seen[:-3]) == {0, 1, 2, 3}
-    assert open_store(tmp_path / "data", open_labelled(paths, "strict", 0.5), tokenizer)[1], "the same, found again"
-    assert not open_store(tmp_path / "data", open_labelled(paths, "strict", 0.3), tokenizer)[1]
+    assert open_store(tmp_path / "data", open_labeled(paths, "strict", 0.5), tokenizer)[1], "the same, found again"
+    assert not open_store(tmp_path / "data", open_labeled(paths, "strict", 0.3), tokenizer)[1]
     tags = written("tags.tsv", "w\tA\nx\tB\n\n" * 18 + "w\tA\n%\tSYM\n%\tSYM\n\n" * 2)
     tagged = open_tagging(tags, "strict", 0.1)
-    assert (tagged.found.kept, tagged.num_held, tagged.labels) == ((18,), 1, ("A", "B", "SYM"))
+    assert (tagged.found.train_files, tagged.num_held_out, tagged.labels) == ((18,), 1, ("A", "B", "SYM"))
 
 
 def test_pairs_and_folders_are_no_tagging_files(written, tmp_path):
@@ -137,16 +137,23 @@ def test_a_label_lies_on_the_first_token(written, tmp_path):
     packed = tmp_path / "a.jsonl.gz"
     packed.write_bytes(gzip.compress(lines.encode()))
     corpora = [
-        open_labelled(written("a.jsonl", lines), "strict", 0.5),
-        open_labelled(written("a.tsv", "2\tfine\n2\t \nbad\tpoor\n" * 2), "strict", 0.5),
-        open_labelled(PairPaths(((packed,),)), "strict", 0.5),
+        open_labeled(written("a.jsonl", lines), "strict", 0.5),
+        open_labeled(written("a.tsv", "2\tfine\n2\t \nbad\tpoor\n" * 2), "strict", 0.5),
+        open_labeled(PairPaths(((packed,),)), "strict", 0.5),
     ]
     tokenizer = train_tokenizer("byte", [], specials=ROLES)
     for number, corpus in enumerate(corpora):
-        assert corpus.labels == ("2", "bad") and corpus.found.skipped == 2 and corpus.num_held == 2
+        assert corpus.labels == ("2", "bad") and corpus.found.skipped == 2 and corpus.num_held_out == 2
         store, _ = open_store(tmp_path / str(number), corpus, tokenizer)
         ids, labels = next(texts_of(store, "labels"))
-        assert ids == [tokenizer.specials.cls, *b"fine", tokenizer.specials.sep] and labels == [0, -1, -1, -1, -1, -1]
+        assert ids == [tokenizer.special_tokens.cls, *b"fine", tokenizer.special_tokens.sep] and labels == [
+            0,
+            -1,
+            -1,
+            -1,
+            -1,
+            -1,
+        ]
         assert [labels[0] for _, labels in texts_of(store, "labels")] == [0, 1, 0, 1]
 
 
@@ -167,7 +174,7 @@ def test_a_label_lies_on_the_first_token(written, tmp_path):
 )
 def test_bad_labelled_texts_are_named_by_line(name, text, says, written):
     with pytest.raises(DataError, match=says):
-        open_labelled(written(name, text), "strict", 0.34)
+        open_labeled(written(name, text), "strict", 0.34)
 
 
 # ---------------------------------------------------------------- rows
@@ -192,18 +199,20 @@ class Texts(TokenStore):
 
 
 def test_the_worked_example_of_rows():
-    rows = TextRows(Texts([4, 3, 6]), np.arange(3), 8, 99, "mask")
-    assert len(rows) == 2 and rows.utilisation == 13 / 16
+    rows = ExampleRows(Texts([4, 3, 6]), np.arange(3), 8, 99, "mask")
+    assert len(rows) == 2 and rows.utilization == 13 / 16
     batch = rows.batch(np.array([0, 1]))
-    assert batch.step.tokens.tolist() == [20, 21, 22, 23, 24, 25, 99, 0, 1, 2, 3, 10, 11, 12], "the longest first"
-    assert batch.step.documents.tolist() == [0, 0, 0, 0, 0, 0, -1, 0, 0, 0, 0, 1, 1, 1]
-    assert batch.step.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 0, 1, 2, 3, 0, 1, 2]
-    assert batch.step.wanted.tolist() == [3, 4, 8, 9, 11, 12], "the token before each that is learned"
+    assert batch.model_input.token_ids.tolist() == [20, 21, 22, 23, 24, 25, 99, 0, 1, 2, 3, 10, 11, 12], (
+        "the longest first"
+    )
+    assert batch.model_input.document_ids.tolist() == [0, 0, 0, 0, 0, 0, -1, 0, 0, 0, 0, 1, 1, 1]
+    assert batch.model_input.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 0, 1, 2, 3, 0, 1, 2]
+    assert batch.model_input.logit_indices.tolist() == [3, 4, 8, 9, 11, 12], "the token before each that is learned"
     assert batch.targets.tolist() == [24, 25, 2, 3, 11, 12]
     labelled = Texts([4, 3, 6], "labels")
     labelled.values = np.array([-1, 5, -1, 6, 0, -1, -1, -1, -1, -1, -1, -1, 2])
-    batch = TextRows(labelled, np.arange(3), 8, 99, "labels").batch(np.array([0, 1]))
-    assert batch.step.wanted.tolist() == [5, 8, 10, 11] and batch.targets.tolist() == [2, 5, 6, 0]
+    batch = ExampleRows(labelled, np.arange(3), 8, 99, "labels").batch(np.array([0, 1]))
+    assert batch.model_input.logit_indices.tolist() == [5, 8, 10, 11] and batch.targets.tolist() == [2, 5, 6, 0]
 
 
 def configured(**data):
@@ -213,24 +222,24 @@ def configured(**data):
 
 def test_every_text_is_read_once_an_epoch_and_long_ones_are_counted():
     store = Texts([4, 3, 6, 9, 5, 8, 2, 4, 4])
-    data = TextData(store, configured(), 2, 99, "conversation")
-    assert "left out: 1 conversation longer than the context of 8 (the longest has 9 tokens)" in data.told()
+    data = ExampleDataset(store, configured(), 2, 99, "conversation")
+    assert "left out: 1 conversation longer than the context of 8 (the longest has 9 tokens)" in data.summary()
     steps = len(data.training) // 2
     seen = [set(), set()]
     for epoch, step in ((0, range(steps)), (1, range(steps, 2 * steps))):
         for number in step:
             for batch in data.micro_batches(number):
-                seen[epoch] |= set((batch.step.tokens[batch.step.documents >= 0] // 10).tolist())
+                seen[epoch] |= set((batch.model_input.token_ids[batch.model_input.document_ids >= 0] // 10).tolist())
     assert len(data.training) % 2 == 0 and seen == [{0, 1, 2, 4, 5, 6}] * 2
     assert data.train_tokens == 11, "of the text of two tokens the first is asked by nobody"
     assert data.validation_tokens == 4
-    held = [batch.step.tokens for batch in data.evaluation()]
+    held = [batch.model_input.token_ids for batch in data.evaluation()]
     assert {int(token) // 10 for tokens in held for token in tokens if token != 99} == {7, 8}
 
 
 def test_the_token_that_ends_every_turn_is_found():
     store = Texts([4, 4])
-    data = TextData(store, configured(), 1, 99, "conversation")
+    data = ExampleDataset(store, configured(), 1, 99, "conversation")
     assert data.turn_end() is None, "3 and 13"
     store.stream[7] = 3
     assert data.turn_end() == 3
@@ -238,6 +247,6 @@ def test_the_token_that_ends_every_turn_is_found():
 
 def test_what_cannot_be_packed_is_refused():
     with pytest.raises(DataError, match="no sentence is left for training: 1 sentence, none of which fits"):
-        TextData(Texts([9, 4]), configured(), 1, 99, "sentence")
+        ExampleDataset(Texts([9, 4]), configured(), 1, 99, "sentence")
     with pytest.raises(ConfigError, match=r"data\.order: windows is for documents"):
-        TextData(Texts([4, 4]), configured(order="windows"), 1, 99, "sentence")
+        ExampleDataset(Texts([4, 4]), configured(order="windows"), 1, 99, "sentence")

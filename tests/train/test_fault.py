@@ -8,34 +8,34 @@ import numpy as np
 import pytest
 import torch
 
-from kvad.checkpoint.native import load
+from kvad.checkpoint.native import open_folder
 from kvad.errors import NumericalError
-from kvad.model.parts import Gated
+from kvad.model.parts import GatedMLP
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.config import RunConfig
-from kvad.train.fault import RandomState, find_fault
-from kvad.train.job import train
-from kvad.train.material import Material, named_for
-from kvad.train.objective import Autocast, NextToken
-from kvad.train.objectives import fitting
+from kvad.train.fault import RandomState, locate_nonfinite
+from kvad.train.job import train_model
+from kvad.train.material import RunData, resolve_corpus
+from kvad.train.objective import Autocast, CrossEntropyObjective
+from kvad.train.objectives import resolve_objective
 from kvad.train.pairs import PairPaths
 from kvad.train.reports import Callback
-from kvad.train.rows import Segment, Shape, collate, texts_of
+from kvad.train.rows import CollateConfig, Segment, collate_rows, row_provenance
 
-SHAPE = {"width": 32, "decoder.layers": 2, "decoder.kinds.L.mlp.hidden": 48}
+SHAPE = {"width": 32, "decoder.num_layers": 2, "decoder.layer_types.L.mlp.intermediate_size": 48}
 
 
 def batch_of(rows=3, length=8):
     tokens = np.arange(rows * length).reshape(rows, length) % 200
-    return collate([[Segment(row, np.roll(row, -1))] for row in tokens], Shape(length))
+    return collate_rows([[Segment(row, np.roll(row, -1))] for row in tokens], CollateConfig(length))
 
 
 @pytest.fixture
 def model():
     torch.manual_seed(0)
     config = RunConfig.from_dict({"model": {"preset": "tiny", "set": {**SHAPE, "dropout.residual": 0.1}}})
-    return Transformer(replace(config, data=replace(config.data, context=8)).resolve(257)).train()
+    return Transformer(replace(config, data=replace(config.data, seq_len=8)).resolve(257)).train()
 
 
 def poison(module, monkeypatch, at, value=math.nan):
@@ -51,8 +51,8 @@ def poison(module, monkeypatch, at, value=math.nan):
 
 
 def found(model, batches):
-    objective = NextToken(model, Autocast("fp32", "cpu"))
-    return find_fault(model, objective, batches, sum(len(batch.targets) for batch in batches))
+    objective = CrossEntropyObjective(model, Autocast("fp32", "cpu"))
+    return locate_nonfinite(model, objective, batches, sum(len(batch.targets) for batch in batches))
 
 
 def test_what_is_finite_has_no_fault(model):
@@ -61,11 +61,11 @@ def test_what_is_finite_has_no_fault(model):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("name", ["embed", "decoder.layers.0.mixer.k", "decoder.layers.1.mlp.down", "decoder.norm"])
+@pytest.mark.parametrize("name", ["embed", "decoder.layers.0.attention.k", "decoder.layers.1.mlp.down", "decoder.norm"])
 def test_the_first_module_and_the_row_are_named(model, monkeypatch, name, value):
     poison(model.get_submodule(name), monkeypatch, 17, value)
     fault = found(model, [batch_of()])
-    assert (fault.what, fault.batch, fault.row) == (f"the output of {name}", 0, 2)
+    assert (fault.tensor_name, fault.batch, fault.row) == (f"the output of {name}", 0, 2)
 
 
 def test_the_micro_batch_is_named(model, monkeypatch):
@@ -77,7 +77,7 @@ def test_the_micro_batch_is_named(model, monkeypatch):
 
     monkeypatch.setattr(model.decoder.layers[1].mlp, "forward", forward)
     fault = found(model, [batch_of(), batch_of(), batch_of(4)])
-    assert fault.what == "the output of decoder.layers.1.mlp" and fault.batch == 2
+    assert fault.tensor_name == "the output of decoder.layers.1.mlp" and fault.batch == 2
 
 
 def test_a_parameter_that_is_broken_already_is_the_cause(model):
@@ -89,21 +89,21 @@ def test_a_parameter_that_is_broken_already_is_the_cause(model):
 def test_a_gradient_of_a_finite_loss(model, monkeypatch):
     """sqrt(0) is fine, its slope is not."""
     mlp = model.decoder.layers[1].mlp
-    assert isinstance(mlp, Gated)
+    assert isinstance(mlp, GatedMLP)
     real = mlp.down.forward
     monkeypatch.setattr(mlp.down, "forward", lambda x: real(x) + (x * 0).abs().sqrt().sum(-1, keepdim=True))
     fault = found(model, [batch_of()])
-    assert fault.batch == 0 and "in a backward pass of a finite loss" in fault.what
-    assert "decoder.layers.1.mlp" in fault.what, "the backward pass meets it there first"
+    assert fault.batch == 0 and "in a backward pass of a finite loss" in fault.tensor_name
+    assert "decoder.layers.1.mlp" in fault.tensor_name, "the backward pass meets it there first"
 
 
 def test_the_second_time_is_the_first_to_the_bit(model):
     """What dropout drew is drawn again: else a fault that a draw has made would not be found."""
-    objective, state = NextToken(model, Autocast("fp32", "cpu")), RandomState("cpu")
-    first = objective.backward(batch_of(), 1.0)
-    other = objective.backward(batch_of(), 1.0)
+    objective, state = CrossEntropyObjective(model, Autocast("fp32", "cpu")), RandomState("cpu")
+    first = objective.accumulate_gradients(batch_of(), 1.0)
+    other = objective.accumulate_gradients(batch_of(), 1.0)
     state.restore()
-    assert objective.backward(batch_of(), 1.0) == first != other
+    assert objective.accumulate_gradients(batch_of(), 1.0) == first != other
 
 
 # ---------------------------------------------------------------- in a run
@@ -125,32 +125,32 @@ class Poison(Callback):
 
 def test_a_run_stops_and_names_step_layer_row_and_text(corpus, tmp_path, run_config, monkeypatch):
     with pytest.raises(NumericalError) as caught:
-        train(run_config(accumulate=2), [corpus], tmp_path / "run", callbacks=[Poison(monkeypatch)])
+        train_model(run_config(accumulate=2), [corpus], tmp_path / "run", callbacks=[Poison(monkeypatch)])
     message = caught.value.message
     assert message.startswith("step 7: loss nan, gradient norm nan; first not finite is the output of ")
     assert "decoder.layers.1.mlp.down, of micro-batch 1 of 2, row 2 (document" in message
     assert ".txt)" in message and caught.value.exit_code == 1
     assert "the last checkpoint is whole" in caught.value.hint
-    assert load(tmp_path / "run", verify=True).path.name == "step-00000005"
+    assert open_folder(tmp_path / "run", verify=True).path.name == "step-00000005"
 
 
 def test_what_is_finite_the_second_time_says_so(corpus, tmp_path, run_config, monkeypatch):
-    real, calls = NextToken.backward, iter(range(100))
+    real, calls = CrossEntropyObjective.accumulate_gradients, iter(range(100))
 
     def once(*arguments):
         return math.nan if next(calls) == 3 else real(*arguments)
 
-    monkeypatch.setattr(NextToken, "backward", once)
+    monkeypatch.setattr(CrossEntropyObjective, "accumulate_gradients", once)
     with pytest.raises(NumericalError, match=r"step 4: loss nan.*done again, all of it is finite"):
-        train(run_config(), [corpus], tmp_path / "run")
+        train_model(run_config(), [corpus], tmp_path / "run")
 
 
 # ---------------------------------------------------------------- which texts a row is of
 
 
 def opened(config, named, tokenizer, tmp_path):
-    config = fitting(config, "encoder-decoder" if isinstance(named, PairPaths) else "decoder")
-    material = Material(config, named_for(config.objective.kind, named), lambda line: None)
+    config = resolve_objective(config, "encoder-decoder" if isinstance(named, PairPaths) else "decoder")
+    material = RunData(config, resolve_corpus(config.objective.kind, named), lambda line: None)
     material.open(tmp_path / "data", tokenizer or material.make_tokenizer())
     return material
 
@@ -171,12 +171,12 @@ def test_rows_of_documents_are_told_by_what_is_in_them(tmp_path, data):
     for number in range(60):
         (row,) = material.data.rows(np.array([number]))
         letters = {tokenizer.decode([t]) for segment in row for t in segment.tokens.tolist() if t < 256}
-        texts = texts_of(material.data, number)
+        texts = row_provenance(material.data, number)
         named = {chr(ord("a") + text) for text in texts}
         assert letters <= named and len(named - letters) <= 1, "one may have its separator alone in the row"
-    text = texts_of(material.data, 0)[0]
-    assert f"{text + 1} (texts/{text:02d}.txt)" in material.whence(range(1))
-    assert material.whence(range(60)).endswith(", ...")
+    text = row_provenance(material.data, 0)[0]
+    assert f"{text + 1} (texts/{text:02d}.txt)" in material.describe_rows(range(1))
+    assert material.describe_rows(range(60)).endswith(", ...")
 
 
 def test_rows_of_a_mixture(tmp_path):
@@ -191,7 +191,7 @@ def test_rows_of_a_mixture(tmp_path):
     for number in range(40):
         (row,) = material.data.rows(np.array([number]))
         letters = {tokenizer.decode([t]) for segment in row for t in segment.tokens.tolist() if t < 256}
-        named = {"abcklm"[text] for text in texts_of(material.data, number)}
+        named = {"abcklm"[text] for text in row_provenance(material.data, number)}
         assert letters <= named and len(named - letters) <= 1
 
 
@@ -208,17 +208,17 @@ def test_rows_of_pairs(tmp_path):
     said = {}
     for number in range(30):
         (row,) = material.data.rows(np.array([number]))
-        texts = texts_of(material.data, number)
+        texts = row_provenance(material.data, number)
         assert [len(segment.targets) for segment in row] == [6] * len(texts)
         said[number] = [tuple(segment.targets.tolist()) for segment in row], [words[text] for text in texts]
     meant = {ids: word for found, texts in said.values() for ids, word in zip(found, texts, strict=True)}
     assert all(meant[ids] == word for found, texts in said.values() for ids, word in zip(found, texts, strict=True))
     assert len(set(meant.values())) == len(meant) > 20, "one text, one row of ids"
-    assert material.whence(range(1)).startswith("pair")
+    assert material.describe_rows(range(1)).startswith("pair")
 
 
 def test_a_stream_cannot_tell(tmp_path):
     (tmp_path / "texts").mkdir()
     config = RunConfig.from_dict({"data": {"context": 16, "order": "stream"}, "train": {"batch": 2}})
     material = opened(config, numbered(tmp_path / "texts"), train_tokenizer("byte", []), tmp_path)
-    assert material.whence(range(4)) == ""
+    assert material.describe_rows(range(4)) == ""

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from kvad.checkpoint.folder import steps_of
-from kvad.checkpoint.native import load
+from kvad.checkpoint.folder import list_steps
+from kvad.checkpoint.native import open_folder
 from kvad.checkpoint.open import load_model
 from kvad.errors import CheckpointError, ConfigError, DataError, NumericalError, SaveError, UsageError
-from kvad.lab.runs import panels, read_run
+from kvad.lab.runs import loss_panels, read_run
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.corpus import open_corpus
-from kvad.train.job import resume, stored_run, train
+from kvad.train.job import read_model_run, resume_model, train_model
 from kvad.train.metrics import MetricsFile, read_metrics
-from kvad.train.objective import NextToken
-from kvad.train.objectives import fitting
-from kvad.train.optim import Optimization
+from kvad.train.objective import CrossEntropyObjective
+from kvad.train.objectives import resolve_objective
+from kvad.train.optim import OptimizersContainer
 from kvad.train.reports import Callback
 from kvad.train.store import open_store
 
@@ -33,7 +33,7 @@ def losses(out):
 
 def hashes(out):
     """sha256 of weights, and of moments and RNG state, of the newest checkpoint."""
-    files = load(out, verify=True).files
+    files = open_folder(out, verify=True).files
     return files["model.safetensors"]["sha256"], files["training/state.safetensors"]["sha256"]
 
 
@@ -50,7 +50,7 @@ class StopAt(Callback):
 
 def test_the_loss_falls_and_the_run_is_a_checkpoint(corpus, tmp_path, run_config, listener):
     config = run_config(steps=60, lr=1e-2, eval_every=20, save_every=25, accumulate=2)
-    outcome = train(config, [corpus], tmp_path / "run", callbacks=[listener])
+    outcome = train_model(config, [corpus], tmp_path / "run", callbacks=[listener])
     first = listener.steps[0].loss
     assert first == pytest.approx(5.56, abs=0.15)  # ln 257
     assert outcome.reason == "done" and outcome.step == 60 and outcome.tokens == 60 * 2 * 4 * 32
@@ -58,10 +58,10 @@ def test_the_loss_falls_and_the_run_is_a_checkpoint(corpus, tmp_path, run_config
     assert [e.step for e in listener.evals] == [20, 40, 60] and outcome.best == min(e.val_loss for e in listener.evals)
     assert listener.evals[0].val_loss > listener.evals[1].val_loss, "each is the best so far, and saved"
     assert listener.saves == [(f"step-{step:08d}", step) for step in (20, 25, 40, 50, 60)]
-    assert [p.name for p in steps_of(tmp_path / "run")] == ["step-00000050", "step-00000060"]
-    assert listener.outcome == outcome and outcome.checkpoint == steps_of(tmp_path / "run")[-1]
+    assert [p.name for p in list_steps(tmp_path / "run")] == ["step-00000050", "step-00000060"]
+    assert listener.outcome == outcome and outcome.checkpoint == list_steps(tmp_path / "run")[-1]
     model, checkpoint = load_model(tmp_path / "run", verify=True)
-    assert checkpoint.tokenizer.kind == "byte" and model.config.vocab == 257
+    assert checkpoint.tokenizer.kind == "byte" and model.config.vocab_size == 257
     kinds = [line["kind"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert kinds[0] == "run" and kinds[-1] == "end" and kinds.count("step") == 60 and kinds.count("eval") == 3
 
@@ -69,9 +69,9 @@ def test_the_loss_falls_and_the_run_is_a_checkpoint(corpus, tmp_path, run_config
 def test_three_line_face_loads_a_run(corpus, tmp_path, run_config):
     from kvad import LLM
 
-    train(run_config(steps=2), [corpus], tmp_path / "run")
+    train_model(run_config(steps=2), [corpus], tmp_path / "run")
     with LLM.load(tmp_path / "run", rows=1) as llm:
-        assert llm.generate("1 is", max_tokens=3, temperature=0).usage.completion == 3
+        assert llm.generate("1 is", max_tokens=3, temperature=0).usage.num_completion_tokens == 3
 
 
 @pytest.mark.parametrize("order", ["epochs", "windows"])
@@ -79,13 +79,13 @@ def test_three_line_face_loads_a_run(corpus, tmp_path, run_config):
 def test_resume_goes_on_to_the_bit(corpus, tmp_path, run_config, order, precision):
     config = run_config(steps=14, accumulate=2, data={"order": order}, precision=precision)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train(config, [corpus], whole)
-    outcome = train(config, [corpus], parts, callbacks=[StopAt(3)])
+    train_model(config, [corpus], whole)
+    outcome = train_model(config, [corpus], parts, callbacks=[StopAt(3)])
     assert outcome.reason == "interrupted" and outcome.step == 3
-    outcome = resume(parts, callbacks=[StopAt(8, signal.SIGTERM)])
+    outcome = resume_model(parts, callbacks=[StopAt(8, signal.SIGTERM)])
     assert outcome.reason == "interrupted" and outcome.step == 8
     torch.rand(5)  # the state of the process does not matter
-    assert resume(parts).reason == "done"
+    assert resume_model(parts).reason == "done"
     assert losses(parts) == losses(whole) and len(losses(whole)) == 14
     assert hashes(parts) == hashes(whole)
     evals = [
@@ -100,7 +100,7 @@ def test_the_last_step_is_logged_whatever_log_every_is(corpus, tmp_path, run_con
     limits = {"steps": 13} if minutes is None else {"steps": None, "minutes": minutes}
     ticks = itertools.count() if minutes is None else itertools.count(step=2.0)
     config = run_config(log_every=10, eval_every=100, save_every=5, **limits)
-    outcome = train(config, [corpus], tmp_path / "run", clock=lambda: float(next(ticks)))
+    outcome = train_model(config, [corpus], tmp_path / "run", clock=lambda: float(next(ticks)))
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     steps = [line for line in lines if line["kind"] == "step"]
     assert [line["step"] for line in steps] == sorted({1, *range(10, outcome.step, 10), outcome.step})
@@ -108,7 +108,7 @@ def test_the_last_step_is_logged_whatever_log_every_is(corpus, tmp_path, run_con
     summary = read_run(tmp_path / "run").summary(0.0)
     assert (summary.steps, summary.tokens, summary.loss) == (outcome.step, outcome.tokens, outcome.loss)
     assert summary.seconds > 0 and summary.best_step <= summary.steps
-    (curve, *_), *_ = (panel.series for panel in panels([read_run(tmp_path / "run")]))
+    (curve, *_), *_ = (panel.series for panel in loss_panels([read_run(tmp_path / "run")]))
     assert curve.x[-1] == outcome.step
 
 
@@ -129,13 +129,13 @@ class Killed(Callback):
 @pytest.mark.parametrize("at", [7, 99])
 def test_a_killed_run_that_goes_on_logs_what_an_unkilled_one_does(corpus, tmp_path, run_config, monkeypatch, at):
     config = run_config(log_every=10, eval_every=4, save_every=3, steps=13)
-    train(config, [corpus], tmp_path / "whole")
+    train_model(config, [corpus], tmp_path / "whole")
     with monkeypatch.context() as patch:
         patch.setattr(MetricsFile, "on_end", lambda *_: None)  # as if the kill came before it
         patch.setattr(MetricsFile, "__exit__", lambda *_: None)
         with pytest.raises(KeyboardInterrupt):
-            train(config, [corpus], tmp_path / "parts", callbacks=[Killed(at)])
-    resume(tmp_path / "parts")
+            train_model(config, [corpus], tmp_path / "parts", callbacks=[Killed(at)])
+    resume_model(tmp_path / "parts")
     said = [
         [(line["kind"], line["step"], line.get("loss")) for line in read_metrics(run / "metrics.jsonl")]
         for run in (tmp_path / "whole", tmp_path / "parts")
@@ -145,12 +145,12 @@ def test_a_killed_run_that_goes_on_logs_what_an_unkilled_one_does(corpus, tmp_pa
 
 def test_a_run_that_was_stopped_keeps_the_line_of_that_step(corpus, tmp_path, run_config):
     config = run_config(log_every=10, eval_every=100, steps=13)
-    train(config, [corpus], tmp_path / "whole")
-    train(config, [corpus], tmp_path / "parts", callbacks=[StopAt(7)])
+    train_model(config, [corpus], tmp_path / "whole")
+    train_model(config, [corpus], tmp_path / "parts", callbacks=[StopAt(7)])
     assert list(losses(tmp_path / "parts")) == [1, 7]
     assert read_run(tmp_path / "parts").summary(0.0).steps == 7
-    resume(tmp_path / "parts", callbacks=[StopAt(10)])
-    resume(tmp_path / "parts")
+    resume_model(tmp_path / "parts", callbacks=[StopAt(10)])
+    resume_model(tmp_path / "parts")
     lines = [line["step"] for line in read_metrics(tmp_path / "parts" / "metrics.jsonl") if line["kind"] == "step"]
     assert lines == [1, 7, 10, 13], "each once"
     whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
@@ -159,25 +159,25 @@ def test_a_run_that_was_stopped_keeps_the_line_of_that_step(corpus, tmp_path, ru
 
 @pytest.mark.parametrize("lost", ["exp_avg.", "exp_avg_sq.", "step."])
 def test_the_comparison_to_the_bit_sees_a_lost_moment(corpus, tmp_path, run_config, monkeypatch, lost):
-    real = Optimization.tensors
+    real = OptimizersContainer.state_tensors
 
     def forgetful(optimization):
         found = real(optimization)
         return {name: torch.zeros_like(t) if name.startswith(lost) else t for name, t in found.items()}
 
     config = run_config(steps=8)
-    train(config, [corpus], tmp_path / "whole")
-    monkeypatch.setattr(Optimization, "tensors", forgetful)
-    train(config, [corpus], tmp_path / "parts", callbacks=[StopAt(3)])
+    train_model(config, [corpus], tmp_path / "whole")
+    monkeypatch.setattr(OptimizersContainer, "state_tensors", forgetful)
+    train_model(config, [corpus], tmp_path / "parts", callbacks=[StopAt(3)])
     monkeypatch.undo()
-    resume(tmp_path / "parts")
+    resume_model(tmp_path / "parts")
     assert losses(tmp_path / "parts") != losses(tmp_path / "whole")
 
 
 def test_a_finished_run_resumes_to_itself(corpus, tmp_path, run_config):
-    train(run_config(steps=5), [corpus], tmp_path / "run")
+    train_model(run_config(steps=5), [corpus], tmp_path / "run")
     before = hashes(tmp_path / "run"), losses(tmp_path / "run")
-    assert resume(tmp_path / "run").step == 5
+    assert resume_model(tmp_path / "run").step == 5
     assert (hashes(tmp_path / "run"), losses(tmp_path / "run")) == before
 
 
@@ -190,15 +190,15 @@ def test_a_second_ctrl_c_stops_at_once_and_the_last_checkpoint_is_whole(corpus, 
 
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        train(run_config(), [corpus], tmp_path / "run", callbacks=[Twice()])
+        train_model(run_config(), [corpus], tmp_path / "run", callbacks=[Twice()])
     assert signal.getsignal(signal.SIGINT) is before
-    assert load(tmp_path / "run", verify=True).path.name == "step-00000005"
+    assert open_folder(tmp_path / "run", verify=True).path.name == "step-00000005"
 
 
 def test_minutes_end_a_run_and_the_rate_ends_with_it(corpus, tmp_path, run_config, listener):
     ticks = iter(range(10**6))
     config = run_config(steps=None, minutes=1.0, lr=1e-2, min_lr=1e-4, warmup=0, eval_every=1000, save_every=1000)
-    outcome = train(config, [corpus], tmp_path / "run", callbacks=[listener], clock=lambda: float(next(ticks)))
+    outcome = train_model(config, [corpus], tmp_path / "run", callbacks=[listener], clock=lambda: float(next(ticks)))
     assert outcome.reason == "done" and 50 <= outcome.elapsed <= 61
     assert listener.steps[0].lr == pytest.approx(1e-2) and listener.steps[-1].lr < 1e-3
     assert listener.steps[-1].eta <= 5 < listener.steps[2].eta
@@ -207,17 +207,17 @@ def test_minutes_end_a_run_and_the_rate_ends_with_it(corpus, tmp_path, run_confi
 
 def test_an_out_folder_that_holds_a_run_is_not_written_over(corpus, tmp_path, run_config):
     out = tmp_path / "run"
-    train(run_config(steps=9), [corpus], out)
+    train_model(run_config(steps=9), [corpus], out)
     with pytest.raises(UsageError, match=r"already holds a run \(step-00000009\)") as caught:
-        train(run_config(steps=2), [corpus], out)
+        train_model(run_config(steps=2), [corpus], out)
     assert "--resume" in caught.value.hint
-    train(run_config(steps=2), [corpus], out, overwrite=True)
-    assert [p.name for p in steps_of(out)] == ["step-00000002"] and sorted(losses(out)) == [1, 2]
+    train_model(run_config(steps=2), [corpus], out, overwrite=True)
+    assert [p.name for p in list_steps(out)] == ["step-00000002"] and sorted(losses(out)) == [1, 2]
 
 
 def test_an_overwritten_run_is_whole_until_the_first_save(corpus, tmp_path, run_config, monkeypatch):
     out = tmp_path / "run"
-    train(run_config(steps=9), [corpus], out)
+    train_model(run_config(steps=9), [corpus], out)
 
     def refuse(_descriptor):
         raise OSError(28, "No space left on device")
@@ -227,9 +227,9 @@ def test_an_overwritten_run_is_whole_until_the_first_save(corpus, tmp_path, run_
             monkeypatch.setattr(os, "fsync", refuse)
 
     with pytest.raises(SaveError, match="No space left"):
-        train(run_config(steps=2), [corpus], out, overwrite=True, callbacks=[Fill()])
+        train_model(run_config(steps=2), [corpus], out, overwrite=True, callbacks=[Fill()])
     monkeypatch.undo()
-    assert load(out, verify=True).path.name == "step-00000009"
+    assert open_folder(out, verify=True).path.name == "step-00000009"
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -243,30 +243,30 @@ def test_a_disk_that_fills_while_training_leaves_the_last_checkpoint(corpus, tmp
 
     out, config = tmp_path / "run", run_config(save_beside=beside)
     with pytest.raises(SaveError, match=r"cannot .*step-00000010.*: No space left"):
-        train(config, [corpus], out, callbacks=[FillAfter5()])
+        train_model(config, [corpus], out, callbacks=[FillAfter5()])
     monkeypatch.undo()
-    assert load(out, verify=True).path.name == "step-00000005"
+    assert open_folder(out, verify=True).path.name == "step-00000005"
     whole = tmp_path / "whole"
-    train(run_config(), [corpus], whole)
-    resume(out)
+    train_model(run_config(), [corpus], whole)
+    resume_model(out)
     assert hashes(out) == hashes(whole)
 
 
 def test_a_loss_that_is_no_number_stops_and_nothing_of_it_is_saved(corpus, tmp_path, run_config, monkeypatch):
-    real = NextToken.backward
+    real = CrossEntropyObjective.accumulate_gradients
     calls = iter(range(100))
 
     def poisoned(*arguments):
         return float("nan") if next(calls) == 6 else real(*arguments)
 
-    monkeypatch.setattr(NextToken, "backward", poisoned)
+    monkeypatch.setattr(CrossEntropyObjective, "accumulate_gradients", poisoned)
     with pytest.raises(NumericalError, match=r"step 7: loss nan"):
-        train(run_config(), [corpus], tmp_path / "run")
-    assert load(tmp_path / "run", verify=True).path.name == "step-00000005"
+        train_model(run_config(), [corpus], tmp_path / "run")
+    assert open_folder(tmp_path / "run", verify=True).path.name == "step-00000005"
 
 
 def test_a_step_is_theirs_where_a_family_can_hold_the_model(corpus, tmp_path, run_config, listener):
-    outcome = train(run_config(steps=2), [corpus], tmp_path / "run", callbacks=[listener])
+    outcome = train_model(run_config(steps=2), [corpus], tmp_path / "run", callbacks=[listener])
     content = json.loads((outcome.checkpoint / "config.json").read_text())
     assert content["model_type"] == "llama" and "kvad" not in content
     said = [stage for stage in listener.stages if stage.startswith("checkpoints: ")]
@@ -282,14 +282,14 @@ def test_a_run_of_kvads_own_layout_goes_on_to_the_bit(corpus, tmp_path, run_conf
 
     config = run_config(steps=14)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train(config, [corpus], whole)
+    train_model(config, [corpus], whole)
     monkeypatch.setattr(job, "choose_layout", none)
-    train(config, [corpus], parts, callbacks=[StopAt(3), listener])
+    train_model(config, [corpus], parts, callbacks=[StopAt(3), listener])
     assert "checkpoints: kvad's own layout, as no class can hold it (it says why)" in listener.stages
-    resume(parts, callbacks=[StopAt(8)])
-    assert "model" in json.loads((steps_of(parts)[-1] / "config.json").read_text())
+    resume_model(parts, callbacks=[StopAt(8)])
+    assert "model" in json.loads((list_steps(parts)[-1] / "config.json").read_text())
     monkeypatch.undo()
-    resume(parts)
+    resume_model(parts)
     assert losses(parts) == losses(whole) and hashes(parts) == hashes(whole)
 
 
@@ -299,7 +299,7 @@ def test_a_run_of_kvads_own_layout_goes_on_to_the_bit(corpus, tmp_path, run_conf
 @pytest.fixture
 def stopped(corpus, tmp_path, run_config):
     out = tmp_path / "run"
-    train(run_config(), [corpus], out, callbacks=[StopAt(3)])
+    train_model(run_config(), [corpus], out, callbacks=[StopAt(3)])
     return out
 
 
@@ -308,26 +308,26 @@ def stopped(corpus, tmp_path, run_config):
     [
         ({"lr": 5e-3}, r"optim.lr: 0.001 there, 0.005 here"),
         ({"steps": 99}, r"train.steps: 12 there, 99 here"),
-        ({"data": {"validation": 0.2}}, r"data.validation: 0.1 there, 0.2 here"),
+        ({"data": {"validation": 0.2}}, r"data.validation_fraction: 0.1 there, 0.2 here"),
         ({"tokenizer": {"kind": "char"}}, r"tokenizer.kind: 'byte' there, 'char' here"),
-        ({"model": {"preset": "tiny"}}, r"model.width: 32 there, 128 here"),
+        ({"model": {"preset": "tiny"}}, r"model.hidden_size: 32 there, 128 here"),
     ],
 )
 def test_another_configuration_is_refused(stopped, run_config, change, says):
     with pytest.raises(ConfigError, match=says):
-        resume(stopped, config=run_config(**change))
+        resume_model(stopped, config=run_config(**change))
 
 
 def test_what_changes_no_number_may_change(stopped, run_config):
-    assert resume(stopped, config=run_config(eval_every=4, save_every=3, log_every=2)).step == 12
+    assert resume_model(stopped, config=run_config(eval_every=4, save_every=3, log_every=2)).step == 12
 
 
 def test_another_tokenizer_is_refused(stopped, run_config, tmp_path):
     train_tokenizer("char", ["other"]).save(tmp_path / "other")
     with pytest.raises(ConfigError, match=r"other is not the tokenizer of this run"):
-        resume(stopped, config=run_config(tokenizer={"path": str(tmp_path / "other")}))
+        resume_model(stopped, config=run_config(tokenizer={"path": str(tmp_path / "other")}))
     train_tokenizer("byte", []).save(tmp_path / "same")
-    assert resume(stopped, config=run_config(tokenizer={"path": str(tmp_path / "same")})).step == 12
+    assert resume_model(stopped, config=run_config(tokenizer={"path": str(tmp_path / "same")})).step == 12
 
 
 def test_a_changed_corpus_is_refused(stopped, corpus):
@@ -336,29 +336,29 @@ def test_a_changed_corpus_is_refused(stopped, corpus):
     path.write_text(before + " And more.")
     try:
         with pytest.raises(ConfigError, match=r"its corpus has changed: .*/07.txt"):
-            resume(stopped)
+            resume_model(stopped)
     finally:
         path.write_text(before)
-    assert resume(stopped).step == 12
+    assert resume_model(stopped).step == 12
 
 
 def test_nothing_to_resume(tmp_path, stopped):
     with pytest.raises(CheckpointError, match="no such folder"):
-        resume(tmp_path / "nowhere")
+        resume_model(tmp_path / "nowhere")
     (tmp_path / "killed" / "checkpoints").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="holds no checkpoint yet"):
-        resume(tmp_path / "killed")
-    state = steps_of(stopped)[-1] / "training" / "state.json"
+        resume_model(tmp_path / "killed")
+    state = list_steps(stopped)[-1] / "training" / "state.json"
     content = json.loads(state.read_text())
     del content["corpus"]
     state.write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=r"state.json: no 'corpus'"):
-        resume(stopped)
+        resume_model(stopped)
 
 
 def test_the_stored_run_is_the_run(stopped, corpus, run_config):
-    config, paths = stored_run(stopped)
-    assert config == fitting(run_config(), "decoder") and paths == [corpus]
+    config, paths = read_model_run(stopped)
+    assert config == resolve_objective(run_config(), "decoder") and paths == [corpus]
 
 
 # ---------------------------------------------------------------- bad input, before anything is trained
@@ -367,30 +367,30 @@ def test_the_stored_run_is_the_run(stopped, corpus, run_config):
 def test_a_corpus_too_short_for_one_row(tmp_path, run_config):
     (tmp_path / "short.txt").write_text("thirty characters are too short")
     with pytest.raises(DataError, match=r"too short: 29 tokens to train on, and a row of 32 needs 33"):
-        train(run_config(), [tmp_path / "short.txt"], tmp_path / "run")
+        train_model(run_config(), [tmp_path / "short.txt"], tmp_path / "run")
 
 
 def test_invalid_utf8_and_replace(tmp_path, run_config):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 100)
     with pytest.raises(DataError, match=r"latin.txt, line 1, is not UTF-8: byte 0xE9 at offset 3"):
-        train(run_config(), [tmp_path / "latin.txt"], tmp_path / "run")
-    outcome = train(run_config(steps=1, data={"errors": "replace"}), [tmp_path / "latin.txt"], tmp_path / "run")
+        train_model(run_config(), [tmp_path / "latin.txt"], tmp_path / "run")
+    outcome = train_model(run_config(steps=1, data={"errors": "replace"}), [tmp_path / "latin.txt"], tmp_path / "run")
     assert outcome.step == 1
 
 
 def test_an_unknown_device_is_refused(corpus, tmp_path, run_config):
     with pytest.raises(ConfigError, match=r"train.device: 'tpu9' cannot be used"):
-        train(run_config(device="tpu9"), [corpus], tmp_path / "run")
+        train_model(run_config(device="tpu9"), [corpus], tmp_path / "run")
 
 
 def test_the_tokens_are_made_once(corpus, tmp_path, run_config, listener):
-    train(run_config(steps=1), [corpus], tmp_path / "run")
-    train(run_config(steps=1), [corpus], tmp_path / "run", overwrite=True, callbacks=[listener])
+    train_model(run_config(steps=1), [corpus], tmp_path / "run")
+    train_model(run_config(steps=1), [corpus], tmp_path / "run", overwrite=True, callbacks=[listener])
     assert any("found on disk" in stage for stage in listener.stages)
 
 
 def test_reports_are_plain_values(corpus, tmp_path, run_config, listener):
-    train(run_config(steps=1), [corpus], tmp_path / "run", callbacks=[listener])
+    train_model(run_config(steps=1), [corpus], tmp_path / "run", callbacks=[listener])
     assert json.dumps([dataclasses.asdict(one) for one in (listener.start, *listener.steps, *listener.evals)])
     assert listener.start.parameters == sum(p.numel() for p in load_model(tmp_path / "run")[0].parameters())
 
@@ -400,11 +400,11 @@ def test_real_text_is_learned(tmp_path, run_config):
     config = run_config(
         steps=150, lr=1e-2, batch=8, eval_every=150,
         data={"context": 64, "suffixes": [".py"]},
-        model={"preset": "tiny", "set": {"width": 64, "decoder.layers": 2, "decoder.kinds.L.mlp.hidden": 128}},
+        model={"preset": "tiny", "set": {"width": 64, "decoder.num_layers": 2, "decoder.layer_types.L.mlp.intermediate_size": 128}},
     )  # fmt: skip
-    outcome = train(config, [Path(json.__file__).parent], tmp_path / "run")
+    outcome = train_model(config, [Path(json.__file__).parent], tmp_path / "run")
     tokens = open_store(tmp_path / "run" / "data", open_corpus([Path(json.__file__).parent], suffixes=[".py"]),
-                        load(tmp_path / "run").tokenizer)[0]  # fmt: skip
+                        open_folder(tmp_path / "run").tokenizer)[0]  # fmt: skip
     counts = np.bincount(tokens.take(np.arange(tokens.num_tokens)))
     share = counts[counts > 0] / counts.sum()
     frequencies = float(-(share * np.log(share)).sum())

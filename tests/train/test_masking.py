@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from kvad.errors import DataError
-from kvad.step import Lane, Step
+from kvad.step import ModelInput, SubBatch
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.data import Batch
-from kvad.train.masking import EVALUATION, TRAINING, HidingData, MaskedData, draws, masked_row
+from kvad.train.masking import EVAL_STREAM, TRAIN_STREAM, InputMaskingDataset, MaskedLMDataset, mask_row, row_rng
 
 TOKENIZER = train_tokenizer("byte", [], specials=("pad", "cls", "sep", "mask"))
-MASK, CLS, SEP, PAD = (getattr(TOKENIZER.specials, role) for role in ("mask", "cls", "sep", "pad"))
+MASK, CLS, SEP, PAD = (getattr(TOKENIZER.special_tokens, role) for role in ("mask", "cls", "sep", "pad"))
 
 
 class Rows:
@@ -26,7 +26,7 @@ class Rows:
         documents = np.zeros_like(tokens)
         documents[:, -padding:] = -1
         flat = [torch.from_numpy(x.reshape(-1)) for x in (tokens, np.tile(np.arange(length), rows), documents)]
-        step = Step(flat[0], flat[1], (Lane(rows, length, length),), torch.arange(5), documents=flat[2])
+        step = ModelInput(flat[0], flat[1], (SubBatch(rows, length, length),), torch.arange(5), document_ids=flat[2])
         self.batch = Batch(step, torch.zeros(5, dtype=torch.int64))
 
     def micro_batches(self, step):
@@ -36,12 +36,12 @@ class Rows:
         yield self.batch
         yield self.batch
 
-    def told(self):
+    def summary(self):
         return ["rows"]
 
 
 def hidden(density=0.15, seed=0):
-    return MaskedData(Rows(), TOKENIZER, density, seed, 4)
+    return MaskedLMDataset(Rows(), TOKENIZER, density, seed, 4)
 
 
 def test_eighty_ten_ten():
@@ -49,7 +49,7 @@ def test_eighty_ten_ten():
     tokens, places = np.arange(1000) % 200, np.arange(1000)
     masked = random = kept = 0
     for number in range(400):
-        read, drawn = masked_row(tokens, places, np.arange(200, 256), MASK, 0.5, draws(0, TRAINING, number))
+        read, drawn = mask_row(tokens, places, np.arange(200, 256), MASK, 0.5, row_rng(0, TRAIN_STREAM, number))
         assert len(drawn) == 500 and (np.diff(drawn) > 0).all()
         now = read[drawn]
         masked, kept = masked + (now == MASK).sum(), kept + (now == tokens[drawn]).sum()
@@ -64,58 +64,62 @@ def test_eighty_ten_ten():
 
 def test_only_what_was_drawn_is_asked_and_nothing_special_is_drawn():
     batch, rows = hidden().micro_batches(0)[0], Rows().batch
-    original = rows.step.tokens
-    assert torch.equal(batch.targets, original[batch.step.wanted])
+    original = rows.model_input.token_ids
+    assert torch.equal(batch.targets, original[batch.model_input.logit_indices])
     assert not set(batch.targets.tolist()) & {CLS, SEP, PAD, MASK}
-    changed = (batch.step.tokens != original).nonzero().view(-1)
-    assert set(changed.tolist()) <= set(batch.step.wanted.tolist())
-    per_row = torch.bincount(batch.step.wanted // 100, minlength=4)
+    changed = (batch.model_input.token_ids != original).nonzero().view(-1)
+    assert set(changed.tolist()) <= set(batch.model_input.logit_indices.tolist())
+    per_row = torch.bincount(batch.model_input.logit_indices // 100, minlength=4)
     assert per_row.tolist() == [round(0.15 * 91)] * 4, "100 places, less 7 of padding, [CLS] and [SEP]"
-    assert torch.equal(batch.step.documents, rows.step.documents)
+    assert torch.equal(batch.model_input.document_ids, rows.model_input.document_ids)
 
 
 def test_random_tokens_are_never_special():
-    tokens = torch.cat([hidden(0.9, seed).micro_batches(0)[0].step.tokens for seed in range(20)])
-    names = set(TOKENIZER.specials.names().values()) - {CLS, SEP, PAD, MASK}
+    tokens = torch.cat([hidden(0.9, seed).micro_batches(0)[0].model_input.token_ids for seed in range(20)])
+    names = set(TOKENIZER.special_tokens.names().values()) - {CLS, SEP, PAD, MASK}
     assert not set(tokens.tolist()) & names
 
 
 def test_every_step_and_row_draws_anew_and_evaluation_never():
     data = hidden()
-    wanted = [set(data.micro_batches(step)[0].step.wanted.tolist()) for step in range(3)]
+    wanted = [set(data.micro_batches(step)[0].model_input.logit_indices.tolist()) for step in range(3)]
     assert wanted[0] != wanted[1] != wanted[2]
     rows = [{place % 100 for place in wanted[0] if place // 100 == row} for row in range(4)]
     assert len({frozenset(row) for row in rows}) == 4
     first, second = (list(data.evaluation()) for _ in range(2))
     for one, other in zip(first, second, strict=True):
-        assert torch.equal(one.step.tokens, other.step.tokens)
-    assert not torch.equal(first[0].step.tokens, first[1].step.tokens)
-    assert draws(0, TRAINING, 1).random() != draws(0, EVALUATION, 1).random()
+        assert torch.equal(one.model_input.token_ids, other.model_input.token_ids)
+    assert not torch.equal(first[0].model_input.token_ids, first[1].model_input.token_ids)
+    assert row_rng(0, TRAIN_STREAM, 1).random() != row_rng(0, EVAL_STREAM, 1).random()
 
 
 def test_a_row_of_one_token_hides_it_and_an_empty_one_nothing():
     one = np.array([7])
-    assert masked_row(one, np.array([0]), one, MASK, 0.15, draws(0, 1, 0))[1].tolist() == [0]
-    read, drawn = masked_row(np.array([CLS]), np.empty(0, np.int64), one, MASK, 0.15, draws(0, 1, 0))
+    assert mask_row(one, np.array([0]), one, MASK, 0.15, row_rng(0, 1, 0))[1].tolist() == [0]
+    read, drawn = mask_row(np.array([CLS]), np.empty(0, np.int64), one, MASK, 0.15, row_rng(0, 1, 0))
     assert read.tolist() == [CLS] and not len(drawn)
 
 
 def test_a_tokenizer_without_a_mask_is_refused():
     with pytest.raises(DataError, match=r"has no mask token, and objective\.kind = masked needs one"):
-        MaskedData(Rows(), train_tokenizer("byte", []), 0.15, 0, 4)
+        MaskedLMDataset(Rows(), train_tokenizer("byte", []), 0.15, 0, 4)
 
 
 def test_hiding_changes_what_is_read_and_nothing_that_is_asked():
     rows = Rows()
-    data = HidingData(rows, TOKENIZER, 0.3, 0, 4)
+    data = InputMaskingDataset(rows, TOKENIZER, 0.3, 0, 4)
     shares = []
     for step in range(50):
         (batch,) = data.micro_batches(step)
-        hidden = batch.step.tokens != rows.batch.step.tokens
-        assert (batch.step.tokens[hidden] == MASK).all() and not hidden[rows.batch.step.tokens > 255].any()
-        assert torch.equal(batch.targets, rows.batch.targets) and torch.equal(batch.step.wanted, rows.batch.step.wanted)
+        hidden = batch.model_input.token_ids != rows.batch.model_input.token_ids
+        assert (batch.model_input.token_ids[hidden] == MASK).all() and not hidden[
+            rows.batch.model_input.token_ids > 255
+        ].any()
+        assert torch.equal(batch.targets, rows.batch.targets) and torch.equal(
+            batch.model_input.logit_indices, rows.batch.model_input.logit_indices
+        )
         shares.append(hidden.sum().item() / (4 * 91))
     assert np.mean(shares) == pytest.approx(0.3, abs=0.02) and len(set(shares)) > 10
     assert all(batch is rows.batch for batch in data.evaluation())
     with pytest.raises(DataError, match=r"objective\.hide needs one"):
-        HidingData(rows, train_tokenizer("byte", []), 0.3, 0, 4)
+        InputMaskingDataset(rows, train_tokenizer("byte", []), 0.3, 0, 4)

@@ -7,16 +7,24 @@ import pytest
 import torch
 
 from kvad.errors import MemoryPlanError
-from kvad.model.fresh import Fresh
+from kvad.model.fresh import NoCache
 from kvad.model.transformer import Transformer
 from kvad.ops import entropy
-from kvad.step import Lane, Step
-from kvad.train.config import RunConfig, WatchConfig
-from kvad.train.memory import LOGITS, outgrown, require, state_bytes, training_bytes, training_parts, within
+from kvad.step import ModelInput, SubBatch
+from kvad.train.config import CallbacksConfig, RunConfig
+from kvad.train.memory import (
+    LOGIT_CHUNK_ELEMENTS,
+    out_of_memory_error,
+    require_training_memory,
+    state_bytes,
+    training_bytes,
+    training_parts,
+    translate_oom,
+)
 from kvad.train.objective import Autocast
-from kvad.train.optim import Optimization
-from kvad.train.presets import PRESETS
-from kvad.train.speed import prepare
+from kvad.train.optim import OptimizersContainer
+from kvad.train.presets import MODEL_PRESETS
+from kvad.train.speed import apply_acceleration
 from tests.lab.models import CONFIGS
 
 ROWS, CONTEXT = 4, 64
@@ -26,13 +34,13 @@ RUN = RunConfig.from_dict({"data": {"context": CONTEXT}, "train": {"batch": ROWS
 def packed(config, rows, context):
     """Rows of two documents each."""
     positions = torch.arange(context).repeat(rows)
-    return Step(
-        tokens=torch.arange(rows * context) % config.vocab,
+    return ModelInput(
+        token_ids=torch.arange(rows * context) % config.vocab_size,
         positions=positions,
-        lanes=(Lane(rows, context, context),),
-        wanted=torch.arange(rows * context),
-        documents=(positions >= context // 2).long(),
-        limits=torch.full((rows * context,), context),
+        sub_batches=(SubBatch(rows, context, context),),
+        logit_indices=torch.arange(rows * context),
+        document_ids=(positions >= context // 2).long(),
+        max_seq_lens=torch.full((rows * context,), context),
     )
 
 
@@ -49,15 +57,15 @@ def kept_bytes(model, precision):
 
     with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor), Autocast(precision, "cpu")():
         step = packed(model.config, ROWS, CONTEXT)
-        if model.config.source is not None:
+        if model.config.encoder_input is not None:
             step = step._replace(source=packed(model.config, ROWS, CONTEXT))
-        model(step, Fresh(model.config))
+        model(step, NoCache(model.config))
     return sum(storage.nbytes() for storage in held.values())
 
 
 def activations(config, half=False):
     """The estimate's own: what is left when state, rows and logits are taken off, and the copies under bf16."""
-    logits = 8 * min(ROWS * CONTEXT * config.vocab, LOGITS)
+    logits = 8 * min(ROWS * CONTEXT * config.vocab_size, LOGIT_CHUNK_ELEMENTS)
     return training_bytes(config, RUN, 0, ROWS, half=half) - 48 * ROWS * CONTEXT - logits
 
 
@@ -69,7 +77,7 @@ def test_the_estimate_is_near_what_autograd_keeps(name):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_estimate_of_a_preset_is_near_it_too(precision):
-    config, half = PRESETS["tiny"](256, CONTEXT), precision == "bf16"
+    config, half = MODEL_PRESETS["tiny"](256, CONTEXT), precision == "bf16"
     model = Transformer(config)
     copies = 2 * sum(p.numel() for p in model.parameters()) if half else 0
     kept = kept_bytes(model, precision) - copies
@@ -78,7 +86,7 @@ def test_the_estimate_of_a_preset_is_near_it_too(precision):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_estimate_of_an_encoder_decoder_is_near_it_too(precision):
-    config, half = PRESETS["transformer-tiny"](256, CONTEXT), precision == "bf16"
+    config, half = MODEL_PRESETS["transformer-tiny"](256, CONTEXT), precision == "bf16"
     model = Transformer(config)
     copies = 2 * sum(p.numel() for p in model.parameters()) if half else 0
     kept = kept_bytes(model, precision) - copies
@@ -88,13 +96,13 @@ def test_the_estimate_of_an_encoder_decoder_is_near_it_too(precision):
 
 @pytest.mark.parametrize("name", ["plain", "gated bias", "pattern", "t5"])
 def test_the_estimate_beside_frozen_weights_is_near_it_too(name):
-    from kvad.checkpoint.linears import targeted
-    from kvad.model.lora import adapt
+    from kvad.checkpoint.linears import match_targets
+    from kvad.model.lora import add_adapters
 
     model = Transformer(CONFIGS[name])
-    adapt(model, targeted(CONFIGS[name], ["q", "v"]), 2, 1.0)
+    add_adapters(model, match_targets(CONFIGS[name], ["q", "v"]), 2, 1.0)
     kept = kept_bytes(model, "fp32")
-    logits = 8 * min(ROWS * CONTEXT * CONFIGS[name].vocab, LOGITS)
+    logits = 8 * min(ROWS * CONTEXT * CONFIGS[name].vocab_size, LOGIT_CHUNK_ELEMENTS)
     estimate = training_bytes(CONFIGS[name], RUN, 0, ROWS, learned=0) - 48 * ROWS * CONTEXT - logits
     assert kept / 1.5 <= estimate <= 1.25 * kept
 
@@ -129,19 +137,19 @@ def test_what_an_optimizer_remembers_is_counted(tables, each, beside):
     """Held against the tensors themselves, after a step: never more than there are, and most of them."""
     run = RunConfig.from_dict({"data": {"context": CONTEXT}, **tables})
     config = CONFIGS["plain"]
-    assert state_bytes(config, run, 1000) == each * 1000 + beside * 4 * config.vocab * config.width
+    assert state_bytes(config, run, 1000) == each * 1000 + beside * 4 * config.vocab_size * config.hidden_size
     model = Transformer(config)
     parameters = sum(p.numel() for p in model.parameters())
-    optimization = Optimization(model, run.optim, run.train)
+    optimization = OptimizersContainer(model, run.optim, run.train)
     for step in range(1 if "average" not in tables.get("optim", {}) else 45):
-        optimization.begin(step, 0.0)
+        optimization.begin_step(step, 0.0)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        optimization.step(optimization.norm())
-    held = sum(tensor.nbytes for name, tensor in optimization.tensors().items() if not name.startswith("raw."))
+        optimization.step(optimization.clip_grad_norm())
+    held = sum(tensor.nbytes for name, tensor in optimization.state_tensors().items() if not name.startswith("raw."))
     held += 8 * parameters  # weights and gradients
     assert 0.9 * held <= state_bytes(config, run, parameters) <= held
-    written = 4 * parameters + sum(tensor.nbytes for tensor in optimization.tensors().values())
+    written = 4 * parameters + sum(tensor.nbytes for tensor in optimization.state_tensors().values())
     assert 0.9 * written <= training_parts(config, run, parameters, ROWS)["copy"] <= written
 
 
@@ -152,20 +160,20 @@ def test_the_estimate_of_a_recomputed_pass_is_near_what_autograd_keeps(name):
     run = RunConfig.from_dict({"data": {"context": CONTEXT}, "train": {"batch": ROWS, "recompute": True}})
     plain = training_bytes(config, RUN, 0, ROWS)
     again = training_bytes(config, run, 0, ROWS)
-    layers = config.decoder.layers
+    layers = config.decoder.num_layers
     assert again < plain
-    if len(config.decoder.kinds) == 1:
+    if len(config.decoder.layer_types) == 1:
         one = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, layers=1))
-        stream = 4 * ROWS * CONTEXT * config.width
+        stream = 4 * ROWS * CONTEXT * config.hidden_size
         assert again - layers * stream == training_bytes(one, RUN, 0, ROWS)
     model = Transformer(config).train()
-    prepare(model, run.train)
+    apply_acceleration(model, run.train)
     kept = kept_bytes(model, "fp32")
-    assert layers * 4 * ROWS * CONTEXT * config.width <= kept < kept_bytes(Transformer(config), "fp32")
+    assert layers * 4 * ROWS * CONTEXT * config.hidden_size <= kept < kept_bytes(Transformer(config), "fp32")
 
 
 def test_the_budget_is_that_of_the_slices():
-    assert LOGITS == entropy.SLICE
+    assert LOGIT_CHUNK_ELEMENTS == entropy.CHUNK_ELEMENTS
 
 
 def of_batch(batch):
@@ -176,39 +184,47 @@ def of_batch(batch):
 def test_the_largest_micro_batch_is_named_and_passes(most):
     config = CONFIGS["plain"]
     have = training_bytes(config, RUN, 5000, most)
-    require(config, of_batch(most), 5000, have)
+    require_training_memory(config, of_batch(most), 5000, have)
     with pytest.raises(MemoryPlanError, match=rf"what would fit: --batch {most} ") as caught:
-        require(config, of_batch(1000), 5000, have)
+        require_training_memory(config, of_batch(1000), 5000, have)
     assert "training on 1,000 rows of 64 tokens at a time needs about" in caught.value.message
     assert "MiB is available" in caught.value.message and caught.value.exit_code == 2
-    require(config, of_batch(1000), 5000, None)  # nobody knows
+    require_training_memory(config, of_batch(1000), 5000, None)  # nobody knows
 
 
 def test_what_fits_in_no_batch_says_so():
     with pytest.raises(MemoryPlanError, match="not even --batch 1 fits") as caught:
-        require(CONFIGS["plain"], of_batch(1), 5000, 80_000)
+        require_training_memory(CONFIGS["plain"], of_batch(1), 5000, 80_000)
     assert "1 row of 64 tokens" in caught.value.message
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_the_demo_trains_takes_little(precision):
     """``kvad demo``: 4 rows of 256 tokens of the demo preset, on a machine with half a gibibyte left."""
-    config = PRESETS["demo"](4096, 256)
+    config = MODEL_PRESETS["demo"](4096, 256)
     demo = RunConfig.from_dict({"data": {"context": 256}, "train": {"batch": 4}})
-    require(config, demo, 10_400_000, 1 << 29, half=precision == "bf16")
+    require_training_memory(config, demo, 10_400_000, 1 << 29, half=precision == "bf16")
 
 
 def test_memory_that_ran_out_says_the_plan_and_what_to_lower():
     config = CONFIGS["plain"]
-    error = outgrown(config, RUN, 5000, "in step 7", "there is no checkpoint yet")
+    error = out_of_memory_error(config, RUN, 5000, "in step 7", "there is no checkpoint yet")
     assert "out of memory in step 7, with 4 rows of 64 tokens at a time; planned were" in error.message
     for name in ("weights 0.0 MiB", "gradients", "optimizer", "copy", "rows", "activations", "logits"):
         assert name in error.message
-    for way in ("train.batch", "data.context", "train.recompute=true", "train.precision=bf16", "save_beside=false"):
+    for way in (
+        "train.batch_size",
+        "data.seq_len",
+        "train.activation_checkpointing=true",
+        "train.precision=bf16",
+        "save_beside=false",
+    ):
         assert way in error.hint
     tight = {"batch": 1, "recompute": True, "save_beside": False}
     least = RunConfig.from_dict({"data": {"context": CONTEXT}, "train": tight})
-    assert outgrown(config, least, 5000, "", "", half=True).hint.endswith("what takes less: a lower data.context")
+    assert out_of_memory_error(config, least, 5000, "", "", half=True).hint.endswith(
+        "what takes less: a lower data.seq_len"
+    )
 
 
 def refused(kind):
@@ -224,12 +240,12 @@ def refused(kind):
 @pytest.mark.parametrize("kind", ["python", "numpy", "torch", "gpu"])
 def test_every_way_of_running_out_is_seen(kind):
     said = MemoryPlanError("as planned")
-    with pytest.raises(MemoryPlanError, match="as planned"), within(lambda: said):
+    with pytest.raises(MemoryPlanError, match="as planned"), translate_oom(lambda: said):
         refused(kind)
 
 
 def test_another_error_stays_what_it_is():
-    with pytest.raises(RuntimeError, match="a shape"), within(lambda: MemoryPlanError("")):
+    with pytest.raises(RuntimeError, match="a shape"), translate_oom(lambda: MemoryPlanError("")):
         raise RuntimeError("a shape is wrong")
 
 
@@ -237,8 +253,8 @@ def test_a_copy_that_is_looked_at_counts_where_it_is_more_than_a_step_holds():
     """Of evaluations: the activations of a step are gone by then."""
     model, count = next(iter(CONFIGS.values())), 10_000_000
     for rows, more in ((1, True), (4_000, False)):
-        run = dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, batch=rows))
-        seen = dataclasses.replace(run, watch=WatchConfig(prompts=("a",)))
+        run = dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, batch_size=rows))
+        seen = dataclasses.replace(run, callbacks=CallbacksConfig(prompts=("a",)))
         parts, plain = (training_parts(model, each, count, rows) for each in (seen, run))
         step = plain["activations"] + plain["logits"]
         assert plain["watch"] == 0 and parts["watch"] == max(0, 4 * count - step) and (parts["watch"] > 0) is more

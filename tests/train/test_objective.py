@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvad.model.fresh import Fresh
+from kvad.model.fresh import NoCache
 from kvad.ops import entropy
-from kvad.step import Lane, Step
+from kvad.step import ModelInput, SubBatch
 from kvad.train.data import Batch
-from kvad.train.objective import Autocast, backward, loss_of, resolve_precision
+from kvad.train.objective import Autocast, accumulate_gradients, evaluate_loss, resolve_precision
 from tests.models import VOCAB, build, model_config
 
 EXACT = Autocast("fp32", "cpu")
@@ -24,24 +24,27 @@ def ragged(rows, length, seed, share=0.6):
     wanted = (torch.rand(rows * length, generator=generator) < share).nonzero().view(-1)
     positions = torch.arange(length).repeat(rows)
     targets = torch.randint(0, VOCAB, (len(wanted),), generator=generator)
-    return Batch(Step(tokens, positions, (Lane(rows, length, length),), wanted), targets)
+    return Batch(ModelInput(tokens, positions, (SubBatch(rows, length, length),), wanted), targets)
 
 
 def joined(batches, length):
     """The micro-batches as one batch."""
-    tokens = torch.cat([b.step.tokens for b in batches])
-    sizes = np.cumsum([0, *(len(b.step.tokens) for b in batches)])
-    wanted = torch.cat([b.step.wanted + int(n) for b, n in zip(batches, sizes, strict=False)])
-    positions = torch.cat([b.step.positions for b in batches])
+    tokens = torch.cat([b.model_input.token_ids for b in batches])
+    sizes = np.cumsum([0, *(len(b.model_input.token_ids) for b in batches)])
+    wanted = torch.cat([b.model_input.logit_indices + int(n) for b, n in zip(batches, sizes, strict=False)])
+    positions = torch.cat([b.model_input.positions for b in batches])
     rows = len(tokens) // length
     return Batch(
-        Step(tokens, positions, (Lane(rows, length, length),), wanted), torch.cat([b.targets for b in batches])
+        ModelInput(tokens, positions, (SubBatch(rows, length, length),), wanted),
+        torch.cat([b.targets for b in batches]),
     )
 
 
 def gradients(model, batches, totals):
     model.zero_grad()
-    summed = sum(backward(model, b, Fresh(model.config), t, EXACT) for b, t in zip(batches, totals, strict=True))
+    summed = sum(
+        accumulate_gradients(model, b, NoCache(model.config), t, EXACT) for b, t in zip(batches, totals, strict=True)
+    )
     return summed, torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
@@ -52,15 +55,18 @@ def model():
 
 def test_it_is_the_mean_cross_entropy_of_the_wanted_positions(model):
     batch = ragged(3, 10, seed=1)
-    memory = Fresh(model.config)
-    logits = model.logits(model(batch.step, memory), batch.step.wanted)
+    memory = NoCache(model.config)
+    logits = model.logits(model(batch.model_input, memory), batch.model_input.logit_indices)
     reference = F.cross_entropy(logits, batch.targets)
     reference.backward()
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
     summed, got = gradients(model, [batch], [len(batch.targets)])
     assert summed / len(batch.targets) == pytest.approx(reference.item(), rel=1e-6)
     assert torch.allclose(got, expected, atol=1e-6)
-    assert loss_of(model, [batch], memory, EXACT) == (pytest.approx(reference.item(), rel=1e-6), len(batch.targets))
+    assert evaluate_loss(model, [batch], memory, EXACT) == (
+        pytest.approx(reference.item(), rel=1e-6),
+        len(batch.targets),
+    )
 
 
 def test_slices_of_positions_change_nothing(model, monkeypatch):
@@ -68,7 +74,7 @@ def test_slices_of_positions_change_nothing(model, monkeypatch):
     whole = gradients(model, [batch], [len(batch.targets)])
     shapes = []
     real = torch.Tensor.log_softmax
-    monkeypatch.setattr(entropy, "SLICE", 4 * VOCAB)
+    monkeypatch.setattr(entropy, "CHUNK_ELEMENTS", 4 * VOCAB)
     monkeypatch.setattr(torch.Tensor, "log_softmax", lambda x, **k: (shapes.append(tuple(x.shape)), real(x, **k))[1])
     sliced = gradients(model, [batch], [len(batch.targets)])
     assert len(shapes) > 3 and max(shape[0] for shape in shapes) == 4
@@ -94,7 +100,7 @@ def test_an_untrained_model_knows_nothing():
 
     torch.manual_seed(0)
     model = Transformer(model_config())
-    loss, _ = loss_of(model, [ragged(8, 32, seed=0)], Fresh(model.config), EXACT)
+    loss, _ = evaluate_loss(model, [ragged(8, 32, seed=0)], NoCache(model.config), EXACT)
     assert loss == pytest.approx(math.log(VOCAB), abs=0.1)
 
 
@@ -105,7 +111,7 @@ def test_bf16_is_near_and_the_loss_itself_is_fp32(model, monkeypatch):
     real = torch.Tensor.log_softmax
     monkeypatch.setattr(torch.Tensor, "log_softmax", lambda x, **k: (dtypes.add(x.dtype), real(x, **k))[1])
     model.zero_grad()
-    summed = backward(model, batch, Fresh(model.config), len(batch.targets), Autocast("bf16", "cpu"))
+    summed = accumulate_gradients(model, batch, NoCache(model.config), len(batch.targets), Autocast("bf16", "cpu"))
     rough = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert dtypes == {torch.float32}
     assert 0 < abs(summed / exact[0] - 1) < 0.02
@@ -133,8 +139,8 @@ def test_label_smoothing_is_the_formula_and_torchs(smoothing):
     """-(1 - e) log p(target) - e / C sum of log p, by hand and by torch, in float64; its gradient too."""
     model = build(model_config(), dtype=torch.float64).train()
     batch = ragged(3, 10, seed=1)
-    memory, total = Fresh(model.config), len(batch.targets)
-    logits = model.logits(model(batch.step, memory), batch.step.wanted)
+    memory, total = NoCache(model.config), len(batch.targets)
+    logits = model.logits(model(batch.model_input, memory), batch.model_input.logit_indices)
     log_p = logits.log_softmax(-1)
     right = log_p.gather(1, batch.targets.unsqueeze(1)).squeeze(1)
     by_hand = (-(1 - smoothing) * right - smoothing / VOCAB * log_p.sum(-1)).sum()
@@ -144,9 +150,9 @@ def test_label_smoothing_is_the_formula_and_torchs(smoothing):
     (by_hand / total).backward()
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
     model.zero_grad()
-    summed = backward(model, batch, memory, total, EXACT, smoothing)
+    summed = accumulate_gradients(model, batch, memory, total, EXACT, smoothing)
     got = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert summed == pytest.approx(by_hand.item(), rel=1e-12)
     assert (got - expected).abs().max() <= 1e-12
-    plain, _ = loss_of(model, [batch], memory, EXACT)
+    plain, _ = evaluate_loss(model, [batch], memory, EXACT)
     assert plain == pytest.approx(-right.mean().item(), rel=1e-12), "a run is judged without smoothing"

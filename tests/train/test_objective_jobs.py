@@ -6,12 +6,12 @@ import random
 import pytest
 
 from kvad import LLM
-from kvad.checkpoint.native import load
-from kvad.config import Classes
+from kvad.checkpoint.native import open_folder
+from kvad.config import ClassificationHeadConfig
 from kvad.errors import ConfigError, DataError
 from kvad.text.chat import ChatTemplate
 from kvad.train.config import RunConfig
-from kvad.train.job import resume, stored_run, train
+from kvad.train.job import read_model_run, resume_model, train_model
 from kvad.train.metrics import read_metrics
 from kvad.train.pairs import PairPaths
 from tests.train.test_pair_job import StopAt
@@ -39,14 +39,19 @@ def corpora(tmp_path_factory):
 
 
 def configured(kind, steps, preset="encoder-tiny", **objective):
-    side = {"width": 32, "encoder.layers": 1, "encoder.kinds.L.mlp.hidden": 48}
+    side = {"width": 32, "encoder.num_layers": 1, "encoder.layer_types.L.mlp.intermediate_size": 48}
     if kind == "spans":
         preset, side = (
             "t5-tiny",
-            {**side, "decoder.layers": 1, "decoder.kinds.L.mlp.hidden": 48, "head.scale": 32**-0.5},
+            {
+                **side,
+                "decoder.num_layers": 1,
+                "decoder.layer_types.L.mlp.intermediate_size": 48,
+                "head.scale": 32**-0.5,
+            },
         )
     if kind == "chat":
-        preset, side = "tiny", {"width": 32, "decoder.layers": 1, "decoder.kinds.L.mlp.hidden": 48}
+        preset, side = "tiny", {"width": 32, "decoder.num_layers": 1, "decoder.layer_types.L.mlp.intermediate_size": 48}
     return RunConfig.from_dict(
         {
             "model": {"preset": preset, "set": side},
@@ -71,9 +76,9 @@ READERS = {
 
 
 def test_a_tagger_learns_and_says_tags_by_name(corpora, tmp_path, listener):
-    train(configured("tag", 30), [corpora / "tag"], tmp_path / "run", callbacks=[listener])
+    train_model(configured("tag", 30), [corpora / "tag"], tmp_path / "run", callbacks=[listener])
     assert any(READERS["tag"] in stage for stage in listener.stages)
-    assert load(tmp_path / "run").config.head == Classes(("ADV", "NOUN", "VERB"))
+    assert open_folder(tmp_path / "run").config.head == ClassificationHeadConfig(("ADV", "NOUN", "VERB"))
     assert listener.evals[-1].accuracy > 0.95
     logged = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "eval"]
     assert logged[-1]["accuracy"] == listener.evals[-1].accuracy
@@ -85,23 +90,23 @@ def test_a_tagger_learns_and_says_tags_by_name(corpora, tmp_path, listener):
 
 
 def test_a_classifier_learns_and_says_labels_by_name(corpora, tmp_path):
-    train(configured("classify", 30), [corpora / "classify"], tmp_path / "run")
+    train_model(configured("classify", 30), [corpora / "classify"], tmp_path / "run")
     with LLM.load(tmp_path / "run") as llm:
         assert [llm.classify(f"dog {word} eats bird")[0].label for word in ("often", "never")] == ["often", "never"]
 
 
 def test_a_masked_model_fills_what_it_has_seen(corpora, tmp_path):
-    train(configured("masked", 20), [corpora / "masked"], tmp_path / "run")
+    train_model(configured("masked", 20), [corpora / "masked"], tmp_path / "run")
     with LLM.load(tmp_path / "run") as llm:
-        assert llm.tokenizer.specials.mask is not None
-        (candidates,) = llm.fill("cat [MASK] eats bird", top=5)
+        assert llm.tokenizer.special_tokens.mask is not None
+        (candidates,) = llm.fill_mask("cat [MASK] eats bird", top=5)
     assert len(candidates) == 5 and candidates[0].probability > 2 / 420, "it knows more than nothing"
 
 
 def test_a_chat_model_answers_and_stops(corpora, tmp_path):
-    outcome = train(configured("chat", 60), [corpora / "chat"], tmp_path / "run")
-    saved = load(tmp_path / "run")
-    assert saved.tokenizer.specials.names()["<|im_end|>"] in saved.generation.stops
+    outcome = train_model(configured("chat", 60), [corpora / "chat"], tmp_path / "run")
+    saved = open_folder(tmp_path / "run")
+    assert saved.tokenizer.special_tokens.names()["<|im_end|>"] in saved.generation.eos_token_ids
     template = ChatTemplate.load(outcome.checkpoint)
     prompt = template.render([{"role": "user", "content": "fish"}], generation_prompt=True).text
     with LLM.load(tmp_path / "run") as llm:
@@ -110,18 +115,18 @@ def test_a_chat_model_answers_and_stops(corpora, tmp_path):
 
 
 def final(out):
-    files = load(out, verify=True).files
+    files = open_folder(out, verify=True).files
     return {name: files[name]["sha256"] for name in ("model.safetensors", "training/state.safetensors", "config.json")}
 
 
 @pytest.mark.parametrize("kind", READERS)
 def test_a_run_that_was_stopped_goes_on_to_the_bit(kind, corpora, tmp_path, listener):
     config = configured(kind, 8, smoothing=0.1)
-    train(config, [corpora / kind], tmp_path / "whole", callbacks=[listener])
+    train_model(config, [corpora / kind], tmp_path / "whole", callbacks=[listener])
     assert any(READERS[kind] in stage for stage in listener.stages), listener.stages
-    train(config, [corpora / kind], tmp_path / "cut", callbacks=[StopAt(3)])
-    assert stored_run(tmp_path / "cut")[0].objective.kind == kind
-    resume(tmp_path / "cut", config=config)
+    train_model(config, [corpora / kind], tmp_path / "cut", callbacks=[StopAt(3)])
+    assert read_model_run(tmp_path / "cut")[0].objective.kind == kind
+    resume_model(tmp_path / "cut", config=config)
     assert final(tmp_path / "whole") == final(tmp_path / "cut")
     losses = [
         [line["loss"] for line in read_metrics(tmp_path / name / "metrics.jsonl") if line["kind"] == "step"]
@@ -131,19 +136,19 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(kind, corpora, tmp_path, list
 
 
 def test_another_objective_is_no_resume(corpora, tmp_path):
-    train(configured("tag", 2), [corpora / "tag"], tmp_path / "run")
+    train_model(configured("tag", 2), [corpora / "tag"], tmp_path / "run")
     with pytest.raises(ConfigError, match=r"objective\.smoothing"):
-        resume(tmp_path / "run", config=configured("tag", 2, smoothing=0.2))
+        resume_model(tmp_path / "run", config=configured("tag", 2, smoothing=0.2))
 
 
 def test_what_cannot_be_learned_leaves_nothing(corpora, tmp_path):
     with pytest.raises(DataError, match="no tab"):
-        train(configured("classify", 2), [corpora / "masked"], tmp_path / "run")
+        train_model(configured("classify", 2), [corpora / "masked"], tmp_path / "run")
     held = tmp_path / "held"
     held.write_text("cat\tX\n")
     with pytest.raises(DataError, match="held out and does not occur"):
-        train(configured("tag", 2), PairPaths(((corpora / "tag",),), ((held,),)), tmp_path / "run")
+        train_model(configured("tag", 2), PairPaths(((corpora / "tag",),), ((held,),)), tmp_path / "run")
     plain = {**configured("masked", 2).to_dict(), "tokenizer": {"kind": "byte", "specials": ["pad"]}}
     with pytest.raises(DataError, match="no mask token"):
-        train(RunConfig.from_dict(plain), [corpora / "masked"], tmp_path / "run")
+        train_model(RunConfig.from_dict(plain), [corpora / "masked"], tmp_path / "run")
     assert not (tmp_path / "run").exists()

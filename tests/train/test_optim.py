@@ -7,18 +7,23 @@ import torch
 
 from kvad.errors import CheckpointError
 from kvad.train.config import OptimConfig, TrainConfig
-from kvad.train.optim import Optimization, decays
+from kvad.train.optim import OptimizersContainer, uses_weight_decay
 from kvad.train.schedules import learning_rate
 from tests.models import build, model_config
 
 
 def test_matrices_and_embeddings_decay_and_nothing_else():
     model = build(model_config(position="t5", norm="post", heads="sinks"), dtype=torch.float32)
-    groups = {name: decays(name, p) for name, p in model.named_parameters()}
-    assert groups["decoder.layers.0.mixer.q.weight"] and groups["embed.tokens.weight"] and groups["head.weight"]
+    groups = {name: uses_weight_decay(name, p) for name, p in model.named_parameters()}
+    assert groups["decoder.layers.0.attention.q.weight"] and groups["embedding.tokens.weight"] and groups["head.weight"]
     kept = {name for name, decay in groups.items() if not decay}
-    assert {"decoder.relative.L", "head.bias", "decoder.norm.weight", "decoder.layers.0.mixer.sink_logits"} <= kept
-    (optimizer,) = Optimization(model, OptimConfig(weight_decay=0.25), TrainConfig()).optimizers
+    assert {
+        "decoder.relative_bias.L",
+        "head.bias",
+        "decoder.norm.weight",
+        "decoder.layers.0.attention.sink_logits",
+    } <= kept
+    (optimizer,) = OptimizersContainer(model, OptimConfig(weight_decay=0.25), TrainConfig()).optimizers
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     assert sizes == [sum(groups.values()), len(kept)]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.25, 0.0]
@@ -26,7 +31,7 @@ def test_matrices_and_embeddings_decay_and_nothing_else():
 
 
 def test_warmup_and_cosine_are_nanogpts():
-    config = OptimConfig(lr=1e-3, min_lr=1e-4, warmup=100)
+    config = OptimConfig(lr=1e-3, min_lr=1e-4, warmup_steps=100)
     rates = [learning_rate(config, TrainConfig(steps=2000), step, elapsed=0.0) for step in range(2001)]
     assert rates[0] == pytest.approx(1e-3 / 101) and rates[99] == pytest.approx(1e-3 * 100 / 101)
     assert rates[100] == pytest.approx(1e-3) == max(rates)
@@ -35,7 +40,7 @@ def test_warmup_and_cosine_are_nanogpts():
 
 
 def test_with_minutes_the_rate_follows_the_clock():
-    config, train = OptimConfig(lr=1e-3, min_lr=0.0, warmup=0), TrainConfig(minutes=2)
+    config, train = OptimConfig(lr=1e-3, min_lr=0.0, warmup_steps=0), TrainConfig(minutes=2)
     assert learning_rate(config, train, 5, 0.0) == pytest.approx(1e-3)
     assert learning_rate(config, train, 5, 60.0) == pytest.approx(5e-4) == learning_rate(config, train, 999, 60.0)
     assert learning_rate(config, train, 5, 130.0) == pytest.approx(0.0)
@@ -55,20 +60,20 @@ def test_moments_come_back_by_name_into_memory_of_their_own():
         optimization.step(1.0)
 
     def optimization_of(model):
-        return Optimization(model, OptimConfig(), TrainConfig())
+        return OptimizersContainer(model, OptimConfig(), TrainConfig())
 
     model = build(model_config(), dtype=torch.float32)
     first = optimization_of(model)
     advance(model, first, 0)
-    stored = {name: tensor.clone() for name, tensor in first.tensors().items()}
+    stored = {name: tensor.clone() for name, tensor in first.state_tensors().items()}
     again = build(model_config(), dtype=torch.float32)
     again.load_state_dict(model.state_dict())
     other = optimization_of(again)
-    other.restore(stored)
+    other.load_state_tensors(stored)
     for seed in (1, 2):
         advance(model, first, seed)
         advance(again, other, seed)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     del stored["exp_avg_sq.embed.tokens.weight"]
     with pytest.raises(CheckpointError, match=r"exp_avg_sq.embed.tokens.weight is missing, expected \[67, 24\]"):
-        optimization_of(again).restore(stored)
+        optimization_of(again).load_state_tensors(stored)

@@ -8,17 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kvad.checkpoint.native import load
+from kvad.checkpoint.native import open_folder
 from kvad.checkpoint.open import load_model
 from kvad.errors import ConfigError, NumericalError
-from kvad.train.job import resume, train
+from kvad.train.job import resume_model, train_model
 from kvad.train.metrics import read_metrics
-from kvad.train.objective import NextToken
-from kvad.train.optim import Optimization
+from kvad.train.objective import CrossEntropyObjective
+from kvad.train.optim import OptimizersContainer
 from kvad.train.reports import Callback
 from kvad.train.scaling import LossScale
 
-SMALL = {"width": 32, "decoder.layers": 1, "decoder.kinds.L.mlp.hidden": 32}
+SMALL = {"width": 32, "decoder.num_layers": 1, "decoder.layer_types.L.mlp.intermediate_size": 32}
 DROPS = {f"dropout.{name}": 0.2 for name in ("embedding", "residual", "attention", "hidden")}
 RUNS = {
     "adafactor": {"name": "adafactor", "schedule": "relative"},
@@ -48,7 +48,7 @@ def told(out):
 
 
 def hashes(out):
-    files = load(out, verify=True).files
+    files = open_folder(out, verify=True).files
     return files["model.safetensors"]["sha256"], files["training/state.safetensors"]["sha256"]
 
 
@@ -63,11 +63,11 @@ def config_of(run_config, name, **changes):
 def test_resume_goes_on_to_the_bit(corpus, tmp_path, run_config, name):
     config = config_of(run_config, name)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train(config, [corpus], whole)
-    train(config, [corpus], parts, callbacks=[StopAt(3)])
-    resume(parts, callbacks=[StopAt(7)])
+    train_model(config, [corpus], whole)
+    train_model(config, [corpus], parts, callbacks=[StopAt(3)])
+    resume_model(parts, callbacks=[StopAt(7)])
     torch.rand(3)
-    assert resume(parts).reason == "done"
+    assert resume_model(parts).reason == "done"
     assert told(parts) == told(whole) and len(told(whole)[0]) == 12
     assert hashes(parts) == hashes(whole)
 
@@ -75,13 +75,13 @@ def test_resume_goes_on_to_the_bit(corpus, tmp_path, run_config, name):
 @pytest.mark.parametrize("name", ["muon", "adafactor", "ema", "dropout"])
 def test_it_learns(corpus, tmp_path, run_config, name):
     lr = {"lr": 0.2} if name == "adafactor" else {"lr": 1e-2, "min_lr": 1e-3}
-    outcome = train(config_of(run_config, name, steps=40, eval_every=40, **lr), [corpus], tmp_path / "run")
+    outcome = train_model(config_of(run_config, name, steps=40, eval_every=40, **lr), [corpus], tmp_path / "run")
     assert outcome.val_loss < 3.6, "5.56 is what it begins with"
 
 
 def test_one_seed_is_one_run_and_another_is_another(corpus, tmp_path, run_config):
     for out, seed in (("one", 1), ("two", 1), ("three", 2)):
-        train(config_of(run_config, "dropout", steps=3, seed=seed), [corpus], tmp_path / out)
+        train_model(config_of(run_config, "dropout", steps=3, seed=seed), [corpus], tmp_path / out)
         torch.rand(7)
     assert told(tmp_path / "one") == told(tmp_path / "two") != told(tmp_path / "three")
     assert hashes(tmp_path / "one") == hashes(tmp_path / "two")
@@ -89,18 +89,18 @@ def test_one_seed_is_one_run_and_another_is_another(corpus, tmp_path, run_config
 
 def test_a_lost_random_state_is_seen(corpus, tmp_path, run_config, monkeypatch):
     config = config_of(run_config, "dropout")
-    train(config, [corpus], tmp_path / "whole")
-    train(config, [corpus], tmp_path / "parts", callbacks=[StopAt(3)])
+    train_model(config, [corpus], tmp_path / "whole")
+    train_model(config, [corpus], tmp_path / "parts", callbacks=[StopAt(3)])
     monkeypatch.setattr(torch, "set_rng_state", lambda state: None)
-    resume(tmp_path / "parts")
+    resume_model(tmp_path / "parts")
     assert told(tmp_path / "parts") != told(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("name", ["ema", "average"])
 def test_the_average_is_what_is_evaluated_and_saved(corpus, tmp_path, run_config, monkeypatch, name):
     """The loss that the run reports is that of the weights that its folder holds, and not of those it trains."""
-    outcome = train(config_of(run_config, name, lr=1e-2), [corpus], tmp_path / "run")
-    stored = load(tmp_path / "run")
+    outcome = train_model(config_of(run_config, name, lr=1e-2), [corpus], tmp_path / "run")
+    stored = open_folder(tmp_path / "run")
     saved, raw = dict(stored.weights()), stored.training.tensors
     assert all(not torch.equal(saved[key], raw[f"raw.{key}"]) for key in saved)
     if name == "average":
@@ -109,23 +109,25 @@ def test_the_average_is_what_is_evaluated_and_saved(corpus, tmp_path, run_config
             assert torch.equal(saved[key], kept.mean(dim=0))
         assert torch.equal(raw["kept.2.embed.tokens.weight"], raw["raw.embed.tokens.weight"])  # of step 12
     model, _ = load_model(tmp_path / "run")
-    assert torch.equal(model.table, saved["embed.tokens.weight"])
-    train(config_of(run_config, name, lr=1e-2, ema=0.0, average=0, average_every=None), [corpus], tmp_path / "raw")
+    assert torch.equal(model.token_embedding, saved["embedding.tokens.weight"])
+    train_model(
+        config_of(run_config, name, lr=1e-2, ema=0.0, average=0, average_every=None), [corpus], tmp_path / "raw"
+    )
     assert [step[:2] for step in told(tmp_path / "raw")[0]] == [step[:2] for step in told(tmp_path / "run")[0]]
     assert outcome.val_loss != told(tmp_path / "raw")[1][-1][1]
 
 
 def test_where_evaluations_pace_the_rate_they_stay_where_they_are(corpus, tmp_path, run_config):
     out = tmp_path / "run"
-    train(config_of(run_config, "plateau"), [corpus], out, callbacks=[StopAt(3)])
-    with pytest.raises(ConfigError, match=r"train.eval_every: 2 there, 3 here \(optim.schedule = 'plateau'\)"):
-        resume(out, config=config_of(run_config, "plateau", eval_every=3))
-    assert resume(out, config=config_of(run_config, "plateau", log_every=3)).step == 12
+    train_model(config_of(run_config, "plateau"), [corpus], out, callbacks=[StopAt(3)])
+    with pytest.raises(ConfigError, match=r"train.eval_interval: 2 there, 3 here \(optim.schedule = 'plateau'\)"):
+        resume_model(out, config=config_of(run_config, "plateau", eval_every=3))
+    assert resume_model(out, config=config_of(run_config, "plateau", log_every=3)).step == 12
 
 
 def test_a_gradient_that_overflows_is_skipped_within_a_run(corpus, tmp_path, run_config, monkeypatch):
     """fp16's arithmetic needs a GPU; its scale does not: a run whose scaled gradient overflows twice, and goes on."""
-    real_init, real_backward = Optimization.__init__, NextToken.backward
+    real_init, real_backward = OptimizersContainer.__init__, CrossEntropyObjective.accumulate_gradients
     scales, calls = [], iter(range(100))
 
     def with_scale(self, *arguments):
@@ -136,19 +138,19 @@ def test_a_gradient_that_overflows_is_skipped_within_a_run(corpus, tmp_path, run
         loss = real_backward(self, batch, total)
         scales.append(len(batch.targets) / total)
         if next(calls) in (1, 2):
-            self._model.table.grad[0, 0] = float("inf")
+            self._model.token_embedding.grad[0, 0] = float("inf")
         return loss
 
-    monkeypatch.setattr(Optimization, "__init__", with_scale)
-    monkeypatch.setattr(NextToken, "backward", backward)
+    monkeypatch.setattr(OptimizersContainer, "__init__", with_scale)
+    monkeypatch.setattr(CrossEntropyObjective, "accumulate_gradients", backward)
     config = config_of(run_config, "dropout", steps=5, accumulate=1)
-    outcome = train(config, [corpus], tmp_path / "run")
+    outcome = train_model(config, [corpus], tmp_path / "run")
     assert outcome.step == 5 and scales == [8.0, 8.0, 4.0, 2.0, 2.0]
-    state = load(tmp_path / "run").training.tensors
+    state = open_folder(tmp_path / "run").training.tensors
     assert state["loss_scale"].tolist() == [2.0, 2.0] and state["step.embed.tokens.weight"].item() == 3.0
     calls = iter([1] * 100)
     with pytest.raises(NumericalError, match=r"step 4: loss \d.*gradient norm (inf|nan)"):
-        train(config, [corpus], tmp_path / "other")
+        train_model(config, [corpus], tmp_path / "other")
 
 
 @pytest.mark.parametrize(
@@ -158,14 +160,14 @@ def test_tied_weights_stay_tied(run_config, corpus, tmp_path, settings):
     """One matrix, that both ends read: of the model that is trained, of its checkpoints, and of what resumes."""
     own = {"preset": "tiny", "set": {**SMALL, "tie": True}}
     config = run_config(model=own, steps=6, eval_every=2, save_every=100, **settings)
-    outcome = train(config, [corpus], tmp_path / "run")
+    outcome = train_model(config, [corpus], tmp_path / "run")
     model, opened = load_model(tmp_path / "run")
-    assert opened.config.tie and model.head.weight is None
+    assert opened.config.tie_embeddings and model.head.weight is None
     assert not [name for name in dict(opened.weights()) if name.startswith("head.")]
     stored = load_file(outcome.checkpoint / "model.safetensors")
     assert [name for name in stored if "embed_tokens" in name] and "lm_head.weight" not in stored
     content = json.loads((outcome.checkpoint / "config.json").read_text())
     assert content["tie_word_embeddings"] is True
-    hidden = torch.randn(3, opened.config.width)
-    table = model.embed.tokens.weight
+    hidden = torch.randn(3, opened.config.hidden_size)
+    table = model.embedding.tokens.weight
     assert torch.equal(model.logits(hidden, torch.arange(3)), hidden @ table.T)

@@ -9,7 +9,7 @@ from torch import nn
 from kvad.config import ModelConfig, override
 from kvad.errors import CheckpointError, ConfigError
 from kvad.train.config import OptimConfig, TrainConfig
-from kvad.train.optim import Optimization, by_muon, decays
+from kvad.train.optim import OptimizersContainer, uses_muon, uses_weight_decay
 from kvad.train.scaling import LossScale
 from tests.models import build, model_config
 
@@ -49,9 +49,9 @@ def copied(model):
 
 def advance(model, optimization, steps, start=0):
     for step in range(start, start + steps):
-        optimization.begin(step, 0.0)
+        optimization.begin_step(step, 0.0)
         model.randomise(step)
-        optimization.step(optimization.norm())
+        optimization.step(optimization.clip_grad_norm())
 
 
 # ---------------------------------------------------------------- against others
@@ -65,13 +65,19 @@ def test_adafactor_is_that_of_transformers(beta1, scaled, schedule):
     ours, theirs = Toy(), Toy()
     said = {"lr": 0.02, "warmup": 0} if schedule == "constant" else {}
     config = OptimConfig(
-        name="adafactor", schedule=schedule, beta1=beta1, scale_by_parameter=scaled, weight_decay=0.1, clip=1e9, **said
+        name="adafactor",
+        schedule=schedule,
+        beta1=beta1,
+        scale_parameter=scaled,
+        weight_decay=0.1,
+        max_grad_norm=1e9,
+        **said,
     )
-    mine = Optimization(ours, config, TrainConfig())
+    mine = OptimizersContainer(ours, config, TrainConfig())
     named = list(theirs.named_parameters())
     groups = [
-        {"params": [p for n, p in named if decays(n, p)], "weight_decay": 0.1},
-        {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
+        {"params": [p for n, p in named if uses_weight_decay(n, p)], "weight_decay": 0.1},
+        {"params": [p for n, p in named if not uses_weight_decay(n, p)], "weight_decay": 0.0},
     ]
     relative = schedule == "relative"
     oracle = optimization.Adafactor(
@@ -82,10 +88,10 @@ def test_adafactor_is_that_of_transformers(beta1, scaled, schedule):
         beta1=beta1,
     )
     for step in range(12):
-        mine.begin(step, 0.0)
+        mine.begin_step(step, 0.0)
         ours.randomise(step, size=10.0 ** (step % 4 - 2))
         theirs.randomise(step, size=10.0 ** (step % 4 - 2))
-        mine.step(mine.norm())
+        mine.step(mine.clip_grad_norm())
         oracle.step()
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
@@ -95,19 +101,19 @@ def test_adafactor_is_that_of_transformers(beta1, scaled, schedule):
 def test_adafactor_is_its_formula(beta1):
     """Of a matrix and of a vector, from the paper's algorithms, written out with loops over the steps alone."""
     config = OptimConfig(
-        name="adafactor", schedule="constant", lr=0.02, warmup=0, beta1=beta1, weight_decay=0, clip=1e9
+        name="adafactor", schedule="constant", lr=0.02, warmup_steps=0, beta1=beta1, weight_decay=0, max_grad_norm=1e9
     )
     model, plain = Toy(), Toy()
-    mine = Optimization(model, config, TrainConfig())
+    mine = OptimizersContainer(model, config, TrainConfig())
     x = {n: p.detach().clone() for n, p in plain.named_parameters() if n.endswith(("up.weight", "up.bias"))}
     row, column, square = torch.zeros(9), torch.zeros(6), torch.zeros(9)
     row, column, square = (each.double() for each in (row, column, square))
     average = {name: torch.zeros_like(value) for name, value in x.items()}
     for step in range(6):
-        mine.begin(step, 0.0)
+        mine.begin_step(step, 0.0)
         model.randomise(step)
         plain.randomise(step)
-        mine.step(mine.norm())
+        mine.step(mine.clip_grad_norm())
         keep = 1 - (step + 1) ** -0.8
         for name, value in x.items():
             grad = plain.get_parameter(name).grad
@@ -140,37 +146,37 @@ def orthogonalised(matrix):
 
 def test_muon_takes_matrices_of_layers_and_adamw_the_rest():
     ours, theirs = Toy(torch.float32), Toy(torch.float32)
-    config = OptimConfig(name="muon", schedule="constant", lr=0.02, warmup=0, weight_decay=0.1, clip=1e9)
-    mine = Optimization(ours, config, TrainConfig())
-    rest = [(n, p) for n, p in theirs.named_parameters() if not by_muon(n, p)]
-    assert {n for n, p in theirs.named_parameters() if by_muon(n, p)} == {
+    config = OptimConfig(name="muon", schedule="constant", lr=0.02, warmup_steps=0, weight_decay=0.1, max_grad_norm=1e9)
+    mine = OptimizersContainer(ours, config, TrainConfig())
+    rest = [(n, p) for n, p in theirs.named_parameters() if not uses_muon(n, p)]
+    assert {n for n, p in theirs.named_parameters() if uses_muon(n, p)} == {
         "decoder.layers.0.up.weight",
         "decoder.layers.0.down.weight",
     }
     adamw = torch.optim.AdamW(
         [
-            {"params": [p for n, p in rest if decays(n, p)], "weight_decay": 0.1},
-            {"params": [p for n, p in rest if not decays(n, p)], "weight_decay": 0.0},
+            {"params": [p for n, p in rest if uses_weight_decay(n, p)], "weight_decay": 0.1},
+            {"params": [p for n, p in rest if not uses_weight_decay(n, p)], "weight_decay": 0.0},
         ],
         lr=0.02,
         betas=(0.9, 0.95),
     )
     momentum = {n: torch.zeros_like(p) for n, p in theirs.named_parameters()}
     for step in range(5):
-        mine.begin(step, 0.0)
+        mine.begin_step(step, 0.0)
         ours.randomise(step)
         theirs.randomise(step)
-        mine.step(mine.norm())
+        mine.step(mine.clip_grad_norm())
         adamw.step()
         with torch.no_grad():
             for name, p in theirs.named_parameters():
-                if by_muon(name, p):
+                if uses_muon(name, p):
                     momentum[name] = 0.95 * momentum[name] + 0.05 * p.grad
                     update = orthogonalised(0.05 * p.grad + 0.95 * momentum[name])
                     p.mul_(1 - 0.02 * 0.1).sub_(0.02 * 0.2 * math.sqrt(max(p.shape)) * update)
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         began = dict(Toy(torch.float32).named_parameters())[name]
-        if by_muon(name, a):  # in bfloat16: each rounds in its own order
+        if uses_muon(name, a):  # in bfloat16: each rounds in its own order
             assert (a - b).norm() < 0.06 * (b - began).norm(), name
         else:
             torch.testing.assert_close(a, b)
@@ -179,14 +185,14 @@ def test_muon_takes_matrices_of_layers_and_adamw_the_rest():
 def test_muons_update_is_nearly_orthogonal():
     """Its singular values lie in the band of the paper, whatever the gradient's are."""
     model = build(model_config(), dtype=torch.float32)
-    config = OptimConfig(name="muon", schedule="constant", lr=1.0, warmup=0, weight_decay=0.0)
-    optimization = Optimization(model, config, TrainConfig())
-    before = {name: p.detach().clone() for name, p in model.named_parameters() if by_muon(name, p)}
-    optimization.begin(0, 0.0)
+    config = OptimConfig(name="muon", schedule="constant", lr=1.0, warmup_steps=0, weight_decay=0.0)
+    optimization = OptimizersContainer(model, config, TrainConfig())
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if uses_muon(name, p)}
+    optimization.begin_step(0, 0.0)
     torch.manual_seed(0)
     for p in model.parameters():
         p.grad = torch.randn_like(p)
-    optimization.step(optimization.norm())
+    optimization.step(optimization.clip_grad_norm())
     assert before
     for name, p in model.named_parameters():
         if name in before:
@@ -195,24 +201,24 @@ def test_muons_update_is_nearly_orthogonal():
 
 
 def test_the_rate_of_matrices_keeps_its_ratio():
-    config = OptimConfig(name="muon", lr=1e-3, min_lr=1e-4, matrix_lr=2e-2)
-    optimization = Optimization(Toy(), config, TrainConfig(steps=100))
+    config = OptimConfig(name="muon", lr=1e-3, min_lr=1e-4, muon_lr=2e-2)
+    optimization = OptimizersContainer(Toy(), config, TrainConfig(steps=100))
     for step in (0, 50, 99):
-        rate = optimization.begin(step, 0.0)
+        rate = optimization.begin_step(step, 0.0)
         muon, adamw = optimization.optimizers
         assert muon.param_groups[0]["lr"] == pytest.approx(20 * rate) and adamw.param_groups[0]["lr"] == rate
 
 
 def test_muon_without_a_matrix_is_refused():
     with pytest.raises(ConfigError, match=r"optim.name: muon is for matrices of layers"):
-        Optimization(nn.Linear(3, 3), OptimConfig(name="muon"), TrainConfig())
+        OptimizersContainer(nn.Linear(3, 3), OptimConfig(name="muon"), TrainConfig())
 
 
 def test_norms_of_each_head_do_not_decay():
-    said = override(model_config().to_dict(), {"decoder.kinds.L.mixer.qk_norm": "each"})
+    said = override(model_config().to_dict(), {"decoder.layer_types.L.attention.qk_norm": "each"})
     model = build(ModelConfig.from_dict(said), dtype=torch.float32)
     norms = [(n, p) for n, p in model.named_parameters() if "norm" in n and p.dim() == 2]
-    assert norms and not any(decays(n, p) or by_muon(n, p) for n, p in norms)
+    assert norms and not any(uses_weight_decay(n, p) or uses_muon(n, p) for n, p in norms)
 
 
 # ---------------------------------------------------------------- state
@@ -233,44 +239,44 @@ CONFIGS = {
 def test_state_comes_back_to_the_bit(name):
     config, train = OptimConfig(**CONFIGS[name]), TrainConfig(steps=20)
     model = Toy()
-    first = Optimization(model, config, train)
+    first = OptimizersContainer(model, config, train)
     advance(model, first, 5)
-    first.evaluated(2.0), first.evaluated(3.0)
-    stored = {key: tensor.clone() for key, tensor in first.tensors().items()}
-    with first.averaged():
+    first.on_evaluation(2.0), first.on_evaluation(3.0)
+    stored = {key: tensor.clone() for key, tensor in first.state_tensors().items()}
+    with first.averaged_weights():
         again = copied(model)  # what a checkpoint holds
-    second = Optimization(again, config, train)
-    second.restore(stored)
+    second = OptimizersContainer(again, config, train)
+    second.load_state_tensors(stored)
     advance(model, first, 4, start=5)
     advance(again, second, 4, start=5)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    one, other = first.tensors(), second.tensors()
+    one, other = first.state_tensors(), second.state_tensors()
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 def test_a_state_that_does_not_fit_is_refused():
     model = Toy()
-    optimization = Optimization(model, OptimConfig(name="adafactor"), TrainConfig())
+    optimization = OptimizersContainer(model, OptimConfig(name="adafactor"), TrainConfig())
     advance(model, optimization, 1)
-    stored = optimization.tensors()
+    stored = optimization.state_tensors()
     stored["row.embed.weight"] = torch.zeros(3)
     with pytest.raises(CheckpointError, match=r"row.embed.weight is of shape \[3\], expected \[11\]"):
-        optimization.restore(stored)
-    averaged = Optimization(model, OptimConfig(ema=0.5), TrainConfig())
+        optimization.load_state_tensors(stored)
+    averaged = OptimizersContainer(model, OptimConfig(ema_decay=0.5), TrainConfig())
     with pytest.raises(CheckpointError, match=r"averaged is missing"):
-        averaged.restore({})
-    plateau = Optimization(model, OptimConfig(schedule="plateau"), TrainConfig())
+        averaged.load_state_tensors({})
+    plateau = OptimizersContainer(model, OptimConfig(schedule="plateau"), TrainConfig())
     with pytest.raises(CheckpointError, match=r"plateau is missing"):
-        plateau.restore({})
+        plateau.load_state_tensors({})
 
 
 def test_what_needs_no_gradient_is_left_alone():
     model = Toy()
     model.embed.weight.requires_grad_(False)
     before = model.embed.weight.clone()
-    optimization = Optimization(model, OptimConfig(ema=0.5), TrainConfig())
+    optimization = OptimizersContainer(model, OptimConfig(ema_decay=0.5), TrainConfig())
     advance(model, optimization, 2)
-    assert torch.equal(model.embed.weight, before) and not any("embed" in name for name in optimization.tensors())
+    assert torch.equal(model.embed.weight, before) and not any("embed" in name for name in optimization.state_tensors())
 
 
 # ---------------------------------------------------------------- fp16's loss scale
@@ -287,53 +293,53 @@ def test_the_loss_scale_is_that_of_torch():
         theirs.step(optimizer)
         theirs.update()
         optimizer.zero_grad()
-        assert ours.settle(math.inf if bad else 1.0) is not bool(bad)
+        assert ours.update(math.inf if bad else 1.0) is not bool(bad)
         assert ours.scale == theirs.get_scale()
 
 
 def fp16(model):
-    return Optimization(model, OptimConfig(lr=0.1, warmup=0), TrainConfig(precision="fp16", device="cuda"))
+    return OptimizersContainer(model, OptimConfig(lr=0.1, warmup_steps=0), TrainConfig(precision="fp16", device="cuda"))
 
 
 def test_an_overflow_is_skipped_and_training_recovers():
     model, plain = Toy(), Toy()
     optimization = fp16(model)
-    reference = Optimization(plain, OptimConfig(lr=0.1, warmup=0), TrainConfig())
+    reference = OptimizersContainer(plain, OptimConfig(lr=0.1, warmup_steps=0), TrainConfig())
     done = 0
     for step, bad in enumerate([True, False, False, True, False]):
-        optimization.begin(step, 0.0)
+        optimization.begin_step(step, 0.0)
         model.randomise(step)
-        size = 7 / optimization.scaled(7)
+        size = 7 / optimization.scaled_total(7)
         assert size == 2.0 ** (15 if done or step else 16) or step == 4
         for parameter in model.parameters():
             parameter.grad.mul_(size)
         if bad:
             model.embed.weight.grad[0, 0] = math.inf
-        norm, before = optimization.norm(), copied(model)
-        assert optimization.usable(norm) and math.isfinite(norm) is not bad
+        norm, before = optimization.clip_grad_norm(), copied(model)
+        assert optimization.can_continue(norm) and math.isfinite(norm) is not bad
         optimization.step(norm)
         same = all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
         assert same is bad
         if not bad:
             done += 1
-            reference.begin(step, 0.0)
+            reference.begin_step(step, 0.0)
             plain.randomise(step)
-            reference.step(reference.norm())
+            reference.step(reference.clip_grad_norm())
     assert optimization.scale.state == (2.0**14, 1.0)
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     again = fp16(copied(model))
-    again.restore(optimization.tensors())
+    again.load_state_tensors(optimization.state_tensors())
     assert again.scale.state == optimization.scale.state
 
 
 def test_what_no_scale_mends_is_an_error():
     optimization = fp16(Toy())
     for _ in range(16):
-        assert optimization.usable(math.nan)
+        assert optimization.can_continue(math.nan)
         optimization.step(math.nan)
-    assert optimization.scale.scale == 1.0 and not optimization.usable(math.nan)
-    assert not Optimization(Toy(), OptimConfig(), TrainConfig()).usable(math.inf)
+    assert optimization.scale.scale == 1.0 and not optimization.can_continue(math.nan)
+    assert not OptimizersContainer(Toy(), OptimConfig(), TrainConfig()).can_continue(math.inf)
 
 
 # ---------------------------------------------------------------- averages
@@ -342,19 +348,19 @@ def test_what_no_scale_mends_is_an_error():
 def weights_after(config, steps):
     """Of every step, raw; and the average at the end."""
     model = Toy()
-    optimization = Optimization(model, config, TrainConfig(steps=100))
+    optimization = OptimizersContainer(model, config, TrainConfig(steps=100))
     raw = []
     for step in range(steps):
         advance(model, optimization, 1, start=step)
         raw.append([p.detach().clone() for p in model.parameters()])
-    with optimization.averaged():
+    with optimization.averaged_weights():
         found = [p.detach().clone() for p in model.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), raw[-1], strict=True)), "raw weights came back"
     return raw, found
 
 
 def test_ema_is_its_formula():
-    raw, found = weights_after(OptimConfig(ema=0.9), 7)
+    raw, found = weights_after(OptimConfig(ema_decay=0.9), 7)
     for index, average in enumerate(found):
         wanted = sum(0.1 * 0.9 ** (6 - i) * one[index] for i, one in enumerate(raw)) / (1 - 0.9**7)
         torch.testing.assert_close(average, wanted, rtol=1e-12, atol=1e-13)
@@ -362,7 +368,7 @@ def test_ema_is_its_formula():
 
 @pytest.mark.parametrize(("steps", "which"), [(1, [1]), (3, [2]), (4, [2, 4]), (9, [4, 6, 8]), (10, [6, 8, 10])])
 def test_the_average_is_the_mean_of_the_last_kept(steps, which):
-    raw, found = weights_after(OptimConfig(average=3, average_every=2), steps)
+    raw, found = weights_after(OptimConfig(average_last=3, average_interval=2), steps)
     for index, average in enumerate(found):
         wanted = torch.stack([raw[step - 1][index] for step in which]).mean(dim=0)
         torch.testing.assert_close(average, wanted, rtol=1e-13, atol=1e-14)
@@ -370,12 +376,12 @@ def test_the_average_is_the_mean_of_the_last_kept(steps, which):
 
 def test_an_error_within_brings_the_raw_weights_back():
     model = Toy()
-    optimization = Optimization(model, OptimConfig(ema=0.9), TrainConfig())
+    optimization = OptimizersContainer(model, OptimConfig(ema_decay=0.9), TrainConfig())
     advance(model, optimization, 3)
     before = copied(model)
 
     def fail():
-        with optimization.averaged():
+        with optimization.averaged_weights():
             assert not torch.equal(model.embed.weight, before.embed.weight)
             raise RuntimeError
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from kvad.errors import ConfigError, DataError
-from kvad.model.fresh import Fresh
+from kvad.model.fresh import NoCache
 from kvad.train import packing
 from kvad.train.config import RunConfig
-from kvad.train.data import DocumentData
-from kvad.train.objective import Autocast, backward
-from kvad.train.packing import pack, windows
-from kvad.train.pair_data import PairData
-from kvad.train.rows import Segment, Shape, alone, collate
+from kvad.train.data import DocumentDataset
+from kvad.train.objective import Autocast, accumulate_gradients
+from kvad.train.packing import pack_rows, split_windows
+from kvad.train.pair_data import PairDataset
+from kvad.train.rows import CollateConfig, Segment, collate_rows, split_segments
 from tests.models import build, model_config
 from tests.train.test_data import Tokens
 from tests.train.test_pair_data import MANY, PAD, SMALL, Pairs, model  # noqa: F401
@@ -35,19 +35,19 @@ def column(*lengths):
 
 
 def test_the_worked_examples():
-    assert rows_of(pack(column(3, 5, 4, 2, 6), 8, "first-fit", crop=True)) == [[[6], [2]], [[5], [3]], [[4]]]
-    assert rows_of(pack(column(7, 7, 7), 8, "first-fit", crop=True)) == [[[7]], [[7]], [[7]]]
-    assert rows_of(pack(column(7, 7, 7), 8, "best-fit", crop=True)) == [[[7], [1]], [[7]]]
-    document, begin, end = windows(np.array([3, 10]), 4, np.array([2, 3]))
+    assert rows_of(pack_rows(column(3, 5, 4, 2, 6), 8, "first-fit", crop=True)) == [[[6], [2]], [[5], [3]], [[4]]]
+    assert rows_of(pack_rows(column(7, 7, 7), 8, "first-fit", crop=True)) == [[[7]], [[7]], [[7]]]
+    assert rows_of(pack_rows(column(7, 7, 7), 8, "best-fit", crop=True)) == [[[7], [1]], [[7]]]
+    document, begin, end = split_windows(np.array([3, 10]), 4, np.array([2, 3]))
     assert list(zip(document, begin, end, strict=True)) == [(0, 0, 3), (1, 0, 3), (1, 3, 7), (1, 7, 10)]
 
 
 @pytest.mark.parametrize("sides", [1, 2])
 @pytest.mark.parametrize("pool", [4096, 37])
 def test_first_fit_decreasing_is_the_plain_definition(monkeypatch, sides, pool):
-    monkeypatch.setattr(packing, "POOL", pool)
+    monkeypatch.setattr(packing, "OPEN_ROWS", pool)
     lengths = np.random.default_rng(0).integers(1, 33, (200, sides))
-    packed = pack(lengths, 32, "first-fit", crop=sides == 1)
+    packed = pack_rows(lengths, 32, "first-fit", crop=sides == 1)
     expected = []
     for low in range(0, 200, pool):
         rows, room = [], []
@@ -68,7 +68,7 @@ def test_first_fit_decreasing_is_the_plain_definition(monkeypatch, sides, pool):
 @pytest.mark.parametrize(("fit", "crop"), [("first-fit", True), ("best-fit", True), ("best-fit", False)])
 def test_rows_are_never_overfull_and_every_piece_is_in_one(fit, crop):
     lengths = np.random.default_rng(1).integers(1, 65, (500, 1 if crop else 2))
-    packed = pack(lengths, 64, fit, crop=crop)
+    packed = pack_rows(lengths, 64, fit, crop=crop)
     assert sorted(packed.pieces) == list(range(500))
     assert all((np.sum(row, axis=0) <= 64).all() for row in rows_of(packed))
     lost = lengths[packed.pieces] - packed.lengths
@@ -78,7 +78,7 @@ def test_rows_are_never_overfull_and_every_piece_is_in_one(fit, crop):
 
 
 def test_nothing_is_packed_into_nothing():
-    assert pack(np.empty((0, 1), int), 8, "first-fit", crop=True).num_rows == 0
+    assert pack_rows(np.empty((0, 1), int), 8, "first-fit", crop=True).num_rows == 0
 
 
 # ---------------------------------------------------------------- documents
@@ -99,8 +99,8 @@ def pairs_of(rows):
 
 @pytest.mark.parametrize("fit", ["first-fit", "best-fit"])
 def test_every_document_is_read_once_an_epoch_and_says_the_same_as_in_the_circle(fit):
-    data = DocumentData(STORE, config(packing=fit))
-    use, source = data.use(), data._sources[0]
+    data = DocumentDataset(STORE, config(packing=fit))
+    use, source = data.packing_stats(), data._sources[0]
     circle = pairs_of(data.training.segments(np.array([0]), len(data.training)))
     for epoch in range(3):
         per_epoch = len(source._plan(epoch).order)
@@ -111,12 +111,12 @@ def test_every_document_is_read_once_an_epoch_and_says_the_same_as_in_the_circle
         else:
             assert len(pairs_of(rows)) < len(circle) and set(pairs_of(rows)) <= set(circle)
             assert sum(sum(len(part.tokens) for part in row) < 16 for row in rows) <= 1, "all rows but one are full"
-    assert use.taken + use.cropped == len(data.training)
-    assert (use.cropped == 0) == (fit == "first-fit") and use.places == use.rows * 16
+    assert use.num_used + use.num_cropped == len(data.training)
+    assert (use.num_cropped == 0) == (fit == "first-fit") and use.capacity == use.rows * 16
 
 
 def test_each_epoch_cuts_at_a_fresh_offset():
-    data = DocumentData(Tokens(*[100] * 12), config(packing="first-fit"))
+    data = DocumentDataset(Tokens(*[100] * 12), config(packing="first-fit"))
     begins = [set((plan.begin[plan.begin > 0] % 16).tolist()) for plan in map(data._sources[0]._plan, range(4))]
     assert len(set(map(tuple, begins))) == 4 and all(len(found) > 3 for found in begins)
 
@@ -127,42 +127,42 @@ def test_the_order_is_the_same_wherever_one_begins(fit):
     for store, batch in ((STORE, 4), (Tokens(9, 8, 12), 40)):
 
         def steps(numbers):
-            data = DocumentData(store, config(packing=fit, context=8, batch=batch))  # noqa: B023
-            return {n: [b.step.tokens.tolist() for b in data.micro_batches(n)] for n in numbers}
+            data = DocumentDataset(store, config(packing=fit, context=8, batch=batch))  # noqa: B023
+            return {n: [b.model_input.token_ids.tolist() for b in data.micro_batches(n)] for n in numbers}
 
         through = steps(range(9))
         assert steps([7, 2, 8, 0]) == {n: through[n] for n in (7, 2, 8, 0)}
         assert len({str(step) for step in through.values()}) == 9
         assert all(
-            len(DocumentData(store, config(packing=fit, batch=batch)).rows(np.arange(batch))) == batch for _ in "1"
+            len(DocumentDataset(store, config(packing=fit, batch=batch)).rows(np.arange(batch))) == batch for _ in "1"
         )
 
 
 @pytest.mark.parametrize("fit", PACKINGS)
 def test_an_uneven_last_batch_is_evaluated_to_the_last_token(fit):
-    data = DocumentData(STORE, config(packing=fit, validation=0.5, batch=2, context=8))
+    data = DocumentDataset(STORE, config(packing=fit, validation=0.5, batch=2, context=8))
     batches = list(data.evaluation())
-    assert sum(len(batch.step.tokens) for batch in batches) == len(data.validation) - 1
-    assert len({batch.step.lanes[0] for batch in batches}) > 1
+    assert sum(len(batch.model_input.token_ids) for batch in batches) == len(data.validation) - 1
+    assert len({batch.model_input.sub_batches[0] for batch in batches}) > 1
 
 
 def test_a_packing_that_an_order_cannot_have_is_refused():
     with pytest.raises(ConfigError, match=r"data.packing: first-fit is for whole documents"):
-        DocumentData(STORE, config(packing="first-fit", order="windows"))
+        DocumentDataset(STORE, config(packing="first-fit", order="windows"))
     with pytest.raises(ConfigError, match=r"a pair is never cut"):
-        PairData(MANY, config(packing="split"), 0, PAD)
+        PairDataset(MANY, config(packing="split"), 0, PAD)
 
 
 def test_what_packing_made_of_the_tokens_is_told():
-    told = DocumentData(Tokens(*range(5, 60)), config(packing="first-fit", context=32)).told()[1]
+    told = DocumentDataset(Tokens(*range(5, 60)), config(packing="first-fit", context=32)).summary()[1]
     assert told.startswith("packed by first-fit: ") and "0.0% of the tokens cropped" in told
-    assert "100.0% of the places taken, 0.0% padding" in DocumentData(Tokens(*range(5, 60)), config()).told()[1]
+    assert "100.0% of the places taken, 0.0% padding" in DocumentDataset(Tokens(*range(5, 60)), config()).summary()[1]
 
 
 def test_a_token_beyond_the_vocabulary_is_refused():
     rows = [[Segment(np.array([3, 70000]), np.array([1, 2]))]]
     with pytest.raises(DataError, match=r"token id 70,000 is beyond the model's vocabulary of 300"):
-        collate(rows, Shape(8, vocab=300))
+        collate_rows(rows, CollateConfig(8, vocab=300))
 
 
 # ---------------------------------------------------------------- gradients
@@ -171,38 +171,45 @@ def test_a_token_beyond_the_vocabulary_is_refused():
 def gradient(net, batches):
     net.zero_grad()
     total = sum(len(batch.targets) for batch in batches)
-    summed = sum(backward(net, batch, Fresh(net.config), total, EXACT) for batch in batches)
+    summed = sum(accumulate_gradients(net, batch, NoCache(net.config), total, EXACT) for batch in batches)
     return summed, torch.cat([p.grad.flatten() for p in net.parameters()])
 
 
 def assert_packed_is_unpacked(net, batch):
     summed, got = gradient(net, [batch])
-    loss, expected = gradient(net, list(alone(batch)))
+    loss, expected = gradient(net, list(split_segments(batch)))
     assert summed == pytest.approx(loss, rel=1e-12)
     assert (got - expected).abs().max() <= 1e-12 * expected.abs().max()
-    blind = batch._replace(step=batch.step._replace(documents=None))
+    blind = batch._replace(step=batch.model_input._replace(documents=None))
     assert (gradient(net, [blind])[1] - expected).abs().max() > 1e-6, "the comparison sees a leak"
 
 
 @pytest.fixture(scope="module", params=["none", "rope", "alibi", "learned"])
 def decoder(request):
-    return build(dataclasses.replace(model_config(request.param), vocab=200))
+    return build(dataclasses.replace(model_config(request.param), vocab_size=200))
 
 
 @pytest.mark.parametrize(("fit", "reset"), [("split", True), ("first-fit", False), ("best-fit", True)])
 def test_packed_gradients_are_those_of_documents_alone(decoder, fit, reset):
-    data = DocumentData(STORE, config(packing=fit, reset=reset))
+    data = DocumentDataset(STORE, config(packing=fit, reset=reset))
     batch = data.micro_batches(1)[0]
-    assert batch.step.documents is not None and batch.step.documents.max() >= 1
-    assert bool((batch.step.positions.view(batch.step.lanes[0].rows, -1).diff() < 0).any()) == reset
+    assert batch.model_input.document_ids is not None and batch.model_input.document_ids.max() >= 1
+    assert (
+        bool((batch.model_input.positions.view(batch.model_input.sub_batches[0].num_seqs, -1).diff() < 0).any())
+        == reset
+    )
     assert_packed_is_unpacked(decoder, batch)
 
 
 @pytest.mark.parametrize(("fit", "reset"), [("first-fit", True), ("best-fit", False)])
 def test_packed_gradients_are_those_of_pairs_alone(model, fit, reset):  # noqa: F811
-    data = PairData(Pairs(*((1 + i % 7, 1 + i % 5) for i in range(30))), config(12, packing=fit, reset=reset), 2, PAD)
+    data = PairDataset(
+        Pairs(*((1 + i % 7, 1 + i % 5) for i in range(30))), config(12, packing=fit, reset=reset), 2, PAD
+    )
     batch = data.micro_batches(0)[0]
-    assert (batch.step.documents < 0).any() and len(list(alone(batch))) > len(batch.step.tokens) / 12
+    assert (batch.model_input.document_ids < 0).any() and len(list(split_segments(batch))) > len(
+        batch.model_input.token_ids
+    ) / 12
     assert_packed_is_unpacked(model, batch)
 
 
@@ -216,9 +223,9 @@ def naive(net, rows, reset, isolate):
         tokens = np.concatenate([part.tokens for part in row])
         marks = [(d, p) for d, part in enumerate(row) for p in range(len(part.tokens))]
         seen = torch.tensor([[(k[0] == q[0] if isolate else True) and k <= q for k in marks] for q in marks])
-        batch = collate([row], Shape(16, reset=reset))
+        batch = collate_rows([row], CollateConfig(16, reset=reset))
         positions = torch.tensor([p for _, p in marks]) if reset else torch.arange(len(tokens))
-        assert batch.step.positions.tolist() == positions.tolist()
+        assert batch.model_input.positions.tolist() == positions.tolist()
         out.append(by_hand(net, torch.from_numpy(tokens), positions, seen))
     return torch.cat(out)
 
@@ -241,7 +248,9 @@ def by_hand(net, tokens, positions, seen):
             weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
             return torch.einsum("hqk,khd->qhd", weights, v)
 
-    step = collate([[Segment(tokens.numpy(), tokens.numpy())]], Shape(16)).step._replace(positions=positions)
+    step = collate_rows([[Segment(tokens.numpy(), tokens.numpy())]], CollateConfig(16)).model_input._replace(
+        positions=positions
+    )
     return net.logits(net(step, Plain()), torch.arange(len(tokens)))
 
 
@@ -256,11 +265,11 @@ def turned(x, positions, rotary):
 @pytest.mark.parametrize("fit", ["split", "first-fit"])
 @pytest.mark.parametrize(("reset", "isolate"), list(itertools.product([True, False], repeat=2)))
 def test_the_switches_are_a_mask_by_document_and_position(decoder, fit, reset, isolate):
-    data = DocumentData(STORE, config(packing=fit, reset=reset, isolate=isolate))
+    data = DocumentDataset(STORE, config(packing=fit, reset=reset, isolate=isolate))
     rows = data.rows(np.arange(3))
-    batch = collate(rows, data.shape)
-    hidden = decoder(batch.step, Fresh(decoder.config, exact=True))
-    width = batch.step.lanes[0].new
+    batch = collate_rows(rows, data.shape)
+    hidden = decoder(batch.model_input, NoCache(decoder.config, exact_rope=True))
+    width = batch.model_input.sub_batches[0].num_new_tokens
     real = np.concatenate([r * width + np.arange(sum(len(p.tokens) for p in row)) for r, row in enumerate(rows)])
     got = decoder.logits(hidden, torch.from_numpy(real))
     assert torch.allclose(got, naive(decoder, rows, reset, isolate), atol=1e-10, rtol=0)
@@ -268,31 +277,36 @@ def test_the_switches_are_a_mask_by_document_and_position(decoder, fit, reset, i
 
 
 def test_a_window_counts_the_tokens_of_the_row_where_documents_are_not_isolated():
-    from kvad.step import Mark, Reach
+    from kvad.step import AttentionPattern, TokenPositions
 
     rows = [[Segment(np.arange(3), np.arange(3)), Segment(np.arange(4), np.arange(4))]]
-    step = collate(rows, Shape(16, isolate=False)).step
-    mark = Mark(step.positions, step.documents, step.order)
+    step = collate_rows(rows, CollateConfig(16, isolate=False)).model_input
+    mark = TokenPositions(step.positions, step.document_ids, step.causal_order)
     plain = torch.arange(7)
-    assert step.documents is None and step.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
-    for reach in (Reach(), Reach(window=3), Reach(causal=False), Reach(causal=False, window=2)):
-        assert torch.equal(reach.allows(mark, mark), reach.allows(Mark(plain), Mark(plain)))
+    assert step.document_ids is None and step.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
+    for reach in (
+        AttentionPattern(),
+        AttentionPattern(window=3),
+        AttentionPattern(causal=False),
+        AttentionPattern(causal=False, window=2),
+    ):
+        assert torch.equal(reach.visible(mark, mark), reach.visible(TokenPositions(plain), TokenPositions(plain)))
 
 
 def test_pairs_that_are_not_isolated_see_all_sources_of_their_row_and_no_padding(model):  # noqa: F811
-    data = PairData(SMALL, config(12, isolate=False, validation=0.2), 1, PAD)
+    data = PairDataset(SMALL, config(12, isolate=False, validation=0.2), 1, PAD)
     rows = data.rows(np.arange(2))
-    batch = collate(rows, data.shape)
-    assert batch.step.documents is None and (batch.step.source.order < 0).any()
-    logits = model.logits(model(batch.step, Fresh(model.config)), batch.step.wanted)
-    changed = batch.step.source.tokens.clone()
-    changed[batch.step.source.order < 0] = 7  # what the padding holds is nobody's business
-    other = batch.step._replace(source=batch.step.source._replace(tokens=changed))
-    assert torch.equal(logits, model.logits(model(other, Fresh(model.config)), batch.step.wanted))
+    batch = collate_rows(rows, data.shape)
+    assert batch.model_input.document_ids is None and (batch.model_input.encoder_input.causal_order < 0).any()
+    logits = model.logits(model(batch.model_input, NoCache(model.config)), batch.model_input.logit_indices)
+    changed = batch.model_input.encoder_input.token_ids.clone()
+    changed[batch.model_input.encoder_input.causal_order < 0] = 7  # what the padding holds is nobody's business
+    other = batch.model_input._replace(encoder_input=batch.model_input.encoder_input._replace(token_ids=changed))
+    assert torch.equal(logits, model.logits(model(other, NoCache(model.config)), batch.model_input.logit_indices))
     first = changed.clone()
     first[0] = 9
-    seen = batch.step._replace(source=batch.step.source._replace(tokens=first))
-    width = batch.step.lanes[0].new
-    touched = (model.logits(model(seen, Fresh(model.config)), batch.step.wanted) != logits).any(dim=1)
-    assert set((batch.step.wanted[touched] // width).tolist()) == {0}
-    assert touched[batch.step.wanted < width].all(), "every target of the row reads every source of it"
+    seen = batch.model_input._replace(encoder_input=batch.model_input.encoder_input._replace(token_ids=first))
+    width = batch.model_input.sub_batches[0].num_new_tokens
+    touched = (model.logits(model(seen, NoCache(model.config)), batch.model_input.logit_indices) != logits).any(dim=1)
+    assert set((batch.model_input.logit_indices[touched] // width).tolist()) == {0}
+    assert touched[batch.model_input.logit_indices < width].all(), "every target of the row reads every source of it"

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from kvad.errors import ConfigError, DataError
-from kvad.model.fresh import Fresh
-from kvad.ops.attend import Reading, attend
-from kvad.step import Mark, Reach, Score
+from kvad.model.fresh import NoCache
+from kvad.ops.attend import AttentionMask, dot_product_attention
+from kvad.step import AttentionParams, AttentionPattern, TokenPositions
 from kvad.train.config import RunConfig
-from kvad.train.objective import Autocast, backward
-from kvad.train.pair_data import PairData, PairRows
-from kvad.train.presets import PRESETS
+from kvad.train.objective import Autocast, accumulate_gradients
+from kvad.train.pair_data import PairDataset, PairRows
+from kvad.train.presets import MODEL_PRESETS
 from tests.models import build
 
 BOS, EOS, PAD, VOCAB = 1, 2, 3, 40
@@ -63,16 +63,18 @@ def config(context=12, validation=0.25, **train):
 
 @pytest.fixture(scope="module")
 def model():
-    tiny = PRESETS["transformer-tiny"](VOCAB, 32)
+    tiny = MODEL_PRESETS["transformer-tiny"](VOCAB, 32)
     mixers = {"heads": 2}
 
     def smaller(stack):
-        layer = stack.layer(0)
-        cross = layer.cross and dataclasses.replace(layer.cross, **mixers)
-        mixer, mlp = dataclasses.replace(layer.mixer, **mixers), dataclasses.replace(layer.mlp, hidden=24)
+        layer = stack.layer_config(0)
+        cross = layer.cross_attention and dataclasses.replace(layer.cross_attention, **mixers)
+        mixer, mlp = dataclasses.replace(layer.attention, **mixers), dataclasses.replace(layer.mlp, hidden=24)
         return dataclasses.replace(stack, kinds={"L": dataclasses.replace(layer, mixer=mixer, cross=cross, mlp=mlp)})
 
-    return build(dataclasses.replace(tiny, width=16, encoder=smaller(tiny.encoder), decoder=smaller(tiny.decoder)))
+    return build(
+        dataclasses.replace(tiny, hidden_size=16, encoder=smaller(tiny.encoder), decoder=smaller(tiny.decoder))
+    )
 
 
 # ---------------------------------------------------------------- rows
@@ -82,13 +84,13 @@ def test_the_worked_example_of_the_docstring():
     store = Pairs((2, 2), (1, 1))
     batch = packed(store, context=6).batch(np.array([0]))
     (x1, x2, _), (_, t1, t2, _), (y1, _), (_, u1, _) = store.texts
-    step, source = batch.step, batch.step.source
-    assert source.tokens.tolist() == [x1, x2, EOS, y1, EOS]
-    assert source.positions.tolist() == [0, 1, 2, 0, 1] and source.documents.tolist() == [0, 0, 0, 1, 1]
-    assert step.tokens.tolist() == [BOS, t1, t2, BOS, u1] and step.positions.tolist() == [0, 1, 2, 0, 1]
-    assert step.documents.tolist() == [0, 0, 0, 1, 1] and step.wanted.tolist() == [0, 1, 2, 3, 4]
+    step, source = batch.model_input, batch.model_input.encoder_input
+    assert source.token_ids.tolist() == [x1, x2, EOS, y1, EOS]
+    assert source.positions.tolist() == [0, 1, 2, 0, 1] and source.document_ids.tolist() == [0, 0, 0, 1, 1]
+    assert step.token_ids.tolist() == [BOS, t1, t2, BOS, u1] and step.positions.tolist() == [0, 1, 2, 0, 1]
+    assert step.document_ids.tolist() == [0, 0, 0, 1, 1] and step.logit_indices.tolist() == [0, 1, 2, 3, 4]
     assert batch.targets.tolist() == [t1, t2, EOS, u1, EOS]
-    assert step.lanes == ((1, 5, 5),) == source.lanes
+    assert step.sub_batches == ((1, 5, 5),) == source.sub_batches
 
 
 def test_a_batch_holds_every_pair_once_and_padding_is_nobodys():
@@ -96,11 +98,11 @@ def test_a_batch_holds_every_pair_once_and_padding_is_nobodys():
     assert len(rows) > 1
     batch = rows.batch(np.arange(len(rows)))
     found = []
-    for side, first in ((batch.step.source, 0), (batch.step, 1)):
-        width = side.lanes[0].new
+    for side, first in ((batch.model_input.encoder_input, 0), (batch.model_input, 1)):
+        width = side.sub_batches[0].num_new_tokens
         for row in range(len(rows)):
             tokens, positions, documents = (
-                x.view(len(rows), width)[row] for x in (side.tokens, side.positions, side.documents)
+                x.view(len(rows), width)[row] for x in (side.token_ids, side.positions, side.document_ids)
             )
             assert (tokens[documents < 0] == PAD).all() and (positions[documents < 0] == 0).all()
             for document in range(int(documents.max()) + 1):
@@ -109,16 +111,18 @@ def test_a_batch_holds_every_pair_once_and_padding_is_nobodys():
                 found.append((first, tuple(tokens[mine].tolist())))
     texts = [(i % 2, tuple(text if i % 2 == 0 else text[:-1])) for i, text in enumerate(SMALL.texts)]
     assert sorted(found) == sorted(texts)
-    wanted = batch.step.wanted
-    assert (batch.step.documents[wanted] >= 0).all() and len(wanted) == (batch.step.documents >= 0).sum()
+    wanted = batch.model_input.logit_indices
+    assert (batch.model_input.document_ids[wanted] >= 0).all() and len(wanted) == (
+        batch.model_input.document_ids >= 0
+    ).sum()
     assert sorted(batch.targets.tolist()) == sorted(t for text in SMALL.texts[1::2] for t in text[1:])
 
 
 def logits_of(model, store, rows):
     batch = rows.batch(np.arange(len(rows)))
-    logits = model.logits(model(batch.step, Fresh(model.config)), batch.step.wanted)
-    documents = batch.step.documents[batch.step.wanted]
-    row = batch.step.wanted // batch.step.lanes[0].new
+    logits = model.logits(model(batch.model_input, NoCache(model.config)), batch.model_input.logit_indices)
+    documents = batch.model_input.document_ids[batch.model_input.logit_indices]
+    row = batch.model_input.logit_indices // batch.model_input.sub_batches[0].num_new_tokens
     return logits, row * 100 + documents
 
 
@@ -136,22 +140,24 @@ def test_a_pair_changes_no_other_pairs_logits_at_all(model, dtype):
 def gradient(model, batches):
     model.zero_grad()
     total = sum(len(batch.targets) for batch in batches)
-    summed = sum(backward(model, batch, Fresh(model.config), total, EXACT) for batch in batches)
+    summed = sum(accumulate_gradients(model, batch, NoCache(model.config), total, EXACT) for batch in batches)
     return summed, torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
 def test_packed_gradients_are_those_of_pairs_alone(model):
     rows = packed(SMALL)
     alone = [PairRows(SMALL, np.array([pair]), 12, PAD).batch(np.array([0])) for pair in range(6)]
-    assert all(batch.step.documents is None for batch in alone), "no padding, and one pair: nothing is masked"
+    assert all(batch.model_input.document_ids is None for batch in alone), "no padding, and one pair: nothing is masked"
     loss, expected = gradient(model, alone)
     together = rows.batch(np.arange(len(rows)))
-    assert (together.step.documents < 0).any() and (together.step.source.documents < 0).any()
+    assert (together.model_input.document_ids < 0).any() and (together.model_input.encoder_input.document_ids < 0).any()
     for batches in ([together], [rows.batch(np.array([row])) for row in range(len(rows))]):
         summed, got = gradient(model, batches)
         assert summed == pytest.approx(loss, rel=1e-12)
         assert (got - expected).abs().max() <= 1e-12 * expected.abs().max()
-    blind = together._replace(step=together.step._replace(source=together.step.source._replace(documents=None)))
+    blind = together._replace(
+        step=together.model_input._replace(source=together.model_input.encoder_input._replace(documents=None))
+    )
     assert (gradient(model, [blind])[1] - expected).abs().max() > 1e-3, "the comparison sees a leak"
 
 
@@ -160,9 +166,12 @@ def test_padding_that_sees_nothing_gives_zeros_and_no_nan(kernel):
     """A decoder's padding in a row whose source has none."""
     q, k, v = (torch.randn(1, *shape, requires_grad=True) for shape in ((4, 2, 8), (2, 3, 8), (2, 3, 8)))
     marks = (
-        Mark(torch.zeros(1, n, dtype=torch.int64), torch.tensor([d])) for n, d in ((4, [0, 0, -1, -1]), (3, [0] * 3))
+        TokenPositions(torch.zeros(1, n, dtype=torch.int64), torch.tensor([d]))
+        for n, d in ((4, [0, 0, -1, -1]), (3, [0] * 3))
     )
-    out = attend(q, k, v, Reading(*marks, Reach(causal=False)), Score(1.0), kernel=kernel).out
+    out = dot_product_attention(
+        q, k, v, AttentionMask(*marks, AttentionPattern(causal=False)), AttentionParams(1.0), kernel=kernel
+    ).out
     assert (out[:, 2:] == 0).all() and (out[:, :2] != 0).all()
     out.square().sum().backward()
     assert all(torch.isfinite(x.grad).all() for x in (q, k, v)) and (q.grad[:, 2:] == 0).all()
@@ -174,7 +183,7 @@ MANY = Pairs(*((1 + i % 7, 1 + i % 5) for i in range(80)))
 
 
 def data(store=MANY, held=0, **keywords):
-    return PairData(store, config(**keywords), held, PAD)
+    return PairDataset(store, config(**keywords), held, PAD)
 
 
 def seen(rows):
@@ -194,7 +203,7 @@ def test_what_is_longer_than_the_context_is_left_out_and_said():
     store = Pairs((3, 3), (9, 2), (2, 9), (7, 7), (2, 2), (30, 2), (1, 1), (1, 1))
     found = data(store, context=8)
     assert seen(found.training) == [0, 3, 4] and seen(found.validation) == [6, 7]
-    assert "left out: 3 pairs longer than the context of 8 (the longest has a side of 31 tokens)" in found.told()
+    assert "left out: 3 pairs longer than the context of 8 (the longest has a side of 31 tokens)" in found.summary()
     with pytest.raises(DataError, match=r"no pair is left for validation: 2 pairs, of which none fits a context of 8"):
         data(Pairs((3, 3), (3, 3), (3, 3), (3, 3), (3, 3), (3, 3), (9, 2), (2, 9)), context=8)
     with pytest.raises(DataError, match=r"no pair is left for training"):
@@ -204,19 +213,19 @@ def test_what_is_longer_than_the_context_is_left_out_and_said():
 def test_utilisation_is_reported():
     found = data()
     taken = sum(2 + i % 7 for i in range(60)) / (12 * len(found.training))
-    assert found.training.utilisation[0] == taken > 0.85
-    assert found.told()[-1].startswith(
+    assert found.training.utilization[0] == taken > 0.85
+    assert found.summary()[-1].startswith(
         f"packed: {len(found.training)} rows of 12 + 12 tokens, {taken:.1%} of the sources'"
     )
 
 
 def test_windows_are_for_documents():
     with pytest.raises(ConfigError, match=r"data.order: windows is for documents"):
-        PairData(MANY, RunConfig.from_dict({"data": {"order": "windows"}}), 0, PAD)
+        PairDataset(MANY, RunConfig.from_dict({"data": {"order": "windows"}}), 0, PAD)
 
 
 def flat(batches):
-    return [batch.step.tokens.tolist() + batch.targets.tolist() for batch in batches]
+    return [batch.model_input.token_ids.tolist() + batch.targets.tolist() for batch in batches]
 
 
 def test_the_order_is_a_function_of_seed_and_step():

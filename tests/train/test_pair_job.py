@@ -9,26 +9,26 @@ import signal
 import pytest
 
 from kvad import LLM
-from kvad.checkpoint.native import load
+from kvad.checkpoint.native import open_folder
 from kvad.checkpoint.open import load_model
 from kvad.cli.main import main
 from kvad.errors import ConfigError, DataError, UsageError
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.config import RunConfig
-from kvad.train.initial import initialise
-from kvad.train.job import resume, stored_run, train
+from kvad.train.initial import init_weights
+from kvad.train.job import read_model_run, resume_model, train_model
 from kvad.train.metrics import read_metrics
-from kvad.train.pairs import PairPaths, generation_of
+from kvad.train.pairs import PairPaths, pair_generation_config
 from kvad.train.reports import Callback
-from kvad.train.samples import greedy
+from kvad.train.samples import greedy_decode
 from tests.train.conftest import parted
 
 SMALL = {
     "width": 32,
-    "encoder.layers": 1,
-    "decoder.layers": 1,
-    "encoder.kinds.L.mlp.hidden": 64,
-    "decoder.kinds.L.mlp.hidden": 64,
+    "encoder.num_layers": 1,
+    "decoder.num_layers": 1,
+    "encoder.layer_types.L.mlp.intermediate_size": 64,
+    "decoder.layer_types.L.mlp.intermediate_size": 64,
 }
 WORDS = ["".join(letters) for n in (1, 2, 3, 4) for letters in itertools.product("abcd", repeat=n)]
 
@@ -73,7 +73,7 @@ def losses(out):
 
 
 def hashes(out):
-    files = load(out, verify=True).files
+    files = open_folder(out, verify=True).files
     return files["model.safetensors"]["sha256"], files["training/state.safetensors"]["sha256"]
 
 
@@ -81,15 +81,15 @@ def test_a_tiny_model_learns_to_reverse_and_the_cached_engine_says_so(reversals,
     out = tmp_path / "run"
     settings = {"lr": 1e-2, "beta2": 0.98, "batch": 16, "warmup": 20, "eval_every": 300, "save_every": 1000}
     config = pair_config(steps=300, data={"context": 16}, **settings)
-    outcome = train(config, [reversals], out, callbacks=[listener])
+    outcome = train_model(config, [reversals], out, callbacks=[listener])
     assert listener.steps[0].loss > 1.5 and outcome.val_loss < 0.15, "it has not learned to reverse"
     held = [line.split("\t") for line in reversals.read_text().splitlines()[-34:]]
     with LLM.load(out, rows=8) as llm:
         done = llm.generate([source for source, _ in held])
         right = sum(answer.text == target for answer, (_, target) in zip(done, held, strict=True))
         assert right >= 27, f"{right} of 34 words that it never saw"
-        assert done[0].samples[0].finish_reason == "stop"
-        eos = llm.tokenizer.specials.eos
+        assert done[0].choices[0].finish_reason == "stop"
+        eos = llm.tokenizer.special_tokens.eos
         assert llm.encode("abc")[-1] == eos, "a source ends as it did in training"
         ids = llm.tokenizer.encode(held[0][0])
         assert llm.generate([*ids, eos]).text == done[0].text
@@ -99,46 +99,46 @@ def test_a_tiny_model_learns_to_reverse_and_the_cached_engine_says_so(reversals,
 
 
 def test_greedy_without_a_cache_is_what_the_engine_says(reversals, tmp_path, pair_config):
-    train(pair_config(), [reversals], tmp_path / "run")
+    train_model(pair_config(), [reversals], tmp_path / "run")
     model, opened = load_model(tmp_path / "run")
     with LLM.load(tmp_path / "run", rows=4) as llm:
         sources = [llm.encode(word) for word in ("a", "abcd", "dcba", "bb")]
-        found = greedy(model, sources, opened.generation, 9)
+        found = greedy_decode(model, sources, opened.generation, 9)
         for source, ids in zip(sources, found, strict=True):
             tokens = llm.generate(source, max_tokens=9).tokens
-            assert list(tokens)[: len(ids)] == ids and (len(ids) == 9 or tokens[-1] in opened.generation.stops)
+            assert list(tokens)[: len(ids)] == ids and (len(ids) == 9 or tokens[-1] in opened.generation.eos_token_ids)
 
 
 def test_the_checkpoint_says_how_to_generate(reversals, tmp_path, pair_config):
-    train(pair_config(steps=1), [reversals], tmp_path / "run")
-    opened = load(tmp_path / "run")
-    assert opened.config.kind == "encoder-decoder" and opened.generation == generation_of(opened.tokenizer)
+    train_model(pair_config(steps=1), [reversals], tmp_path / "run")
+    opened = open_folder(tmp_path / "run")
+    assert opened.config.kind == "encoder-decoder" and opened.generation == pair_generation_config(opened.tokenizer)
 
 
 @pytest.mark.parametrize("kind", ["bpe", "byte", "word"])
 def test_every_kind_of_tokenizer_has_what_pairs_need(reversals, tmp_path, pair_config, kind):
     config = pair_config(steps=1, tokenizer={"kind": kind, "vocab_size": 300 if kind == "bpe" else 900})
-    train(config, [reversals], tmp_path / "run")
+    train_model(config, [reversals], tmp_path / "run")
     with LLM.load(tmp_path / "run", rows=1) as llm:
-        assert llm.encode("abc")[-1] == llm.tokenizer.specials.eos
-        assert llm.generate("abc", max_tokens=3).usage.completion <= 3
+        assert llm.encode("abc")[-1] == llm.tokenizer.special_tokens.eos
+        assert llm.generate("abc", max_tokens=3).usage.num_completion_tokens <= 3
 
 
 @pytest.mark.parametrize(("preset", "layout"), [("transformer-tiny", "model"), ("marian-tiny", "model_type")])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_resume_goes_on_to_the_bit(reversals, tmp_path, pair_config, precision, preset, layout):
     scale = 32**0.5  # Marian's is sqrt(width) or none
-    model = {"preset": preset, "set": {**SMALL, "embed.scale": scale, "source.embed.scale": scale}}
+    model = {"preset": preset, "set": {**SMALL, "embedding.scale": scale, "encoder_input.embedding.scale": scale}}
     config = pair_config(steps=12, accumulate=2, precision=precision, model=model)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train(config, [reversals], whole)
-    assert train(config, [reversals], parts, callbacks=[StopAt(3)]).reason == "interrupted"
-    assert resume(parts, callbacks=[StopAt(9, signal.SIGTERM)]).step == 9
-    assert resume(parts).reason == "done"
+    train_model(config, [reversals], whole)
+    assert train_model(config, [reversals], parts, callbacks=[StopAt(3)]).reason == "interrupted"
+    assert resume_model(parts, callbacks=[StopAt(9, signal.SIGTERM)]).step == 9
+    assert resume_model(parts).reason == "done"
     assert losses(parts) == losses(whole) and len(losses(whole)) == 12
     assert hashes(parts) == hashes(whole)
-    assert load(parts).generation == load(whole).generation
-    assert layout in json.loads((load(parts).path / "config.json").read_text())
+    assert open_folder(parts).generation == open_folder(whole).generation
+    assert layout in json.loads((open_folder(parts).path / "config.json").read_text())
     kinds = [[(e["kind"], e["step"]) for e in read_metrics(out / "metrics.jsonl")[1:]] for out in (whole, parts)]
     assert kinds[0] == kinds[1]
 
@@ -151,27 +151,27 @@ def test_parallel_files_with_files_held_out(tmp_path, pair_config, listener):
             sides[name, side].write_text("".join(f"{word[::turn]}\n" for word in words))
     paths = PairPaths(((sides["train", "src"], sides["train", "tgt"]),), ((sides["val", "src"], sides["val", "tgt"]),))
     out = tmp_path / "run"
-    train(pair_config(eval_tokens=0), paths, out, callbacks=[listener])
+    train_model(pair_config(eval_tokens=0), paths, out, callbacks=[listener])
     assert listener.evals[0].val_tokens == sum(len(word) + 1 for word in WORDS[300:330])
     assert listener.start.train_tokens == sum(len(word) + 1 for word in WORDS[:300])
-    assert stored_run(out)[1] == paths
-    assert resume(out).step == 10
-    swapped = PairPaths(paths.held, paths.files)
+    assert read_model_run(out)[1] == paths
+    assert resume_model(out).step == 10
+    swapped = PairPaths(paths.held_out, paths.files)
     with pytest.raises(ConfigError, match="its corpus has changed"):
-        resume(out, corpus=swapped)
+        resume_model(out, corpus=swapped)
     sides["val", "tgt"].write_text(sides["val", "tgt"].read_text().replace("a", "b"))
     with pytest.raises(ConfigError, match=r"its corpus has changed: .*/val.tgt"):
-        resume(out)
+        resume_model(out)
 
 
 def test_a_documents_model_takes_no_pairs(reversals, tmp_path, run_config, pair_config):
     with pytest.raises(UsageError, match=r"pairs are for an encoder-decoder.*--preset transformer-tiny"):
-        train(run_config(), PairPaths(((reversals,),)), tmp_path / "run")
+        train_model(run_config(), PairPaths(((reversals,),)), tmp_path / "run")
     with pytest.raises(ConfigError, match=r"data\.suffixes"):
-        train(pair_config(data={"suffixes": [".tsv"]}), [reversals], tmp_path / "run")
+        train_model(pair_config(data={"suffixes": [".tsv"]}), [reversals], tmp_path / "run")
     train_tokenizer("byte", []).save(tmp_path / "mute")
     with pytest.raises(DataError, match="no BOS token"):
-        train(pair_config(tokenizer={"path": str(tmp_path / "mute")}), [reversals], tmp_path / "run")
+        train_model(pair_config(tokenizer={"path": str(tmp_path / "mute")}), [reversals], tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -180,12 +180,12 @@ def test_an_encoder_decoder_begins_as_glorot_and_the_paper_do():
     import torch
 
     from kvad.model.transformer import Transformer
-    from kvad.train.presets import PRESETS
+    from kvad.train.presets import MODEL_PRESETS
 
     torch.manual_seed(0)
-    model = Transformer(PRESETS["transformer-tiny"](500, 64))
-    initialise(model)
-    assert model.table.std().item() * model.config.embed.scale == pytest.approx(1, abs=0.02)
+    model = Transformer(MODEL_PRESETS["transformer-tiny"](500, 64))
+    init_weights(model)
+    assert model.token_embedding.std().item() * model.config.embedding.scale == pytest.approx(1, abs=0.02)
     up = model.encoder.layers[0].mlp.up
     assert up.weight.std().item() == pytest.approx((2 / (128 + 512)) ** 0.5, rel=0.02)
     assert not up.bias.any() and (model.decoder.layers[0].norm1.weight == 1).all()
@@ -242,7 +242,7 @@ def test_the_command_takes_parallel_files_and_validation_in_both_forms(tmp_path,
     for flags, says in (
         (["--pairs", tmp_path / "a.de", tmp_path / "short.en"], "a.de has 12 lines, "),
         ([*pairs, "--validation", tmp_path / "no.tsv"], "no such file: "),
-        ([*pairs, "--validation", "2"], "data.validation: must be between 0 and 1"),
+        ([*pairs, "--validation", "2"], "data.validation_fraction: must be between 0 and 1"),
         ([tmp_path / "a.de"], "a.de, line 1: no tab"),
         ([], "no pairs were named"),
         (["--validation", tmp_path / "v.tsv"], "no pairs were named"),
@@ -256,12 +256,13 @@ def test_the_command_takes_parallel_files_and_validation_in_both_forms(tmp_path,
 def test_the_translator_takes_an_adapter(reversals, tmp_path, pair_config, capsys):
     """What its base says with it is what the two merged say, and its run alone; another's is refused."""
     base, other = (
-        train(pair_config(steps=2, seed=seed), [reversals], tmp_path / f"base{seed}").checkpoint for seed in (0, 1)
+        train_model(pair_config(steps=2, seed=seed), [reversals], tmp_path / f"base{seed}").checkpoint
+        for seed in (0, 1)
     )
     content = pair_config(steps=40, lr=2e-2).to_dict()
     content |= {"model": {"init": str(base)}, "tokenizer": {}, "lora": {"rank": 4, "targets": "all"}}
     beside = RunConfig.from_dict(content)
-    adapter = train(beside, [reversals], tmp_path / "adapter").checkpoint
+    adapter = train_model(beside, [reversals], tmp_path / "adapter").checkpoint
     assert kvad(capsys, "merge", base, adapter, "--out", tmp_path / "merged")[0] == 0
     (tmp_path / "lines").write_text("abc\n\nda\ncbba\n")
     asked = [tmp_path / "lines", "--max-tokens", 6, "--beams", 2, "--json"]

@@ -5,7 +5,7 @@ import pytest
 from kvad.cli.main import main
 from kvad.errors import DataError
 from kvad.text.tokenizer import train_tokenizer
-from kvad.train.pairs import ROLES, PairPaths, generation_of, open_pairs
+from kvad.train.pairs import ROLES, PairPaths, open_pairs, pair_generation_config
 
 BYTE = train_tokenizer("byte", [], specials=ROLES)
 
@@ -27,8 +27,8 @@ def tsv(*paths, held=()):
 def test_a_tsv_file(write):
     corpus = open_pairs(tsv(write("a.tsv", "ein Haus\ta house\n\tnothing\neins \tone\r\nzwei\t \ndrei\tthree")))
     assert list(corpus.texts()) == ["ein Haus", "a house", "eins ", "one", "drei", "three"]
-    assert (corpus.num_pairs, corpus.num_held, corpus.skipped) == (3, 0, 2)
-    assert corpus.told() == "corpus: 3 pairs in 1 file, 0.0 MB; 2 pairs with an empty side left out"
+    assert (corpus.num_pairs, corpus.num_held_out, corpus.skipped) == (3, 0, 2)
+    assert corpus.summary() == "corpus: 3 pairs in 1 file, 0.0 MB; 2 pairs with an empty side left out"
 
 
 def test_parallel_files_of_the_same_name_in_two_folders(write, tmp_path):
@@ -43,8 +43,8 @@ def test_parallel_files_of_the_same_name_in_two_folders(write, tmp_path):
 def test_held_out_files_come_last_and_are_counted(write):
     corpus = open_pairs(tsv(write("a.tsv", "a\tb\nc\td\n"), held=[write("v.tsv", "x\ty\n\t\n")]))
     assert list(corpus.texts()) == ["a", "b", "c", "d", "x", "y"]
-    assert (corpus.num_pairs, corpus.num_held, corpus.skipped) == (3, 1, 1)
-    assert "1 of them for validation" in corpus.told()
+    assert (corpus.num_pairs, corpus.num_held_out, corpus.skipped) == (3, 1, 1)
+    assert "1 of them for validation" in corpus.summary()
 
 
 @pytest.mark.parametrize(
@@ -89,23 +89,26 @@ def test_files_that_are_not_there(tmp_path):
 
 def test_the_frame_of_both_sides(write):
     frame = open_pairs(tsv(write("a.tsv", "a\tb\n"))).framer(BYTE)
-    bos, eos = BYTE.specials.bos, BYTE.specials.eos
+    bos, eos = BYTE.special_tokens.bos, BYTE.special_tokens.eos
     assert frame(0, [7, 8]) == [7, 8, eos] and frame(1, [7, 8]) == [bos, 7, 8, eos]
 
 
 def test_what_a_checkpoint_says_about_generating():
-    said, specials = generation_of(BYTE), BYTE.specials
-    assert (said.start, said.stops, said.source_end, said.banned) == (
+    said, specials = pair_generation_config(BYTE), BYTE.special_tokens
+    assert (said.decoder_start_token_id, said.eos_token_ids, said.source_eos_token_id, said.suppress_tokens) == (
         specials.bos, (specials.eos,), specials.eos, (specials.pad,)
     )  # fmt: skip
-    assert said.ended([5]) == [5, specials.eos] == said.ended([5, specials.eos]) and said.ended([]) == []
+    assert (
+        said.with_source_eos([5]) == [5, specials.eos] == said.with_source_eos([5, specials.eos])
+        and said.with_source_eos([]) == []
+    )
 
 
 @pytest.mark.parametrize("roles", [("bos",), ("eos", "pad")])
 def test_a_tokenizer_without_ends_is_refused(roles):
     missing = "EOS" if "bos" in roles else "BOS"
     with pytest.raises(DataError, match=f"no {missing} token"):
-        generation_of(train_tokenizer("byte", [], specials=roles))
+        pair_generation_config(train_tokenizer("byte", [], specials=roles))
 
 
 def test_paths_are_kept_absolute(write, monkeypatch, tmp_path):

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvad.checkpoint.folder import TRAINING, steps_of
+from kvad.checkpoint.folder import TRAINING, list_steps
 from kvad.cli.main import main
-from kvad.cli.train_plan import page
+from kvad.cli.train_plan import training_plan_text
 from kvad.errors import ConfigError
 from kvad.train.config import RunConfig
-from kvad.train.job import train
-from kvad.train.plan import plan, rows_of
+from kvad.train.job import train_model
+from kvad.train.plan import first_rows, plan_training
 
 GIB = 1 << 30
 ROOM = 64 * GIB
@@ -28,12 +28,12 @@ def kvad(*arguments):
 
 
 def planned(config, corpus, available=ROOM):
-    return plan(config, corpus, available, lambda text: None)
+    return plan_training(config, corpus, available, lambda text: None)
 
 
 def written(run):
     """Bytes of tensors in a run's newest checkpoint."""
-    step = steps_of(run)[-1]
+    step = list_steps(run)[-1]
     return sum(path.stat().st_size for path in step.rglob("*.safetensors"))
 
 
@@ -52,7 +52,7 @@ def written(run):
 def test_what_is_counted_is_what_the_run_does(optim, corpus, tmp_path, run_config, listener):
     config = run_config(steps=3, **optim)
     found = planned(config, [corpus])
-    train(config, [corpus], tmp_path / "run", callbacks=[listener], available=ROOM, gauged=True)
+    train_model(config, [corpus], tmp_path / "run", callbacks=[listener], available=ROOM, gauged=True)
     start = listener.start
     assert (found.parameters, found.train_tokens, found.validation_tokens, found.tokens_per_step, found.steps) == (
         start.parameters, start.train_tokens, start.validation_tokens, start.tokens_per_step, start.steps)  # fmt: skip
@@ -61,8 +61,8 @@ def test_what_is_counted_is_what_the_run_does(optim, corpus, tmp_path, run_confi
     small = 8_000 + 0.12 * found.checkpoint  # headers, the state of random numbers, Adafactor's rows and columns
     assert found.checkpoint <= written(tmp_path / "run") <= found.checkpoint + small
     assert start.gemm_flops > 1e8 and all(0 < step.mfu < 1 for step in listener.steps)
-    assert found.trial.rows == 4 and 0 < found.trial.utilisation < 1
-    assert found.seconds == pytest.approx(3 * found.step_seconds + found.evaluating)
+    assert found.trial.rows == 4 and 0 < found.trial.utilization < 1
+    assert found.seconds == pytest.approx(3 * found.step_seconds + found.eval_seconds)
 
 
 def test_nothing_is_written(corpus, tmp_path):
@@ -84,7 +84,7 @@ def test_a_run_that_would_be_refused_is_refused(corpus, tmp_path, run_config):
     assert code == 2 and "--dry-run plans a new run" in stderr
     code, _, stderr = kvad("train", corpus)
     assert code == 2 and "Missing option '--out'" in stderr
-    train(run_config(steps=1), [corpus], tmp_path / "run")
+    train_model(run_config(steps=1), [corpus], tmp_path / "run")
     code, _, stderr = kvad("train", corpus, "--dry-run", "--out", tmp_path / "run")
     assert code == 2 and "already holds a run" in stderr
     with pytest.raises(ConfigError, match=r"train\.device"):
@@ -96,17 +96,17 @@ def test_what_does_not_fit_is_not_measured(corpus, run_config):
     whole = planned(config, [corpus])
     tight = planned(config, [corpus], whole.bytes // 2)
     assert tight.trial is None and tight.seconds is None and 0 < tight.fits < 64
-    assert f"DOES NOT FIT; --batch {tight.fits} would" in page(tight)[1]
+    assert f"DOES NOT FIT; --batch {tight.fits} would" in training_plan_text(tight)[1]
     again = planned(replace(config, train=replace(config.train, batch=tight.fits)), [corpus], whole.bytes // 2)
     assert again.trial is not None
     none = planned(config, [corpus], 1000)
-    assert none.fits == 0 and "not even --batch 1" in page(none)[1]
+    assert none.fits == 0 and "not even --batch 1" in training_plan_text(none)[1]
 
 
 def test_of_a_stream_tokens_and_epochs_are_unknown(corpus, run_config):
     found = planned(run_config(data={"order": "stream", "shuffle": 4, "validation": 0.3}, steps=3), [corpus])
     assert found.train_tokens is None and found.epochs is None and found.tokens == 3 * 128 and found.seconds > 0
-    assert "unknown" in page(found)[2] and "epochs unknown" in page(found)[4]
+    assert "unknown" in training_plan_text(found)[2] and "epochs unknown" in training_plan_text(found)[4]
 
 
 def test_prepared_data_mixtures_and_pairs_can_be_planned(corpus, tmp_path, run_config):
@@ -119,18 +119,18 @@ def test_prepared_data_mixtures_and_pairs_can_be_planned(corpus, tmp_path, run_c
 
 
 def test_a_compressor_s_training_is_planned_as_far_as_it_can_be(corpus, tmp_path, run_config):
-    train(run_config(steps=1), [corpus], tmp_path / "base")
+    train_model(run_config(steps=1), [corpus], tmp_path / "base")
     wanted = {"model": str(tmp_path / "base"), "ratio": 2, "recent": 8, "every": 4}
     content = {**run_config(steps=3).to_dict(), "model": {}, "tokenizer": {}, "compress": wanted}
     found = planned(RunConfig.from_dict({**content, "objective": {"kind": "compress"}}), [corpus])
     assert found.memory is None and found.step_flops is None and found.trial.rows == 4 and found.seconds > 0
     assert 0 < found.trained < found.parameters and found.checkpoint == 12 * found.trained
-    said = page(found)
+    said = training_plan_text(found)
     assert "not planned" in said[1] and "FLOPs not counted" in said[3] and "micro-batch of the first step" in said[5]
 
 
 def test_adapters_are_planned_as_what_is_trained(corpus, tmp_path, run_config):
-    train(run_config(steps=1), [corpus], tmp_path / "base")
+    train_model(run_config(steps=1), [corpus], tmp_path / "base")
     content = run_config(steps=2).to_dict()
     content = {**content, "model": {"init": str(tmp_path / "base")}, "tokenizer": {}, "lora": {"rank": 2}}
     config = RunConfig.from_dict(content)
@@ -138,21 +138,23 @@ def test_adapters_are_planned_as_what_is_trained(corpus, tmp_path, run_config):
     whole = planned(RunConfig.from_dict({k: v for k, v in content.items() if k != "lora"}), [corpus])
     assert found.trained < found.parameters and found.parameters == whole.parameters + found.trained
     assert whole.step_flops * 0.6 < found.step_flops < whole.step_flops
-    train(config, [corpus], tmp_path / "run")
+    train_model(config, [corpus], tmp_path / "run")
     assert found.checkpoint <= written(tmp_path / "run") <= found.checkpoint + 20_000
-    assert (steps_of(tmp_path / "run")[-1] / TRAINING).is_dir()
+    assert (list_steps(tmp_path / "run")[-1] / TRAINING).is_dir()
 
 
 def test_rows_of_a_micro_batch_are_its_first(corpus, tmp_path, run_config):
-    from kvad.train.data import DocumentData
-    from kvad.train.material import Material
+    from kvad.train.data import DocumentDataset
+    from kvad.train.material import RunData
 
     config = run_config()
-    material = Material(replace(config, objective=replace(config.objective, kind="next-token")), [corpus], print)
+    material = RunData(replace(config, objective=replace(config.objective, kind="next-token")), [corpus], print)
     material.open(tmp_path, material.make_tokenizer())
-    assert isinstance(material.data, DocumentData)
+    assert isinstance(material.data, DocumentDataset)
     whole = material.data.micro_batches(0)[0]
-    some = rows_of(whole, 2)
-    assert some.step.lanes[0].rows == 2 and torch.equal(some.step.tokens, whole.step.tokens[:64])
-    assert len(some.targets) == len(some.step.wanted) == int((whole.step.wanted < 64).sum())
-    assert rows_of(whole, 4).targets.equal(whole.targets)
+    some = first_rows(whole, 2)
+    assert some.model_input.sub_batches[0].num_seqs == 2 and torch.equal(
+        some.model_input.token_ids, whole.model_input.token_ids[:64]
+    )
+    assert len(some.targets) == len(some.model_input.logit_indices) == int((whole.model_input.logit_indices < 64).sum())
+    assert first_rows(whole, 4).targets.equal(whole.targets)

@@ -9,13 +9,13 @@ import pytest
 
 from kvad.cli.main import main
 from kvad.errors import ConfigError, DataError, UsageError
-from kvad.step import Reach
+from kvad.step import AttentionPattern
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train import job
 from kvad.train.config import RunConfig
-from kvad.train.material import Material
+from kvad.train.material import RunData
 from kvad.train.pairs import PairPaths
-from kvad.train.prepared import Prepared
+from kvad.train.prepared import PreparedData
 from kvad.train.store import is_prepared
 from tests.train.conftest import Listener
 from tests.train.test_cli import QUICK, kvad
@@ -24,15 +24,15 @@ from tests.train.test_job import hashes
 RUN = """
 [model]
 preset = "tiny"
-set = {{ "width" = 32, "decoder.layers" = 1, "decoder.kinds.L.mlp.hidden" = 32 }}
+set = {{ "width" = 32, "decoder.num_layers" = 1, "decoder.layer_types.L.mlp.intermediate_size" = 32 }}
 [data]
-context = 16
+seq_len = 16
 {data}
 [tokenizer]
 kind = "byte"
 [train]
 steps = 3
-batch = 2
+batch_size = 2
 precision = "fp32"
 eval_tokens = 100
 """
@@ -61,7 +61,7 @@ def test_a_prepared_folder_says_what_it_holds(prepared, corpus):
     assert manifest["documents"] == 12 and manifest["tokens"] == sum(len(text) + 1 for text in texts)
     assert manifest["largest"] == 256 and manifest["vocab"] == 257 and manifest["kind"] == "documents"
     assert manifest["tokenizer"] == train_tokenizer("byte", []).fingerprint()
-    found = Prepared(prepared)
+    found = PreparedData(prepared)
     assert found.store.take(np.arange(1, 6)).tolist() == list(texts[0][:5]) and is_prepared(prepared)
     assert not is_prepared(corpus)
 
@@ -77,7 +77,7 @@ def test_runs_on_texts_on_prepared_data_and_on_a_stream(prepared, corpus, run, t
     stream = run("stream.toml", **settings)
     steps = ["--steps", 6, "--save-every", 2, "--batch", 16]
     assert kvad("train", stream, corpus, "--out", tmp_path / "through", *steps)[0] == 0
-    config, _ = job.stored_run(tmp_path / "through")
+    config, _ = job.read_model_run(tmp_path / "through")
 
     class Stop(Listener):
         def on_save(self, path, step):
@@ -85,11 +85,11 @@ def test_runs_on_texts_on_prepared_data_and_on_a_stream(prepared, corpus, run, t
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        job.train(config, [corpus], tmp_path / "killed", callbacks=[Stop()])
+        job.train_model(config, [corpus], tmp_path / "killed", callbacks=[Stop()])
     state = json.loads((tmp_path / "killed/checkpoints/step-00000004/training/state.json").read_text())
     assert len(state["position"][0]) == 4 and state["position"][0][0] > 0
     assert not (tmp_path / "killed" / "data").exists()
-    job.resume(tmp_path / "killed")
+    job.resume_model(tmp_path / "killed")
     assert hashes(tmp_path / "killed") == hashes(tmp_path / "through")
 
 
@@ -107,7 +107,7 @@ def test_a_mixture_is_trained_on_by_its_run_file(prepared, corpus, run, tmp_path
 
 
 def material(prepared, **tables):
-    return Material(RunConfig.from_dict(tables), [prepared], lambda _: None)
+    return RunData(RunConfig.from_dict(tables), [prepared], lambda _: None)
 
 
 def test_what_no_longer_belongs_together_is_refused(prepared, tmp_path):
@@ -126,7 +126,7 @@ def test_what_no_longer_belongs_together_is_refused(prepared, tmp_path):
         material(prepared).open(tmp_path / "x", char)
     char.save(prepared / "tokenizer")
     with pytest.raises(DataError, match=r"tokenizer is not the tokenizer that made the tokens .*prepare it again"):
-        Prepared(prepared)
+        PreparedData(prepared)
 
 
 def test_two_folders_of_one_run_share_the_first_ones_tokenizer(corpus, tmp_path, run):
@@ -242,9 +242,9 @@ def test_a_table_that_is_read_as_a_document_is_told(tmp_path):
 
 def test_pairs_are_for_an_encoder_decoder(prepared, tmp_path, corpus):
     with pytest.raises(DataError, match=r"holds documents, and this model reads pairs"):
-        Material(RunConfig(), PairPaths(((prepared,),)), lambda _: None)
+        RunData(RunConfig(), PairPaths(((prepared,),)), lambda _: None)
     with pytest.raises(UsageError, match="only texts can be prepared"):
-        material(prepared).only()
+        material(prepared).single_corpus()
 
 
 def test_one_token_beyond_the_vocabulary_is_found_before_the_first_step(prepared, run, tmp_path):
@@ -274,7 +274,7 @@ def test_of_pairs_the_side_is_said(tmp_path):
     tokens[int(offsets[5]) + 1] = 9999
     tokens.tofile(out / "tokens-00000.bin")
     with pytest.raises(DataError, match=r"the first is token 2 of the target of pair 3, at byte"):
-        Prepared(out).check_tokens()
+        PreparedData(out).check_tokens()
 
 
 # ---------------------------------------------------------------- check
@@ -296,8 +296,8 @@ def test_a_real_batch_proves_that_nothing_leaks(prepared, run, data):
 
 
 def test_a_mask_that_is_broken_on_purpose_is_exit_code_1(prepared, run, monkeypatch):
-    real = Reach.allows
-    monkeypatch.setattr(Reach, "allows", lambda self, q, k: real(self, q._replace(document=None), k))
+    real = AttentionPattern.visible
+    monkeypatch.setattr(AttentionPattern, "visible", lambda self, q, k: real(self, q._replace(document=None), k))
     file = run()
     file.write_text(file.read_text().replace("context = 16", "context = 400"))
     code, out, err = kvad("data", "check", file, prepared)
@@ -312,9 +312,11 @@ def test_positions_that_do_not_restart_are_seen_where_they_should(prepared, run,
     file = run(isolate=False)
     file.write_text(file.read_text().replace("context = 16", "context = 400"))
     code, out, _ = kvad("data", "check", file, prepared)
-    assert code == 0 and "gradients   not compared" in out and "(data.isolate is off)" in out
-    real = Reach.allows
-    monkeypatch.setattr(Reach, "allows", lambda self, q, k: real(self, q._replace(order=None), k._replace(order=None)))
+    assert code == 0 and "gradients   not compared" in out and "(data.isolate_documents is off)" in out
+    real = AttentionPattern.visible
+    monkeypatch.setattr(
+        AttentionPattern, "visible", lambda self, q, k: real(self, q._replace(order=None), k._replace(order=None))
+    )
     code, out, _ = kvad("data", "check", file, prepared)
     assert code == 1 and "moves another one's logits" in out, "by position alone a document sees later ones"
 

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from kvad.checkpoint.folder import entry_of
-from kvad.step import Reach
+from kvad.checkpoint.folder import file_digest
+from kvad.step import AttentionPattern
 from kvad.text.tokenizer import load_tokenizer
 from kvad.train import examples, progress, store
 from tests.train.test_cli import kvad
-from tests.train.test_every_objective import PRESET, SMALL, TOPOLOGY, files  # noqa: F401  (a fixture)
+from tests.train.test_every_objective import OBJECTIVE_TOPOLOGY, PRESET, SMALL, files  # noqa: F401  (a fixture)
 from tests.train.test_job import hashes
 
 FED = ("masked", "spans", "tag", "classify", "chat")
@@ -22,7 +22,7 @@ FED = ("masked", "spans", "tag", "classify", "chat")
 
 def run_file(kind, folder, **data):
     """A run of a tiny model; ``data``: keys of [data]."""
-    topology = TOPOLOGY[kind]
+    topology = OBJECTIVE_TOPOLOGY[kind]
     own = {k: v for k, v in SMALL.items() if k == "width" or k.split(".")[0] in topology.split("-")}
     own |= {f"{side}.kinds.L.mlp.hidden": 48 for side in topology.split("-") if side in ("encoder", "decoder")}
     preset = "t5-tiny" if kind == "spans" else PRESET[topology]
@@ -140,7 +140,7 @@ def test_a_prepared_conversation_keeps_its_template(files, tmp_path):  # noqa: F
 def in_batches(monkeypatch):
     """Texts are encoded a few at a time, and every batch takes four seconds."""
     seconds = count(0, 4)
-    monkeypatch.setattr(examples, "TOGETHER", 5)
+    monkeypatch.setattr(examples, "ENCODE_BATCH", 5)
     monkeypatch.setattr(store, "BATCH_CHARS", 100)
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
 
@@ -198,8 +198,8 @@ def test_a_real_batch_proves_that_nothing_leaks(kind, files, tmp_path):  # noqa:
 
 @pytest.mark.parametrize("kind", ["masked", "chat", "tag"])
 def test_a_mask_that_is_broken_on_purpose_is_exit_code_1(kind, files, tmp_path, monkeypatch):  # noqa: F811
-    real = Reach.allows
-    monkeypatch.setattr(Reach, "allows", lambda self, q, k: real(self, q._replace(document=None), k))
+    real = AttentionPattern.visible
+    monkeypatch.setattr(AttentionPattern, "visible", lambda self, q, k: real(self, q._replace(document=None), k))
     code, out, err = kvad("data", "check", run_file(kind, tmp_path), files / kind)
     assert code == 1 and "LEAK" in out and "packed gradients differ" in out, err
 
@@ -207,7 +207,7 @@ def test_a_mask_that_is_broken_on_purpose_is_exit_code_1(kind, files, tmp_path, 
 def test_hidden_tokens_that_may_be_seen_from_elsewhere_are_not_checked(files, tmp_path):  # noqa: F811
     run = run_file("masked", tmp_path, isolate=False)
     code, _, err = kvad("data", "check", run, files / "masked")
-    assert code == 2 and "data.isolate is off" in err
+    assert code == 2 and "data.isolate_documents is off" in err
 
 
 def test_a_run_file_that_goes_on_from_a_model_is_checked_with_it(files, tmp_path):  # noqa: F811
@@ -238,11 +238,11 @@ def test_pairs_are_prepared_for_the_model_that_reads_them(files, tmp_path):  # n
     said["decoder_start_token_id"] = said["pad_token_id"]  # as Marian's own models begin
     (step / "generation_config.json").write_text(json.dumps(said))
     manifest = json.loads((step / "manifest.json").read_text())
-    manifest["files"]["generation_config.json"] = entry_of(step / "generation_config.json")
+    manifest["files"]["generation_config.json"] = file_digest(step / "generation_config.json")
     (step / "manifest.json").write_text(json.dumps(manifest))
     on = tmp_path / "on.toml"
     on.write_text(
-        f'[model]\ninit = "{step}"\n[data]\ncontext = 64\n[train]\nsteps = 1\nbatch = 2\nprecision = "fp32"\n'
+        f'[model]\ninit = "{step}"\n[data]\nseq_len = 64\n[train]\nsteps = 1\nbatch_size = 2\nprecision = "fp32"\n'
     )
     for name, first in (("own", [on]), ("new", ["--tokenizer", step, "--format", "pairs"])):
         where = [*first[:1], files / "seq2seq", *first[1:]] if name == "own" else [files / "seq2seq", *first]

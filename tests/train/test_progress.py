@@ -10,14 +10,14 @@ from rich.console import Console
 
 from kvad.errors import NumericalError
 from kvad.flops import training_pass
-from kvad.step import Lane, Step
-from kvad.train.board import Board, progress_on
-from kvad.train.gauge import Gauge
-from kvad.train.job import train
-from kvad.train.metrics import MetricsFile, Speed, read_metrics
-from kvad.train.presets import PRESETS
-from kvad.train.progress import PlainProgress, clock
-from kvad.train.reports import EvalReport, Outcome, StartReport, StepReport, WarningReport
+from kvad.step import ModelInput, SubBatch
+from kvad.train.board import ConsoleDashboard, make_progress
+from kvad.train.gauge import ThroughputMeter
+from kvad.train.job import train_model
+from kvad.train.metrics import MetricsFile, SpeedMeter, read_metrics
+from kvad.train.presets import MODEL_PRESETS
+from kvad.train.progress import PlainProgress, format_seconds
+from kvad.train.reports import EvalReport, StartReport, StepReport, TrainingResult, WarningReport
 from kvad.train.rows import Batch
 from tests.train.conftest import Listener
 
@@ -32,15 +32,15 @@ def test_the_line_says_loss_speed_time_and_validation():
     progress = PlainProgress(Console(file=io.StringIO(), width=200))
     progress.on_start(START)
     progress.on_step(step(1240))
-    assert progress.line() == "step 1,240/2,000  loss 1.713  lr 4.1e-04  norm 0.9  23,400 tokens/s  0:31 left"
+    assert progress.status_line() == "step 1,240/2,000  loss 1.713  lr 4.1e-04  norm 0.9  23,400 tokens/s  0:31 left"
     progress.on_eval(EvalReport(1240, 1.9017, 100, 1.9))
-    assert "loss 1.713  val 1.902  lr" in progress.line()
-    assert clock(75) == "1:15" and clock(3700) == "1:01:40"
+    assert "loss 1.713  val 1.902  lr" in progress.status_line()
+    assert format_seconds(75) == "1:15" and format_seconds(3700) == "1:01:40"
 
 
 def test_plain_lines_come_every_ten_seconds_and_at_evaluations():
     out = io.StringIO()
-    progress = progress_on(Console(file=out, width=200))
+    progress = make_progress(Console(file=out, width=200))
     assert type(progress) is PlainProgress
     progress.on_start(START)
     for number in range(1, 31):
@@ -58,7 +58,7 @@ def test_a_warning_is_a_line():
 
 
 def test_the_board_says_all_of_it():
-    board = Board(Console(file=io.StringIO(), force_terminal=True, width=120))
+    board = ConsoleDashboard(Console(file=io.StringIO(), force_terminal=True, width=120))
     board.start = START
     measured = {"mfu": 0.123, "memory": 412 << 20, "memory_peak": 3 << 30}
     for number, loss in ((1, 3.0), (2, 2.0)):
@@ -72,16 +72,16 @@ def test_the_board_says_all_of_it():
         "rate  4.1e-04   gradient norm 0.9   23,400 tokens/s   12.3% of a matrix product   412 MiB   at most 3.00 GiB"
     )
     console = Console(file=io.StringIO(), width=120, force_terminal=False)
-    console.print(board.rendered())
+    console.print(board.render())
     shown = console.file.getvalue().splitlines()
     assert len(shown) == 3 and "step 2/2,000   0:31 left" in shown[0] and "12.3% of a matrix" in shown[2]
 
 
 def test_a_terminal_gets_a_bar_that_is_put_away(corpus, tmp_path, run_config):
     out = io.StringIO()
-    progress = progress_on(Console(file=out, force_terminal=True, width=120))
-    assert isinstance(progress, Board)
-    outcome = train(run_config(), [corpus], tmp_path / "run", callbacks=[progress])
+    progress = make_progress(Console(file=out, force_terminal=True, width=120))
+    assert isinstance(progress, ConsoleDashboard)
+    outcome = train_model(run_config(), [corpus], tmp_path / "run", callbacks=[progress])
     progress.close()
     assert "tokens/s" in out.getvalue() and str(outcome.checkpoint.name) in out.getvalue().replace("\n", "")
     assert out.getvalue().rstrip().endswith("\x1b[0m") or "\x1b[?25h" in out.getvalue()  # the cursor is back
@@ -89,9 +89,9 @@ def test_a_terminal_gets_a_bar_that_is_put_away(corpus, tmp_path, run_config):
 
 def test_being_gauged_changes_no_bit(corpus, tmp_path, run_config, listener):
     config = run_config(steps=3)
-    train(config, [corpus], tmp_path / "gauged", callbacks=[listener], gauged=True)
+    train_model(config, [corpus], tmp_path / "gauged", callbacks=[listener], gauged=True)
     plain = Listener()
-    train(config, [corpus], tmp_path / "plain", callbacks=[plain])
+    train_model(config, [corpus], tmp_path / "plain", callbacks=[plain])
     assert [step.loss for step in listener.steps] == [step.loss for step in plain.steps]
     assert all(step.mfu > 0 for step in listener.steps) and all(step.mfu is None for step in plain.steps)
     assert all(0 < step.memory <= step.memory_peak for step in plain.steps)
@@ -100,12 +100,12 @@ def test_being_gauged_changes_no_bit(corpus, tmp_path, run_config, listener):
 
 
 def test_utilisation_is_flops_over_seconds_over_the_peak():
-    speed, gauge = Speed(), Gauge(PRESETS["tiny"](256, 32), peak=1e12)
+    speed, gauge = SpeedMeter(), ThroughputMeter(MODEL_PRESETS["tiny"](256, 32), peak=1e12)
     tokens = torch.zeros(4 * 32, dtype=torch.int64)
-    batch = Batch(Step(tokens, tokens, (Lane(4, 32, 32),), tokens), tokens)
-    count = gauge.count([batch, batch])
+    batch = Batch(ModelInput(tokens, tokens, (SubBatch(4, 32, 32),), tokens), tokens)
+    count = gauge.count_flops([batch, batch])
     assert count == 2 * training_pass(gauge.model, 4, 32, 128)
-    assert Gauge(gauge.model, 1e12, frozen=True).count([batch, batch]) < count
+    assert ThroughputMeter(gauge.model, 1e12, frozen=True).count_flops([batch, batch]) < count
     for _ in range(3):
         speed.add(256, 2.0, count)
     assert speed.flops_per_second == pytest.approx(count / 2)
@@ -113,7 +113,7 @@ def test_utilisation_is_flops_over_seconds_over_the_peak():
 
 def test_metrics_drop_what_will_be_done_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    first = MetricsFile(path, log_every=2)
+    first = MetricsFile(path, log_interval=2)
     first.on_start(START)
     for number in range(1, 8):
         first.on_step(step(number))
@@ -121,7 +121,7 @@ def test_metrics_drop_what_will_be_done_again(tmp_path):
     first.close()
     with path.open("a") as file:
         file.write('{"kind": "step", "step": 8, "lo')  # killed here
-    again = MetricsFile(path, log_every=2)
+    again = MetricsFile(path, log_interval=2)
     again.on_start(StartReport(**{**START.__dict__, "step": 5}))
     again.on_step(step(6))
     again.close()
@@ -134,7 +134,7 @@ def test_metrics_drop_what_will_be_done_again(tmp_path):
         ("step", 6),
     ]
     assert lines[-1]["loss"] == step(6).loss, "the one of the run that went on"
-    fresh = MetricsFile(path, log_every=1)
+    fresh = MetricsFile(path, log_interval=1)
     fresh.on_start(START)
     fresh.close()
     assert [line["kind"] for line in read_metrics(path)] == ["run"]
@@ -142,7 +142,7 @@ def test_metrics_drop_what_will_be_done_again(tmp_path):
 
 def test_what_is_evaluated_is_logged_before_it_and_what_is_last_at_the_end(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    metrics = MetricsFile(path, log_every=10)
+    metrics = MetricsFile(path, log_interval=10)
     metrics.on_start(START)
     for number in range(1, 6):
         metrics.on_step(step(number))
@@ -150,14 +150,14 @@ def test_what_is_evaluated_is_logged_before_it_and_what_is_last_at_the_end(tmp_p
             metrics.on_eval(EvalReport(3, 1.9, 100, 1.9))
     said = [("run", 0), ("step", 1), ("step", 3), ("eval", 3)]
     assert [(line["kind"], line["step"]) for line in read_metrics(path)] == said
-    metrics.on_end(Outcome("done", 5, 1.7, 1.9, 1.9, 5, 1.0, tmp_path))
+    metrics.on_end(TrainingResult("done", 5, 1.7, 1.9, 1.9, 5, 1.0, tmp_path))
     metrics.close()
     said += [("step", 5), ("end", 5)]
     assert [(line["kind"], line["step"]) for line in read_metrics(path)] == said, "once"
 
 
 def test_what_the_disk_refuses_at_the_end_is_not_said_in_the_place_of_the_error(tmp_path):
-    metrics = MetricsFile(tmp_path / "metrics.jsonl", log_every=10)
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", log_interval=10)
     metrics.on_start(START)
     with Path("/dev/full").open("a") as full:
         metrics._file.close()
@@ -169,7 +169,7 @@ def test_what_the_disk_refuses_at_the_end_is_not_said_in_the_place_of_the_error(
 
 
 def test_speed_forgets_what_is_long_ago():
-    speed = Speed()
+    speed = SpeedMeter()
     assert speed.tokens_per_second == 0.0 == speed.seconds_per_step
     for _ in range(50):
         speed.add(100, 1.0)

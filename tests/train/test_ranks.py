@@ -15,24 +15,24 @@ import pytest
 import torch
 from torch import nn
 
-from kvad.checkpoint.native import load
-from kvad.checkpoint.opened import Training, read_training
+from kvad.checkpoint.native import open_folder
+from kvad.checkpoint.opened import TrainingState, read_training_state
 from kvad.errors import ConfigError, EngineError, NumericalError, UsageError
 from kvad.train.config import RunConfig, TrainConfig
-from kvad.train.job import resume, train
-from kvad.train.material import Material, named_for
+from kvad.train.job import resume_model, train_model
+from kvad.train.material import RunData, resolve_corpus
 from kvad.train.metrics import read_metrics
-from kvad.train.objective import Autocast, Measured
-from kvad.train.objectives import fitting, make_objective
-from kvad.train.optim import Optimization
-from kvad.train.peers import Peers, peers_of
+from kvad.train.objective import Autocast, EvalResult
+from kvad.train.objectives import build_objective, resolve_objective
+from kvad.train.optim import OptimizersContainer
+from kvad.train.peers import DataParallelGroup, init_data_parallel
 from kvad.train.reports import Callback
-from kvad.train.saver import Moment, Saver
-from kvad.train.trainer import State, Trainer
+from kvad.train.saver import AsyncCheckpointer, CheckpointSnapshot
+from kvad.train.trainer import Trainer, TrainerState
 from tests.models import build
 
-SMALL = {"width": 32, "decoder.layers": 1, "decoder.kinds.L.mlp.hidden": 32}
-BOTH = {**SMALL, "encoder.layers": 1, "encoder.kinds.L.mlp.hidden": 32}
+SMALL = {"width": 32, "decoder.num_layers": 1, "decoder.layer_types.L.mlp.intermediate_size": 32}
+BOTH = {**SMALL, "encoder.num_layers": 1, "encoder.layer_types.L.mlp.intermediate_size": 32}
 DROPOUT = {"dropout.residual": 0.2}
 PATIENCE = 120  # seconds for a pair of processes, on a busy machine
 
@@ -74,7 +74,7 @@ def configured(kind, *, accumulate=4, dropout=None, optim=None, **more):
         "optim": optim or {},
         "train": {"batch": 1, "accumulate": accumulate, "precision": "fp32", "log_every": 1, "eval_every": 3, **more},
     }
-    return fitting(RunConfig.from_dict(content), "encoder-decoder" if pairs else "decoder")
+    return resolve_objective(RunConfig.from_dict(content), "encoder-decoder" if pairs else "decoder")
 
 
 @pytest.fixture(scope="module")
@@ -93,23 +93,23 @@ class Wrong:
     def __init__(self, objective):
         self.objective, self.calls = objective, 0
 
-    def backward(self, batch, total):
+    def accumulate_gradients(self, batch, total):
         self.calls += 1
-        loss = self.objective.backward(batch, total)
+        loss = self.objective.accumulate_gradients(batch, total)
         return loss if self.calls < 2 else float("nan")
 
-    def loss_of(self, batches):
-        return self.objective.loss_of(batches)
+    def evaluate_loss(self, batches):
+        return self.objective.evaluate_loss(batches)
 
 
 class Judged:
     """An objective whose evaluations find the losses that are given."""
 
     def __init__(self, found, objective):
-        self.backward, self.found = objective.backward, iter(found)
+        self.accumulate_gradients, self.found = objective.accumulate_gradients, iter(found)
 
-    def loss_of(self, batches):
-        return Measured(next(self.found), 100)
+    def evaluate_loss(self, batches):
+        return EvalResult(next(self.found), 100)
 
 
 class Heard(Callback):
@@ -132,20 +132,22 @@ def exact(kind, texts, folder, peers, settings=FIVE, aim=lambda objective: objec
     """A trainer in float64, and what it tells.  ``aim``: what is made of its objective."""
     config = configured(kind, **settings)
     (path,) = texts.glob(f"{kind}.*")
-    material = Material(config, named_for(kind, [path]), lambda text: None)
+    material = RunData(config, resolve_corpus(kind, [path]), lambda text: None)
     tokenizer = material.make_tokenizer()
     material.open(folder / f"data-{peers.rank}", tokenizer)
-    model = build(material.shaped(config.resolve(tokenizer.vocab_size)), dtype=torch.float64)
-    objective = make_objective(config, model, Autocast("fp32", "cpu"))
-    optimization = Optimization(model, config.optim, config.train, 32)
-    saver = Saver(lambda: Moment(0, {}, Training({}, {}), None), lambda moment: folder, beside=False)
-    heard, parts = Heard(), (model, aim(objective), optimization, material.data, config.train, State(), saver)
-    return Trainer(*parts, callbacks=[heard], clock=clock, peers=peers), heard
+    model = build(material.with_objective_head(config.resolve(tokenizer.vocab_size)), dtype=torch.float64)
+    objective = build_objective(config, model, Autocast("fp32", "cpu"))
+    optimization = OptimizersContainer(model, config.optim, config.train, 32)
+    saver = AsyncCheckpointer(
+        lambda: CheckpointSnapshot(0, {}, TrainingState({}, {}), None), lambda moment: folder, async_save=False
+    )
+    heard, parts = Heard(), (model, aim(objective), optimization, material.data, config.train, TrainerState(), saver)
+    return Trainer(*parts, callbacks=[heard], clock=clock, data_parallel=peers), heard
 
 
 def of_rank(rank, port, kind, texts, folder):
     torch.set_num_threads(1)
-    peers = peers_of(environment(rank, port), configured(kind).train)
+    peers = init_data_parallel(environment(rank, port), configured(kind).train)
     made, heard = exact(kind, texts, folder, peers)
     made.fit()
     torch.save(dict(made.model.state_dict()), folder / f"weights-{rank}")
@@ -160,7 +162,7 @@ def done():
 @pytest.mark.parametrize("kind", ["next-token", "seq2seq"])
 def test_two_ranks_make_the_updates_of_one_process(kind, texts, tmp_path):
     assert both(of_rank, kind, texts, tmp_path) == [0, 0]
-    alone, heard = exact(kind, texts, tmp_path, Peers())
+    alone, heard = exact(kind, texts, tmp_path, DataParallelGroup())
     counts = [[len(batch.targets) for batch in alone.data.micro_batches(step)] for step in range(5)]
     assert any(sum(each[::2]) != sum(each[1::2]) for each in counts), "ragged, or a mean of means would do"
     alone.fit()
@@ -175,13 +177,20 @@ def test_two_ranks_make_the_updates_of_one_process(kind, texts, tmp_path):
 
 def at_odds(rank, port, texts, folder):
     torch.set_num_threads(1)
-    peers = peers_of(environment(rank, port), configured("next-token").train)
+    peers = init_data_parallel(environment(rank, port), configured("next-token").train)
     parts = nn.ParameterList([nn.Parameter(torch.zeros(3)) for _ in range(3)])
     parts[0].grad = torch.full((3,), 1.0 + rank)
     if rank:
         parts[1].grad = torch.arange(3.0)
-    said = [peers.add_up(parts, 0.25 + rank), [None if p.grad is None else p.grad.tolist() for p in parts]]
-    said += [peers.any(rank == 1), peers.of_first(rank + 0.5), peers.words("none" if rank else "\u00fcber")]
+    said = [
+        peers.all_reduce_gradients(parts, 0.25 + rank),
+        [None if p.grad is None else p.grad.tolist() for p in parts],
+    ]
+    said += [
+        peers.any_rank(rank == 1),
+        peers.broadcast_scalar(rank + 0.5),
+        peers.all_gather_text("none" if rank else "\u00fcber"),
+    ]
     made, _ = exact("next-token", texts, folder, peers, aim=Wrong if rank else lambda objective: objective)
     for _ in range(2):  # a loss that is no number, and weights that differ
         try:
@@ -193,7 +202,7 @@ def at_odds(rank, port, texts, folder):
     (folder / f"said-{rank}").write_text(json.dumps(said))
     if rank == 0:
         try:
-            peers.any(False)  # the other has ended
+            peers.any_rank(False)  # the other has ended
         except EngineError as error:
             (folder / "lost").write_text(str(error))
     done()
@@ -230,7 +239,7 @@ def fitted(made, heard):
 
 def at_variance(rank, port, texts, folder):
     torch.set_num_threads(1)
-    peers = peers_of(environment(rank, port), configured("next-token").train)
+    peers = init_data_parallel(environment(rank, port), configured("next-token").train)
     for name, given in (("clocks", clocks), ("judges", judges)):
         told = fitted(*exact("next-token", texts, folder / name, peers, **given(rank)))
         (folder / name / f"told-{rank}").write_text(json.dumps(told))
@@ -245,7 +254,9 @@ def test_one_clock_and_one_judge_decide_for_all_ranks(texts, tmp_path):
     for given in (clocks, judges):
         name = given.__name__
         found = [json.loads((tmp_path / name / f"told-{rank}").read_text()) for rank in range(2)]
-        first, second = (fitted(*exact("next-token", texts, tmp_path, Peers(), **given(rank))) for rank in range(2))
+        first, second = (
+            fitted(*exact("next-token", texts, tmp_path, DataParallelGroup(), **given(rank))) for rank in range(2)
+        )
         assert found[0] == found[1], "to the bit"
         assert found[0][:5] == first[:5] and found[0][6] == pytest.approx(first[6], rel=1e-12)
         assert first[4] != second[4], "alone, rank 1 would have decided otherwise"
@@ -271,13 +282,13 @@ class Killer(Callback):
 
 def whole_run(rank, port, config, path, out, kill, again):
     torch.set_num_threads(1)
-    peers = peers_of(environment(rank, port), config.train)
-    pids = [int(pid) for pid in peers.every(torch.tensor([os.getpid()]))]
+    peers = init_data_parallel(environment(rank, port), config.train)
+    pids = [int(pid) for pid in peers.all_gather(torch.tensor([os.getpid()]))]
     if again:
-        resume(out, peers=peers)
+        resume_model(out, peers=peers)
     else:
         heard = [Killer([pid for pid in pids if pid != os.getpid()] + [os.getpid()], kill)]
-        train(config, [path], out, callbacks=heard, peers=peers)
+        train_model(config, [path], out, callbacks=heard, peers=peers)
     done()
 
 
@@ -289,7 +300,7 @@ def test_a_run_of_two_ranks_says_the_losses_of_one_process(texts, tmp_path):
     config, path = configured("next-token", steps=6), texts / "next-token.txt"
     assert both(whole_run, config, path, tmp_path / "two", 0, False) == [0, 0]
     torch.set_num_threads(1)
-    train(config, [path], tmp_path / "one")
+    train_model(config, [path], tmp_path / "one")
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     lines = read_metrics(tmp_path / "two" / "metrics.jsonl")
     kinds = [line["kind"] for line in lines]
@@ -304,29 +315,35 @@ def test_killed_it_goes_on_to_the_bit_with_as_many_ranks(texts, tmp_path):
     assert both(whole_run, config, path, whole, 0, False) == [0, 0]
     assert both(whole_run, config, path, parts, 5, False) == [-signal.SIGKILL] * 2
     with pytest.raises(ConfigError, match="ranks: 2 there, 1 here"):
-        resume(parts)
+        resume_model(parts)
     assert both(whole_run, config, path, parts, 0, True) == [0, 0]
     assert losses(parts) == losses(whole) and len(losses(whole)) == 8
-    files = [load(out, verify=True).files for out in (whole, parts)]
+    files = [open_folder(out, verify=True).files for out in (whole, parts)]
     for name in ("model.safetensors", "training/state.safetensors"):
         assert files[0][name]["sha256"] == files[1][name]["sha256"], name
-    random = read_training(load(whole).path).tensors
+    random = read_training_state(open_folder(whole).path).tensors
     assert not torch.equal(random["rng"], random["rng.1"]), "dropout differs between ranks"
 
 
 def test_what_cannot_be_shared_is_refused_by_name():
     asked = environment(0, 1)
     with pytest.raises(ConfigError, match=r"train\.accumulate: 3 micro-batches cannot be shared evenly by 2 ranks"):
-        peers_of(asked, TrainConfig(accumulate=3))
+        init_data_parallel(asked, TrainConfig(gradient_accumulation_steps=3))
     with pytest.raises(ConfigError, match="all ranks are to be of one machine"):
-        peers_of({**asked, "LOCAL_WORLD_SIZE": "1"}, TrainConfig(accumulate=2))
+        init_data_parallel({**asked, "LOCAL_WORLD_SIZE": "1"}, TrainConfig(gradient_accumulation_steps=2))
     with pytest.raises(ConfigError, match="every rank has one of its own"):
-        peers_of(asked, TrainConfig(accumulate=2, device="cuda:1"))
+        init_data_parallel(asked, TrainConfig(gradient_accumulation_steps=2, device="cuda:1"))
     with pytest.raises(UsageError, match="MASTER_PORT is missing"):
-        peers_of({name: asked[name] for name in ("RANK", "WORLD_SIZE")}, TrainConfig(accumulate=2))
+        init_data_parallel(
+            {name: asked[name] for name in ("RANK", "WORLD_SIZE")}, TrainConfig(gradient_accumulation_steps=2)
+        )
     with pytest.raises(UsageError, match="RANK: expected a number"):
-        peers_of({"WORLD_SIZE": "2"}, TrainConfig(accumulate=2))
-    assert peers_of({}, TrainConfig()) == Peers() == peers_of({"WORLD_SIZE": "1", "RANK": "0"}, TrainConfig())
+        init_data_parallel({"WORLD_SIZE": "2"}, TrainConfig(gradient_accumulation_steps=2))
+    assert (
+        init_data_parallel({}, TrainConfig())
+        == DataParallelGroup()
+        == init_data_parallel({"WORLD_SIZE": "1", "RANK": "0"}, TrainConfig())
+    )
 
 
 def test_the_command_refuses_what_one_process_does(texts, tmp_path, monkeypatch, capsys):

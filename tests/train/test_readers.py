@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from kvad.errors import DataError
-from kvad.text.base import cut
+from kvad.text.base import split_text
 from kvad.train import readers
 from kvad.train.corpus import open_corpus
 from kvad.train.pairs import PairPaths, open_pairs
-from kvad.train.readers import FORMATS, Reading, blocks_of, lines_of
+from kvad.train.readers import FORMATS, ReadOptions, read_blocks, read_lines
 
 TEXT = "Grüße — 한국어 🙂 aus dem Märchenwald, 12 mal.\n" * 40
 
@@ -27,11 +27,11 @@ PACK = {".txt": lambda x: x, ".txt.gz": gzip.compress, ".txt.zst": zstd}
 @pytest.mark.parametrize("suffix", PACK)
 @pytest.mark.parametrize("block", [1, 7, 1 << 20])
 def test_compressed_or_not_a_text_is_the_same_in_blocks_of_any_size(tmp_path, monkeypatch, suffix, block):
-    monkeypatch.setattr(readers, "BLOCK", block)
+    monkeypatch.setattr(readers, "READ_CHUNK", block)
     path = tmp_path / f"x{suffix}"
     path.write_bytes(PACK[suffix](b"\xef\xbb\xbf" + TEXT.encode()))
-    assert "".join(blocks_of(path, "strict")) == TEXT
-    assert list(lines_of(path, "strict")) == TEXT.splitlines()
+    assert "".join(read_blocks(path, "strict")) == TEXT
+    assert list(read_lines(path, "strict")) == TEXT.splitlines()
 
 
 @pytest.mark.parametrize("suffix", [".txt.gz", ".txt.zst"])
@@ -39,11 +39,11 @@ def test_several_frames_are_one_file_and_a_cut_one_is_named(tmp_path, suffix):
     once = PACK[suffix](TEXT.encode())
     path = tmp_path / f"x{suffix}"
     path.write_bytes(once + once)
-    assert "".join(blocks_of(path, "strict")) == 2 * TEXT
+    assert "".join(read_blocks(path, "strict")) == 2 * TEXT
     for content in (once[:-9], once + once[:-9], b"no such thing " * 9):
         path.write_bytes(content)
         with pytest.raises(DataError, match=rf"x{suffix} is damaged or cut short"):
-            list(blocks_of(path, "strict"))
+            list(read_blocks(path, "strict"))
 
 
 def test_without_zstandard_one_line_says_what_to_install(tmp_path, monkeypatch):
@@ -55,25 +55,25 @@ def test_without_zstandard_one_line_says_what_to_install(tmp_path, monkeypatch):
 
 def test_pieces_are_those_of_the_whole_text_and_their_ends_are_known(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "CUT_CHARS", 50)
-    monkeypatch.setattr(readers, "cut", lambda text: cut(text, 50))
-    monkeypatch.setattr(readers, "BLOCK", 33)
+    monkeypatch.setattr(readers, "cut", lambda text: split_text(text, 50))
+    monkeypatch.setattr(readers, "READ_CHUNK", 33)
     (tmp_path / "x.txt").write_text(TEXT)
-    found = list(FORMATS["text"](tmp_path / "x.txt", Reading()))
-    assert [piece.text for piece in found] == list(cut(TEXT, 50)) and len(found) > 20
+    found = list(FORMATS["text"](tmp_path / "x.txt", ReadOptions()))
+    assert [piece.text for piece in found] == list(split_text(TEXT, 50)) and len(found) > 20
     assert [p.opens for p in found] == [True] + [False] * (len(found) - 1)
     assert [p.closes for p in found] == [False] * (len(found) - 1) + [True]
     (tmp_path / "x.jsonl").write_text(json.dumps({"text": TEXT}))
-    assert list(FORMATS["jsonl"](tmp_path / "x.jsonl", Reading())) == found
+    assert list(FORMATS["jsonl"](tmp_path / "x.jsonl", ReadOptions())) == found
     assert list(open_corpus([tmp_path / "x.txt"]).texts()) == [TEXT]
 
 
 def test_a_broken_byte_is_named_wherever_it_stands(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "BLOCK", 4)
+    monkeypatch.setattr(readers, "READ_CHUNK", 4)
     for at in range(9):
         (tmp_path / "x.txt").write_bytes(b"\xc3\xa9" * 2 + b"a" * (at % 2) + b"\n" * (at - at % 2) + b"\xe9zz")
         says = rf"x.txt, line {1 + at - at % 2}, is not UTF-8: byte 0xE9 at offset {4 + at} "
         with pytest.raises(DataError, match=says):
-            list(blocks_of(tmp_path / "x.txt", "strict"))
+            list(read_blocks(tmp_path / "x.txt", "strict"))
 
 
 def test_json_lines_are_documents_by_their_field(tmp_path):
@@ -86,7 +86,7 @@ def test_json_lines_are_documents_by_their_field(tmp_path):
     assert corpus.settings()["field"] == "body" and "field" not in open_corpus([tmp_path / "b.txt"]).settings()
     assert [s.name for s in open_corpus([tmp_path], suffixes=[".jsonl"]).sources] == [f"{tmp_path.name}/a.jsonl.gz"]
     whole = open_corpus([tmp_path / "b.txt"], format="lines")
-    assert whole.lines and list(whole.texts()) == ["plain"]
+    assert whole.one_per_line and list(whole.texts()) == ["plain"]
 
 
 @pytest.mark.parametrize(

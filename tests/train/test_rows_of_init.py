@@ -7,7 +7,7 @@ import pytest
 
 from kvad.cli.main import main
 from kvad.train.config import RunConfig
-from kvad.train.job import resume, stored_run, train
+from kvad.train.job import read_model_run, resume_model, train_model
 
 FEW = ("--steps", "2", "--batch", "2", "--precision", "fp32")
 LIMIT = 32
@@ -15,14 +15,14 @@ LIMIT = 32
 
 @pytest.fixture(scope="module")
 def base(corpus, tmp_path_factory):
-    shape = {"width": 32, "decoder.layers": 1, "decoder.kinds.L.mlp.hidden": 32}
+    shape = {"width": 32, "decoder.num_layers": 1, "decoder.layer_types.L.mlp.intermediate_size": 32}
     content = {
         "model": {"preset": "tiny", "set": shape},
         "data": {"context": LIMIT},
         "tokenizer": {"kind": "byte"},
         "train": {"steps": 1, "batch": 2, "precision": "fp32"},
     }
-    return train(RunConfig.from_dict(content), [corpus], tmp_path_factory.mktemp("base") / "run").checkpoint
+    return train_model(RunConfig.from_dict(content), [corpus], tmp_path_factory.mktemp("base") / "run").checkpoint
 
 
 def kvad(*words):
@@ -32,20 +32,20 @@ def kvad(*words):
 def test_rows_are_as_long_as_the_model_holds(corpus, tmp_path, base):
     begun, out = shutil.copytree(base, tmp_path / "base"), tmp_path / "run"
     assert kvad("train", corpus, "--init", begun, "--out", out, *FEW) == 0
-    assert RunConfig.load(out / "run.toml").data.context == stored_run(out)[0].data.context == LIMIT
+    assert RunConfig.load(out / "run.toml").data.seq_len == read_model_run(out)[0].data.seq_len == LIMIT
     (tmp_path / "mine.toml").write_text(
-        f'[model]\ninit = "{begun}"\n[train]\nsteps = 2\nbatch = 2\nprecision = "fp32"\n'
+        f'[model]\ninit = "{begun}"\n[train]\nsteps = 2\nbatch_size = 2\nprecision = "fp32"\n'
     )
     shutil.rmtree(begun)  # all weights trained, it is never looked at again
     assert kvad("train", "--resume", tmp_path / "mine.toml", "--out", out) == 0
     assert kvad("train", "--resume", "--out", out) == 0
-    assert resume(out, config=RunConfig.load(out / "run.toml")).step == 2
+    assert resume_model(out, config=RunConfig.load(out / "run.toml")).step == 2
 
 
 def test_what_is_said_is_done_or_refused_with_what_fits(corpus, tmp_path, base, capsys):
     assert kvad("train", corpus, "--init", base, "--out", tmp_path / "run", "--context", 16, *FEW) == 0
-    assert stored_run(tmp_path / "run")[0].data.context == 16
-    for said in (("--context", 256), ("--set", "data.context=33")):
+    assert read_model_run(tmp_path / "run")[0].data.seq_len == 16
+    for said in (("--context", 256), ("--set", "data.seq_len=33")):
         assert kvad("train", corpus, "--init", base, "--out", tmp_path / "no", *said, *FEW) == 2
         assert f"--context {LIMIT} fits" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
@@ -60,7 +60,7 @@ def test_so_do_a_plan_a_check_and_a_compressor(corpus, tmp_path, base, capsys):
     small = ("--set", "ratio=2", "--set", "recent=2", "--set", "every=2", "--set", "hidden=4")
     compressing = ("--objective", "compress", "--init", base, *small)
     assert kvad("train", corpus, *compressing, "--out", tmp_path / "summaries", *FEW) == 0
-    assert RunConfig.load(tmp_path / "summaries" / "run.toml").data.context == LIMIT
+    assert RunConfig.load(tmp_path / "summaries" / "run.toml").data.seq_len == LIMIT
     capsys.readouterr()
     assert kvad("train", corpus, *compressing, "--out", tmp_path / "no", "--context", 33, *FEW) == 2
     assert f"--context {LIMIT} fits" in capsys.readouterr().err

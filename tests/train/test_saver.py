@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from kvad import LLM
-from kvad.checkpoint.folder import locate, steps_of
-from kvad.checkpoint.native import load
-from kvad.checkpoint.opened import Training, read_training
+from kvad.checkpoint.folder import list_steps, locate
+from kvad.checkpoint.native import open_folder
+from kvad.checkpoint.opened import TrainingState, read_training_state
 from kvad.errors import CheckpointError, MemoryPlanError, NumericalError, SaveError
-from kvad.train.job import resume, train
-from kvad.train.objective import Measured, NextToken
-from kvad.train.optim import Optimization
+from kvad.train.job import resume_model, train_model
+from kvad.train.objective import CrossEntropyObjective, EvalResult
+from kvad.train.optim import OptimizersContainer
 from kvad.train.reports import Callback
-from kvad.train.saver import Moment, Saver
+from kvad.train.saver import AsyncCheckpointer, CheckpointSnapshot
 
 
 class Disk:
@@ -41,7 +41,9 @@ class Disk:
 def saver_of(weights, disk, beside=True):
     step = iter(range(1, 100))
     state = {"moment": torch.zeros(2)}
-    return Saver(lambda: Moment(next(step), weights, Training(state, {}), None), disk.write, beside=beside)
+    return AsyncCheckpointer(
+        lambda: CheckpointSnapshot(next(step), weights, TrainingState(state, {}), None), disk.write, async_save=beside
+    )
 
 
 def test_what_is_written_is_what_was_there_between_the_steps():
@@ -126,7 +128,7 @@ def test_large_numbers_are_finite():
 
 
 def hashes(path):
-    files = load(path, verify=True).files
+    files = open_folder(path, verify=True).files
     return files["model.safetensors"]["sha256"], files["training/state.safetensors"]["sha256"]
 
 
@@ -136,8 +138,8 @@ def hashes(path):
 def test_beside_or_at_once_the_bytes_are_the_same(corpus, tmp_path, run_config, optim):
     for name in ("beside", "once"):
         config = run_config(steps=6, save_every=2, keep=3, keep_best=False, save_beside=name == "beside", **optim)
-        train(config, [corpus], tmp_path / name)
-    found = [[hashes(path) for path in steps_of(tmp_path / name)] for name in ("beside", "once")]
+        train_model(config, [corpus], tmp_path / name)
+    found = [[hashes(path) for path in list_steps(tmp_path / name)] for name in ("beside", "once")]
     assert found[0] == found[1] and len(found[0]) == 3
 
 
@@ -168,11 +170,11 @@ class Held(Callback):
 def test_training_goes_on_while_a_save_is_written(corpus, tmp_path, run_config, monkeypatch):
     held = Held(monkeypatch, until=4)
     out = tmp_path / "run"
-    train(run_config(steps=5, save_every=2, eval_every=100, keep=9), [corpus], out, callbacks=[held])
+    train_model(run_config(steps=5, save_every=2, eval_every=100, keep=9), [corpus], out, callbacks=[held])
     assert held.told.index("step-00000002") > held.told.index(4), "steps 3 and 4 were made meanwhile"
     names = ["step-00000002", "step-00000004", "step-00000005"]
-    assert [told for told in held.told if isinstance(told, str)] == names == [path.name for path in steps_of(out)]
-    assert read_training(steps_of(out)[0]).state["progress"]["step"] == 2
+    assert [told for told in held.told if isinstance(told, str)] == names == [path.name for path in list_steps(out)]
+    assert read_training_state(list_steps(out)[0]).state["progress"]["step"] == 2
 
 
 def test_ctrl_c_waits_for_the_save_in_flight(corpus, tmp_path, run_config, monkeypatch):
@@ -182,9 +184,9 @@ def test_ctrl_c_waits_for_the_save_in_flight(corpus, tmp_path, run_config, monke
                 os.kill(os.getpid(), signal.SIGINT)
             super().on_step(report)
 
-    outcome = train(run_config(save_every=2), [corpus], tmp_path / "run", callbacks=[Stop(monkeypatch, until=3)])
+    outcome = train_model(run_config(save_every=2), [corpus], tmp_path / "run", callbacks=[Stop(monkeypatch, until=3)])
     assert outcome.reason == "interrupted" and outcome.checkpoint.name == "step-00000003"
-    assert [path.name for path in steps_of(tmp_path / "run")] == ["step-00000002", "step-00000003"]
+    assert [path.name for path in list_steps(tmp_path / "run")] == ["step-00000002", "step-00000003"]
     assert not [thread for thread in threading.enumerate() if thread.name == "kvad-save"]
 
 
@@ -202,24 +204,24 @@ def test_a_folder_that_becomes_read_only_leaves_the_last_checkpoint(corpus, tmp_
 
     out = tmp_path / "run"
     with pytest.raises(SaveError, match=r"step-00000010.*Read-only file system"):
-        train(run_config(), [corpus], out, callbacks=[Lock()])
+        train_model(run_config(), [corpus], out, callbacks=[Lock()])
     monkeypatch.undo()
-    assert load(out, verify=True).path.name == "step-00000005"
+    assert open_folder(out, verify=True).path.name == "step-00000005"
 
 
 def test_weights_that_an_update_broke_are_not_saved(corpus, tmp_path, run_config, monkeypatch):
     """The loss of that step was fine; only the next would tell."""
-    real, calls = Optimization.step, iter(range(1, 100))
+    real, calls = OptimizersContainer.step, iter(range(1, 100))
 
     def broken(optimization, norm):
         real(optimization, norm)
         if next(calls) == 10:
             optimization._named[0][1].data[0] = math.nan
 
-    monkeypatch.setattr(Optimization, "step", broken)
-    with pytest.raises(NumericalError, match=r"step 10: embed.tokens.weight is not finite any more"):
-        train(run_config(eval_every=100), [corpus], tmp_path / "run")
-    assert load(tmp_path / "run", verify=True).path.name == "step-00000005"
+    monkeypatch.setattr(OptimizersContainer, "step", broken)
+    with pytest.raises(NumericalError, match=r"step 10: embedding.tokens.weight is not finite any more"):
+        train_model(run_config(eval_every=100), [corpus], tmp_path / "run")
+    assert open_folder(tmp_path / "run", verify=True).path.name == "step-00000005"
 
 
 def test_memory_that_runs_out_in_a_step_says_the_plan(corpus, tmp_path, run_config):
@@ -229,9 +231,9 @@ def test_memory_that_runs_out_in_a_step_says_the_plan(corpus, tmp_path, run_conf
                 torch.empty(1 << 60)
 
     with pytest.raises(MemoryPlanError, match=r"out of memory in step 8, with 4 rows of 32 tokens") as caught:
-        train(run_config(), [corpus], tmp_path / "run", callbacks=[Hungry()])
-    assert "weights 0.1 MiB" in caught.value.message and "a lower train.batch" in caught.value.hint
-    assert load(tmp_path / "run", verify=True).path.name == "step-00000005"
+        train_model(run_config(), [corpus], tmp_path / "run", callbacks=[Hungry()])
+    assert "weights 0.1 MiB" in caught.value.message and "a lower train.batch_size" in caught.value.hint
+    assert open_folder(tmp_path / "run", verify=True).path.name == "step-00000005"
 
 
 # ---------------------------------------------------------------- the best
@@ -243,7 +245,7 @@ def judged(monkeypatch):
 
     def make(*values):
         found = iter(values)
-        monkeypatch.setattr(NextToken, "loss_of", lambda *_: Measured(next(found), 100))
+        monkeypatch.setattr(CrossEntropyObjective, "evaluate_loss", lambda *_: EvalResult(next(found), 100))
 
     return make
 
@@ -251,19 +253,19 @@ def judged(monkeypatch):
 def test_the_best_is_saved_when_it_is_found_and_stays(corpus, tmp_path, run_config, judged, listener):
     judged(3.0, 2.0, 2.5, math.nan, 2.0, 2.1)
     out = tmp_path / "run"
-    outcome = train(run_config(eval_every=2, save_every=5), [corpus], out, callbacks=[listener])
+    outcome = train_model(run_config(eval_every=2, save_every=5), [corpus], out, callbacks=[listener])
     assert [step for _, step in listener.saves] == [2, 4, 5, 10, 12]
-    assert [path.name for path in steps_of(out)] == ["step-00000004", "step-00000010", "step-00000012"]
+    assert [path.name for path in list_steps(out)] == ["step-00000004", "step-00000010", "step-00000012"]
     assert locate(out / "best").name == "step-00000004" and outcome.best == 2.0
     assert locate(out).name == "step-00000012"
     with LLM.load(out / "best", rows=1) as llm:
-        assert llm.generate("1 is", max_tokens=3, temperature=0).usage.completion == 3
+        assert llm.generate("1 is", max_tokens=3, temperature=0).usage.num_completion_tokens == 3
 
 
 def test_without_keep_best_only_the_newest_stay(corpus, tmp_path, run_config, judged, listener):
     judged(3.0, 2.0, 2.5, 2.6, 2.7, 2.8)
     config = run_config(eval_every=2, save_every=5, keep_best=False)
-    train(config, [corpus], tmp_path / "run", callbacks=[listener])
+    train_model(config, [corpus], tmp_path / "run", callbacks=[listener])
     assert [step for _, step in listener.saves] == [5, 10, 12] and not (tmp_path / "run" / "best").is_symlink()
 
 
@@ -275,7 +277,7 @@ def test_a_resume_goes_on_from_the_newest_and_remembers_the_best(corpus, tmp_pat
 
     out = tmp_path / "run"
     judged(3.0, 2.0, 2.5)
-    assert train(run_config(eval_every=2, save_every=3), [corpus], out, callbacks=[StopAt7()]).step == 7
+    assert train_model(run_config(eval_every=2, save_every=3), [corpus], out, callbacks=[StopAt7()]).step == 7
     assert locate(out / "best").name == "step-00000004"
     judged(2.4, 2.3, 1.9)
     seen = []
@@ -287,7 +289,7 @@ def test_a_resume_goes_on_from_the_newest_and_remembers_the_best(corpus, tmp_pat
         def on_eval(self, report):
             seen.append(locate(out / "best").name)
 
-    assert resume(out, callbacks=[First()]).step == 12
+    assert resume_model(out, callbacks=[First()]).step == 12
     assert seen == [7, *["step-00000004"] * 3], "8 and 10 are no better"
     assert locate(out / "best").name == "step-00000012"
 
@@ -296,13 +298,13 @@ def test_the_best_of_adapters(corpus, tmp_path, run_config, judged):
     from kvad.checkpoint.open import open_checkpoint
     from kvad.train.config import LoraConfig, TokenizerConfig
 
-    base = train(run_config(steps=1), [corpus], tmp_path / "base").checkpoint
+    base = train_model(run_config(steps=1), [corpus], tmp_path / "base").checkpoint
     config = replace(
         run_config(steps=6, eval_every=2, save_every=100, keep=1),
         model={"init": str(base)}, tokenizer=TokenizerConfig(), lora=LoraConfig(2),
     )  # fmt: skip
     judged(3.0, 2.0, 2.5)
-    train(config, [corpus], tmp_path / "run")
+    train_model(config, [corpus], tmp_path / "run")
     found = open_checkpoint(tmp_path / "run" / "best")
     assert found.path.name == "step-00000004" and open_checkpoint(tmp_path / "run").path.name == "step-00000006"
     state = json.loads((found.path / "training" / "state.json").read_text())
@@ -311,8 +313,8 @@ def test_the_best_of_adapters(corpus, tmp_path, run_config, judged):
 
 def test_a_checkpoint_is_no_run_to_go_on_with(corpus, tmp_path, run_config, judged):
     judged(3.0, 2.0, 2.5)
-    train(run_config(steps=3, eval_every=1), [corpus], tmp_path / "run")
+    train_model(run_config(steps=3, eval_every=1), [corpus], tmp_path / "run")
     for name in ("best", "checkpoints/step-00000003"):
         with pytest.raises(CheckpointError, match="is a checkpoint, not a run") as caught:
-            resume(tmp_path / "run" / name)
+            resume_model(tmp_path / "run" / name)
         assert caught.value.hint.endswith(f"--resume --out {tmp_path / 'run'}")

@@ -15,7 +15,7 @@ def rates(config, train, steps, width=None):
 
 
 def test_inverse_sqrt_with_a_factor_is_equation_3():
-    config = OptimConfig(schedule="inverse-sqrt", factor=2.0, warmup=4000)
+    config = OptimConfig(schedule="inverse-sqrt", noam_factor=2.0, warmup_steps=4000)
     found = rates(config, TrainConfig(steps=100_000), 20_000, width=512)
     for step in (0, 1, 1999, 3998, 3999, 4000, 19_999):
         number = step + 1
@@ -24,19 +24,19 @@ def test_inverse_sqrt_with_a_factor_is_equation_3():
 
 
 def test_inverse_sqrt_with_a_rate_reaches_it_at_the_last_step_of_warmup():
-    found = rates(OptimConfig(schedule="inverse-sqrt", lr=3e-3, warmup=10), TrainConfig(steps=100), 100)
+    found = rates(OptimConfig(schedule="inverse-sqrt", lr=3e-3, warmup_steps=10), TrainConfig(steps=100), 100)
     assert found[9] == pytest.approx(3e-3) == max(found)
     assert found[0] == pytest.approx(3e-4) and found[39] == pytest.approx(1.5e-3)
 
 
 def test_a_factor_needs_a_width():
-    with pytest.raises(ConfigError, match=r"optim.factor: what is trained has no width"):
-        Schedule(OptimConfig(schedule="inverse-sqrt", factor=1.0), TrainConfig())
+    with pytest.raises(ConfigError, match=r"optim.noam_factor: what is trained has no width"):
+        Schedule(OptimConfig(schedule="inverse-sqrt", noam_factor=1.0), TrainConfig())
 
 
 @pytest.mark.parametrize("form", ["linear", "sqrt"])
 def test_wsd_rises_stays_and_falls(form):
-    config = OptimConfig(schedule="wsd", lr=1e-2, min_lr=1e-3, warmup=9, decay_share=0.25, decay_form=form)
+    config = OptimConfig(schedule="wsd", lr=1e-2, min_lr=1e-3, warmup_steps=9, decay_fraction=0.25, decay_form=form)
     found = rates(config, TrainConfig(steps=200), 201)
     assert found[0] == pytest.approx(1e-3) and found[8] == pytest.approx(9e-3)
     assert set(found[9:151]) == {1e-2}
@@ -48,7 +48,7 @@ def test_wsd_rises_stays_and_falls(form):
 
 def test_wsd_with_a_clock_decays_in_the_last_share_of_the_time():
     config, train = (
-        OptimConfig(schedule="wsd", lr=1.0, min_lr=0.0, warmup=0, decay_form="linear"),
+        OptimConfig(schedule="wsd", lr=1.0, min_lr=0.0, warmup_steps=0, decay_form="linear"),
         TrainConfig(minutes=1),
     )
     found = [learning_rate(config, train, 9, second) for second in (0.0, 47.9, 54.0, 60.0, 61.0)]
@@ -57,10 +57,10 @@ def test_wsd_with_a_clock_decays_in_the_last_share_of_the_time():
 
 def test_linear_constant_and_relative():
     train = TrainConfig(steps=110)
-    linear = rates(OptimConfig(schedule="linear", lr=1e-2, min_lr=2e-3, warmup=10), train, 111)
+    linear = rates(OptimConfig(schedule="linear", lr=1e-2, min_lr=2e-3, warmup_steps=10), train, 111)
     assert linear[4] == pytest.approx(1e-2 * 5 / 11)
     assert (linear[10], linear[60], linear[110]) == pytest.approx((1e-2, 6e-3, 2e-3))
-    constant = rates(OptimConfig(schedule="constant", lr=1e-2, warmup=4), train, 110)
+    constant = rates(OptimConfig(schedule="constant", lr=1e-2, warmup_steps=4), train, 110)
     assert constant[:4] == pytest.approx([2e-3, 4e-3, 6e-3, 8e-3]) and set(constant[4:]) == {1e-2}
     relative = OptimConfig(name="adafactor", schedule="relative")
     assert learning_rate(relative, train, 0, 0.0) == learning_rate(relative, train, 9999, 0.0) == 1e-2
@@ -73,23 +73,23 @@ def test_a_plateau_is_torchs():
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     theirs = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=2)
     for loss in losses:
-        ours.tell(loss)
+        ours.observe(loss)
         theirs.step(loss)
         assert ours.scale == optimizer.param_groups[0]["lr"]
     assert ours.scale == 0.0625
     again = Plateau(2, 0.5)
     again.state = ours.state
-    again.tell(2.2), ours.tell(2.2)
+    again.observe(2.2), ours.observe(2.2)
     assert again.state == ours.state
 
 
 def test_a_plateaus_rate_has_a_floor():
-    config = OptimConfig(schedule="plateau", lr=1.0, min_lr=0.3, warmup=0, patience=0, decrease=0.5)
+    config = OptimConfig(schedule="plateau", lr=1.0, min_lr=0.3, warmup_steps=0, plateau_patience=0, plateau_factor=0.5)
     schedule = Schedule(config, TrainConfig(steps=10))
     seen = []
     for loss in (1.0, 1.0, 1.0, 0.5):
-        schedule.plateau.tell(loss)
-        seen.append(schedule.rate(1, 0.0))
+        schedule.plateau.observe(loss)
+        seen.append(schedule.lr(1, 0.0))
     assert seen == [1.0, 0.5, 0.3, 0.3]
 
 
@@ -97,24 +97,30 @@ def test_a_plateaus_rate_has_a_floor():
     ("table", "says"),
     [
         ({"schedule": "constant", "min_lr": 0.0}, "optim.min_lr: means nothing with optim.schedule = 'constant'"),
-        ({"patience": 3}, "optim.patience: means nothing with optim.schedule = 'cosine'"),
-        ({"schedule": "cosine", "decay_share": 0.1}, "optim.decay_share: means nothing with optim.schedule = 'cosine'"),
-        ({"schedule": "inverse-sqrt", "factor": 1.0, "lr": 1e-3}, "optim.factor: the highest rate follows from it"),
-        ({"schedule": "inverse-sqrt", "warmup": 0}, "optim.warmup: must be 1 or more"),
+        ({"patience": 3}, "optim.plateau_patience: means nothing with optim.schedule = 'cosine'"),
+        (
+            {"schedule": "cosine", "decay_share": 0.1},
+            "optim.decay_fraction: means nothing with optim.schedule = 'cosine'",
+        ),
+        (
+            {"schedule": "inverse-sqrt", "factor": 1.0, "lr": 1e-3},
+            "optim.noam_factor: the highest rate follows from it",
+        ),
+        ({"schedule": "inverse-sqrt", "warmup": 0}, "optim.warmup_steps: must be 1 or more"),
         ({"schedule": "relative"}, "optim.schedule: 'relative' is Adafactor's"),
-        ({"schedule": "relative", "name": "adafactor", "warmup": 3}, "optim.warmup: means nothing"),
+        ({"schedule": "relative", "name": "adafactor", "warmup": 3}, "optim.warmup_steps: means nothing"),
         ({"schedule": "noam"}, "optim.schedule: 'noam' is not one of"),
-        ({"schedule": "wsd", "decay_share": 1.5}, "optim.decay_share: must be above 0, and at most 1"),
-        ({"schedule": "plateau", "decrease": 1.0}, "optim.decrease: must be between 0 and 1"),
+        ({"schedule": "wsd", "decay_share": 1.5}, "optim.decay_fraction: must be above 0, and at most 1"),
+        ({"schedule": "plateau", "decrease": 1.0}, "optim.plateau_factor: must be between 0 and 1"),
         ({"momentum": 0.9}, "optim.momentum: means nothing with optim.name = 'adamw'"),
         ({"name": "adafactor", "beta2": 0.95}, "optim.beta2: means nothing with optim.name = 'adafactor'"),
         ({"name": "muon", "decay_rate": 0.8}, "optim.decay_rate: means nothing with optim.name = 'muon'"),
         ({"name": "sgd"}, "optim.name: 'sgd' is not one of"),
-        ({"name": "muon", "schedule": "inverse-sqrt", "factor": 1.0, "matrix_lr": 0.02}, "optim.matrix_lr: with"),
-        ({"ema": 0.9, "average": 3, "average_every": 5}, "optim.average: with optim.ema there would be two"),
-        ({"average": 3}, "optim.average_every is missing"),
-        ({"average_every": 3}, "optim.average_every: means nothing without optim.average"),
-        ({"ema": 1.0}, r"optim.ema: must be in \[0, 1\)"),
+        ({"name": "muon", "schedule": "inverse-sqrt", "factor": 1.0, "matrix_lr": 0.02}, "optim.muon_lr: with"),
+        ({"ema": 0.9, "average": 3, "average_every": 5}, "optim.average_last: with optim.ema_decay there would be two"),
+        ({"average": 3}, "optim.average_interval is missing"),
+        ({"average_every": 3}, "optim.average_interval: means nothing without optim.average_last"),
+        ({"ema": 1.0}, r"optim.ema_decay: must be in \[0, 1\)"),
     ],
 )
 def test_a_key_that_means_nothing_is_refused_by_name(table, says):

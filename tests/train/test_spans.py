@@ -10,11 +10,19 @@ from hypothesis import strategies as st
 from kvad.errors import ConfigError, DataError
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.config import ObjectiveConfig
-from kvad.train.masking import draws
-from kvad.train.spans import SENTINELS, Speech, corrupted, pair_batch, raw_length, sizes, speech_of
+from kvad.train.masking import row_rng
+from kvad.train.spans import (
+    SENTINELS,
+    SpanTokens,
+    build_pair_batch,
+    corrupt_spans,
+    max_raw_length,
+    span_counts,
+    span_tokens,
+)
 
 FIRST = 10_000
-SPEECH = Speech(start=1, eos=2, pad=1, sentinels=tuple(range(FIRST, FIRST + 301)))
+SPEECH = SpanTokens(start=1, eos=2, pad=1, sentinels=tuple(range(FIRST, FIRST + 301)))
 USUAL = ObjectiveConfig("spans")
 
 
@@ -38,10 +46,10 @@ def restored(source, target):
     seed=st.integers(0, 1000),
 )
 def test_source_and_target_make_the_text_again(length, density, mean, seed):
-    options = ObjectiveConfig("spans", density=density, mean_span=mean)
+    options = ObjectiveConfig("spans", noise_density=density, mean_span_length=mean)
     text = np.random.default_rng(seed).integers(5, 500, length).tolist()
-    cut, spans = sizes(length, density, mean)
-    source, target = corrupted(text, options, SPEECH, draws(seed, 1, length))
+    cut, spans = span_counts(length, density, mean)
+    source, target = corrupt_spans(text, options, SPEECH, row_rng(seed, 1, length))
     again, left = restored(source, target)
     assert again == text and not left
     assert len(source) == length - cut + spans + 1 and len(target) == cut + spans + 2
@@ -53,38 +61,42 @@ def test_source_and_target_make_the_text_again(length, density, mean, seed):
 def test_t5s_own_numbers():
     """568 tokens become 512, of which 85 are cut out in 28 spans; their target of 114 (compute_t5_input_and_target_
     lengths of google-research/text-to-text-transfer-transformer) has no last sentinel, the paper's and ours has."""
-    assert raw_length(512, USUAL) == 568
-    assert sizes(568, 0.15, 3.0) == (85, 28)
-    source, target = corrupted(list(range(5, 573)), USUAL, SPEECH, draws(0, 1, 0))
+    assert max_raw_length(512, USUAL) == 568
+    assert span_counts(568, 0.15, 3.0) == (85, 28)
+    source, target = corrupt_spans(list(range(5, 573)), USUAL, SPEECH, row_rng(0, 1, 0))
     assert (len(source), len(target)) == (512, 114 + 1)
 
 
 def test_the_worked_example_of_the_docstring():
-    batch = pair_batch([[([5, 6, FIRST, 7, 2], [FIRST, 8, FIRST + 1, 2]), ([9, 2], [FIRST, 2])]], SPEECH, 16, "cpu")
-    step = batch.step
-    assert step.source.tokens.tolist() == [5, 6, FIRST, 7, 2, 9, 2]
-    assert step.source.documents.tolist() == [0, 0, 0, 0, 0, 1, 1]
-    assert step.tokens.tolist() == [1, FIRST, 8, FIRST + 1, 1, FIRST], "shifted right, each behind its start"
-    assert step.positions.tolist() == [0, 1, 2, 3, 0, 1] and step.documents.tolist() == [0, 0, 0, 0, 1, 1]
-    assert batch.targets.tolist() == [FIRST, 8, FIRST + 1, 2, FIRST, 2] and step.wanted.tolist() == list(range(6))
+    batch = build_pair_batch(
+        [[([5, 6, FIRST, 7, 2], [FIRST, 8, FIRST + 1, 2]), ([9, 2], [FIRST, 2])]], SPEECH, 16, "cpu"
+    )
+    step = batch.model_input
+    assert step.encoder_input.token_ids.tolist() == [5, 6, FIRST, 7, 2, 9, 2]
+    assert step.encoder_input.document_ids.tolist() == [0, 0, 0, 0, 0, 1, 1]
+    assert step.token_ids.tolist() == [1, FIRST, 8, FIRST + 1, 1, FIRST], "shifted right, each behind its start"
+    assert step.positions.tolist() == [0, 1, 2, 3, 0, 1] and step.document_ids.tolist() == [0, 0, 0, 0, 1, 1]
+    assert batch.targets.tolist() == [FIRST, 8, FIRST + 1, 2, FIRST, 2] and step.logit_indices.tolist() == list(
+        range(6)
+    )
 
 
 def test_shares_are_those_that_were_asked_for():
-    cut = [sizes(length, 0.15, 3.0) for length in range(100, 600)]
+    cut = [span_counts(length, 0.15, 3.0) for length in range(100, 600)]
     assert sum(c for c, _ in cut) / sum(range(100, 600)) == pytest.approx(0.15, abs=0.002)
     assert sum(c for c, _ in cut) / sum(s for _, s in cut) == pytest.approx(3.0, abs=0.05)
 
 
 def test_what_a_tokenizer_must_have_is_said():
     full = train_tokenizer("byte", [], specials=("eos", "pad", *SENTINELS))
-    assert speech_of(full, 29).sentinels[:2] == (
-        full.specials.names()["<extra_id_0>"],
-        full.specials.names()["<extra_id_1>"],
+    assert span_tokens(full, 29).sentinels[:2] == (
+        full.special_tokens.names()["<extra_id_0>"],
+        full.special_tokens.names()["<extra_id_1>"],
     )
-    assert speech_of(full, 29).start == full.specials.pad, "as T5's targets begin"
+    assert span_tokens(full, 29).start == full.special_tokens.pad, "as T5's targets begin"
     with pytest.raises(DataError, match=r"100 sentinels .* needs 101"):
-        speech_of(full, 101)
+        span_tokens(full, 101)
     with pytest.raises(DataError, match="no EOS"):
-        speech_of(train_tokenizer("byte", [], specials=SENTINELS), 1)
+        span_tokens(train_tokenizer("byte", [], specials=SENTINELS), 1)
     with pytest.raises(ConfigError, match="3 tokens are too few"):
-        raw_length(3, USUAL)
+        max_raw_length(3, USUAL)

@@ -9,23 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvad.checkpoint.adapter import merge, open_adapter, with_adapter
-from kvad.checkpoint.folder import steps_of
-from kvad.checkpoint.native import load, save
-from kvad.checkpoint.open import load_model, model_of, open_checkpoint
+from kvad.checkpoint.adapter import merge_adapter, open_adapter, write_merged
+from kvad.checkpoint.folder import list_steps
+from kvad.checkpoint.native import open_folder, save_checkpoint
+from kvad.checkpoint.open import load_model, load_weights, open_checkpoint
 from kvad.errors import CheckpointError, ConfigError, MemoryPlanError, UsageError
 from kvad.llm import LLM
-from kvad.model.fresh import Fresh
-from kvad.model.lora import factors_of
-from kvad.step import Lane, Step
+from kvad.model.fresh import NoCache
+from kvad.model.lora import adapter_factors
+from kvad.step import ModelInput, SubBatch
 from kvad.train.config import LoraConfig, RunConfig
-from kvad.train.job import resume, stored_run, train
+from kvad.train.job import read_model_run, resume_model, train_model
 from kvad.train.memory import training_bytes
 from kvad.train.metrics import read_metrics
 from kvad.train.reports import Callback
-from kvad.train.start import restored, start_of
+from kvad.train.start import load_adapted, load_initial
 
-SHAPE = {"width": 32, "decoder.layers": 2, "decoder.kinds.L.mlp.hidden": 48}
+SHAPE = {"width": 32, "decoder.num_layers": 2, "decoder.layer_types.L.mlp.intermediate_size": 48}
 TOKENS = [5, 9, 40, 100, 7, 7, 61, 30]
 
 
@@ -51,7 +51,7 @@ def base(corpus, tmp_path_factory):
         "train": {"steps": 6, "batch": 4, "precision": "fp32"},
     }
     out = tmp_path_factory.mktemp("base") / "run"
-    return train(RunConfig.from_dict(content), [corpus], out).checkpoint
+    return train_model(RunConfig.from_dict(content), [corpus], out).checkpoint
 
 
 @pytest.fixture
@@ -69,8 +69,10 @@ def goes_on(run_config, base):
 def logits(model):
     tokens = torch.tensor(TOKENS)
     every = torch.arange(len(tokens))
-    step = Step(tokens, every, (Lane(1, len(tokens), len(tokens)),), every, limits=torch.full_like(every, len(tokens)))
-    return model.logits(model(step, Fresh(model.config)), every)
+    step = ModelInput(
+        tokens, every, (SubBatch(1, len(tokens), len(tokens)),), every, max_seq_lens=torch.full_like(every, len(tokens))
+    )
+    return model.logits(model(step, NoCache(model.config)), every)
 
 
 def losses(out):
@@ -78,7 +80,7 @@ def losses(out):
 
 
 def test_all_weights_go_on_from_where_they_were(corpus, tmp_path, goes_on, base, listener):
-    outcome = train(goes_on(eval_every=2), [corpus], tmp_path / "run", callbacks=[listener])
+    outcome = train_model(goes_on(eval_every=2), [corpus], tmp_path / "run", callbacks=[listener])
     began = load_model(base)[0]
     first, last = listener.evals[0], listener.evals[-1]
     assert last.val_loss < first.val_loss < 5.0, "it has not begun with what the base knows"  # at random: ln 257 = 5.5
@@ -87,21 +89,21 @@ def test_all_weights_go_on_from_where_they_were(corpus, tmp_path, goes_on, base,
     assert all(not torch.equal(a, b) for a, b in zip(tuned.parameters(), began.parameters(), strict=True))
     said = opened.training.state["init"]
     assert said["model"] == str(base) and len(said["fingerprint"]) == 32
-    assert stored_run(tmp_path / "run")[0].init == str(base) and outcome.step == 4
+    assert read_model_run(tmp_path / "run")[0].init == str(base) and outcome.step == 4
 
 
-@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, targets="all", dropout=0.1)], ids=["whole", "lora"])
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, target_modules="all", dropout=0.1)], ids=["whole", "lora"])
 def test_a_resume_goes_on_to_the_bit(corpus, tmp_path, goes_on, lora):
     config = goes_on(lora, steps=6, batch=2, accumulate=2)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train(config, [corpus], whole)
-    assert train(config, [corpus], parts, callbacks=[StopAt(2)]).step == 2
+    train_model(config, [corpus], whole)
+    assert train_model(config, [corpus], parts, callbacks=[StopAt(2)]).step == 2
     torch.rand(5)  # the state of the process does not matter
-    assert resume(parts, callbacks=[StopAt(5)]).step == 5
-    assert resume(parts).reason == "done"
+    assert resume_model(parts, callbacks=[StopAt(5)]).step == 5
+    assert resume_model(parts).reason == "done"
     assert losses(parts) == losses(whole) and len(losses(whole)) == 6
     for name in ("model.safetensors" if lora is None else "adapter_model.safetensors", "training/state.safetensors"):
-        one, other = (steps_of(out)[-1] / name for out in (whole, parts))
+        one, other = (list_steps(out)[-1] / name for out in (whole, parts))
         assert one.read_bytes() == other.read_bytes()
 
 
@@ -110,14 +112,14 @@ def test_all_weights_resume_without_the_base(corpus, tmp_path, goes_on, base):
 
     copy = tmp_path / "copy"
     shutil.copytree(base, copy)
-    train(goes_on(init=copy), [corpus], tmp_path / "run", callbacks=[StopAt(2)])
+    train_model(goes_on(init=copy), [corpus], tmp_path / "run", callbacks=[StopAt(2)])
     shutil.rmtree(copy)
-    assert resume(tmp_path / "run").reason == "done"
+    assert resume_model(tmp_path / "run").reason == "done"
 
 
 def test_what_is_kept_of_the_base_is_every_file_but_the_weights(corpus, tmp_path, goes_on, base):
-    train(goes_on(steps=1), [corpus], tmp_path / "run")
-    there = steps_of(tmp_path / "run")[-1]
+    train_model(goes_on(steps=1), [corpus], tmp_path / "run")
+    there = list_steps(tmp_path / "run")[-1]
     kept = {path.name for path in base.iterdir()} - {"manifest.json", "model.safetensors", "training"}
     assert {"config.json", "tokenizer.json"} <= kept
     for name in kept:
@@ -129,11 +131,11 @@ def test_weights_in_bfloat16_are_trained_in_float32(corpus, tmp_path, goes_on, b
     narrow = tmp_path / "narrow"
     opened = open_checkpoint(base)
     tensors = {name: tensor.bfloat16() for name, tensor in opened.weights()}
-    save(narrow, opened.config, tensors, opened.tokenizer)
-    train(goes_on(init=narrow, steps=1, lr=1e-6, min_lr=0.0, warmup=0), [corpus], tmp_path / "run")
+    save_checkpoint(narrow, opened.config, tensors, opened.tokenizer)
+    train_model(goes_on(init=narrow, steps=1, lr=1e-6, min_lr=0.0, warmup=0), [corpus], tmp_path / "run")
     model, tuned = load_model(tmp_path / "run")
-    assert tuned.stored == torch.float32 and "kvad" in json.loads((tuned.path / "config.json").read_text())
-    moved = model.decoder.layers[0].mixer.q.weight - tensors["decoder.layers.0.mixer.q.weight"].float()
+    assert tuned.stored_dtype == torch.float32 and "kvad" in json.loads((tuned.path / "config.json").read_text())
+    moved = model.decoder.layers[0].attention.q.weight - tensors["decoder.layers.0.attention.q.weight"].float()
     assert 0 < moved.abs().max() < 1e-4, "a step of 1e-6 is lost in bfloat16"
 
 
@@ -141,13 +143,13 @@ def test_weights_in_bfloat16_are_trained_in_float32(corpus, tmp_path, goes_on, b
 
 
 def test_only_adapters_learn_and_the_first_step_begins_with_the_model(corpus, goes_on, base):
-    start = start_of(goes_on(LoraConfig(rank=3, targets=("q", "mlp"))))
+    start = load_initial(goes_on(LoraConfig(rank=3, target_modules=("q", "mlp"))))
     model, before = start.model(), load_model(base)[0]
     assert torch.equal(logits(model), logits(before))
     learned = {name for name, p in model.named_parameters() if p.requires_grad}
-    parts = [f"decoder.layers.{i}.{part}" for i in (0, 1) for part in ("mixer.q", "mlp.gate", "mlp.up", "mlp.down")]
-    assert learned == {f"{part}.lora_{x}" for part in parts for x in "ab"} and start.parts == parts
-    logits_of = model.logits(model(_step(model), Fresh(model.config)), torch.arange(len(TOKENS)))
+    parts = [f"decoder.layers.{i}.{part}" for i in (0, 1) for part in ("attention.q", "mlp.gate", "mlp.up", "mlp.down")]
+    assert learned == {f"{part}.lora_{x}" for part in parts for x in "ab"} and start.adapted_modules == parts
+    logits_of = model.logits(model(_step(model), NoCache(model.config)), torch.arange(len(TOKENS)))
     logits_of.square().sum().backward()
     grads = {name for name, p in model.named_parameters() if p.grad is not None}
     assert grads == learned
@@ -158,34 +160,38 @@ def test_only_adapters_learn_and_the_first_step_begins_with_the_model(corpus, go
 def _step(model):
     tokens = torch.tensor(TOKENS)
     every = torch.arange(len(tokens))
-    return Step(tokens, every, (Lane(1, len(tokens), len(tokens)),), every, limits=torch.full_like(every, len(tokens)))
+    return ModelInput(
+        tokens, every, (SubBatch(1, len(tokens), len(tokens)),), every, max_seq_lens=torch.full_like(every, len(tokens))
+    )
 
 
 def test_merged_is_unmerged(corpus, tmp_path, goes_on, base, listener):
-    config = goes_on(LoraConfig(rank=4, alpha=6.0, targets="all"), lr=2e-2, eval_every=2)
-    train(config, [corpus], tmp_path / "run", callbacks=[listener])
+    config = goes_on(LoraConfig(rank=4, alpha=6.0, target_modules="all"), lr=2e-2, eval_every=2)
+    train_model(config, [corpus], tmp_path / "run", callbacks=[listener])
     assert listener.evals[-1].val_loss < listener.evals[0].val_loss
-    beside = restored(start_of(config), tmp_path / "run").double().eval()
+    beside = load_adapted(load_initial(config), tmp_path / "run").double().eval()
     run = open_checkpoint(tmp_path / "run")
-    merged = model_of(run, "float64")
+    merged = load_weights(run, "float64")
     there, here = logits(beside), logits(merged)
     assert (there - here).abs().max() < 1e-12 and (logits(load_model(base, "float64")[0]) - here).abs().max() > 0.01
-    packed = model_of(run, "float64")
-    packed.pack()
+    packed = load_weights(run, "float64")
+    packed.fuse_projections()
     assert (logits(packed) - here).abs().max() < 1e-12
-    beside.pack()  # joined weights know nothing of the adapters beside them
+    beside.fuse_projections()  # joined weights know nothing of the adapters beside them
     assert (logits(beside) - here).abs().max() < 1e-12
     # tied stays tied: the head has no weight of its own, and the table is the base's, bit for bit
-    assert merged.head.weight is None and torch.equal(merged.table, load_model(base, "float64")[0].table)
+    assert merged.head.weight is None and torch.equal(
+        merged.token_embedding, load_model(base, "float64")[0].token_embedding
+    )
     out = tmp_path / "merged"
-    merge(run, out)
+    write_merged(run, out)
     narrow = logits(load_model(out, "float64")[0])
     assert (narrow - here).abs().max() < 1e-5  # rounded once, to the base's float32
     assert open_checkpoint(out).origin == open_checkpoint(base).origin
 
 
 def test_the_run_is_a_model_and_so_is_the_base_with_it(corpus, tmp_path, goes_on, base):
-    train(goes_on(LoraConfig(targets="all"), lr=2e-2), [corpus], tmp_path / "run")
+    train_model(goes_on(LoraConfig(target_modules="all"), lr=2e-2), [corpus], tmp_path / "run")
     with (
         LLM.load(tmp_path / "run", rows=1) as run,
         LLM.load(base, rows=1, adapter=tmp_path / "run") as beside,
@@ -193,22 +199,22 @@ def test_the_run_is_a_model_and_so_is_the_base_with_it(corpus, tmp_path, goes_on
     ):
         said = [each.generate("1 is", max_tokens=8, temperature=0).tokens for each in (run, beside, plain)]
         assert said[0] == said[1] and not torch.equal(run.logits("1 is"), plain.logits("1 is"))
-        names = [each.engine.identity("") for each in (run, beside, plain)]
+        names = [each.engine.cache_fingerprint("") for each in (run, beside, plain)]
     assert names[0].digest() == names[1].digest() != names[2].digest()
-    assert [line.split(":")[0] for line in names[0].differs(names[2].parts)] == ["adapter", "model"]
+    assert [line.split(":")[0] for line in names[0].differences(names[2].parts)] == ["adapter", "model"]
 
 
 def test_a_session_of_another_adapter_is_refused(corpus, tmp_path, goes_on, base):
-    from kvad.errors import EntryError
+    from kvad.errors import StorageError
 
     for seed in (0, 1):
-        train(goes_on(LoraConfig(), steps=2, seed=seed), [corpus], tmp_path / f"run{seed}")
+        train_model(goes_on(LoraConfig(), steps=2, seed=seed), [corpus], tmp_path / f"run{seed}")
     with LLM.load(base, rows=1, adapter=tmp_path / "run0") as llm:
         kept = llm.session("notes", folder=tmp_path / "sessions")
-        kept.read("1 is less")
+        kept.append("1 is less")
         kept.save()
     for other in ({"adapter": tmp_path / "run1"}, {}):
-        with LLM.load(base, rows=1, **other) as llm, pytest.raises(EntryError, match="adapter"):
+        with LLM.load(base, rows=1, **other) as llm, pytest.raises(StorageError, match="adapter"):
             llm.session("notes", folder=tmp_path / "sessions")
 
 
@@ -217,34 +223,34 @@ def test_a_base_that_is_gone_or_another_is_one_line(corpus, tmp_path, goes_on, b
 
     copy = tmp_path / "copy"
     shutil.copytree(base, copy)
-    train(goes_on(LoraConfig(), init=copy, steps=4), [corpus], tmp_path / "run", callbacks=[StopAt(2)])
-    other = train(run_config(steps=2), [corpus], tmp_path / "other").checkpoint
+    train_model(goes_on(LoraConfig(), init=copy, steps=4), [corpus], tmp_path / "run", callbacks=[StopAt(2)])
+    other = train_model(run_config(steps=2), [corpus], tmp_path / "other").checkpoint
     with pytest.raises(CheckpointError, match="trained on another model than"):
-        model_of(with_adapter(open_checkpoint(other), tmp_path / "run"))
+        load_weights(merge_adapter(open_checkpoint(other), tmp_path / "run"))
     shutil.rmtree(copy)
     with pytest.raises(CheckpointError, match="its base cannot be opened: no such folder"):
         open_checkpoint(tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"cannot resume.*cannot be opened"):
-        resume(tmp_path / "run")
+        resume_model(tmp_path / "run")
     shutil.copytree(other, copy)
     with pytest.raises(CheckpointError, match="trained on another model than"):
         LLM.load(tmp_path / "run", rows=1)
     with pytest.raises(CheckpointError, match="is another model than the one that it began with"):
-        resume(tmp_path / "run")
+        resume_model(tmp_path / "run")
     with pytest.raises(CheckpointError, match="is an adapter already"):
-        with_adapter(with_adapter(open_checkpoint(base), tmp_path / "run"), tmp_path / "run")
+        merge_adapter(merge_adapter(open_checkpoint(base), tmp_path / "run"), tmp_path / "run")
     with pytest.raises(CheckpointError, match="is not an adapter: it is a whole model"):
         open_adapter(base)
 
 
 def test_adapters_take_less_and_the_plan_knows(corpus, tmp_path, goes_on):
     config = goes_on(batch=1)
-    start = start_of(config)
+    start = load_initial(config)
     little = training_bytes(start.model_config, config, start.parameters[0], 1) - 1
     with pytest.raises(MemoryPlanError):
-        train(config, [corpus], tmp_path / "run", available=little)
+        train_model(config, [corpus], tmp_path / "run", available=little)
     assert not (tmp_path / "run").exists()
-    train(goes_on(LoraConfig(rank=2), batch=1, steps=1), [corpus], tmp_path / "run", available=little)
+    train_model(goes_on(LoraConfig(rank=2), batch=1, steps=1), [corpus], tmp_path / "run", available=little)
 
 
 # ---------------------------------------------------------------- bad input
@@ -256,7 +262,7 @@ def test_adapters_take_less_and_the_plan_knows(corpus, tmp_path, goes_on):
         ({"lora": {"rank": 0}, "model": {"init": "x"}}, "lora.rank: must be at least 1, found 0"),
         ({"lora": {"alpha": 0.0}, "model": {"init": "x"}}, "lora.alpha: must be above 0"),
         ({"lora": {"dropout": 1.0}, "model": {"init": "x"}}, r"lora.dropout: must be in \[0, 1\)"),
-        ({"lora": {"targets": []}, "model": {"init": "x"}}, "lora.targets: no part is named"),
+        ({"lora": {"targets": []}, "model": {"init": "x"}}, "lora.target_modules: no part is named"),
         ({"lora": {"ranks": 1}, "model": {"init": "x"}}, "unknown key lora.ranks.*'rank'"),
         ({"lora": {}}, "adapters stand beside a trained model.*--init"),
         ({"model": {"init": "x", "preset": "tiny"}}, "model.preset: the model is x, as it is"),
@@ -271,41 +277,41 @@ def test_a_table_that_cannot_be_is_refused(content, said):
 
 def test_what_cannot_be_trained_so_is_refused_by_name(corpus, tmp_path, goes_on, base):
     with pytest.raises(ConfigError, match=r"'qq' is no linear part.*did you mean 'q'"):
-        train(goes_on(LoraConfig(targets="qq")), [corpus], tmp_path / "run")
+        train_model(goes_on(LoraConfig(target_modules="qq")), [corpus], tmp_path / "run")
     with pytest.raises(ConfigError, match=r"data\.context: 33 is beyond the limit"):
-        train(goes_on(data={"context": 33}), [corpus], tmp_path / "run")
+        train_model(goes_on(data={"context": 33}), [corpus], tmp_path / "run")
     config = goes_on()
     with pytest.raises(ConfigError, match=r"\[tokenizer\].*has its own tokenizer"):
-        train(replace(config, tokenizer=type(config.tokenizer)(kind="char")), [corpus], tmp_path / "run")
+        train_model(replace(config, tokenizer=type(config.tokenizer)(kind="char")), [corpus], tmp_path / "run")
     with pytest.raises(CheckpointError, match="no such folder"):
-        train(goes_on(init=tmp_path / "none"), [corpus], tmp_path / "run")
-    train(goes_on(LoraConfig(), steps=1), [corpus], tmp_path / "adapter")
+        train_model(goes_on(init=tmp_path / "none"), [corpus], tmp_path / "run")
+    train_model(goes_on(LoraConfig(), steps=1), [corpus], tmp_path / "adapter")
     with pytest.raises(ConfigError, match="is an adapter already"):
-        train(goes_on(LoraConfig(), init=tmp_path / "adapter"), [corpus], tmp_path / "run")
+        train_model(goes_on(LoraConfig(), init=tmp_path / "adapter"), [corpus], tmp_path / "run")
     with pytest.raises(ConfigError, match=r"cannot resume.*lora.rank: 8 there, 4 here"):
-        resume(tmp_path / "adapter", config=goes_on(LoraConfig(rank=4), steps=1))
+        resume_model(tmp_path / "adapter", config=goes_on(LoraConfig(rank=4), steps=1))
     assert not (tmp_path / "run").exists()
 
 
 def test_its_own_tokenizer_may_be_named(corpus, tmp_path, goes_on, base):
     config = goes_on(steps=1)
     named = replace(config, tokenizer=type(config.tokenizer)(path=str(base)))
-    train(named, [corpus], tmp_path / "run")
+    train_model(named, [corpus], tmp_path / "run")
     words = tmp_path / "words"
     from kvad.text.tokenizer import train_tokenizer
 
     words.mkdir()
     train_tokenizer("char", ["abc"]).save(words)
     with pytest.raises(ConfigError, match="is not the tokenizer of"):
-        train(replace(config, tokenizer=type(config.tokenizer)(path=str(words))), [corpus], tmp_path / "other")
+        train_model(replace(config, tokenizer=type(config.tokenizer)(path=str(words))), [corpus], tmp_path / "other")
 
 
 def test_all_weights_go_on_from_an_adapter(corpus, tmp_path, goes_on):
-    train(goes_on(LoraConfig(targets="all"), lr=2e-2), [corpus], tmp_path / "adapter")
-    start = start_of(goes_on(init=tmp_path / "adapter"))
-    assert not factors_of(start.model())
-    train(goes_on(init=tmp_path / "adapter", steps=1), [corpus], tmp_path / "run")
-    assert load(tmp_path / "run").origin == "llama" and isinstance(tmp_path, Path)
+    train_model(goes_on(LoraConfig(target_modules="all"), lr=2e-2), [corpus], tmp_path / "adapter")
+    start = load_initial(goes_on(init=tmp_path / "adapter"))
+    assert not adapter_factors(start.model())
+    train_model(goes_on(init=tmp_path / "adapter", steps=1), [corpus], tmp_path / "run")
+    assert open_folder(tmp_path / "run").origin == "llama" and isinstance(tmp_path, Path)
 
 
 # ---------------------------------------------------------------- pairs
@@ -314,19 +320,19 @@ def test_all_weights_go_on_from_an_adapter(corpus, tmp_path, goes_on):
 def test_an_encoder_decoder_goes_on_whole_and_beside_adapters(tmp_path):
     pairs = tmp_path / "pairs.tsv"
     pairs.write_text("".join(f"{word}\t{word[::-1]}\n" for word in ("abc", "abcd", "bca", "dcb", "cab", "dab") * 4))
-    small = {"width": 32, "encoder.layers": 1, "decoder.layers": 1}
+    small = {"width": 32, "encoder.num_layers": 1, "decoder.num_layers": 1}
     content = {
         "model": {"preset": "transformer-tiny", "set": small},
         "data": {"context": 12},
         "tokenizer": {"kind": "char"},
         "train": {"steps": 2, "batch": 2, "precision": "fp32"},
     }
-    base = train(RunConfig.from_dict(content), [pairs], tmp_path / "base").checkpoint
+    base = train_model(RunConfig.from_dict(content), [pairs], tmp_path / "base").checkpoint
     told = open_checkpoint(base).generation
-    for lora in ({}, {"lora": {"targets": ["cross", "encoder.layers.*.mixer.v"]}}):
+    for lora in ({}, {"lora": {"targets": ["cross", "encoder.layers.*.attention.v"]}}):
         out = tmp_path / f"run{len(lora)}"
         config = RunConfig.from_dict({**content, "model": {"init": str(base)}, "tokenizer": {}, **lora})
-        train(config, [pairs], out)
+        train_model(config, [pairs], out)
         opened = open_checkpoint(out)
         assert opened.generation == told and opened.config == open_checkpoint(base).config
         tokens = [(folder / "data" / "tokens-00000.bin").read_bytes() for folder in (out, tmp_path / "base")]
@@ -334,8 +340,14 @@ def test_an_encoder_decoder_goes_on_whole_and_beside_adapters(tmp_path):
         with LLM.load(out, rows=1) as llm:
             assert llm.generate("abc", max_tokens=4).text is not None
     parts = {name.removeprefix("decoder.layers.0.") for name in opened.factors}
-    assert parts == {"cross.q", "cross.k", "cross.v", "cross.out", "encoder.layers.0.mixer.v"}
-    assert resume(tmp_path / "run1").step == 2
+    assert parts == {
+        "cross_attention.q",
+        "cross_attention.k",
+        "cross_attention.v",
+        "cross_attention.out",
+        "encoder.layers.0.attention.v",
+    }
+    assert resume_model(tmp_path / "run1").step == 2
 
 
 class Framing:
@@ -360,10 +372,10 @@ class Framing:
     ids=["t5", "bart", "own"],
 )
 def test_pairs_are_framed_as_the_model_reads_and_writes_them(tokenizer, said, source, target):
-    from kvad.checkpoint.generation import Generation
+    from kvad.checkpoint.generation import GenerationConfig
     from kvad.train.pairs import PairCorpus
 
-    frame = PairCorpus((), 1, 0, 0, "strict", said=Generation(**said)).framer(tokenizer)
+    frame = PairCorpus((), 1, 0, 0, "strict", generation=GenerationConfig(**said)).framer(tokenizer)
     assert frame(0, [7, 8]) == source and frame(1, [7, 8]) == target
 
 
@@ -382,8 +394,8 @@ def test_the_commands_train_merge_and_generate(corpus, tmp_path, base):
 
     few = ("--steps", 2, "--batch", 2, "--context", 32, "--precision", "fp32")
     run, greedy = tmp_path / "run", ("1 is", "--max-tokens", 6, "--temperature", 0)
-    kvad("train", corpus, "--init", base, "--lora", 2, "--set", "lora.targets=q,v,mlp", *few, "--out", run)
-    assert stored_run(run)[0].lora == LoraConfig(rank=2, targets="q,v,mlp")
+    kvad("train", corpus, "--init", base, "--lora", 2, "--set", "lora.target_modules=q,v,mlp", *few, "--out", run)
+    assert read_model_run(run)[0].lora == LoraConfig(rank=2, target_modules="q,v,mlp")
     kvad("train", "--resume", "--out", run)
     kvad("merge", base, run, "--out", tmp_path / "merged")
     said = [kvad("generate", *where, *greedy) for where in ([run], [base, "--adapter", run], [tmp_path / "merged"])]

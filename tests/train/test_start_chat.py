@@ -7,7 +7,7 @@ import pytest
 from kvad.checkpoint.open import open_checkpoint
 from kvad.text.chat import ChatTemplate
 from kvad.train.config import LoraConfig, RunConfig
-from kvad.train.job import resume, train
+from kvad.train.job import resume_model, train_model
 from kvad.train.pairs import PairPaths
 from tests.train.test_cli import kvad
 from tests.train.test_every_objective import files  # noqa: F401  (a fixture)
@@ -39,15 +39,15 @@ def base(files, tmp_path_factory):  # noqa: F811
         "train": {"steps": 2, "batch": 4, "precision": "fp32"},
     }
     out = tmp_path_factory.mktemp("base") / "run"
-    return train(RunConfig.from_dict(content), [files / "next-token"], out).checkpoint
+    return train_model(RunConfig.from_dict(content), [files / "next-token"], out).checkpoint
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["whole", "lora"])
 def test_a_base_without_a_template_gets_one_and_stops(base, files, tmp_path, lora):  # noqa: F811
     talks, run = PairPaths(((files / "chat",),)), replace(config(base), lora=lora)
-    train(run, talks, tmp_path / "whole")
-    assert train(run, talks, tmp_path / "parts", callbacks=[StopAt(2)]).step == 2
-    assert resume(tmp_path / "parts").reason == "done"
+    train_model(run, talks, tmp_path / "whole")
+    assert train_model(run, talks, tmp_path / "parts", callbacks=[StopAt(2)]).step == 2
+    assert resume_model(tmp_path / "parts").reason == "done"
     if lora is None:
         assert hashes(tmp_path / "whole") == hashes(tmp_path / "parts")
     where = [tmp_path / "whole", tmp_path / "parts"]
@@ -55,25 +55,25 @@ def test_a_base_without_a_template_gets_one_and_stops(base, files, tmp_path, lor
         code, _, err = kvad("merge", base, tmp_path / "whole", "--out", tmp_path / "merged")
         assert code == 0, err
         where.append(tmp_path / "merged")
-    assert open_checkpoint(base).generation.stops == ()
+    assert open_checkpoint(base).generation.eos_token_ids == ()
     for out in where:
         opened = open_checkpoint(out)
-        end = opened.tokenizer.specials.separator
-        assert opened.generation.stops == (end,), "a turn ends with the one token that ends a document"
-        template = ChatTemplate.load(opened.words)
+        end = opened.tokenizer.special_tokens.separator
+        assert opened.generation.eos_token_ids == (end,), "a turn ends with the one token that ends a document"
+        template = ChatTemplate.load(opened.tokenizer_folder)
         said = template.render(TALK, generation_prompt=True).text
         assert said == "<|im_start|>user\nada<|endofdoc|>\n<|im_start|>assistant\n"
 
 
 def test_the_named_template_wins_over_the_models_and_its_own_stays(base, files, tmp_path):  # noqa: F811
     talks = PairPaths(((files / "chat",),))
-    train(config(base), talks, tmp_path / "first")
+    train_model(config(base), talks, tmp_path / "first")
     (step,) = (tmp_path / "first/checkpoints").iterdir()
-    train(config(step), talks, tmp_path / "second")
+    train_model(config(step), talks, tmp_path / "second")
     (again,) = (tmp_path / "second/checkpoints").iterdir()
     for name in ("chat_template.jinja", "generation_config.json"):
         assert (again / name).read_bytes() == (step / name).read_bytes()
     (tmp_path / "own.jinja").write_text(OWN.replace("{{ eos_token }}", "<|endofdoc|>"))
-    train(config(step, template=str(tmp_path / "own.jinja")), talks, tmp_path / "third")
-    template = ChatTemplate.load(open_checkpoint(tmp_path / "third").words)
+    train_model(config(step, template=str(tmp_path / "own.jinja")), talks, tmp_path / "third")
+    template = ChatTemplate.load(open_checkpoint(tmp_path / "third").tokenizer_folder)
     assert template.render(TALK, generation_prompt=True).text == "[user]ada<|endofdoc|>[assistant]"

@@ -8,19 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvad.checkpoint.export import words_of
-from kvad.checkpoint.folder import steps_of
-from kvad.checkpoint.native import save
+from kvad.checkpoint.export import read_tokenizer_files
+from kvad.checkpoint.folder import list_steps
+from kvad.checkpoint.native import save_checkpoint
 from kvad.checkpoint.open import load_model, open_checkpoint
 from kvad.checkpoint.theirs import choose_layout
-from kvad.config import Classes, Pooled, Transform
+from kvad.config import ClassificationHeadConfig, HeadTransformConfig, PoolingHeadConfig
 from kvad.errors import ConfigError
 from kvad.llm import LLM
 from kvad.model.transformer import Transformer
 from kvad.train.config import LoraConfig, RunConfig
-from kvad.train.job import resume, train
+from kvad.train.job import resume_model, train_model
 from kvad.train.pairs import PairPaths
-from kvad.train.start import start_of
+from kvad.train.start import load_initial
 from tests.train.test_cli import kvad
 from tests.train.test_every_objective import SMALL, WORDS, files  # noqa: F401  (a fixture)
 from tests.train.test_job import hashes
@@ -30,7 +30,7 @@ BODY = ("embed.", "encoder.")
 
 
 def config(kind, init=None, **train_table):
-    own = {"width": SMALL["width"], "encoder.layers": 2, "encoder.kinds.L.mlp.hidden": 48}
+    own = {"width": SMALL["width"], "encoder.num_layers": 2, "encoder.layer_types.L.mlp.intermediate_size": 48}
     lines = {"documents": "lines"} if kind == "masked" else {}
     content = {
         "model": {"preset": "encoder-tiny", "set": own} if init is None else {"init": str(init)},
@@ -45,7 +45,7 @@ def config(kind, init=None, **train_table):
 
 @pytest.fixture(scope="module")
 def masked(files, tmp_path_factory):  # noqa: F811
-    return train(config("masked"), [files / "masked"], tmp_path_factory.mktemp("masked") / "run").checkpoint
+    return train_model(config("masked"), [files / "masked"], tmp_path_factory.mktemp("masked") / "run").checkpoint
 
 
 def examples(path):
@@ -53,33 +53,37 @@ def examples(path):
 
 
 def test_hidden_tokens_go_on_from_where_they_were(masked, files, tmp_path, listener):  # noqa: F811
-    train(config("masked", masked, steps=1), [files / "masked"], tmp_path / "run", callbacks=[listener])
+    train_model(config("masked", masked, steps=1), [files / "masked"], tmp_path / "run", callbacks=[listener])
     base = open_checkpoint(masked).training.state["progress"]["val_loss"]
     fresh = config("masked", steps=1)
-    train(fresh, [files / "masked"], tmp_path / "fresh", callbacks=[listener])
+    train_model(fresh, [files / "masked"], tmp_path / "fresh", callbacks=[listener])
     after, begun = (report.val_loss for report in listener.evals)
     assert after < base + 0.1 < begun, "it begins with what the base knows"
-    (step,) = steps_of(tmp_path / "run")
+    (step,) = list_steps(tmp_path / "run")
     assert json.loads((step / "config.json").read_text())["architectures"] == ["BertForMaskedLM"]
 
 
 @pytest.mark.parametrize(("kind", "theirs"), [("tag", "BertForTokenClassification"), ("classify", "Bert.*Sequence")])
 def test_a_new_head_stands_on_the_trained_body(kind, theirs, masked, files, tmp_path, listener):  # noqa: F811
     out, base = tmp_path / "run", dict(open_checkpoint(masked).weights())
-    start = start_of(config(kind, masked))
-    answering = start.answering(kind, ("A", "B", "C"))
+    start = load_initial(config(kind, masked))
+    answering = start.with_head_for(kind, ("A", "B", "C"))
     began = answering.model()
     for name, parameter in began.state_dict().items():
         assert name.startswith("head.") or torch.equal(parameter, base[name]), name
     assert began.config.head.labels == ("A", "B", "C") and began.head.weight.shape[0] == 3
     assert began.head.weight.std() > 0.01 and not began.head.bias.any()
-    outcome = train(config(kind, masked, steps=40), examples(files / kind), out, callbacks=[listener])
+    outcome = train_model(config(kind, masked, steps=40), examples(files / kind), out, callbacks=[listener])
     assert any("a new one, for " in line for line in listener.stages)
     model, opened = load_model(out, verify=True)
-    assert isinstance(model.config.head, Classes) and opened.training.state["init"]["model"] == str(masked)
+    assert isinstance(model.config.head, ClassificationHeadConfig) and opened.training.state["init"]["model"] == str(
+        masked
+    )
     content = json.loads((outcome.checkpoint / "config.json").read_text())
     assert re.match(theirs, content["architectures"][0])
-    assert words_of(outcome.checkpoint) == words_of(masked), "the tokenizer's files are the base's"
+    assert read_tokenizer_files(outcome.checkpoint) == read_tokenizer_files(masked), (
+        "the tokenizer's files are the base's"
+    )
     if kind == "tag":
         with LLM.load(out) as llm:
             found = [word.label for word in llm.tag([" ".join(WORDS)])[0]]
@@ -88,31 +92,31 @@ def test_a_new_head_stands_on_the_trained_body(kind, theirs, masked, files, tmp_
 
 def test_a_new_head_goes_on_to_the_bit_without_the_base(masked, files, tmp_path):  # noqa: F811
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train(config("tag", masked), examples(files / "tag"), whole)
-    assert train(config("tag", masked), examples(files / "tag"), parts, callbacks=[StopAt(2)]).step == 2
-    assert resume(parts).reason == "done"
+    train_model(config("tag", masked), examples(files / "tag"), whole)
+    assert train_model(config("tag", masked), examples(files / "tag"), parts, callbacks=[StopAt(2)]).step == 2
+    assert resume_model(parts).reason == "done"
     assert hashes(parts) == hashes(whole)
 
 
 def test_labels_of_its_own_stay_and_others_are_refused(masked, files, tmp_path):  # noqa: F811
     out = tmp_path / "run"
-    train(config("tag", masked, steps=1), examples(files / "tag"), out)
-    start = start_of(config("tag", out))
-    assert start.answering("tag", ("A", "B")) is start, "a model that has these labels keeps its head"
+    train_model(config("tag", masked, steps=1), examples(files / "tag"), out)
+    start = load_initial(config("tag", out))
+    assert start.with_head_for("tag", ("A", "B")) is start, "a model that has these labels keeps its head"
     with pytest.raises(ConfigError, match="the data has 'Z', which is none of them"):
-        start.answering("tag", ("A", "Z"))
+        start.with_head_for("tag", ("A", "Z"))
     with pytest.raises(ConfigError, match="needs labels per row, found token"):
-        start.answering("classify", ("A",))
+        start.with_head_for("classify", ("A",))
     with pytest.raises(ConfigError, match="masked needs a language head"):
-        start.answering("masked", ())
+        start.with_head_for("masked", ())
     with pytest.raises(ConfigError, match="a new one is no adapter"):
-        start_of(replace(config("tag", masked), lora=LoraConfig())).answering("tag", ("A",))
+        load_initial(replace(config("tag", masked), lora=LoraConfig())).with_head_for("tag", ("A",))
 
 
 def test_adapters_stand_beside_an_encoder(masked, files, tmp_path):  # noqa: F811
-    train(config("tag", masked, steps=2), examples(files / "tag"), tmp_path / "base")
+    train_model(config("tag", masked, steps=2), examples(files / "tag"), tmp_path / "base")
     beside = replace(config("tag", tmp_path / "base"), lora=LoraConfig(rank=2))
-    train(beside, examples(files / "tag"), tmp_path / "adapter")
+    train_model(beside, examples(files / "tag"), tmp_path / "adapter")
     base, tuned = (load_model(tmp_path / name)[0] for name in ("base", "adapter"))
     assert torch.equal(base.head.weight, tuned.head.weight)
     moved = [name for name, p in base.named_parameters() if not torch.equal(p, tuned.get_parameter(name))]
@@ -126,23 +130,23 @@ def test_adapters_stand_beside_an_encoder(masked, files, tmp_path):  # noqa: F81
 def test_berts_pooler_is_part_of_what_was_trained(masked, tmp_path):
     """Of a model that answers by its pooler, that goes on beneath the labels of texts."""
     opened = open_checkpoint(masked)
-    pooled = replace(opened.config, head=Pooled("first", transform=Transform("tanh")))
+    pooled = replace(opened.config, head=PoolingHeadConfig("first", transform=HeadTransformConfig("tanh")))
     model = Transformer(pooled)
     layout = choose_layout(pooled, opened.generation)
-    assert layout.reader == "BertModel"
-    beside = [masked / name for name in words_of(masked)]
-    save(tmp_path / "base", pooled, model.state_dict(), None, layout=layout, beside=beside)
-    began = start_of(config("classify", tmp_path / "base")).answering("classify", ("A", "B")).model()
+    assert layout.hf_class == "BertModel"
+    beside = [masked / name for name in read_tokenizer_files(masked)]
+    save_checkpoint(tmp_path / "base", pooled, model.state_dict(), None, layout=layout, beside=beside)
+    began = load_initial(config("classify", tmp_path / "base")).with_head_for("classify", ("A", "B")).model()
     assert torch.equal(began.head.transform.dense.weight, model.head.transform.dense.weight)
-    other = start_of(config("classify", masked)).answering("classify", ("A", "B")).model()
+    other = load_initial(config("classify", masked)).with_head_for("classify", ("A", "B")).model()
     assert not torch.equal(other.head.transform.dense.weight, dict(opened.weights())["head.transform.dense.weight"])
 
 
 def test_the_commands_take_the_base_with_an_adapter(masked, files, tmp_path):  # noqa: F811
     """--adapter of the commands that read lines, and of eval: what the adapter's run says alone."""
-    train(config("tag", masked, steps=2), examples(files / "tag"), tmp_path / "base")
-    beside = replace(config("tag", tmp_path / "base", steps=30), lora=LoraConfig(rank=4, targets="all"))
-    train(beside, examples(files / "tag"), tmp_path / "adapter")
+    train_model(config("tag", masked, steps=2), examples(files / "tag"), tmp_path / "base")
+    beside = replace(config("tag", tmp_path / "base", steps=30), lora=LoraConfig(rank=4, target_modules="all"))
+    train_model(beside, examples(files / "tag"), tmp_path / "adapter")
     (tmp_path / "lines").write_text("ada bob cleo\ngus hana\n")
     said = {}
     for name, model in (

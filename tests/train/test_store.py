@@ -9,10 +9,10 @@ from kvad.errors import DataError, SaveError
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train import store as store_module
 from kvad.train.corpus import open_corpus
-from kvad.train.store import changed_sources, open_store, store_key
+from kvad.train.store import find_changed_sources, open_store, store_fingerprint
 
 BYTE = train_tokenizer("byte", [])
-SEPARATOR = BYTE.specials.separator
+SEPARATOR = BYTE.special_tokens.separator
 
 
 @pytest.fixture
@@ -51,9 +51,9 @@ def test_a_store_is_found_again_until_something_changes(texts, tmp_path):
     corpus = open_corpus([texts])
     first, _ = open_store(folder, corpus, BYTE)
     again, found = open_store(folder, open_corpus([texts]), BYTE)
-    assert found and again.fingerprint == first.fingerprint == store_key(corpus, BYTE)
+    assert found and again.fingerprint == first.fingerprint == store_fingerprint(corpus, BYTE)
     (texts / "b.txt").write_text("3")
-    assert changed_sources(folder, open_corpus([texts])) == ["texts/b.txt"]
+    assert find_changed_sources(folder, open_corpus([texts])) == ["texts/b.txt"]
     other, found = open_store(folder, open_corpus([texts]), BYTE)
     assert not found and stream(other)[7] == ord("3") and other.fingerprint != first.fingerprint
     char = train_tokenizer("char", ["first 2 3 third one"])
@@ -100,7 +100,7 @@ def test_wide_vocabularies_take_four_bytes():
 def test_a_tokenizer_without_a_separator_is_refused(texts, tmp_path):
     class Mute:
         vocab_size = 256
-        specials = type(BYTE.specials)()
+        specials = type(BYTE.special_tokens)()
 
         def fingerprint(self):
             return "mute"

@@ -12,11 +12,11 @@ from kvad.train import readers
 from kvad.train import store as store_module
 from kvad.train.config import RunConfig
 from kvad.train.corpus import open_corpus
-from kvad.train.data import DocumentData, Part
-from kvad.train.mixture import BLOCK, Mixed
+from kvad.train.data import DocumentDataset, MixtureSource
+from kvad.train.mixture import BLOCK, MixtureRows
 from kvad.train.pairs import PairPaths, open_pairs
 from kvad.train.store import open_store
-from kvad.train.stream import Cursor, SequentialData, units_of_store, units_of_texts
+from kvad.train.stream import Cursor, StreamingDataset, stream_store, stream_texts
 from tests.train.test_data import Tokens
 
 BYTE = train_tokenizer("byte", [])
@@ -50,7 +50,7 @@ def small(monkeypatch):
     monkeypatch.setattr(readers, "CUT_CHARS", 300)
     monkeypatch.setattr(readers, "cut", lambda text: readers.__dict__["_real_cut"](text, 300))
     monkeypatch.setattr(readers, "_real_cut", __import__("kvad.text.base", fromlist=["cut"]).cut, raising=False)
-    monkeypatch.setattr(readers, "BLOCK", 64)
+    monkeypatch.setattr(readers, "READ_CHUNK", 64)
     monkeypatch.setattr(store_module, "BATCH_CHARS", 500)
 
 
@@ -66,14 +66,14 @@ def sources(kind, texts, tmp_path):
         corpus, tokenizer = open_corpus([texts]), BYTE
     store, _ = open_store(tmp_path / f"store-{kind}", corpus, tokenizer)
     return (
-        units_of_texts(corpus, tokenizer),
-        units_of_store(store, 0, store.num_documents, pairs=kind == "pairs"),
+        stream_texts(corpus, tokenizer),
+        stream_store(store, 0, store.num_documents, pairs=kind == "pairs"),
         store,
     )
 
 
 def data(units, pairs, **settings):
-    return SequentialData([(units, 1.0)], config(**settings), 0, pairs=pairs, what="tokens")
+    return StreamingDataset([(units, 1.0)], config(**settings), 0, pairs=pairs, what="tokens")
 
 
 def plain(rows):
@@ -87,14 +87,16 @@ KINDS = [("documents", "split"), ("documents", "first-fit"), ("documents", "best
 @pytest.mark.parametrize("shuffle", [1, 8])
 def test_a_stream_gives_the_rows_of_a_store(texts, small, tmp_path, kind, packing, shuffle):
     stream, stored, store = sources(kind, texts, tmp_path)
-    assert kind == "pairs" or len(store.cuts) > 5, "some documents come in pieces"
+    assert kind == "pairs" or len(store.document_starts) > 5, "some documents come in pieces"
     pairs = kind == "pairs"
     a, b = data(stream, pairs, packing=packing, shuffle=shuffle), data(stored, pairs, packing=packing, shuffle=shuffle)
     numbers = np.arange(400)  # several epochs
     assert plain(a.rows(numbers)) == plain(b.rows(numbers))
-    assert [x.step.tokens.tolist() for x in a.evaluation()] == [x.step.tokens.tolist() for x in b.evaluation()]
+    assert [x.model_input.token_ids.tolist() for x in a.evaluation()] == [
+        x.model_input.token_ids.tolist() for x in b.evaluation()
+    ]
     if pairs:
-        assert a.sources[0].left_out and "left out so far" in a.told()[1] and a.examples(2) == b.examples(2)
+        assert a.sources[0].left_out and "left out so far" in a.summary()[1] and a.examples(2) == b.examples(2)
 
 
 @pytest.mark.parametrize(("kind", "packing"), KINDS)
@@ -116,14 +118,14 @@ def test_rows_are_the_same_wherever_one_begins(texts, small, tmp_path, kind, pac
         asked = []
         resumed.sources[0]._units, real = lambda place: (asked.append(place), real(place))[1], resumed.sources[0]._units  # noqa: B023
         assert plain(resumed.rows(np.arange(number, number + 5))) == expected[number : number + 5]
-        assert asked[0] == Cursor(*cursors[number][0]).place, "what is before is not encoded again"
+        assert asked[0] == Cursor(*cursors[number][0]).item, "what is before is not encoded again"
 
 
 def test_every_token_is_read_once_an_epoch_and_says_what_stands_behind_it(texts, small, tmp_path):
     _, stored, _store = sources("documents", texts, tmp_path)
     found = data(stored, pairs=False, shuffle=3)
     source = found.sources[0]
-    units = [unit for unit in stored(0) if not source.held(unit.place)]
+    units = [unit for unit in stored(0) if not source.is_held_out(unit.item_index)]
     wanted = [
         pair for unit in source._chosen(0, held=False) for pair in zip(*unit.part(0, len(unit.tokens))[:2], strict=True)
     ]
@@ -136,35 +138,41 @@ def test_every_token_is_read_once_an_epoch_and_says_what_stands_behind_it(texts,
             min(len(row[0].tokens) if len(row) == 1 else 16 for row in next(source._epoch(Cursor(0, epoch)))[1])
         )
     assert len(set(first)) > 1, "an epoch begins with a row of its own length"
-    held = {unit.place for unit in stored(0)} - {unit.place for unit in units}
-    assert 0.05 < len(held) / len({unit.place for unit in stored(0)}) < 0.5
+    held = {unit.item_index for unit in stored(0)} - {unit.item_index for unit in units}
+    assert 0.05 < len(held) / len({unit.item_index for unit in stored(0)}) < 0.5
 
 
 def test_a_document_that_goes_on_in_a_piece_held_out_has_nothing_behind_it(texts, small, tmp_path):
     _, stored, _store = sources("documents", texts, tmp_path)
     source = data(stored, pairs=False).sources[0]
-    ends = [u.follow for u in source._chosen(0, held=False) if not u.closes and source.held(u.place + 1)]
+    ends = [
+        u.next_token for u in source._chosen(0, held=False) if not u.closes and source.is_held_out(u.item_index + 1)
+    ]
     assert ends and set(ends) == {-1}
-    assert all(u.follow >= 0 for u in source._chosen(0, held=False) if not u.closes and not source.held(u.place + 1))
+    assert all(
+        u.next_token >= 0
+        for u in source._chosen(0, held=False)
+        if not u.closes and not source.is_held_out(u.item_index + 1)
+    )
 
 
 def test_pieces_are_the_whole_documents_tokens(texts, small, tmp_path):
     """Cut or not, a text's tokens are the same."""
     stream, _, store = sources("documents", texts, tmp_path)
-    whole = [np.array([BYTE.specials.separator, *text.encode()]) for text in open_corpus([texts]).texts()]
+    whole = [np.array([BYTE.special_tokens.separator, *text.encode()]) for text in open_corpus([texts]).texts()]
     assert np.concatenate([u.tokens for u in stream(0)]).tolist() == np.concatenate(whole).tolist()
     assert store.num_documents == len(whole)
 
 
 def test_what_cannot_be_streamed_is_refused(texts, tmp_path):
     (tmp_path / "one.txt").write_text("one document alone " * 50)
-    units = units_of_texts(open_corpus([tmp_path / "one.txt"]), BYTE)
+    units = stream_texts(open_corpus([tmp_path / "one.txt"]), BYTE)
     with pytest.raises(DataError, match=r"too few texts to hold out a share of 0.2|no text is left to train on"):
         data(units, pairs=False)
     tables = config().to_dict()
     tables["train"]["eval_tokens"] = 0
     with pytest.raises(ConfigError, match=r"train.eval_tokens: 0 is all"):
-        SequentialData([(units, 1.0)], RunConfig.from_dict(tables), 0, pairs=False, what="")
+        StreamingDataset([(units, 1.0)], RunConfig.from_dict(tables), 0, pairs=False, what="")
     with pytest.raises(ConfigError, match=r"a pair is never cut"):
         data(units, pairs=True, packing="split")
 
@@ -181,27 +189,27 @@ class Numbered:
 
 
 def test_weights_hold_within_sampling_error_and_rows_are_taken_in_their_order():
-    mixed = Mixed([Numbered(0), Numbered(1), Numbered(2)], [5, 3, 2], seed=1)
+    mixed = MixtureRows([Numbered(0), Numbered(1), Numbered(2)], [5, 3, 2], seed=1)
     count = 20 * BLOCK
     rows = mixed.rows(np.arange(count))
     for source, share in ((0, 0.5), (1, 0.3), (2, 0.2)):
         numbers = [n for s, n in rows if s == source]
         assert numbers == list(range(len(numbers))), "every row of a source once, none left out"
         assert abs(len(numbers) - count * share) < 4 * (count * share * (1 - share)) ** 0.5
-    assert Mixed([Numbered(0), Numbered(1), Numbered(2)], [50, 30, 20], seed=1).rows(np.arange(count)) == rows
-    assert Mixed([Numbered(0), Numbered(1), Numbered(2)], [5, 3, 2], seed=2).rows(np.arange(99)) != rows[:99]
+    assert MixtureRows([Numbered(0), Numbered(1), Numbered(2)], [50, 30, 20], seed=1).rows(np.arange(count)) == rows
+    assert MixtureRows([Numbered(0), Numbered(1), Numbered(2)], [5, 3, 2], seed=2).rows(np.arange(99)) != rows[:99]
     for n in (17000, 3, 9000):
-        fresh = Mixed([Numbered(0), Numbered(1), Numbered(2)], [5, 3, 2], seed=1)
+        fresh = MixtureRows([Numbered(0), Numbered(1), Numbered(2)], [5, 3, 2], seed=1)
         assert fresh.rows(np.arange(n, n + 5)) == rows[n : n + 5]
 
 
 @pytest.mark.parametrize("packing", ["split", "first-fit"])
 def test_a_mixture_of_documents_is_seekable_and_reads_all_of_them(packing):
     store = Tokens(*[30] * 40)
-    parts = [Part(0, 20, 3.0), Part(20, 40, 1.0)]
+    parts = [MixtureSource(0, 20, 3.0), MixtureSource(20, 40, 1.0)]
 
     def made():
-        return DocumentData(store, config("epochs", packing=packing, context=15), parts)
+        return DocumentDataset(store, config("epochs", packing=packing, context=15), parts)
 
     through = made()
     rows = plain(through.rows(np.arange(300)))

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvad.checkpoint.native import load
+from kvad.checkpoint.native import open_folder
 from kvad.train.config import RunConfig
-from kvad.train.job import resume, train
-from kvad.train.toml import RUN_FILE, dumps, run_file
+from kvad.train.job import resume_model, train_model
+from kvad.train.toml import RUN_FILE, dumps, format_run_file
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 KEYS = TEXTS | st.text(string.ascii_letters + "_-", min_size=1, max_size=5)
@@ -39,7 +39,10 @@ CONFIGS = [
     {
         "model": {
             "preset": "tiny",
-            "set": {"decoder.kinds.L.mixer.position": None, "embed.position": {"kind": "learned", "size": 256}},
+            "set": {
+                "decoder.layer_types.L.attention.position": None,
+                "embedding.position": {"kind": "learned", "size": 256},
+            },
         }
     },
     {"model": {"init": "somewhere"}, "lora": {"rank": 4, "targets": ["q", "v"]}},
@@ -52,7 +55,7 @@ CONFIGS = [
 @pytest.mark.parametrize("content", CONFIGS, ids=str)
 def test_a_run_file_is_the_same_run(content):
     config = RunConfig.from_dict(content)
-    again = RunConfig.from_dict(tomllib.loads(run_file(config, ["corpus"])))
+    again = RunConfig.from_dict(tomllib.loads(format_run_file(config, ["corpus"])))
     there, here = config.to_dict(), again.to_dict()
     if config.init is None and config.objective.kind != "compress":
         assert config.resolve(50_257) == again.resolve(50_257)
@@ -61,11 +64,11 @@ def test_a_run_file_is_the_same_run(content):
 
 
 def test_a_run_s_own_file_trains_it_again(corpus, tmp_path, run_config, listener):
-    train(run_config(steps=4), [corpus], tmp_path / "one")
+    train_model(run_config(steps=4), [corpus], tmp_path / "one")
     text = (tmp_path / "one" / RUN_FILE).read_text()
     assert f'# CORPUS was ["{corpus}"]' in text and "[optim]" in text and 'kind = "next-token"' in text
     assert "[compress]" not in text and "[lora]" not in text
-    train(RunConfig.load(tmp_path / "one" / RUN_FILE), [corpus], tmp_path / "two", callbacks=[listener])
-    one, two = load(tmp_path / "one"), load(tmp_path / "two")
+    train_model(RunConfig.load(tmp_path / "one" / RUN_FILE), [corpus], tmp_path / "two", callbacks=[listener])
+    one, two = open_folder(tmp_path / "one"), open_folder(tmp_path / "two")
     assert all(tensor.equal(dict(two.weights())[name]) for name, tensor in one.weights())
-    resume(tmp_path / "one", config=RunConfig.load(tmp_path / "one" / RUN_FILE))
+    resume_model(tmp_path / "one", config=RunConfig.load(tmp_path / "one" / RUN_FILE))

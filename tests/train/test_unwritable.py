@@ -14,7 +14,7 @@ def unread(monkeypatch):
     def read(*_, **__):
         raise AssertionError("it was read before its place was looked at")
 
-    monkeypatch.setattr(material.Material, "__init__", read)
+    monkeypatch.setattr(material.RunData, "__init__", read)
 
 
 COMMANDS = (("train",), ("train", "--objective", "compress", "--init", "no-model"), ("data", "prepare"))

@@ -7,12 +7,12 @@ import importlib
 import os
 
 from kvad.checkpoint.hf import Family
-from kvad.errors import CheckpointError, nearest
-from kvad.own import load_own
+from kvad.errors import CheckpointError, suggest
+from kvad.own import load_plugin
 
-__all__ = ["FAMILIES", "OWN", "REFUSED", "find"]
+__all__ = ["FAMILIES", "ENV_VARIABLE", "UNSUPPORTED", "find_family"]
 
-OWN = "KVAD_FAMILIES"
+ENV_VARIABLE = "KVAD_FAMILIES"
 
 FAMILIES: dict[str, str] = {  # model_type -> file
     "bart": "bart",
@@ -72,25 +72,25 @@ FAMILIES: dict[str, str] = {  # model_type -> file
     "xlm-roberta": "roberta",
 }
 
-REFUSED: dict[str, str] = {  # model_type -> why
+UNSUPPORTED: dict[str, str] = {  # model_type -> why
     "longt5": "its encoder attends to blocks and to sums of blocks; t5, mt5 and umt5 are read",
     "nllb-moe": "its experts drop tokens beyond a capacity; the dense NLLB, m2m_100, is read",
     "switch_transformers": "its experts drop tokens beyond a capacity; t5, mt5 and umt5 are read",
 }
 
 
-def find(model_type: str) -> Family:
+def find_family(model_type: str) -> Family:
     """The family of a ``model_type``; CheckpointError offers the nearest known one."""
     own = _own().get(model_type)
     if own is not None:
-        family = load_own(own, OWN)
+        family = load_plugin(own, ENV_VARIABLE)
         if not isinstance(family, Family):
-            raise CheckpointError(f"{OWN}: {own} is no Family")
+            raise CheckpointError(f"{ENV_VARIABLE}: {own} is no Family")
         return family
-    if model_type in REFUSED:
-        raise CheckpointError(f"model_type {model_type!r} is not supported", REFUSED[model_type])
+    if model_type in UNSUPPORTED:
+        raise CheckpointError(f"model_type {model_type!r} is not supported", UNSUPPORTED[model_type])
     if model_type not in FAMILIES:
-        raise CheckpointError(f"model_type {model_type!r} is not known", nearest(model_type, FAMILIES))
+        raise CheckpointError(f"model_type {model_type!r} is not known", suggest(model_type, FAMILIES))
     found = importlib.import_module(f"kvad.checkpoint.families.{FAMILIES[model_type]}").FAMILY
     assert isinstance(found, Family)
     return found
@@ -98,5 +98,5 @@ def find(model_type: str) -> Family:
 
 def _own() -> dict[str, str]:
     """``parrot=parrot:FAMILY,...``: a family's code is named by the user, never by a file that was downloaded."""
-    said = [entry.partition("=") for entry in os.environ.get(OWN, "").split(",") if entry.strip()]
+    said = [entry.partition("=") for entry in os.environ.get(ENV_VARIABLE, "").split(",") if entry.strip()]
     return {name.strip(): where.strip() for name, _, where in said}

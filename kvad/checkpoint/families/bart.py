@@ -5,8 +5,8 @@ LayerNorm after each half of a layer and after the embedding, none at the end.  
 
 from __future__ import annotations
 
-from kvad.checkpoint.families.fairseq import Skeleton, learned
+from kvad.checkpoint.families.fairseq import BartFamily, learned_positions
 
 __all__ = ["FAMILY"]
 
-FAMILY = Skeleton("bart", "BartForConditionalGeneration", learned(2), embed_norm=True).family()
+FAMILY = BartFamily("bart", "BartForConditionalGeneration", learned_positions(2), embed_norm=True).family()

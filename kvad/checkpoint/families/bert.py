@@ -11,21 +11,21 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvad.checkpoint.families import encoders
-from kvad.checkpoint.families.common import ACTIVATIONS, dropout_of
-from kvad.checkpoint.hf import Family, Fields, Rule, rule
+from kvad.checkpoint.families.common import ACTIVATIONS, read_dropout
+from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, tensor_rule
 from kvad.config import (
-    Attention,
-    Classes,
-    Embedding,
-    Head,
-    Layer,
-    LearnedPositions,
+    AttentionConfig,
+    ClassificationHeadConfig,
+    EmbeddingConfig,
+    HeadTransformConfig,
+    LanguageHeadConfig,
+    LayerConfig,
+    LearnedPositionsConfig,
     ModelConfig,
-    Norm,
-    Plain,
-    Pooled,
-    Stack,
-    Transform,
+    NormConfig,
+    PlainMLPConfig,
+    PoolingHeadConfig,
+    StackConfig,
 )
 
 __all__ = ["FAMILY"]
@@ -33,42 +33,46 @@ __all__ = ["FAMILY"]
 _DECODER, _BIAS = "cls.predictions.decoder", "cls.predictions.bias"
 
 
-def read(fields: Fields) -> ModelConfig:
+def read(fields: HFConfigReader) -> ModelConfig:
     encoders.encoder_only(fields)
     limit = fields.integer("max_position_embeddings", default=512)
     activation = fields.choice("hidden_act", ACTIVATIONS, "gelu")
-    norm = Norm("layer", fields.number("layer_norm_eps", default=1e-12), bias=True)
-    mixer = Attention(fields.integer("num_attention_heads"), position=None, causal=False, bias=True, out_bias=True)
-    layer = Layer(mixer, Plain(fields.integer("intermediate_size"), activation, bias=True), norm)
-    names = encoders.labels(fields)
-    heads: dict[str, encoders.Task] = {
-        "ForMaskedLM": Head(bias=True, transform=Transform(activation, norm=norm)),
-        "ForTokenClassification": Classes(names),
-        "ForSequenceClassification": Classes(names, "row", transform=Transform("tanh")),
-        "Model": encoders.pooler(fields),
+    norm = NormConfig("layer", fields.number("layer_norm_eps", default=1e-12), bias=True)
+    mixer = AttentionConfig(
+        fields.integer("num_attention_heads"), position=None, causal=False, qkv_bias=True, out_bias=True
+    )
+    layer = LayerConfig(mixer, PlainMLPConfig(fields.integer("intermediate_size"), activation, bias=True), norm)
+    names = encoders.read_labels(fields)
+    heads: dict[str, encoders.TaskHead] = {
+        "ForMaskedLM": LanguageHeadConfig(bias=True, transform=HeadTransformConfig(activation, norm=norm)),
+        "ForTokenClassification": ClassificationHeadConfig(names),
+        "ForSequenceClassification": ClassificationHeadConfig(names, "row", transform=HeadTransformConfig("tanh")),
+        "Model": encoders.read_pooler(fields),
     }
     return ModelConfig(
-        width=fields.integer("hidden_size"),
-        vocab=fields.integer("vocab_size"),
-        limit=limit,
-        encoder=Stack(fields.integer("num_hidden_layers"), {"L": layer}, norm_place="post", final_norm=False),
-        embed=Embedding(LearnedPositions(limit), norm=norm, segments=fields.integer("type_vocab_size", default=2)),
-        head=encoders.task(fields, heads),
-        tie=fields.flag("tie_word_embeddings", True),
-        dropout=dropout_of(fields, **encoders.DROPOUT),
+        hidden_size=fields.integer("hidden_size"),
+        vocab_size=fields.integer("vocab_size"),
+        max_seq_len=limit,
+        encoder=StackConfig(fields.integer("num_hidden_layers"), {"L": layer}, norm_position="post", final_norm=False),
+        embedding=EmbeddingConfig(
+            LearnedPositionsConfig(limit), norm=norm, num_token_types=fields.integer("type_vocab_size", default=2)
+        ),
+        head=encoders.read_task_head(fields, heads),
+        tie_embeddings=fields.flag("tie_word_embeddings", True),
+        dropout=read_dropout(fields, **encoders.DROPOUT),
     )
 
 
-def rules(config: ModelConfig) -> Iterator[Rule]:
-    base = "" if isinstance(config.head, Pooled) else "bert."
+def rules(config: ModelConfig) -> Iterator[TensorRule]:
+    base = "" if isinstance(config.head, PoolingHeadConfig) else "bert."
     yield from encoders.bert_rules(config, base)
-    if isinstance(config.head, Head):
-        yield rule("head.transform.dense", "cls.predictions.transform.dense")
-        yield rule("head.transform.norm", "cls.predictions.transform.LayerNorm")
+    if isinstance(config.head, LanguageHeadConfig):
+        yield tensor_rule("head.transform.dense", "cls.predictions.transform.dense")
+        yield tensor_rule("head.transform.norm", "cls.predictions.transform.LayerNorm")
         yield from encoders.head_bias(config, _DECODER, _BIAS)
     else:
-        yield rule("head.transform.dense", f"{base}pooler.dense")
-        yield rule("head", "classifier")
+        yield tensor_rule("head.transform.dense", f"{base}pooler.dense")
+        yield tensor_rule("head", "classifier")
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
@@ -88,7 +92,7 @@ FAMILY = Family(
         r"cls\.predictions\.decoder\.weight",
     ),
     head=(f"{_DECODER}.weight", "bert.embeddings.word_embeddings.weight"),
-    spellings=encoders.LEGACY_NORMS,
-    settle=encoders.settling("cls.predictions.transform.dense.weight", "bert.pooler.dense.weight"),
-    copies=encoders.one_bias(_DECODER, _BIAS),
+    name_variants=encoders.LEGACY_NORMS,
+    resolve=encoders.head_resolver("cls.predictions.transform.dense.weight", "bert.pooler.dense.weight"),
+    copies=encoders.bias_rules(_DECODER, _BIAS),
 )

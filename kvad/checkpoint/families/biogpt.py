@@ -7,54 +7,65 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, FAIRSEQ_LAYER, one_kind, their_activation
-from kvad.checkpoint.hf import Family, Fields, Rule, rule, rules_under
-from kvad.config import Attention, Embedding, Layer, LearnedPositions, ModelConfig, Norm, Plain, Stack
+from kvad.checkpoint.families.common import ACTIVATIONS, FAIRSEQ_LAYER, hf_activation, single_layer_type
+from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad.config import (
+    AttentionConfig,
+    EmbeddingConfig,
+    LayerConfig,
+    LearnedPositionsConfig,
+    ModelConfig,
+    NormConfig,
+    PlainMLPConfig,
+    StackConfig,
+)
 
 __all__ = ["FAMILY"]
 
 
-def read(fields: Fields) -> ModelConfig:
-    fields.refuse("add_cross_attention", False, why="a decoder of an encoder-decoder is read with its encoder")
+def read(fields: HFConfigReader) -> ModelConfig:
+    fields.require_one_of("add_cross_attention", False, why="a decoder of an encoder-decoder is read with its encoder")
     width, limit = fields.integer("hidden_size"), fields.integer("max_position_embeddings", default=1024)
-    mixer = Attention(fields.integer("num_attention_heads"), position=None, bias=True, out_bias=True)
-    mlp = Plain(fields.integer("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS, "gelu"), bias=True)
-    layer = Layer(mixer, mlp, Norm("layer", 1e-5, bias=True))
+    mixer = AttentionConfig(fields.integer("num_attention_heads"), position=None, qkv_bias=True, out_bias=True)
+    mlp = PlainMLPConfig(
+        fields.integer("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS, "gelu"), bias=True
+    )
+    layer = LayerConfig(mixer, mlp, NormConfig("layer", 1e-5, bias=True))
     scale = math.sqrt(width) if fields.flag("scale_embedding", True) else 1.0
     return ModelConfig(
-        width=width,
-        vocab=fields.integer("vocab_size"),
-        limit=limit,
-        decoder=Stack(fields.integer("num_hidden_layers"), {"L": layer}),
-        embed=Embedding(LearnedPositions(limit + 2, offset=2), scale),
-        tie=fields.flag("tie_word_embeddings", True),
+        hidden_size=width,
+        vocab_size=fields.integer("vocab_size"),
+        max_seq_len=limit,
+        decoder=StackConfig(fields.integer("num_hidden_layers"), {"L": layer}),
+        embedding=EmbeddingConfig(LearnedPositionsConfig(limit + 2, offset=2), scale),
+        tie_embeddings=fields.flag("tie_word_embeddings", True),
     )
 
 
-def rules(config: ModelConfig) -> Iterator[Rule]:
-    yield rule("embed.tokens", "biogpt.embed_tokens")
-    yield rule("embed.positions", "biogpt.embed_positions")
-    for i in range(config.stack.layers):
-        yield from rules_under(f"decoder.layers.{i}", f"biogpt.layers.{i}", FAIRSEQ_LAYER)
-    yield rule("decoder.norm", "biogpt.layer_norm")
-    yield rule("head", "output_projection")
+def rules(config: ModelConfig) -> Iterator[TensorRule]:
+    yield tensor_rule("embedding.tokens", "biogpt.embed_tokens")
+    yield tensor_rule("embedding.positions", "biogpt.embed_positions")
+    for i in range(config.stack.num_layers):
+        yield from prefix_rules(f"decoder.layers.{i}", f"biogpt.layers.{i}", FAIRSEQ_LAYER)
+    yield tensor_rule("decoder.norm", "biogpt.layer_norm")
+    yield tensor_rule("head", "output_projection")
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    layer: Layer = one_kind(config, "biogpt")
+    layer: LayerConfig = single_layer_type(config, "biogpt")
     fields = {
         "architectures": ["BioGptForCausalLM"],
         "model_type": "biogpt",
-        "vocab_size": config.vocab,
-        "max_position_embeddings": config.limit,
-        "hidden_size": config.width,
-        "num_hidden_layers": config.stack.layers,
-        "num_attention_heads": layer.mixer.heads,
-        "intermediate_size": layer.mlp.hidden,
-        "hidden_act": their_activation(layer.mlp.activation),
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_seq_len,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.stack.num_layers,
+        "num_attention_heads": layer.attention.num_heads,
+        "intermediate_size": layer.mlp.intermediate_size,
+        "hidden_act": hf_activation(layer.mlp.activation),
         "layer_norm_eps": layer.norm.eps,
-        "scale_embedding": config.embed.scale != 1.0,
-        "tie_word_embeddings": config.tie,
+        "scale_embedding": config.embedding.scale != 1.0,
+        "tie_word_embeddings": config.tie_embeddings,
     }
     return fields
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from kvad.checkpoint.families.fairseq import Skeleton, learned
+from kvad.checkpoint.families.fairseq import BartFamily, learned_positions
 
 __all__ = ["FAMILY"]
 
-FAMILY = Skeleton("blenderbot", "BlenderbotForConditionalGeneration", learned(0), pre=True, limit=128).family()
+FAMILY = BartFamily(
+    "blenderbot", "BlenderbotForConditionalGeneration", learned_positions(0), pre_norm=True, limit=128
+).family()

@@ -5,15 +5,15 @@ Its decoder alone normalises the embedding before positions are added.
 
 from __future__ import annotations
 
-from kvad.checkpoint.families.fairseq import Skeleton, learned
+from kvad.checkpoint.families.fairseq import BartFamily, learned_positions
 
 __all__ = ["FAMILY"]
 
-FAMILY = Skeleton(
+FAMILY = BartFamily(
     "blenderbot-small",
     "BlenderbotSmallForConditionalGeneration",
-    learned(0),
+    learned_positions(0),
     embed_norm=True,
-    early_norm=True,
+    norm_before_positions=True,
     limit=512,
 ).family()

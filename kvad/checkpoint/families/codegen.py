@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from kvad.checkpoint.families import gptj
-from kvad.checkpoint.families.common import cannot_express
-from kvad.checkpoint.hf import Rule, grouped, rule
+from kvad.checkpoint.families.common import check_expressible
+from kvad.checkpoint.hf import TensorRule, grouped_transform, tensor_rule
 from kvad.config import ModelConfig
 
 __all__ = ["FAMILY"]
@@ -17,17 +17,17 @@ __all__ = ["FAMILY"]
 _CORES = 4
 
 
-def rules(config: ModelConfig) -> Iterator[Rule]:
-    for i in range(config.stack.layers):
-        parts = tuple(f"decoder.layers.{i}.mixer.{part}" for part in "qvk")
-        yield rule(parts, f"transformer.h.{i}.attn.qkv_proj", grouped(_CORES))
+def rules(config: ModelConfig) -> Iterator[TensorRule]:
+    for i in range(config.stack.num_layers):
+        parts = tuple(f"decoder.layers.{i}.attention.{part}" for part in "qvk")
+        yield tensor_rule(parts, f"transformer.h.{i}.attn.qkv_proj", grouped_transform(_CORES))
     yield from gptj.rules_but_qkv(config)
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    heads = config.stack.layer(0).mixer.heads
-    cannot_express("codegen", heads_that_four_cores_do_not_share=heads % _CORES != 0)
+    heads = config.stack.layer_config(0).attention.num_heads
+    check_expressible("codegen", heads_that_four_cores_do_not_share=heads % _CORES != 0)
     return {**gptj.write(config), "architectures": ["CodeGenForCausalLM"], "model_type": "codegen"}
 
 
-FAMILY = replace(gptj.FAMILY, types=("codegen",), rules=rules, spell=write)
+FAMILY = replace(gptj.FAMILY, types=("codegen",), rules=rules, write_fields=write)

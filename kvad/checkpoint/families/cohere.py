@@ -10,25 +10,33 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, hf_activation, require_rope, rope_fields
 from kvad.checkpoint.families.decoders import (
     LAYER,
     QK_NORM,
-    attention,
-    family,
+    attention_config,
+    build_model_config,
+    build_stack,
+    decoder_family,
+    decoder_rules,
     full_rope,
-    known,
     language_head,
-    layer_types,
-    letters,
-    make,
-    rules,
-    sizes,
-    stack,
-    window,
+    read_window,
+    size_fields,
+    window_pattern,
+    with_defaults,
+    write_layer_types,
 )
-from kvad.checkpoint.hf import Fields
-from kvad.config import Attention, Gated, Head, Layer, ModelConfig, Norm, Rope
+from kvad.checkpoint.hf import HFConfigReader
+from kvad.config import (
+    AttentionConfig,
+    GatedMLPConfig,
+    LanguageHeadConfig,
+    LayerConfig,
+    ModelConfig,
+    NormConfig,
+    RopeConfig,
+)
 from kvad.errors import CheckpointError
 
 __all__ = ["FAMILY"]
@@ -36,26 +44,28 @@ __all__ = ["FAMILY"]
 _CLASSES = {"cohere": "CohereForCausalLM", "cohere2": "Cohere2ForCausalLM"}
 
 
-def read(fields: Fields) -> ModelConfig:
+def read(fields: HFConfigReader) -> ModelConfig:
     second = fields.model_type == "cohere2"
-    fields = known(fields, max_position_embeddings=8192, **({"sliding_window": 4096} if second else {}))
+    fields = with_defaults(fields, max_position_embeddings=8192, **({"sliding_window": 4096} if second else {}))
     if second:
-        pattern = letters(fields, lambda index: (index + 1) % fields.integer("sliding_window_pattern", default=4) != 0)
+        pattern = window_pattern(
+            fields, lambda index: (index + 1) % fields.integer("sliding_window_pattern", default=4) != 0
+        )
     else:
         pattern = "L" * fields.integer("num_hidden_layers")
-    mlp = Gated(fields.integer("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS, "silu"))
-    norm = Norm("layer", fields.number("layer_norm_eps", default=1e-5))
-    kinds = {letter: Layer(mixer, mlp, norm) for letter, mixer in _mixers(fields).items()}
-    head = Head(scale=fields.number("logit_scale", default=0.0625))
-    return make(fields, stack(kinds, pattern, norm_place="parallel"), tie=True, head=head)
+    mlp = GatedMLPConfig(fields.integer("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS, "silu"))
+    norm = NormConfig("layer", fields.number("layer_norm_eps", default=1e-5))
+    kinds = {letter: LayerConfig(mixer, mlp, norm) for letter, mixer in _mixers(fields).items()}
+    head = LanguageHeadConfig(logit_scale=fields.number("logit_scale", default=0.0625))
+    return build_model_config(fields, build_stack(kinds, pattern, norm_place="parallel"), tie=True, head=head)
 
 
-def _mixers(fields: Fields) -> dict[str, Attention]:
+def _mixers(fields: HFConfigReader) -> dict[str, AttentionConfig]:
     bias = fields.flag("attention_bias")
-    mixer = attention(fields, position=full_rope(fields, interleaved=True), bias=bias, out_bias=bias)
+    mixer = attention_config(fields, position=full_rope(fields, interleaved=True), bias=bias, out_bias=bias)
     if fields.model_type == "cohere2":
-        fields.refuse("use_qk_norm", False, why="transformers' class ignores it")
-        return {"L": replace(mixer, window=window(fields)), "G": replace(mixer, position=None)}
+        fields.require_one_of("use_qk_norm", False, why="transformers' class ignores it")
+        return {"L": replace(mixer, window=read_window(fields)), "G": replace(mixer, position=None)}
     theta = fields.part("rope_parameters").get("rope_theta", fields.get("rope_theta"))
     if theta is None:
         raise CheckpointError(f"{fields.where}: rope_theta is missing", "transformers 4 means 10000, 5 means 500000")
@@ -63,20 +73,20 @@ def _mixers(fields: Fields) -> dict[str, Attention]:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    layers = [config.stack.layer(index) for index in range(config.stack.layers)]
-    windows = [layer.mixer.window is not None for layer in layers]
-    second = any(windows) or layers[0].mixer.position is None
+    layers = [config.stack.layer_config(index) for index in range(config.stack.num_layers)]
+    windows = [layer.attention.window is not None for layer in layers]
+    second = any(windows) or layers[0].attention.position is None
     first, name = layers[windows.index(True)] if any(windows) else layers[0], "cohere2" if second else "cohere"
     out = {
-        **sizes(config, name, _CLASSES[name]),
-        "hidden_act": their_activation(first.mlp.activation),
+        **size_fields(config, name, _CLASSES[name]),
+        "hidden_act": hf_activation(first.mlp.activation),
         "layer_norm_eps": first.norm.eps,
-        "attention_bias": first.mixer.bias,
-        "logit_scale": language_head(config).scale,
-        **rope_fields(rotary(first.mixer.position or Rope(), name)),
-        **(layer_types(config) if second else {"use_qk_norm": first.mixer.qk_norm == "each"}),
+        "attention_bias": first.attention.qkv_bias,
+        "logit_scale": language_head(config).logit_scale,
+        **rope_fields(require_rope(first.attention.position or RopeConfig(), name)),
+        **(write_layer_types(config) if second else {"use_qk_norm": first.attention.qk_norm == "each"}),
     }
     return out
 
 
-FAMILY = family(("cohere", "cohere2"), read, rules({**LAYER, **QK_NORM}), write)
+FAMILY = decoder_family(("cohere", "cohere2"), read, decoder_rules({**LAYER, **QK_NORM}), write)

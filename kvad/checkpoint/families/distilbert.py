@@ -14,39 +14,39 @@ import torch
 from torch import Tensor
 
 from kvad.checkpoint.families import encoders
-from kvad.checkpoint.families.common import ACTIVATIONS, one_kind, their_activation
-from kvad.checkpoint.hf import Family, Fields, Rule, rule, rules_under
+from kvad.checkpoint.families.common import ACTIVATIONS, hf_activation, single_layer_type
+from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
 from kvad.config import (
-    Attention,
-    Classes,
-    Embedding,
-    Head,
-    Layer,
-    LearnedPositions,
+    AttentionConfig,
+    ClassificationHeadConfig,
+    EmbeddingConfig,
+    HeadTransformConfig,
+    LanguageHeadConfig,
+    LayerConfig,
+    LearnedPositionsConfig,
     ModelConfig,
-    Norm,
-    Plain,
-    Pooled,
-    SinusoidalPositions,
-    Stack,
-    Transform,
+    NormConfig,
+    PlainMLPConfig,
+    PoolingHeadConfig,
+    SinusoidalPositionsConfig,
+    StackConfig,
 )
-from kvad.model.positions import sinusoid
+from kvad.model.positions import sinusoidal_embedding
 
 __all__ = ["FAMILY"]
 
-_NORM = Norm("layer", 1e-12, bias=True)
+_NORM = NormConfig("layer", 1e-12, bias=True)
 _TABLE = "embeddings.position_embeddings.weight"
 _EMBEDDING = {
-    "embed.tokens": "embeddings.word_embeddings",
-    "embed.positions": "embeddings.position_embeddings",
-    "embed.norm": "embeddings.LayerNorm",
+    "embedding.tokens": "embeddings.word_embeddings",
+    "embedding.positions": "embeddings.position_embeddings",
+    "embedding.norm": "embeddings.LayerNorm",
 }
 _LAYER = {
-    "mixer.q": "attention.q_lin",
-    "mixer.k": "attention.k_lin",
-    "mixer.v": "attention.v_lin",
-    "mixer.out": "attention.out_lin",
+    "attention.q": "attention.q_lin",
+    "attention.k": "attention.k_lin",
+    "attention.v": "attention.v_lin",
+    "attention.out": "attention.out_lin",
     "norm1": "sa_layer_norm",
     "mlp.up": "ffn.lin1",
     "mlp.down": "ffn.lin2",
@@ -54,82 +54,87 @@ _LAYER = {
 }
 
 
-def read(fields: Fields) -> ModelConfig:
+def read(fields: HFConfigReader) -> ModelConfig:
     encoders.encoder_only(fields)
     limit = fields.integer("max_position_embeddings", default=512)
     activation = fields.choice("activation", ACTIVATIONS, "gelu")
-    mixer = Attention(fields.integer("n_heads"), position=None, causal=False, bias=True, out_bias=True)
-    layer = Layer(mixer, Plain(fields.integer("hidden_dim"), activation, bias=True), _NORM)
-    names = encoders.labels(fields)
-    heads: dict[str, encoders.Task] = {
-        "ForMaskedLM": Head(bias=True, transform=Transform(activation, norm=_NORM)),
-        "ForTokenClassification": Classes(names),
-        "ForSequenceClassification": Classes(names, "row", transform=Transform("relu")),
-        "Model": Pooled(),
+    mixer = AttentionConfig(fields.integer("n_heads"), position=None, causal=False, qkv_bias=True, out_bias=True)
+    layer = LayerConfig(mixer, PlainMLPConfig(fields.integer("hidden_dim"), activation, bias=True), _NORM)
+    names = encoders.read_labels(fields)
+    heads: dict[str, encoders.TaskHead] = {
+        "ForMaskedLM": LanguageHeadConfig(bias=True, transform=HeadTransformConfig(activation, norm=_NORM)),
+        "ForTokenClassification": ClassificationHeadConfig(names),
+        "ForSequenceClassification": ClassificationHeadConfig(names, "row", transform=HeadTransformConfig("relu")),
+        "Model": PoolingHeadConfig(),
     }
     sines = fields.flag("sinusoidal_pos_embds")
     return ModelConfig(
-        width=fields.integer("dim"),
-        vocab=fields.integer("vocab_size"),
-        limit=limit,
-        encoder=Stack(fields.integer("n_layers"), {"L": layer}, norm_place="post", final_norm=False),
-        embed=Embedding(SinusoidalPositions() if sines else LearnedPositions(limit), norm=_NORM),
-        head=encoders.task(fields, heads),
-        tie=fields.flag("tie_word_embeddings", True),
+        hidden_size=fields.integer("dim"),
+        vocab_size=fields.integer("vocab_size"),
+        max_seq_len=limit,
+        encoder=StackConfig(fields.integer("n_layers"), {"L": layer}, norm_position="post", final_norm=False),
+        embedding=EmbeddingConfig(SinusoidalPositionsConfig() if sines else LearnedPositionsConfig(limit), norm=_NORM),
+        head=encoders.read_task_head(fields, heads),
+        tie_embeddings=fields.flag("tie_word_embeddings", True),
     )
 
 
-def rules(config: ModelConfig) -> Iterator[Rule]:
+def rules(config: ModelConfig) -> Iterator[TensorRule]:
     base = _base(config)
     for mine, other in _EMBEDDING.items():
-        yield rule(mine, base + other)
-    for i in range(config.stack.layers):
-        yield from rules_under(f"encoder.layers.{i}", f"{base}transformer.layer.{i}", _LAYER)
-    if isinstance(config.head, Head):
-        yield rule("head.transform.dense", "vocab_transform")
-        yield rule("head.transform.norm", "vocab_layer_norm")
-        yield rule("head", "vocab_projector")
+        yield tensor_rule(mine, base + other)
+    for i in range(config.stack.num_layers):
+        yield from prefix_rules(f"encoder.layers.{i}", f"{base}transformer.layer.{i}", _LAYER)
+    if isinstance(config.head, LanguageHeadConfig):
+        yield tensor_rule("head.transform.dense", "vocab_transform")
+        yield tensor_rule("head.transform.norm", "vocab_layer_norm")
+        yield tensor_rule("head", "vocab_projector")
     else:
-        yield rule("head.transform.dense", "pre_classifier")
-        yield rule("head", "classifier")
+        yield tensor_rule("head.transform.dense", "pre_classifier")
+        yield tensor_rule("head", "classifier")
 
 
 def _base(config: ModelConfig) -> str:
-    return "" if isinstance(config.head, Pooled) else "distilbert."
+    return "" if isinstance(config.head, PoolingHeadConfig) else "distilbert."
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    layer = one_kind(config, "distilbert")
+    layer = single_layer_type(config, "distilbert")
     fields = {
         **encoders.task_fields(config, "DistilBert"),
         "model_type": "distilbert",
-        "vocab_size": config.vocab,
-        "dim": config.width,
-        "hidden_dim": layer.mlp.hidden,
-        "n_layers": config.stack.layers,
-        "n_heads": layer.mixer.heads,
-        "activation": their_activation(layer.mlp.activation),
-        "max_position_embeddings": config.limit,
-        "sinusoidal_pos_embds": isinstance(config.embed.position, SinusoidalPositions),
-        "tie_word_embeddings": config.tie,
+        "vocab_size": config.vocab_size,
+        "dim": config.hidden_size,
+        "hidden_dim": layer.mlp.intermediate_size,
+        "n_layers": config.stack.num_layers,
+        "n_heads": layer.attention.num_heads,
+        "activation": hf_activation(layer.mlp.activation),
+        "max_position_embeddings": config.max_seq_len,
+        "sinusoidal_pos_embds": isinstance(config.embedding.position, SinusoidalPositionsConfig),
+        "tie_word_embeddings": config.tie_embeddings,
     }
     return fields
 
 
 def table(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """The sinusoidal positions [limit, E] as their files hold them."""
-    if isinstance(config.embed.position, SinusoidalPositions):
-        yield _base(config) + _TABLE, sinusoid(torch.arange(config.limit), config.width, config.embed.position)
+    if isinstance(config.embedding.position, SinusoidalPositionsConfig):
+        yield (
+            _base(config) + _TABLE,
+            sinusoidal_embedding(torch.arange(config.max_seq_len), config.hidden_size, config.embedding.position),
+        )
 
 
-_heads = encoders.settling("vocab_transform.weight")
+_heads = encoders.head_resolver("vocab_transform.weight")
 
 
-def settle(config: ModelConfig, look: Callable[[str], Tensor | None]) -> ModelConfig:
+def resolve(config: ModelConfig, look: Callable[[str], Tensor | None]) -> ModelConfig:
     found = look(f"distilbert.{_TABLE}")
     for _, ours in table(config):
-        if found is not None and not encoders.same_table(found, ours):
-            config = replace(config, embed=replace(config.embed, position=LearnedPositions(config.limit)))
+        if found is not None and not encoders.tables_equal(found, ours):
+            config = replace(
+                config, embedding=replace(config.embedding, position=LearnedPositionsConfig(config.max_seq_len))
+            )
     return _heads(config, look)
 
 
@@ -142,6 +147,6 @@ FAMILY = Family(
     ignored=(r"embeddings\.position_(ids|embeddings\.weight)", r"vocab_projector\.weight"),
     extra=table,
     head=("vocab_projector.weight", "distilbert.embeddings.word_embeddings.weight"),
-    spellings=encoders.LEGACY_NORMS,
-    settle=settle,
+    name_variants=encoders.LEGACY_NORMS,
+    resolve=resolve,
 )

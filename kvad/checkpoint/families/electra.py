@@ -11,50 +11,62 @@ from dataclasses import replace
 from typing import Any
 
 from kvad.checkpoint.families import bert, encoders
-from kvad.checkpoint.hf import Family, Fields, Rule, rule
-from kvad.config import Classes, Head, ModelConfig, Plain, Pooled, Transform, table_width
+from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, tensor_rule
+from kvad.config import (
+    ClassificationHeadConfig,
+    HeadTransformConfig,
+    LanguageHeadConfig,
+    ModelConfig,
+    PlainMLPConfig,
+    PoolingHeadConfig,
+    embedding_size,
+)
 
 __all__ = ["FAMILY"]
 
 _REPLACED = ("replaced",)
 
 
-def read(fields: Fields) -> ModelConfig:
-    config, names = bert.read(encoders.as_base(fields)), encoders.labels(fields)
-    size, mlp = fields.integer("embedding_size", default=128), config.stack.kinds["L"].mlp
-    assert isinstance(mlp, Plain)
-    narrow = None if size == config.width else size
-    heads: dict[str, encoders.Task] = {
-        "ForMaskedLM": Head(bias=True, transform=Transform("gelu", norm=config.embed.norm, width=narrow)),
-        "ForPreTraining": Classes(_REPLACED, transform=Transform(mlp.activation)),
-        "ForTokenClassification": Classes(names),
-        "ForSequenceClassification": Classes(names, "row", transform=Transform("gelu")),
-        "Model": Pooled(),
+def read(fields: HFConfigReader) -> ModelConfig:
+    config, names = bert.read(encoders.base_model_config(fields)), encoders.read_labels(fields)
+    size, mlp = fields.integer("embedding_size", default=128), config.stack.layer_types["L"].mlp
+    assert isinstance(mlp, PlainMLPConfig)
+    narrow = None if size == config.hidden_size else size
+    heads: dict[str, encoders.TaskHead] = {
+        "ForMaskedLM": LanguageHeadConfig(
+            bias=True, transform=HeadTransformConfig("gelu", norm=config.embedding.norm, output_size=narrow)
+        ),
+        "ForPreTraining": ClassificationHeadConfig(_REPLACED, transform=HeadTransformConfig(mlp.activation)),
+        "ForTokenClassification": ClassificationHeadConfig(names),
+        "ForSequenceClassification": ClassificationHeadConfig(names, "row", transform=HeadTransformConfig("gelu")),
+        "Model": PoolingHeadConfig(),
     }
-    return replace(config, embed=replace(config.embed, width=narrow), head=encoders.task(fields, heads))
+    return replace(
+        config, embedding=replace(config.embedding, embedding_size=narrow), head=encoders.read_task_head(fields, heads)
+    )
 
 
-def rules(config: ModelConfig) -> Iterator[Rule]:
+def rules(config: ModelConfig) -> Iterator[TensorRule]:
     head = config.head
-    yield from encoders.bert_rules(config, "" if isinstance(head, Pooled) else "electra.")
-    if isinstance(head, Head):
-        yield rule("head.transform.dense", "generator_predictions.dense")
-        yield rule("head.transform.norm", "generator_predictions.LayerNorm")
-        yield rule("head", "generator_lm_head")
-    elif isinstance(head, Classes) and head.labels == _REPLACED and head.per == "token":
-        yield rule("head.transform.dense", "discriminator_predictions.dense")
-        yield rule("head", "discriminator_predictions.dense_prediction")
-    elif isinstance(head, Classes) and head.per == "row":
-        yield rule("head.transform.dense", "classifier.dense")
-        yield rule("head", "classifier.out_proj")
+    yield from encoders.bert_rules(config, "" if isinstance(head, PoolingHeadConfig) else "electra.")
+    if isinstance(head, LanguageHeadConfig):
+        yield tensor_rule("head.transform.dense", "generator_predictions.dense")
+        yield tensor_rule("head.transform.norm", "generator_predictions.LayerNorm")
+        yield tensor_rule("head", "generator_lm_head")
+    elif isinstance(head, ClassificationHeadConfig) and head.labels == _REPLACED and head.level == "token":
+        yield tensor_rule("head.transform.dense", "discriminator_predictions.dense")
+        yield tensor_rule("head", "discriminator_predictions.dense_prediction")
+    elif isinstance(head, ClassificationHeadConfig) and head.level == "row":
+        yield tensor_rule("head.transform.dense", "classifier.dense")
+        yield tensor_rule("head", "classifier.out_proj")
     else:
-        yield rule("head", "classifier")
+        yield tensor_rule("head", "classifier")
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    fields = {**encoders.bert_fields(config, "electra", "Electra"), "embedding_size": table_width(config)}
+    fields = {**encoders.bert_fields(config, "electra", "Electra"), "embedding_size": embedding_size(config)}
     head = config.head
-    if isinstance(head, Classes) and head.labels == _REPLACED and head.per == "token":
+    if isinstance(head, ClassificationHeadConfig) and head.labels == _REPLACED and head.level == "token":
         fields = {**fields, "architectures": ["ElectraForPreTraining"], "id2label": None, "label2id": None}
     return fields
 
@@ -67,6 +79,6 @@ FAMILY = Family(
     prefix="electra.",
     ignored=(r"embeddings\.position_ids", r"generator_lm_head\.weight"),
     head=("generator_lm_head.weight", "electra.embeddings.word_embeddings.weight"),
-    spellings=encoders.LEGACY_NORMS,
-    settle=encoders.settling("generator_predictions.dense.weight"),
+    name_variants=encoders.LEGACY_NORMS,
+    resolve=encoders.head_resolver("generator_predictions.dense.weight"),
 )

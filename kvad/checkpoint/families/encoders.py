@@ -15,9 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvad.checkpoint.families.common import dropout_fields, one_kind, their_activation
-from kvad.checkpoint.hf import Fields, Rule, Way, rule, rules_under
-from kvad.config import Classes, Head, ModelConfig, Pooled, Transform
+from kvad.checkpoint.families.common import dropout_fields, hf_activation, single_layer_type
+from kvad.checkpoint.hf import HFConfigReader, TensorRule, TensorTransform, prefix_rules, tensor_rule
+from kvad.config import (
+    ClassificationHeadConfig,
+    HeadTransformConfig,
+    LanguageHeadConfig,
+    ModelConfig,
+    PoolingHeadConfig,
+)
 from kvad.errors import CheckpointError
 
 __all__ = [
@@ -25,75 +31,75 @@ __all__ = [
     "DROPOUT",
     "LEGACY_NORMS",
     "POOLER",
-    "Task",
-    "as_base",
+    "TaskHead",
+    "base_model_config",
     "bert_fields",
     "bert_rules",
-    "changed",
+    "with_changes",
     "encoder_only",
     "head_bias",
-    "labels",
-    "one_bias",
-    "pooler",
-    "same_table",
-    "settling",
-    "task",
+    "read_labels",
+    "bias_rules",
+    "read_pooler",
+    "tables_equal",
+    "head_resolver",
+    "read_task_head",
     "task_fields",
 ]
 
-Task = Head | Classes | Pooled
+TaskHead = LanguageHeadConfig | ClassificationHeadConfig | PoolingHeadConfig
 DROPOUT = {  # theirs of a task's head is not known here
     "embedding": "hidden_dropout_prob",
     "residual": "hidden_dropout_prob",
     "attention": "attention_probs_dropout_prob",
 }
-POOLER = Pooled("first", transform=Transform("tanh"))
+POOLER = PoolingHeadConfig("first", transform=HeadTransformConfig("tanh"))
 
 BERT_LAYER = {
-    "mixer.q": "attention.self.query",
-    "mixer.k": "attention.self.key",
-    "mixer.v": "attention.self.value",
-    "mixer.out": "attention.output.dense",
+    "attention.q": "attention.self.query",
+    "attention.k": "attention.self.key",
+    "attention.v": "attention.self.value",
+    "attention.out": "attention.output.dense",
     "norm1": "attention.output.LayerNorm",
     "mlp.up": "intermediate.dense",
     "mlp.down": "output.dense",
     "norm2": "output.LayerNorm",
 }
 _EMBEDDING = {
-    "embed.tokens": "embeddings.word_embeddings",
-    "embed.positions": "embeddings.position_embeddings",
-    "embed.segments": "embeddings.token_type_embeddings",
-    "embed.norm": "embeddings.LayerNorm",
-    "embed.project": "embeddings_project",
+    "embedding.tokens": "embeddings.word_embeddings",
+    "embedding.positions": "embeddings.position_embeddings",
+    "embedding.token_types": "embeddings.token_type_embeddings",
+    "embedding.norm": "embeddings.LayerNorm",
+    "embedding.projection": "embeddings_project",
 }
 LEGACY_NORMS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}  # of files from TensorFlow
 
-_BOTH = Way(lambda tensors, shapes: tensors[:1], lambda tensors, shapes: [tensors[0], tensors[0].clone()])
+_BOTH = TensorTransform(lambda tensors, shapes: tensors[:1], lambda tensors, shapes: [tensors[0], tensors[0].clone()])
 
 
 # ---------------------------------------------------------------- configs
 
 
-def encoder_only(fields: Fields) -> None:
+def encoder_only(fields: HFConfigReader) -> None:
     """CheckpointError for what would make another model of the same tensors."""
-    fields.refuse("is_decoder", False, why="it is read as an encoder, which sees both sides")
-    fields.refuse("is_encoder_decoder", False)
-    fields.refuse("add_cross_attention", False)
-    fields.refuse("position_embedding_type", "absolute", why="relative keys (Shaw et al. 2018) are not known")
-    fields.refuse("pruned_heads", {}, why="save the pruned model with its own number of heads")
+    fields.require_one_of("is_decoder", False, why="it is read as an encoder, which sees both sides")
+    fields.require_one_of("is_encoder_decoder", False)
+    fields.require_one_of("add_cross_attention", False)
+    fields.require_one_of("position_embedding_type", "absolute", why="relative keys (Shaw et al. 2018) are not known")
+    fields.require_one_of("pruned_heads", {}, why="save the pruned model with its own number of heads")
 
 
-def as_base(fields: Fields, **changes: Any) -> Fields:
+def base_model_config(fields: HFConfigReader, **changes: Any) -> HFConfigReader:
     """The config of the base model below a class, for a family that reads its heads itself."""
-    return changed(fields, architectures=["BertModel"], **changes)
+    return with_changes(fields, architectures=["BertModel"], **changes)
 
 
-def changed(fields: Fields, **changes: Any) -> Fields:
+def with_changes(fields: HFConfigReader, **changes: Any) -> HFConfigReader:
     """The same, but for what a family decides itself."""
-    return Fields({**fields.content, **changes}, fields.where)
+    return HFConfigReader({**fields.content, **changes}, fields.where)
 
 
-def labels(fields: Fields) -> tuple[str, ...]:
+def read_labels(fields: HFConfigReader) -> tuple[str, ...]:
     """The classes in the order of their numbers; transformers' own names where the config has none, or no use."""
     names = fields.get("id2label")
     if names is None or "Classification" not in fields.architecture:
@@ -103,13 +109,13 @@ def labels(fields: Fields) -> tuple[str, ...]:
     return tuple(str(names[str(i)]) for i in range(len(names)))
 
 
-def pooler(fields: Fields) -> Pooled:
+def read_pooler(fields: HFConfigReader) -> PoolingHeadConfig:
     """A base model's answer for a row.  ``add_pooling_layer`` is an argument of their classes, not of their configs:
     kvad writes it of a model without a pooler, which :func:`settling` has seen in its file."""
-    return POOLER if fields.flag("add_pooling_layer", True) else Pooled()
+    return POOLER if fields.flag("add_pooling_layer", True) else PoolingHeadConfig()
 
 
-def task(fields: Fields, heads: Mapping[str, Task]) -> Task:
+def read_task_head(fields: HFConfigReader, heads: Mapping[str, TaskHead]) -> TaskHead:
     """The head of the class that wrote the file, by how its name ends; a masked language model's where it is unsaid."""
     name = fields.architecture
     found = re.search(r"(For[A-Z]\w*|LMHeadModel|Model)$", name)
@@ -125,35 +131,39 @@ def task(fields: Fields, heads: Mapping[str, Task]) -> Task:
 def task_fields(config: ModelConfig, stem: str) -> dict[str, Any]:
     """The inverse of :func:`task` and :func:`labels`."""
     head = config.head
-    if isinstance(head, Classes):
-        ending = "ForTokenClassification" if head.per == "token" else "ForSequenceClassification"
+    if isinstance(head, ClassificationHeadConfig):
+        ending = "ForTokenClassification" if head.level == "token" else "ForSequenceClassification"
         numbered = {str(i): name for i, name in enumerate(head.labels)}
         back = {name: i for i, name in enumerate(head.labels)}
         return {"architectures": [stem + ending], "id2label": numbered, "label2id": back}
-    return {"architectures": [stem + ("ForMaskedLM" if isinstance(head, Head) else "Model")]}
+    return {"architectures": [stem + ("ForMaskedLM" if isinstance(head, LanguageHeadConfig) else "Model")]}
 
 
 def bert_fields(config: ModelConfig, model_type: str, stem: str) -> dict[str, Any]:
     """The fields that BERT's descendants have in common."""
-    layer = one_kind(config, model_type)
+    layer = single_layer_type(config, model_type)
     return {
         **task_fields(config, stem),
         "model_type": model_type,
-        "vocab_size": config.vocab,
-        "hidden_size": config.width,
-        "num_hidden_layers": config.stack.layers,
-        "num_attention_heads": layer.mixer.heads,
-        "intermediate_size": layer.mlp.hidden,
-        "hidden_act": their_activation(layer.mlp.activation),
-        "max_position_embeddings": config.limit,
-        "type_vocab_size": config.embed.segments,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.stack.num_layers,
+        "num_attention_heads": layer.attention.num_heads,
+        "intermediate_size": layer.mlp.intermediate_size,
+        "hidden_act": hf_activation(layer.mlp.activation),
+        "max_position_embeddings": config.max_seq_len,
+        "type_vocab_size": config.embedding.num_token_types,
         "layer_norm_eps": layer.norm.eps,
         "is_decoder": False,
         "add_cross_attention": False,
         "position_embedding_type": "absolute",
-        "tie_word_embeddings": config.tie,
+        "tie_word_embeddings": config.tie_embeddings,
         **dropout_fields(config, **DROPOUT),
-        **({"add_pooling_layer": False} if isinstance(config.head, Pooled) and not config.head.transform else {}),
+        **(
+            {"add_pooling_layer": False}
+            if isinstance(config.head, PoolingHeadConfig) and not config.head.transform
+            else {}
+        ),
     }
 
 
@@ -162,45 +172,49 @@ def bert_fields(config: ModelConfig, model_type: str, stem: str) -> dict[str, An
 
 def bert_rules(
     config: ModelConfig, base: str, side: str = "encoder", layer: Mapping[str, str] = BERT_LAYER
-) -> Iterator[Rule]:
+) -> Iterator[TensorRule]:
     """Embeddings and layers by BERT's names, below ``base``."""
     for mine, other in _EMBEDDING.items():
-        yield rule(mine, base + other)
-    for i in range(config.stack.layers):
-        yield from rules_under(f"{side}.layers.{i}", f"{base}encoder.layer.{i}", layer)
+        yield tensor_rule(mine, base + other)
+    for i in range(config.stack.num_layers):
+        yield from prefix_rules(f"{side}.layers.{i}", f"{base}encoder.layer.{i}", layer)
 
 
-def head_bias(config: ModelConfig, decoder: str, bias: str) -> Iterator[Rule]:
+def head_bias(config: ModelConfig, decoder: str, bias: str) -> Iterator[TensorRule]:
     """A language head whose bias stands beside its matrix.  Of an untied one transformers 5 reads ``decoder.bias``,
     4.57 either."""
-    if not isinstance(config.head, Head):
+    if not isinstance(config.head, LanguageHeadConfig):
         return
-    yield rule("head.weight", f"{decoder}.weight")
-    yield rule("head.bias", bias) if config.tie else Rule(("head.bias",), (f"{decoder}.bias", bias), _BOTH)
+    yield tensor_rule("head.weight", f"{decoder}.weight")
+    yield (
+        tensor_rule("head.bias", bias)
+        if config.tie_embeddings
+        else TensorRule(("head.bias",), (f"{decoder}.bias", bias), _BOTH)
+    )
 
 
-def one_bias(decoder: str, bias: str) -> dict[str, tuple[str, ...]]:
+def bias_rules(decoder: str, bias: str) -> dict[str, tuple[str, ...]]:
     """The two names of a language head's bias: a file has either, or both."""
     return {bias: (f"{decoder}.bias",), f"{decoder}.bias": (bias,)}
 
 
-Look = Callable[[str], Tensor | None]
+TensorLookup = Callable[[str], Tensor | None]
 
 
-def settling(masked: str, pooler: str | None = None) -> Callable[[ModelConfig, Look], ModelConfig]:
+def head_resolver(masked: str, pooler: str | None = None) -> Callable[[ModelConfig, TensorLookup], ModelConfig]:
     """The head that a file holds.  ``masked``: the tensor without which there is no language head, ``pooler``: that of
     the base model, where it may have one."""
 
-    def settle(config: ModelConfig, look: Look) -> ModelConfig:
+    def settle(config: ModelConfig, look: TensorLookup) -> ModelConfig:
         head = config.head
-        if isinstance(head, Pooled) or (isinstance(head, Head) and look(masked) is None):
-            head = Pooled() if pooler is None or look(pooler) is None else POOLER
+        if isinstance(head, PoolingHeadConfig) or (isinstance(head, LanguageHeadConfig) and look(masked) is None):
+            head = PoolingHeadConfig() if pooler is None or look(pooler) is None else POOLER
         return replace(config, head=head)
 
     return settle
 
 
-def same_table(found: Tensor, ours: Tensor) -> bool:
+def tables_equal(found: Tensor, ours: Tensor) -> bool:
     """Whether a file's table is ours, up to the rounding of its dtype."""
     if found.shape != ours.shape:
         return False

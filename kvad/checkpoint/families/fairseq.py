@@ -17,36 +17,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvad.checkpoint.families.common import ACTIVATIONS, dropout_fields, dropout_of, one_kind, their_activation
-from kvad.checkpoint.hf import Family, Fields, Rule, Way, rule, rules_under
+from kvad.checkpoint.families.common import ACTIVATIONS, dropout_fields, hf_activation, read_dropout, single_layer_type
+from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, TensorTransform, prefix_rules, tensor_rule
 from kvad.config import (
-    Attention,
-    Embedding,
-    Head,
-    Layer,
-    LearnedPositions,
+    AttentionConfig,
+    EmbeddingConfig,
+    EncoderInputConfig,
+    LanguageHeadConfig,
+    LayerConfig,
+    LearnedPositionsConfig,
     ModelConfig,
-    Norm,
-    Plain,
-    SinusoidalPositions,
-    Source,
-    Stack,
+    NormConfig,
+    PlainMLPConfig,
+    SinusoidalPositionsConfig,
+    StackConfig,
 )
 from kvad.errors import CheckpointError
-from kvad.model.positions import sinusoid
+from kvad.model.positions import sinusoidal_embedding
 
-__all__ = ["Skeleton", "concat_tables", "learned"]
+__all__ = ["BartFamily", "concat_tables", "learned_positions"]
 
-Positions = LearnedPositions | SinusoidalPositions
+Positions = LearnedPositionsConfig | SinusoidalPositionsConfig
 
-_ROW = Way(
+_ROW = TensorTransform(
     lambda tensors, shapes: [tensor.reshape(shape) for tensor, shape in zip(tensors, shapes, strict=True)],
     lambda tensors, shapes: [tensor.unsqueeze(0) for tensor in tensors],
 )
 _ATTENTION = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "out_proj"}
 _LAYER = {
-    **{f"mixer.{ours}": f"self_attn.{theirs}" for ours, theirs in _ATTENTION.items()},
-    **{f"cross.{ours}": f"encoder_attn.{theirs}" for ours, theirs in _ATTENTION.items()},
+    **{f"attention.{ours}": f"self_attn.{theirs}" for ours, theirs in _ATTENTION.items()},
+    **{f"cross_attention.{ours}": f"encoder_attn.{theirs}" for ours, theirs in _ATTENTION.items()},
     "norm1": "self_attn_layer_norm",
     "norm_cross": "encoder_attn_layer_norm",
     "mlp.up": "fc1",
@@ -62,20 +62,22 @@ _DROPOUT = {
 _SIDES = {"encoder": "source", "decoder": "embed"}  # their side -> our embedding
 
 
-def learned(offset: int) -> Callable[[Fields, int], Positions]:
+def learned_positions(offset: int) -> Callable[[HFConfigReader, int], Positions]:
     """A table with ``offset`` unused rows before the first position."""
-    return lambda fields, limit: LearnedPositions(limit + offset, offset)
+    return lambda fields, limit: LearnedPositionsConfig(limit + offset, offset)
 
 
 def concat_tables(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """The sinusoidal tables [limit, E] that stand in their files."""
-    table = sinusoid(torch.arange(config.limit), config.width, SinusoidalPositions(form="concat"))
+    table = sinusoidal_embedding(
+        torch.arange(config.max_seq_len), config.hidden_size, SinusoidalPositionsConfig(form="concat")
+    )
     for side in _SIDES:
         yield f"model.{side}.embed_positions.weight", table.clone()
 
 
 @dataclass(frozen=True)
-class Skeleton:
+class BartFamily:
     """What tells one family from another.
 
     ``model``: their class; ``positions``: of a config and its limit.  ``pre``: norms before each half, and at the end.
@@ -85,127 +87,136 @@ class Skeleton:
 
     model_type: str
     model: str
-    positions: Callable[[Fields, int], Positions]
-    pre: bool = False
+    positions: Callable[[HFConfigReader, int], Positions]
+    pre_norm: bool = False
     embed_norm: bool = False
-    early_norm: bool = False
+    norm_before_positions: bool = False
     head_bias: bool = True
     limit: int = 1024
     activation: str = "gelu"
-    scaled: bool = False
+    scale_embedding: bool = False
     two_vocabularies: bool = False
     extra: Callable[[ModelConfig], Iterable[tuple[str, Tensor]]] | None = None
 
     # ---------------------------------------------------------------- configs
 
-    def read(self, fields: Fields) -> ModelConfig:
+    def read(self, fields: HFConfigReader) -> ModelConfig:
         self._refuse(fields)
         width, limit = fields.integer("d_model"), fields.integer("max_position_embeddings", default=self.limit)
         vocab, target_vocab, apart = self._vocabularies(fields)
-        embed = Embedding(
+        embed = EmbeddingConfig(
             self.positions(fields, limit),
-            scale=math.sqrt(width) if fields.flag("scale_embedding", self.scaled) else 1.0,
+            scale=math.sqrt(width) if fields.flag("scale_embedding", self.scale_embedding) else 1.0,
             norm=_norm() if self.embed_norm else None,
         )
         return ModelConfig(
-            width=width,
-            vocab=target_vocab,
-            limit=limit,
+            hidden_size=width,
+            vocab_size=target_vocab,
+            max_seq_len=limit,
             encoder=self._stack(fields, "encoder"),
             decoder=self._stack(fields, "decoder"),
-            embed=replace(embed, norm_first=self.early_norm),
-            source=Source(limit, embed, vocab if apart else None),
-            head=Head(bias=self.head_bias),
-            tie=fields.flag("tie_word_embeddings", True),
-            dropout=dropout_of(fields, **_DROPOUT),
+            embedding=replace(embed, norm_first=self.norm_before_positions),
+            encoder_input=EncoderInputConfig(limit, embed, vocab if apart else None),
+            head=LanguageHeadConfig(bias=self.head_bias),
+            tie_embeddings=fields.flag("tie_word_embeddings", True),
+            dropout=read_dropout(fields, **_DROPOUT),
         )
 
-    def _refuse(self, fields: Fields) -> None:
+    def _refuse(self, fields: HFConfigReader) -> None:
         name, stem = fields.architecture, self.model.removesuffix("ForConditionalGeneration").removesuffix("MTModel")
         if name not in ("", f"{stem}Model") and not name.endswith(("ForConditionalGeneration", "MTModel")):
             hint = f"of this family: {self.model}"
             raise CheckpointError(f"{fields.where}: architectures {name!r} is not supported", hint)
-        fields.refuse("is_encoder_decoder", True, why="half of an encoder-decoder is another model")
-        fields.refuse("is_decoder", False, why="half of an encoder-decoder is another model")
-        fields.refuse("tie_encoder_decoder", False, why="encoder and decoder have weights of their own here")
+        fields.require_one_of("is_encoder_decoder", True, why="half of an encoder-decoder is another model")
+        fields.require_one_of("is_decoder", False, why="half of an encoder-decoder is another model")
+        fields.require_one_of("tie_encoder_decoder", False, why="encoder and decoder have weights of their own here")
 
-    def _vocabularies(self, fields: Fields) -> tuple[int, int, bool]:
+    def _vocabularies(self, fields: HFConfigReader) -> tuple[int, int, bool]:
         """(of the source, of the target, whether each has a table of its own)."""
         vocab = fields.integer("vocab_size")
         if not self.two_vocabularies:
             return vocab, vocab, not fields.flag("tie_word_embeddings", True)
         apart = not fields.flag("share_encoder_decoder_embeddings", True)
         if not apart:
-            fields.refuse("decoder_vocab_size", vocab, why="a shared table has one size")
-            fields.refuse("tie_word_embeddings", True, why="transformers 4.57 and 5 disagree on what is then shared")
+            fields.require_one_of("decoder_vocab_size", vocab, why="a shared table has one size")
+            fields.require_one_of(
+                "tie_word_embeddings", True, why="transformers 4.57 and 5 disagree on what is then shared"
+            )
         return vocab, fields.integer("decoder_vocab_size", default=vocab), apart
 
-    def _stack(self, fields: Fields, side: str) -> Stack:
+    def _stack(self, fields: HFConfigReader, side: str) -> StackConfig:
         heads = fields.integer(f"{side}_attention_heads")
         activation = fields.choice("activation_function", ACTIVATIONS, self.activation)
-        cross = Attention(heads, position=None, causal=False, bias=True, out_bias=True)
-        layer = Layer(
-            Attention(heads, position=None, causal=side == "decoder", bias=True, out_bias=True),
-            Plain(fields.integer(f"{side}_ffn_dim"), activation, bias=True),
+        cross = AttentionConfig(heads, position=None, causal=False, qkv_bias=True, out_bias=True)
+        layer = LayerConfig(
+            AttentionConfig(heads, position=None, causal=side == "decoder", qkv_bias=True, out_bias=True),
+            PlainMLPConfig(fields.integer(f"{side}_ffn_dim"), activation, bias=True),
             _norm(),
-            cross=cross if side == "decoder" else None,
+            cross_attention=cross if side == "decoder" else None,
         )
         layers = fields.integer(f"{side}_layers")
-        return Stack(layers, {"L": layer}, norm_place="pre" if self.pre else "post", final_norm=self.pre)
+        return StackConfig(
+            layers, {"L": layer}, norm_position="pre" if self.pre_norm else "post", final_norm=self.pre_norm
+        )
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
-        if config.encoder is None or config.decoder is None or config.source is None:
+        if config.encoder is None or config.decoder is None or config.encoder_input is None:
             raise CheckpointError(f"{self.model_type} cannot express this model: it is an encoder-decoder")
         fields: dict[str, Any] = {
             "architectures": [self.model],
             "model_type": self.model_type,
             "is_encoder_decoder": True,
-            "d_model": config.width,
-            "vocab_size": config.source.vocab or config.vocab,
-            "max_position_embeddings": config.limit,
-            "scale_embedding": config.embed.scale != 1.0,
-            "tie_word_embeddings": config.tie,
+            "d_model": config.hidden_size,
+            "vocab_size": config.encoder_input.vocab_size or config.vocab_size,
+            "max_position_embeddings": config.max_seq_len,
+            "scale_embedding": config.embedding.scale != 1.0,
+            "tie_word_embeddings": config.tie_embeddings,
             **self._sides(config.encoder, config.decoder),
             **dropout_fields(config, **_DROPOUT),
         }
         if self.two_vocabularies:
-            fields |= {"decoder_vocab_size": config.vocab, "share_encoder_decoder_embeddings": not config.source.vocab}
-            fields["pad_token_id"] = min(fields["vocab_size"], config.vocab) - 1  # their class needs one that there is
-        if isinstance(config.embed.position, SinusoidalPositions) and config.embed.position.offset:
-            fields["pad_token_id"] = config.embed.position.offset - 1
+            fields |= {
+                "decoder_vocab_size": config.vocab_size,
+                "share_encoder_decoder_embeddings": not config.encoder_input.vocab_size,
+            }
+            fields["pad_token_id"] = (
+                min(fields["vocab_size"], config.vocab_size) - 1
+            )  # their class needs one that there is
+        if isinstance(config.embedding.position, SinusoidalPositionsConfig) and config.embedding.position.offset:
+            fields["pad_token_id"] = config.embedding.position.offset - 1
         return fields
 
-    def _sides(self, encoder: Stack, decoder: Stack) -> dict[str, Any]:
+    def _sides(self, encoder: StackConfig, decoder: StackConfig) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         for side, stack in (("encoder", encoder), ("decoder", decoder)):
-            layer: Layer = one_kind(stack, self.model_type)
+            layer: LayerConfig = single_layer_type(stack, self.model_type)
             fields |= {
-                f"{side}_layers": stack.layers,
-                f"{side}_attention_heads": layer.mixer.heads,
-                f"{side}_ffn_dim": layer.mlp.hidden,
+                f"{side}_layers": stack.num_layers,
+                f"{side}_attention_heads": layer.attention.num_heads,
+                f"{side}_ffn_dim": layer.mlp.intermediate_size,
             }
-            if isinstance(layer.mlp, Plain):
-                fields["activation_function"] = their_activation(layer.mlp.activation)
+            if isinstance(layer.mlp, PlainMLPConfig):
+                fields["activation_function"] = hf_activation(layer.mlp.activation)
         return fields
 
     # ---------------------------------------------------------------- tensors
 
-    def rules(self, config: ModelConfig) -> Iterator[Rule]:
-        assert config.source is not None
-        if config.source.vocab is None:
-            yield rule("embed.tokens", "model.shared")
+    def rules(self, config: ModelConfig) -> Iterator[TensorRule]:
+        assert config.encoder_input is not None
+        if config.encoder_input.vocab_size is None:
+            yield tensor_rule("embedding.tokens", "model.shared")
         for side, embed in _SIDES.items():
-            if config.source.vocab is not None:
-                yield rule(f"{embed}.tokens", f"model.{side}.embed_tokens")
-            yield rule(f"{embed}.positions", f"model.{side}.embed_positions")
-            yield rule(f"{embed}.norm", f"model.{side}.layernorm_embedding")
+            if config.encoder_input.vocab_size is not None:
+                yield tensor_rule(f"{embed}.tokens", f"model.{side}.embed_tokens")
+            yield tensor_rule(f"{embed}.positions", f"model.{side}.embed_positions")
+            yield tensor_rule(f"{embed}.norm", f"model.{side}.layernorm_embedding")
             stack = config.encoder if side == "encoder" else config.decoder
             assert stack is not None
-            for i in range(stack.layers):
-                yield from rules_under(f"{side}.layers.{i}", f"model.{side}.layers.{i}", _LAYER)
-            yield rule(f"{side}.norm", f"model.{side}.layer_norm")
-        yield rule("head.weight", "lm_head.weight")
-        yield rule("head.bias", "final_logits_bias", _ROW, missing_ok=True)
+            for i in range(stack.num_layers):
+                yield from prefix_rules(f"{side}.layers.{i}", f"model.{side}.layers.{i}", _LAYER)
+            yield tensor_rule(f"{side}.norm", f"model.{side}.layer_norm")
+        yield tensor_rule("head.weight", "lm_head.weight")
+        yield tensor_rule("head.bias", "final_logits_bias", _ROW, missing_ok=True)
 
     def family(self) -> Family:
         return Family(
@@ -230,5 +241,5 @@ class Skeleton:
         )
 
 
-def _norm() -> Norm:
-    return Norm("layer", 1e-5, bias=True)
+def _norm() -> NormConfig:
+    return NormConfig("layer", 1e-5, bias=True)

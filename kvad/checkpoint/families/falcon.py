@@ -12,14 +12,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, one_kind, rope, rope_fields, their_activation
-from kvad.checkpoint.hf import Family, Fields, Rule, grouped, rule, rules_under
-from kvad.config import Alibi, Attention, Layer, ModelConfig, Norm, Plain, Rope, Stack
+from kvad.checkpoint.families.common import ACTIVATIONS, hf_activation, read_rope, rope_fields, single_layer_type
+from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, grouped_transform, prefix_rules, tensor_rule
+from kvad.config import (
+    AlibiConfig,
+    AttentionConfig,
+    LayerConfig,
+    ModelConfig,
+    NormConfig,
+    PlainMLPConfig,
+    RopeConfig,
+    StackConfig,
+)
 from kvad.errors import CheckpointError
 
 __all__ = ["FAMILY"]
 
-_LAYER = {"mixer.out": "self_attention.dense", "mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h"}
+_LAYER = {"attention.out": "self_attention.dense", "mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h"}
 _NORMS = {
     "pre": {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"},
     "parallel": {"norm1": "input_layernorm"},
@@ -27,92 +36,94 @@ _NORMS = {
 }
 
 
-def read(fields: Fields) -> ModelConfig:
-    fields.refuse("apply_residual_connection_post_layernorm", False, why="transformers' class ignores it")
+def read(fields: HFConfigReader) -> ModelConfig:
+    fields.require_one_of("apply_residual_connection_post_layernorm", False, why="transformers' class ignores it")
     width, heads = fields.integer("n_embed", "hidden_size", default=4544), fields.integer("num_attention_heads")
     limit, bias = fields.integer("max_position_embeddings", default=2048), fields.flag("bias")
-    alibi = Alibi(factor=(width // heads) ** -0.5, rounded=True)
-    mixer = Attention(
+    alibi = AlibiConfig(factor=(width // heads) ** -0.5, round_to_bfloat16=True)
+    mixer = AttentionConfig(
         heads,
         _kv_heads(fields, heads),
-        position=alibi if fields.flag("alibi") else rope(fields, limit=limit),
-        bias=bias,
+        position=alibi if fields.flag("alibi") else read_rope(fields, limit=limit),
+        qkv_bias=bias,
         out_bias=bias,
     )
     hidden = fields.integer("ffn_hidden_size", default=4 * width)
-    mlp = Plain(hidden, fields.choice("activation", ACTIVATIONS, "gelu"), bias)
-    layer = Layer(mixer, mlp, Norm("layer", fields.number("layer_norm_epsilon", default=1e-5), bias=True))
+    mlp = PlainMLPConfig(hidden, fields.choice("activation", ACTIVATIONS, "gelu"), bias)
+    layer = LayerConfig(mixer, mlp, NormConfig("layer", fields.number("layer_norm_epsilon", default=1e-5), bias=True))
     return ModelConfig(
-        width=width,
-        vocab=fields.integer("vocab_size"),
-        limit=limit,
-        decoder=Stack(fields.integer("num_hidden_layers"), {"L": layer}, norm_place=_norm_place(fields)),
-        tie=fields.flag("tie_word_embeddings", True),
+        hidden_size=width,
+        vocab_size=fields.integer("vocab_size"),
+        max_seq_len=limit,
+        decoder=StackConfig(fields.integer("num_hidden_layers"), {"L": layer}, norm_position=_norm_position(fields)),
+        tie_embeddings=fields.flag("tie_word_embeddings", True),
     )
 
 
-def _kv_heads(fields: Fields, heads: int) -> int:
+def _kv_heads(fields: HFConfigReader, heads: int) -> int:
     if fields.flag("new_decoder_architecture"):
         return fields.integer("num_kv_heads", default=heads)
     if fields.flag("multi_query", True):
         return 1
-    fields.refuse("num_kv_heads", heads, why="groups of heads need new_decoder_architecture")
+    fields.require_one_of("num_kv_heads", heads, why="groups of heads need new_decoder_architecture")
     return heads
 
 
-def _norm_place(fields: Fields) -> Any:
+def _norm_position(fields: HFConfigReader) -> Any:
     """Where transformers' class can run: the new architecture in parallel only, the first with one norm then."""
     if fields.flag("new_decoder_architecture"):
-        fields.refuse("parallel_attn", True, why="the new architecture is parallel")
-        fields.refuse("num_ln_in_parallel_attn", 1, 2)
+        fields.require_one_of("parallel_attn", True, why="the new architecture is parallel")
+        fields.require_one_of("num_ln_in_parallel_attn", 1, 2)
         return "parallel" if fields.get("num_ln_in_parallel_attn") == 1 else "parallel_pair"
     if not fields.flag("parallel_attn", True):
         return "pre"
-    fields.refuse("num_ln_in_parallel_attn", 1, why="two norms need new_decoder_architecture")
+    fields.require_one_of("num_ln_in_parallel_attn", 1, why="two norms need new_decoder_architecture")
     return "parallel"
 
 
-def rules(config: ModelConfig) -> Iterator[Rule]:
-    yield rule("embed.tokens", "transformer.word_embeddings")
-    for i in range(config.stack.layers):
+def rules(config: ModelConfig) -> Iterator[TensorRule]:
+    yield tensor_rule("embedding.tokens", "transformer.word_embeddings")
+    for i in range(config.stack.num_layers):
         ours, theirs = f"decoder.layers.{i}", f"transformer.h.{i}"
-        mixer = config.stack.layer(i).mixer
-        qkv = tuple(f"{ours}.mixer.{part}" for part in "qkv")
-        yield rule(qkv, f"{theirs}.self_attention.query_key_value", grouped(mixer.kv_heads or mixer.heads))
-        yield from rules_under(ours, theirs, {**_LAYER, **_NORMS[config.stack.norm_place]})
-    yield rule("decoder.norm", "transformer.ln_f")
-    yield rule("head", "lm_head")
+        mixer = config.stack.layer_config(i).attention
+        qkv = tuple(f"{ours}.attention.{part}" for part in "qkv")
+        yield tensor_rule(
+            qkv, f"{theirs}.self_attention.query_key_value", grouped_transform(mixer.num_kv_heads or mixer.num_heads)
+        )
+        yield from prefix_rules(ours, theirs, {**_LAYER, **_NORMS[config.stack.norm_position]})
+    yield tensor_rule("decoder.norm", "transformer.ln_f")
+    yield tensor_rule("head", "lm_head")
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """The first architecture wherever it will do."""
-    layer: Layer = one_kind(config, "falcon")
-    mixer, place = layer.mixer, config.stack.norm_place
-    kv_heads = mixer.kv_heads or mixer.heads
+    layer: LayerConfig = single_layer_type(config, "falcon")
+    mixer, place = layer.attention, config.stack.norm_position
+    kv_heads = mixer.num_kv_heads or mixer.num_heads
     if place not in _NORMS:
         raise CheckpointError(f"falcon cannot express this model: norm_place is {place}")
-    new = place == "parallel_pair" or kv_heads not in (1, mixer.heads)
+    new = place == "parallel_pair" or kv_heads not in (1, mixer.num_heads)
     fields = {
         "architectures": ["FalconForCausalLM"],
         "model_type": "falcon",
-        "vocab_size": config.vocab,
-        "hidden_size": config.width,
-        "num_hidden_layers": config.stack.layers,
-        "num_attention_heads": mixer.heads,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.stack.num_layers,
+        "num_attention_heads": mixer.num_heads,
         "num_kv_heads": kv_heads,
         "new_decoder_architecture": new,
         "multi_query": kv_heads == 1,
         "parallel_attn": place != "pre",
         "num_ln_in_parallel_attn": 2 if place == "parallel_pair" else 1,
-        "alibi": isinstance(mixer.position, Alibi),
-        "bias": mixer.bias,
-        "ffn_hidden_size": layer.mlp.hidden,
-        "activation": their_activation(layer.mlp.activation),
+        "alibi": isinstance(mixer.position, AlibiConfig),
+        "bias": mixer.qkv_bias,
+        "ffn_hidden_size": layer.mlp.intermediate_size,
+        "activation": hf_activation(layer.mlp.activation),
         "layer_norm_epsilon": layer.norm.eps,
-        "max_position_embeddings": config.limit,
-        "tie_word_embeddings": config.tie,
+        "max_position_embeddings": config.max_seq_len,
+        "tie_word_embeddings": config.tie_embeddings,
     }
-    if isinstance(mixer.position, Rope):
+    if isinstance(mixer.position, RopeConfig):
         fields |= rope_fields(mixer.position)
     return fields
 

@@ -12,26 +12,35 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, optional, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, hf_activation, optional, require_rope, rope_fields
 from kvad.checkpoint.families.decoders import (
     LAYER,
     QK_NORM,
-    attention,
-    family,
+    attention_config,
+    build_model_config,
+    build_stack,
+    decoder_family,
+    decoder_rules,
     full_rope,
-    known,
     language_head,
-    layer_types,
-    letters,
-    make,
-    rms,
-    rules,
-    sizes,
-    stack,
-    window,
+    read_window,
+    rms_norm,
+    size_fields,
+    window_pattern,
+    with_defaults,
+    write_layer_types,
 )
-from kvad.checkpoint.hf import Fields, Rule
-from kvad.config import Attention, Embedding, Gated, Head, Layer, ModelConfig, Rope, head_dim
+from kvad.checkpoint.hf import HFConfigReader, TensorRule
+from kvad.config import (
+    AttentionConfig,
+    EmbeddingConfig,
+    GatedMLPConfig,
+    LanguageHeadConfig,
+    LayerConfig,
+    ModelConfig,
+    RopeConfig,
+    head_dim,
+)
 from kvad.errors import CheckpointError
 
 __all__ = ["FAMILY", "named", "read", "write"]
@@ -67,23 +76,23 @@ _SANDWICH = {
 }
 
 
-def read(fields: Fields) -> ModelConfig:
+def read(fields: HFConfigReader) -> ModelConfig:
     name = fields.model_type
-    fields = known(fields, head_dim=256, **_DEFAULTS[name])
-    fields.refuse("use_bidirectional_attention", False, why="only decoders are read")
-    mlp = Gated(fields.integer("intermediate_size"), _activation(fields))
-    norm = rms(fields, unit_offset=True)
-    kinds = {letter: Layer(mixer, mlp, norm) for letter, mixer in _mixers(fields).items()}
-    return make(
+    fields = with_defaults(fields, head_dim=256, **_DEFAULTS[name])
+    fields.require_one_of("use_bidirectional_attention", False, why="only decoders are read")
+    mlp = GatedMLPConfig(fields.integer("intermediate_size"), _activation(fields))
+    norm = rms_norm(fields, unit_offset=True)
+    kinds = {letter: LayerConfig(mixer, mlp, norm) for letter, mixer in _mixers(fields).items()}
+    return build_model_config(
         fields,
-        stack(kinds, _pattern(fields), norm_place="pre" if name == "gemma" else "sandwich"),
+        build_stack(kinds, _pattern(fields), norm_place="pre" if name == "gemma" else "sandwich"),
         tie=True,
-        embed=Embedding(scale=fields.integer("hidden_size") ** 0.5),
-        head=Head(softcap=None if name == "gemma" else optional(fields, "final_logit_softcapping")),
+        embed=EmbeddingConfig(scale=fields.integer("hidden_size") ** 0.5),
+        head=LanguageHeadConfig(logit_softcap=None if name == "gemma" else optional(fields, "final_logit_softcapping")),
     )
 
 
-def _activation(fields: Fields) -> Any:
+def _activation(fields: HFConfigReader) -> Any:
     if fields.model_type != "gemma":
         return fields.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh")
     legacy = {**ACTIVATIONS, "gelu": "gelu_tanh"}
@@ -93,25 +102,25 @@ def _activation(fields: Fields) -> Any:
     return activation
 
 
-def _mixers(fields: Fields) -> dict[str, Attention]:
+def _mixers(fields: HFConfigReader) -> dict[str, AttentionConfig]:
     """G sees all, L a window."""
     bias, name = fields.flag("attention_bias"), fields.model_type
-    whole = attention(fields, bias=bias, out_bias=bias)
+    whole = attention_config(fields, bias=bias, out_bias=bias)
     if name == "gemma":
         return {"G": replace(whole, position=full_rope(fields))}
-    whole = replace(whole, scale=fields.number("query_pre_attn_scalar") ** -0.5)
+    whole = replace(whole, softmax_scale=fields.number("query_pre_attn_scalar") ** -0.5)
     if name == "gemma2":
-        whole = replace(whole, position=full_rope(fields), softcap=optional(fields, "attn_logit_softcapping"))
-        return {"G": whole, "L": replace(whole, window=window(fields))}
-    fields.refuse("attn_logit_softcapping", why="transformers' class ignores it")
+        whole = replace(whole, position=full_rope(fields), logit_softcap=optional(fields, "attn_logit_softcapping"))
+        return {"G": whole, "L": replace(whole, window=read_window(fields))}
+    fields.require_one_of("attn_logit_softcapping", why="transformers' class ignores it")
     whole = replace(whole, qk_norm="head")
     return {
-        "G": replace(whole, position=_rope_of(fields, "full_attention")),
-        "L": replace(whole, position=_rope_of(fields, "sliding_attention"), window=window(fields)),
+        "G": replace(whole, position=_read_rope(fields, "full_attention")),
+        "L": replace(whole, position=_read_rope(fields, "sliding_attention"), window=read_window(fields)),
     }
 
 
-def _rope_of(fields: Fields, kind: str) -> Rope:
+def _read_rope(fields: HFConfigReader, kind: str) -> RopeConfig:
     """Gemma 3's positions in layers of one type.  In the older spelling a scaling concerns the whole ones alone."""
     given = fields.part("rope_parameters")
     if given.content and not {"full_attention", "sliding_attention"} & set(given.content):
@@ -123,72 +132,72 @@ def _rope_of(fields: Fields, kind: str) -> Rope:
         "rope_scaling": fields.get("rope_scaling") if whole else None,
         "rope_theta": fields.get("rope_theta" if whole else "rope_local_base_freq"),
     }
-    return full_rope(Fields(own, fields.where), theta=1000000.0 if whole else 10000.0)
+    return full_rope(HFConfigReader(own, fields.where), theta=1000000.0 if whole else 10000.0)
 
 
-def _pattern(fields: Fields) -> str:
+def _pattern(fields: HFConfigReader) -> str:
     if fields.model_type == "gemma":
         return "G" * fields.integer("num_hidden_layers")
     every = fields.integer("sliding_window_pattern", default=2)
-    return letters(fields, lambda index: (index + 1) % every != 0)
+    return window_pattern(fields, lambda index: (index + 1) % every != 0)
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    mixer, name = config.stack.layer(0).mixer, _name(config)
+    mixer, name = config.stack.layer_config(0).attention, _name(config)
     out = {
-        **sizes(config, name, _CLASSES[name]),
+        **size_fields(config, name, _CLASSES[name]),
         "head_dim": head_dim(config, mixer),
-        "rms_norm_eps": config.stack.layer(0).norm.eps,
-        "attention_bias": mixer.bias,
+        "rms_norm_eps": config.stack.layer_config(0).norm.eps,
+        "attention_bias": mixer.qkv_bias,
         **_activation_fields(config, name),
         **_rope_fields(config, name),
     }
     if name != "gemma":
         out |= {
             "query_pre_attn_scalar": _scalar(mixer, head_dim(config, mixer)),
-            "attn_logit_softcapping": mixer.softcap,
-            "final_logit_softcapping": language_head(config).softcap,
-            **layer_types(config),
+            "attn_logit_softcapping": mixer.logit_softcap,
+            "final_logit_softcapping": language_head(config).logit_softcap,
+            **write_layer_types(config),
         }
-        out["sliding_window"] = out["sliding_window"] or config.limit  # their class needs a number
+        out["sliding_window"] = out["sliding_window"] or config.max_seq_len  # their class needs a number
     return out
 
 
 def _name(config: ModelConfig) -> str:
-    if config.stack.norm_place == "pre":
+    if config.stack.norm_position == "pre":
         return "gemma"
-    return "gemma2" if config.stack.layer(0).mixer.qk_norm == "none" else "gemma3_text"
+    return "gemma2" if config.stack.layer_config(0).attention.qk_norm == "none" else "gemma3_text"
 
 
 def _activation_fields(config: ModelConfig, name: str) -> dict[str, str]:
-    ours = config.stack.layer(0).mlp.activation
-    theirs = "gelu_pytorch_tanh" if ours == "gelu_tanh" else their_activation(ours)
+    ours = config.stack.layer_config(0).mlp.activation
+    theirs = "gelu_pytorch_tanh" if ours == "gelu_tanh" else hf_activation(ours)
     return {"hidden_act" if name == "gemma" else "hidden_activation": theirs}
 
 
 def _rope_fields(config: ModelConfig, name: str) -> dict[str, Any]:
     if name != "gemma3_text":
-        return rope_fields(rotary(config.stack.layer(0).mixer.position, name))
-    mixers = [layer.mixer for layer in config.stack.kinds.values()]
+        return rope_fields(require_rope(config.stack.layer_config(0).attention.position, name))
+    mixers = [layer.attention for layer in config.stack.layer_types.values()]
     whole = next((mixer for mixer in mixers if mixer.window is None), mixers[0])
     local = next((mixer for mixer in mixers if mixer.window is not None), mixers[0])
-    fields, local_fields = (rope_fields(rotary(mixer.position, name)) for mixer in (whole, local))
+    fields, local_fields = (rope_fields(require_rope(mixer.position, name)) for mixer in (whole, local))
     nested = {"full_attention": fields["rope_parameters"], "sliding_attention": local_fields["rope_parameters"]}
     return {**fields, "rope_parameters": nested, "rope_local_base_freq": local_fields["rope_theta"]}
 
 
-def _scalar(mixer: Attention, dim: int) -> float:
+def _scalar(mixer: AttentionConfig, dim: int) -> float:
     """What ``query_pre_attn_scalar`` was: a whole number, as their class has it, where that gives the same scale."""
-    if mixer.scale == "default":
+    if mixer.softmax_scale == "default":
         return dim
-    scale = 1.0 if mixer.scale == "none" else float(mixer.scale)
+    scale = 1.0 if mixer.softmax_scale == "none" else float(mixer.softmax_scale)
     near = scale**-2
     return round(near) if round(near) >= 1 and round(near) ** -0.5 == scale else near
 
 
-def named(config: ModelConfig) -> Iterator[Rule]:
+def named(config: ModelConfig) -> Iterator[TensorRule]:
     """Gemma 1 calls by Llama's names what the later ones call by others."""
-    return rules(LAYER if config.stack.norm_place == "pre" else {**LAYER, **QK_NORM, **_SANDWICH})(config)
+    return decoder_rules(LAYER if config.stack.norm_position == "pre" else {**LAYER, **QK_NORM, **_SANDWICH})(config)
 
 
-FAMILY = family(("gemma", "gemma2", "gemma3_text"), read, named, write)
+FAMILY = decoder_family(("gemma", "gemma2", "gemma3_text"), read, named, write)

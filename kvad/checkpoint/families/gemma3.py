@@ -6,20 +6,20 @@ The vision tower and its projector are left out by name: what kvad loads answers
 from __future__ import annotations
 
 from kvad.checkpoint.families import gemma
-from kvad.checkpoint.hf import Family, Fields
+from kvad.checkpoint.hf import Family, HFConfigReader
 from kvad.config import ModelConfig
 
 __all__ = ["FAMILY"]
 
 
-def read(fields: Fields) -> ModelConfig:
+def read(fields: HFConfigReader) -> ModelConfig:
     if fields.model_type == "gemma3_text":  # as it is written
         return gemma.read(fields)
-    fields.refuse("quantization_config", why="convert the weights to bfloat16 first")
+    fields.require_one_of("quantization_config", why="convert the weights to bfloat16 first")
     text = fields.part("text_config")
     tie = fields.content.get("tie_word_embeddings")
     own = {"model_type": "gemma3_text", **({} if tie is None else {"tie_word_embeddings": tie}), **text.content}
-    return gemma.read(Fields(own, text.where))
+    return gemma.read(HFConfigReader(own, text.where))
 
 
 FAMILY = Family(

@@ -8,69 +8,84 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, one_kind, their_activation
-from kvad.checkpoint.hf import Family, Fields, Rule, grouped, rule, rules_under
-from kvad.config import Attention, Embedding, Layer, LearnedPositions, ModelConfig, Norm, Plain, Stack
+from kvad.checkpoint.families.common import ACTIVATIONS, hf_activation, single_layer_type
+from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, grouped_transform, prefix_rules, tensor_rule
+from kvad.config import (
+    AttentionConfig,
+    EmbeddingConfig,
+    LayerConfig,
+    LearnedPositionsConfig,
+    ModelConfig,
+    NormConfig,
+    PlainMLPConfig,
+    StackConfig,
+)
 
 __all__ = ["FAMILY"]
 
-_LAYER = {"mixer.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj", "norm1": "ln_1", "norm2": "ln_2"}
+_LAYER = {
+    "attention.out": "attn.c_proj",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+    "norm1": "ln_1",
+    "norm2": "ln_2",
+}
 
 
-def read(fields: Fields) -> ModelConfig:
-    fields.refuse("add_cross_attention", False, why="a decoder of an encoder-decoder is read with its encoder")
+def read(fields: HFConfigReader) -> ModelConfig:
+    fields.require_one_of("add_cross_attention", False, why="a decoder of an encoder-decoder is read with its encoder")
     width, heads = fields.integer("n_embd"), fields.integer("n_head")
     limit = fields.integer("n_positions", default=1024)
-    mixer = Attention(
+    mixer = AttentionConfig(
         heads,
         1 if fields.flag("multi_query", True) else heads,
         position=None,
-        bias=True,
+        qkv_bias=True,
         out_bias=True,
-        scale="default" if fields.flag("scale_attn_weights", True) else "none",
+        softmax_scale="default" if fields.flag("scale_attn_weights", True) else "none",
     )
     activation = fields.choice("activation_function", ACTIVATIONS, "gelu_pytorch_tanh")
-    mlp = Plain(fields.integer("n_inner", default=4 * width), activation, bias=True)
-    layer = Layer(mixer, mlp, Norm("layer", fields.number("layer_norm_epsilon", default=1e-5), bias=True))
+    mlp = PlainMLPConfig(fields.integer("n_inner", default=4 * width), activation, bias=True)
+    layer = LayerConfig(mixer, mlp, NormConfig("layer", fields.number("layer_norm_epsilon", default=1e-5), bias=True))
     return ModelConfig(
-        width=width,
-        vocab=fields.integer("vocab_size"),
-        limit=limit,
-        decoder=Stack(fields.integer("n_layer"), {"L": layer}),
-        embed=Embedding(LearnedPositions(limit)),
-        tie=fields.flag("tie_word_embeddings", True),
+        hidden_size=width,
+        vocab_size=fields.integer("vocab_size"),
+        max_seq_len=limit,
+        decoder=StackConfig(fields.integer("n_layer"), {"L": layer}),
+        embedding=EmbeddingConfig(LearnedPositionsConfig(limit)),
+        tie_embeddings=fields.flag("tie_word_embeddings", True),
     )
 
 
-def rules(config: ModelConfig) -> Iterator[Rule]:
-    yield rule("embed.tokens", "transformer.wte")
-    yield rule("embed.positions", "transformer.wpe")
-    for i in range(config.stack.layers):
+def rules(config: ModelConfig) -> Iterator[TensorRule]:
+    yield tensor_rule("embedding.tokens", "transformer.wte")
+    yield tensor_rule("embedding.positions", "transformer.wpe")
+    for i in range(config.stack.num_layers):
         ours, theirs = f"decoder.layers.{i}", f"transformer.h.{i}"
-        mixer = config.stack.layer(i).mixer
-        qkv = tuple(f"{ours}.mixer.{part}" for part in "qkv")
-        yield rule(qkv, f"{theirs}.attn.c_attn", grouped(mixer.kv_heads or mixer.heads))
-        yield from rules_under(ours, theirs, _LAYER)
-    yield rule("decoder.norm", "transformer.ln_f")
-    yield rule("head", "lm_head")
+        mixer = config.stack.layer_config(i).attention
+        qkv = tuple(f"{ours}.attention.{part}" for part in "qkv")
+        yield tensor_rule(qkv, f"{theirs}.attn.c_attn", grouped_transform(mixer.num_kv_heads or mixer.num_heads))
+        yield from prefix_rules(ours, theirs, _LAYER)
+    yield tensor_rule("decoder.norm", "transformer.ln_f")
+    yield tensor_rule("head", "lm_head")
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    layer: Layer = one_kind(config, "gpt_bigcode")
+    layer: LayerConfig = single_layer_type(config, "gpt_bigcode")
     fields = {
         "architectures": ["GPTBigCodeForCausalLM"],
         "model_type": "gpt_bigcode",
-        "vocab_size": config.vocab,
-        "n_positions": config.limit,
-        "n_embd": config.width,
-        "n_layer": config.stack.layers,
-        "n_head": layer.mixer.heads,
-        "multi_query": layer.mixer.kv_heads == 1,
-        "n_inner": layer.mlp.hidden,
-        "activation_function": their_activation(layer.mlp.activation),
+        "vocab_size": config.vocab_size,
+        "n_positions": config.max_seq_len,
+        "n_embd": config.hidden_size,
+        "n_layer": config.stack.num_layers,
+        "n_head": layer.attention.num_heads,
+        "multi_query": layer.attention.num_kv_heads == 1,
+        "n_inner": layer.mlp.intermediate_size,
+        "activation_function": hf_activation(layer.mlp.activation),
         "layer_norm_epsilon": layer.norm.eps,
-        "scale_attn_weights": layer.mixer.scale not in ("none", 1.0),
-        "tie_word_embeddings": config.tie,
+        "scale_attn_weights": layer.attention.softmax_scale not in ("none", 1.0),
+        "tie_word_embeddings": config.tie_embeddings,
     }
     return fields
 

@@ -9,18 +9,27 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, shortest, their_activation
-from kvad.checkpoint.hf import Family, Fields, Rule, rule, rules_under
-from kvad.config import Attention, Embedding, Layer, LearnedPositions, ModelConfig, Norm, Plain, Stack
+from kvad.checkpoint.families.common import ACTIVATIONS, hf_activation, shortest_pattern
+from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad.config import (
+    AttentionConfig,
+    EmbeddingConfig,
+    LayerConfig,
+    LearnedPositionsConfig,
+    ModelConfig,
+    NormConfig,
+    PlainMLPConfig,
+    StackConfig,
+)
 from kvad.errors import CheckpointError
 
 __all__ = ["FAMILY"]
 
 _LAYER = {
-    "mixer.q": "attn.attention.q_proj",
-    "mixer.k": "attn.attention.k_proj",
-    "mixer.v": "attn.attention.v_proj",
-    "mixer.out": "attn.attention.out_proj",
+    "attention.q": "attn.attention.q_proj",
+    "attention.k": "attn.attention.k_proj",
+    "attention.v": "attn.attention.v_proj",
+    "attention.out": "attn.attention.out_proj",
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
     "norm1": "ln_1",
@@ -28,25 +37,27 @@ _LAYER = {
 }
 
 
-def read(fields: Fields) -> ModelConfig:
+def read(fields: HFConfigReader) -> ModelConfig:
     width, limit = fields.integer("hidden_size"), fields.integer("max_position_embeddings", default=2048)
-    layers, pattern = fields.integer("num_layers"), shortest(_pattern(fields))
-    mixer = Attention(fields.integer("num_heads"), position=None, out_bias=True, scale="none")
+    layers, pattern = fields.integer("num_layers"), shortest_pattern(_pattern(fields))
+    mixer = AttentionConfig(fields.integer("num_heads"), position=None, out_bias=True, softmax_scale="none")
     mixers = {"G": mixer, "L": replace(mixer, window=fields.integer("window_size", default=256))}
     activation = fields.choice("activation_function", ACTIVATIONS, "gelu_new")
-    mlp = Plain(fields.integer("intermediate_size", default=4 * width), activation, bias=True)
-    norm = Norm("layer", fields.number("layer_norm_epsilon", default=1e-5), bias=True)
+    mlp = PlainMLPConfig(fields.integer("intermediate_size", default=4 * width), activation, bias=True)
+    norm = NormConfig("layer", fields.number("layer_norm_epsilon", default=1e-5), bias=True)
     return ModelConfig(
-        width=width,
-        vocab=fields.integer("vocab_size"),
-        limit=limit,
-        decoder=Stack(layers, {kind: Layer(mixers[kind], mlp, norm) for kind in sorted(set(pattern))}, pattern),
-        embed=Embedding(LearnedPositions(limit)),
-        tie=fields.flag("tie_word_embeddings", True),
+        hidden_size=width,
+        vocab_size=fields.integer("vocab_size"),
+        max_seq_len=limit,
+        decoder=StackConfig(
+            layers, {kind: LayerConfig(mixers[kind], mlp, norm) for kind in sorted(set(pattern))}, pattern
+        ),
+        embedding=EmbeddingConfig(LearnedPositionsConfig(limit)),
+        tie_embeddings=fields.flag("tie_word_embeddings", True),
     )
 
 
-def _pattern(fields: Fields) -> str:
+def _pattern(fields: HFConfigReader) -> str:
     """One letter for each layer.  CheckpointError unless both fields that say so agree, and with the layers' number."""
     letters = {"global": "G", "local": "L"}
     try:
@@ -62,34 +73,34 @@ def _pattern(fields: Fields) -> str:
     return pattern
 
 
-def rules(config: ModelConfig) -> Iterator[Rule]:
-    yield rule("embed.tokens", "transformer.wte")
-    yield rule("embed.positions", "transformer.wpe")
-    for i in range(config.stack.layers):
-        yield from rules_under(f"decoder.layers.{i}", f"transformer.h.{i}", _LAYER)
-    yield rule("decoder.norm", "transformer.ln_f")
-    yield rule("head", "lm_head")
+def rules(config: ModelConfig) -> Iterator[TensorRule]:
+    yield tensor_rule("embedding.tokens", "transformer.wte")
+    yield tensor_rule("embedding.positions", "transformer.wpe")
+    for i in range(config.stack.num_layers):
+        yield from prefix_rules(f"decoder.layers.{i}", f"transformer.h.{i}", _LAYER)
+    yield tensor_rule("decoder.norm", "transformer.ln_f")
+    yield tensor_rule("head", "lm_head")
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    layers = [config.stack.layer(i) for i in range(config.stack.layers)]
-    kinds = ["global" if layer.mixer.window is None else "local" for layer in layers]
-    windows = [layer.mixer.window for layer in layers if layer.mixer.window is not None]
+    layers = [config.stack.layer_config(i) for i in range(config.stack.num_layers)]
+    kinds = ["global" if layer.attention.window is None else "local" for layer in layers]
+    windows = [layer.attention.window for layer in layers if layer.attention.window is not None]
     fields = {
         "architectures": ["GPTNeoForCausalLM"],
         "model_type": "gpt_neo",
-        "vocab_size": config.vocab,
-        "max_position_embeddings": config.limit,
-        "hidden_size": config.width,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_seq_len,
+        "hidden_size": config.hidden_size,
         "num_layers": len(layers),
-        "num_heads": layers[0].mixer.heads,
+        "num_heads": layers[0].attention.num_heads,
         "attention_types": [[kinds, 1]],
         "attention_layers": kinds,
         "window_size": windows[0] if windows else 256,
-        "intermediate_size": layers[0].mlp.hidden,
-        "activation_function": their_activation(layers[0].mlp.activation),
+        "intermediate_size": layers[0].mlp.intermediate_size,
+        "activation_function": hf_activation(layers[0].mlp.activation),
         "layer_norm_epsilon": layers[0].norm.eps,
-        "tie_word_embeddings": config.tie,
+        "tie_word_embeddings": config.tie_embeddings,
     }
     return fields
 

@@ -12,19 +12,19 @@ from typing import Any
 
 from kvad.checkpoint.families.common import (
     ACTIVATIONS,
-    one_kind,
-    rope,
+    hf_activation,
+    read_rope,
+    require_rope,
     rope_fields,
-    rotary,
-    their_activation,
+    single_layer_type,
 )
-from kvad.checkpoint.hf import Family, Fields, Rule, grouped, rule, rules_under
-from kvad.config import Attention, Layer, ModelConfig, Norm, Plain, Stack
+from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, grouped_transform, prefix_rules, tensor_rule
+from kvad.config import AttentionConfig, LayerConfig, ModelConfig, NormConfig, PlainMLPConfig, StackConfig
 
 __all__ = ["FAMILY"]
 
 _LAYER = {
-    "mixer.out": "attention.dense",
+    "attention.out": "attention.dense",
     "mlp.up": "mlp.dense_h_to_4h",
     "mlp.down": "mlp.dense_4h_to_h",
     "norm1": "input_layernorm",
@@ -32,58 +32,62 @@ _LAYER = {
 }
 
 
-def read(fields: Fields) -> ModelConfig:
+def read(fields: HFConfigReader) -> ModelConfig:
     limit, bias = fields.integer("max_position_embeddings", default=2048), fields.flag("attention_bias", True)
     theta, fraction = fields.number("rotary_emb_base", default=10000.0), fields.number("rotary_pct", default=0.25)
     if "rotary_emb_base" in fields:
-        fields.refuse("rope_theta", theta, why=f"rotary_emb_base is {theta}")
+        fields.require_one_of("rope_theta", theta, why=f"rotary_emb_base is {theta}")
     if "rotary_pct" in fields:
-        fields.refuse("partial_rotary_factor", fraction, why=f"rotary_pct is {fraction}")
-    position = rope(fields, limit=limit, theta=theta, fraction=fraction)
-    mixer = Attention(fields.integer("num_attention_heads"), position=position, bias=bias, out_bias=bias)
-    mlp = Plain(fields.integer("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS, "gelu"), bias=True)
-    layer = Layer(mixer, mlp, Norm("layer", fields.number("layer_norm_eps", default=1e-5), bias=True))
+        fields.require_one_of("partial_rotary_factor", fraction, why=f"rotary_pct is {fraction}")
+    position = read_rope(fields, limit=limit, theta=theta, fraction=fraction)
+    mixer = AttentionConfig(fields.integer("num_attention_heads"), position=position, qkv_bias=bias, out_bias=bias)
+    mlp = PlainMLPConfig(
+        fields.integer("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS, "gelu"), bias=True
+    )
+    layer = LayerConfig(mixer, mlp, NormConfig("layer", fields.number("layer_norm_eps", default=1e-5), bias=True))
     parallel = fields.flag("use_parallel_residual", True)
     layers = fields.integer("num_hidden_layers")
     return ModelConfig(
-        width=fields.integer("hidden_size"),
-        vocab=fields.integer("vocab_size"),
-        limit=limit,
-        decoder=Stack(layers, {"L": layer}, norm_place="parallel_pair" if parallel else "pre"),
-        tie=fields.flag("tie_word_embeddings"),
+        hidden_size=fields.integer("hidden_size"),
+        vocab_size=fields.integer("vocab_size"),
+        max_seq_len=limit,
+        decoder=StackConfig(layers, {"L": layer}, norm_position="parallel_pair" if parallel else "pre"),
+        tie_embeddings=fields.flag("tie_word_embeddings"),
     )
 
 
-def rules(config: ModelConfig) -> Iterator[Rule]:
-    yield rule("embed.tokens", "gpt_neox.embed_in")
-    for i in range(config.stack.layers):
+def rules(config: ModelConfig) -> Iterator[TensorRule]:
+    yield tensor_rule("embedding.tokens", "gpt_neox.embed_in")
+    for i in range(config.stack.num_layers):
         ours, theirs = f"decoder.layers.{i}", f"gpt_neox.layers.{i}"
-        by_head = grouped(config.stack.layer(i).mixer.heads)
-        yield rule(tuple(f"{ours}.mixer.{part}" for part in "qkv"), f"{theirs}.attention.query_key_value", by_head)
-        yield from rules_under(ours, theirs, _LAYER)
-    yield rule("decoder.norm", "gpt_neox.final_layer_norm")
-    yield rule("head", "embed_out")
+        by_head = grouped_transform(config.stack.layer_config(i).attention.num_heads)
+        yield tensor_rule(
+            tuple(f"{ours}.attention.{part}" for part in "qkv"), f"{theirs}.attention.query_key_value", by_head
+        )
+        yield from prefix_rules(ours, theirs, _LAYER)
+    yield tensor_rule("decoder.norm", "gpt_neox.final_layer_norm")
+    yield tensor_rule("head", "embed_out")
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    layer: Layer = one_kind(config, "gpt_neox")
-    position = rotary(layer.mixer.position, "gpt_neox")
+    layer: LayerConfig = single_layer_type(config, "gpt_neox")
+    position = require_rope(layer.attention.position, "gpt_neox")
     fields = {
         "architectures": ["GPTNeoXForCausalLM"],
         "model_type": "gpt_neox",
-        "vocab_size": config.vocab,
-        "max_position_embeddings": config.limit,
-        "hidden_size": config.width,
-        "num_hidden_layers": config.stack.layers,
-        "num_attention_heads": layer.mixer.heads,
-        "attention_bias": layer.mixer.bias,
-        "intermediate_size": layer.mlp.hidden,
-        "hidden_act": their_activation(layer.mlp.activation),
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_seq_len,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.stack.num_layers,
+        "num_attention_heads": layer.attention.num_heads,
+        "attention_bias": layer.attention.qkv_bias,
+        "intermediate_size": layer.mlp.intermediate_size,
+        "hidden_act": hf_activation(layer.mlp.activation),
         "layer_norm_eps": layer.norm.eps,
-        "use_parallel_residual": config.stack.norm_place == "parallel_pair",
-        "rotary_pct": position.fraction,
+        "use_parallel_residual": config.stack.norm_position == "parallel_pair",
+        "rotary_pct": position.partial_rotary_factor,
         "rotary_emb_base": position.theta,
-        "tie_word_embeddings": config.tie,
+        "tie_word_embeddings": config.tie_embeddings,
         **rope_fields(position, partial=True),
     }
     return fields

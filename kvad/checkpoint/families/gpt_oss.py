@@ -13,24 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvad.checkpoint.families.common import rope_fields, rotary
+from kvad.checkpoint.families.common import require_rope, rope_fields
 from kvad.checkpoint.families.decoders import (
     LAYER,
-    attention,
-    family,
+    attention_config,
+    build_model_config,
+    build_stack,
+    decoder_family,
     full_rope,
-    known,
-    layer_types,
-    letters,
-    make,
-    rms,
-    rules_of,
-    sizes,
-    stack,
-    window,
+    layer_rules,
+    read_window,
+    rms_norm,
+    size_fields,
+    window_pattern,
+    with_defaults,
+    write_layer_types,
 )
-from kvad.checkpoint.hf import Fields, Rule, Way, rule, rules_under
-from kvad.config import Experts, Layer, ModelConfig, head_dim
+from kvad.checkpoint.hf import HFConfigReader, TensorRule, TensorTransform, prefix_rules, tensor_rule
+from kvad.config import LayerConfig, ModelConfig, MoEConfig, head_dim
 from kvad.errors import CheckpointError
 
 __all__ = ["FAMILY"]
@@ -46,32 +46,35 @@ _DEFAULTS = {
     "swiglu_limit": 7.0,
 }
 _NAMES = {mine: other for mine, other in LAYER.items() if not mine.startswith("mlp.")}
-_ROUTER = {"mlp.router": "mlp.router", "mixer.sink_logits": "self_attn.sinks"}
+_ROUTER = {"mlp.router": "mlp.router", "attention.sink_logits": "self_attn.sinks"}
 
 
-def read(fields: Fields) -> ModelConfig:
-    fields.refuse("quantization_config", why="MXFP4 is not read: convert the weights to bfloat16 first")
-    fields = known(fields, **_DEFAULTS)
-    fields.refuse("hidden_act", "silu", why="transformers' class ignores it")
+def read(fields: HFConfigReader) -> ModelConfig:
+    fields.require_one_of("quantization_config", why="MXFP4 is not read: convert the weights to bfloat16 first")
+    fields = with_defaults(fields, **_DEFAULTS)
+    fields.require_one_of("hidden_act", "silu", why="transformers' class ignores it")
     if "rope_scaling" not in fields and "rope_parameters" not in fields:
         raise CheckpointError(
             f"{fields.where}: rope_scaling is missing", "null is no scaling in transformers 4, YaRN in 5"
         )
     bias = fields.flag("attention_bias", True)
-    whole = attention(fields, position=full_rope(fields, theta=150000.0), bias=bias, out_bias=bias, sinks=True)
-    mlp = Experts(
+    whole = attention_config(fields, position=full_rope(fields, theta=150000.0), bias=bias, out_bias=bias, sinks=True)
+    mlp = MoEConfig(
         fields.integer("intermediate_size"),
-        count=fields.integer("num_local_experts"),
-        active=fields.integer("num_experts_per_tok"),
+        num_experts=fields.integer("num_local_experts"),
+        num_experts_per_token=fields.integer("num_experts_per_tok"),
         bias=True,
         router_bias=True,
         router="softmax_last",
-        alpha=fields.number("swiglu_alpha"),
-        clip=fields.number("swiglu_limit"),
+        swiglu_alpha=fields.number("swiglu_alpha"),
+        swiglu_limit=fields.number("swiglu_limit"),
     )
-    norm = rms(fields, 1e-5)
-    kinds = {"G": Layer(whole, mlp, norm), "L": Layer(replace(whole, window=window(fields)), mlp, norm)}
-    return make(fields, stack(kinds, letters(fields, lambda index: index % 2 == 0)))
+    norm = rms_norm(fields, 1e-5)
+    kinds = {
+        "G": LayerConfig(whole, mlp, norm),
+        "L": LayerConfig(replace(whole, window=read_window(fields)), mlp, norm),
+    }
+    return build_model_config(fields, build_stack(kinds, window_pattern(fields, lambda index: index % 2 == 0)))
 
 
 def _apart(tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
@@ -89,44 +92,44 @@ def _turned(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2).contiguous() if tensor.dim() == 3 else tensor.contiguous()
 
 
-_GATE_UP = Way(_apart, _joined)
-_DOWN = Way(lambda tensors, shapes: [_turned(tensors[0])], lambda tensors, shapes: [_turned(tensors[0])])
+_GATE_UP = TensorTransform(_apart, _joined)
+_DOWN = TensorTransform(lambda tensors, shapes: [_turned(tensors[0])], lambda tensors, shapes: [_turned(tensors[0])])
 
 
-def rules(config: ModelConfig) -> Iterator[Rule]:
-    def layer(ours: str, theirs: str) -> Iterator[Rule]:
-        yield from rules_under(ours, theirs, {**_NAMES, **_ROUTER})
+def rules(config: ModelConfig) -> Iterator[TensorRule]:
+    def layer(ours: str, theirs: str) -> Iterator[TensorRule]:
+        yield from prefix_rules(ours, theirs, {**_NAMES, **_ROUTER})
         for suffix in ("", "_bias"):
             both = (f"{ours}.mlp.gate{suffix}", f"{ours}.mlp.up{suffix}")
-            yield rule(both, f"{theirs}.mlp.experts.gate_up_proj{suffix}", _GATE_UP)
-            yield rule(f"{ours}.mlp.down{suffix}", f"{theirs}.mlp.experts.down_proj{suffix}", _DOWN)
+            yield tensor_rule(both, f"{theirs}.mlp.experts.gate_up_proj{suffix}", _GATE_UP)
+            yield tensor_rule(f"{ours}.mlp.down{suffix}", f"{theirs}.mlp.experts.down_proj{suffix}", _DOWN)
 
-    return rules_of(config, layer)
+    return layer_rules(config, layer)
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    layer = config.stack.layer(0)
-    mixer, mlp = layer.mixer, layer.mlp
+    layer = config.stack.layer_config(0)
+    mixer, mlp = layer.attention, layer.mlp
     experts: dict[str, Any] = {}
-    if isinstance(mlp, Experts):
+    if isinstance(mlp, MoEConfig):
         experts = {
-            "num_local_experts": mlp.count,
-            "num_experts_per_tok": mlp.active,
-            "swiglu_alpha": mlp.alpha,
-            "swiglu_limit": mlp.clip,
+            "num_local_experts": mlp.num_experts,
+            "num_experts_per_tok": mlp.num_experts_per_token,
+            "swiglu_alpha": mlp.swiglu_alpha,
+            "swiglu_limit": mlp.swiglu_limit,
         }
     out = {
-        **sizes(config, "gpt_oss", "GptOssForCausalLM"),
+        **size_fields(config, "gpt_oss", "GptOssForCausalLM"),
         "head_dim": head_dim(config, mixer),
         "hidden_act": "silu",
         "rms_norm_eps": layer.norm.eps,
-        "attention_bias": mixer.bias,
-        **rope_fields(rotary(mixer.position, "gpt_oss")),
-        **layer_types(config),
+        "attention_bias": mixer.qkv_bias,
+        **rope_fields(require_rope(mixer.position, "gpt_oss")),
+        **write_layer_types(config),
         **experts,
     }
-    out["sliding_window"] = out["sliding_window"] or config.limit  # their class needs a number
+    out["sliding_window"] = out["sliding_window"] or config.max_seq_len  # their class needs a number
     return out
 
 
-FAMILY = family(("gpt_oss",), read, rules, write)
+FAMILY = decoder_family(("gpt_oss",), read, rules, write)

@@ -8,64 +8,76 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, one_kind, rotary, their_activation
-from kvad.checkpoint.hf import Family, Fields, Rule, rule, rules_under
-from kvad.config import Attention, Head, Layer, ModelConfig, Norm, Plain, Rope, Stack, head_dim
+from kvad.checkpoint.families.common import ACTIVATIONS, hf_activation, require_rope, single_layer_type
+from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad.config import (
+    AttentionConfig,
+    LanguageHeadConfig,
+    LayerConfig,
+    ModelConfig,
+    NormConfig,
+    PlainMLPConfig,
+    RopeConfig,
+    StackConfig,
+    head_dim,
+)
 
 __all__ = ["FAMILY", "rules_but_qkv"]
 
-_LAYER = {"mixer.out": "attn.out_proj", "mlp.up": "mlp.fc_in", "mlp.down": "mlp.fc_out", "norm1": "ln_1"}
+_LAYER = {"attention.out": "attn.out_proj", "mlp.up": "mlp.fc_in", "mlp.down": "mlp.fc_out", "norm1": "ln_1"}
 
 
-def read(fields: Fields) -> ModelConfig:
+def read(fields: HFConfigReader) -> ModelConfig:
     for name in ("rotary", "scale_attn_weights"):
-        fields.refuse(name, True, why="transformers' class ignores it")
+        fields.require_one_of(name, True, why="transformers' class ignores it")
     width, heads = fields.integer("n_embd"), fields.integer("n_head")
-    position = Rope(fraction=fields.integer("rotary_dim") / (width // heads), interleaved=True)
+    position = RopeConfig(partial_rotary_factor=fields.integer("rotary_dim") / (width // heads), interleaved=True)
     hidden = fields.integer("n_inner", default=4 * width)
-    mlp = Plain(hidden, fields.choice("activation_function", ACTIVATIONS, "gelu_new"), bias=True)
-    norm = Norm("layer", fields.number("layer_norm_epsilon", default=1e-5), bias=True)
-    layer = Layer(Attention(heads, position=position), mlp, norm)
+    mlp = PlainMLPConfig(hidden, fields.choice("activation_function", ACTIVATIONS, "gelu_new"), bias=True)
+    norm = NormConfig("layer", fields.number("layer_norm_epsilon", default=1e-5), bias=True)
+    layer = LayerConfig(AttentionConfig(heads, position=position), mlp, norm)
     return ModelConfig(
-        width=width,
-        vocab=fields.integer("vocab_size"),
-        limit=fields.integer("n_positions", default=2048),
-        decoder=Stack(fields.integer("n_layer"), {"L": layer}, norm_place="parallel"),
-        head=Head(bias=True),
-        tie=fields.flag("tie_word_embeddings"),
+        hidden_size=width,
+        vocab_size=fields.integer("vocab_size"),
+        max_seq_len=fields.integer("n_positions", default=2048),
+        decoder=StackConfig(fields.integer("n_layer"), {"L": layer}, norm_position="parallel"),
+        head=LanguageHeadConfig(bias=True),
+        tie_embeddings=fields.flag("tie_word_embeddings"),
     )
 
 
-def rules(config: ModelConfig) -> Iterator[Rule]:
-    for i in range(config.stack.layers):
-        names = {f"mixer.{part}": f"attn.{part}_proj" for part in "qkv"}
-        yield from rules_under(f"decoder.layers.{i}", f"transformer.h.{i}", names)
+def rules(config: ModelConfig) -> Iterator[TensorRule]:
+    for i in range(config.stack.num_layers):
+        names = {f"attention.{part}": f"attn.{part}_proj" for part in "qkv"}
+        yield from prefix_rules(f"decoder.layers.{i}", f"transformer.h.{i}", names)
     yield from rules_but_qkv(config)
 
 
-def rules_but_qkv(config: ModelConfig) -> Iterator[Rule]:
-    yield rule("embed.tokens", "transformer.wte")
-    for i in range(config.stack.layers):
-        yield from rules_under(f"decoder.layers.{i}", f"transformer.h.{i}", _LAYER)
-    yield rule("decoder.norm", "transformer.ln_f")
-    yield rule("head", "lm_head")
+def rules_but_qkv(config: ModelConfig) -> Iterator[TensorRule]:
+    yield tensor_rule("embedding.tokens", "transformer.wte")
+    for i in range(config.stack.num_layers):
+        yield from prefix_rules(f"decoder.layers.{i}", f"transformer.h.{i}", _LAYER)
+    yield tensor_rule("decoder.norm", "transformer.ln_f")
+    yield tensor_rule("head", "lm_head")
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    layer: Layer = one_kind(config, "gptj")
+    layer: LayerConfig = single_layer_type(config, "gptj")
     fields = {
         "architectures": ["GPTJForCausalLM"],
         "model_type": "gptj",
-        "vocab_size": config.vocab,
-        "n_positions": config.limit,
-        "n_embd": config.width,
-        "n_layer": config.stack.layers,
-        "n_head": layer.mixer.heads,
-        "n_inner": layer.mlp.hidden,
-        "rotary_dim": int(head_dim(config, layer.mixer) * rotary(layer.mixer.position, "gptj").fraction),
-        "activation_function": their_activation(layer.mlp.activation),
+        "vocab_size": config.vocab_size,
+        "n_positions": config.max_seq_len,
+        "n_embd": config.hidden_size,
+        "n_layer": config.stack.num_layers,
+        "n_head": layer.attention.num_heads,
+        "n_inner": layer.mlp.intermediate_size,
+        "rotary_dim": int(
+            head_dim(config, layer.attention) * require_rope(layer.attention.position, "gptj").partial_rotary_factor
+        ),
+        "activation_function": hf_activation(layer.mlp.activation),
         "layer_norm_epsilon": layer.norm.eps,
-        "tie_word_embeddings": config.tie,
+        "tie_word_embeddings": config.tie_embeddings,
     }
     return fields
 

@@ -12,27 +12,27 @@ from typing import Any
 from kvad.checkpoint.families.common import (
     ACTIVATIONS,
     dropout_fields,
-    dropout_of,
+    hf_activation,
+    read_dropout,
+    require_rope,
     rope_fields,
-    rotary,
-    their_activation,
 )
 from kvad.checkpoint.families.decoders import (
     LAYER,
-    attention,
-    family,
+    attention_config,
+    build_model_config,
+    build_stack,
+    decoder_family,
+    decoder_rules,
     full_rope,
-    known,
     language_head,
-    make,
-    rms,
-    rules,
-    sizes,
-    stack,
-    window,
+    read_window,
+    rms_norm,
+    size_fields,
+    with_defaults,
 )
-from kvad.checkpoint.hf import Fields
-from kvad.config import Embedding, Gated, Head, Layer, ModelConfig, head_dim
+from kvad.checkpoint.hf import HFConfigReader
+from kvad.config import EmbeddingConfig, GatedMLPConfig, LanguageHeadConfig, LayerConfig, ModelConfig, head_dim
 
 __all__ = ["FAMILY"]
 
@@ -45,71 +45,71 @@ _DROPOUT = {"attention": "attention_dropout"}
 _CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "granite": "GraniteForCausalLM"}
 
 
-def read(fields: Fields) -> ModelConfig:
+def read(fields: HFConfigReader) -> ModelConfig:
     name = fields.model_type
-    fields = known(fields, **_DEFAULTS[name])
+    fields = with_defaults(fields, **_DEFAULTS[name])
     biased = name != "mistral"  # Mistral's class has no biases, whatever the file says
     bias = biased and fields.flag("attention_bias")
-    mixer = attention(
+    mixer = attention_config(
         fields,
         position=full_rope(fields),
-        window=window(fields) if name == "mistral" else None,
+        window=read_window(fields) if name == "mistral" else None,
         bias=bias,
         out_bias=bias,
         scale=fields.number("attention_multiplier", default=1.0) if name == "granite" else "default",
     )
     activation = fields.choice("hidden_act", ACTIVATIONS, "silu")
-    mlp = Gated(fields.integer("intermediate_size"), activation, biased and fields.flag("mlp_bias"))
-    kinds, pattern = {"L": Layer(mixer, mlp, rms(fields))}, "L" * fields.integer("num_hidden_layers")
-    dropout = dropout_of(fields, **_DROPOUT)
+    mlp = GatedMLPConfig(fields.integer("intermediate_size"), activation, biased and fields.flag("mlp_bias"))
+    kinds, pattern = {"L": LayerConfig(mixer, mlp, rms_norm(fields))}, "L" * fields.integer("num_hidden_layers")
+    dropout = read_dropout(fields, **_DROPOUT)
     if name != "granite":
-        return make(fields, stack(kinds, pattern), dropout=dropout)
-    return make(
+        return build_model_config(fields, build_stack(kinds, pattern), dropout=dropout)
+    return build_model_config(
         fields,
-        stack(kinds, pattern, residual=fields.number("residual_multiplier", default=1.0)),
-        embed=Embedding(scale=fields.number("embedding_multiplier", default=1.0)),
+        build_stack(kinds, pattern, residual=fields.number("residual_multiplier", default=1.0)),
+        embed=EmbeddingConfig(scale=fields.number("embedding_multiplier", default=1.0)),
         dropout=dropout,
-        head=Head(scale=1 / fields.number("logits_scaling", default=1.0)),
+        head=LanguageHeadConfig(logit_scale=1 / fields.number("logits_scaling", default=1.0)),
     )
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    layer, name = config.stack.layer(0), _name(config)
+    layer, name = config.stack.layer_config(0), _name(config)
     out = {
-        **sizes(config, name, _CLASSES[name]),
-        "hidden_act": their_activation(layer.mlp.activation),
+        **size_fields(config, name, _CLASSES[name]),
+        "hidden_act": hf_activation(layer.mlp.activation),
         "rms_norm_eps": layer.norm.eps,
-        **rope_fields(rotary(layer.mixer.position, name)),
+        **rope_fields(require_rope(layer.attention.position, name)),
         **dropout_fields(config, **_DROPOUT),
     }
     if name == "mistral":
-        out |= {"sliding_window": layer.mixer.window}
+        out |= {"sliding_window": layer.attention.window}
     else:
-        out |= {"attention_bias": layer.mixer.bias, "mlp_bias": layer.mlp.bias}
+        out |= {"attention_bias": layer.attention.qkv_bias, "mlp_bias": layer.mlp.bias}
     if name == "granite":
         out |= {
-            "embedding_multiplier": config.embed.scale,
-            "residual_multiplier": config.stack.residual,
+            "embedding_multiplier": config.embedding.scale,
+            "residual_multiplier": config.stack.residual_scale,
             "attention_multiplier": _multiplier(config),
-            "logits_scaling": _inverse(language_head(config).scale),
+            "logits_scaling": _inverse(language_head(config).logit_scale),
         }
     return out
 
 
 def _name(config: ModelConfig) -> str:
     """Which of the classes has a place for what this model has."""
-    mixer = config.stack.layer(0).mixer
-    scales = (config.embed.scale, config.stack.residual, language_head(config).scale)
-    if mixer.scale != "default" or scales != (1.0, 1.0, 1.0):
+    mixer = config.stack.layer_config(0).attention
+    scales = (config.embedding.scale, config.stack.residual_scale, language_head(config).logit_scale)
+    if mixer.softmax_scale != "default" or scales != (1.0, 1.0, 1.0):
         return "granite"
     return "llama" if mixer.window is None else "mistral"
 
 
 def _multiplier(config: ModelConfig) -> float:
-    mixer = config.stack.layer(0).mixer
-    if mixer.scale == "default":
+    mixer = config.stack.layer_config(0).attention
+    if mixer.softmax_scale == "default":
         return float(head_dim(config, mixer) ** -0.5)
-    return 1.0 if mixer.scale == "none" else mixer.scale
+    return 1.0 if mixer.softmax_scale == "none" else mixer.softmax_scale
 
 
 def _inverse(scale: float) -> float:
@@ -118,4 +118,4 @@ def _inverse(scale: float) -> float:
     return next((x for x in (near, math.nextafter(near, 0), math.nextafter(near, math.inf)) if 1 / x == scale), near)
 
 
-FAMILY = family(("llama", "mistral", "granite"), read, rules(LAYER), write)
+FAMILY = decoder_family(("llama", "mistral", "granite"), read, decoder_rules(LAYER), write)

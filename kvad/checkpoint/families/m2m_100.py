@@ -6,17 +6,19 @@ Norms before each half, ReLU, sinusoidal positions with the frequencies of tenso
 
 from __future__ import annotations
 
-from kvad.checkpoint.families.fairseq import Skeleton
-from kvad.config import SinusoidalPositions
+from kvad.checkpoint.families.fairseq import BartFamily
+from kvad.config import SinusoidalPositionsConfig
 
 __all__ = ["FAMILY"]
 
-FAMILY = Skeleton(
+FAMILY = BartFamily(
     "m2m_100",
     "M2M100ForConditionalGeneration",
-    lambda fields, limit: SinusoidalPositions(form="fairseq", offset=fields.integer("pad_token_id", default=1) + 1),
-    pre=True,
+    lambda fields, limit: SinusoidalPositionsConfig(
+        form="fairseq", offset=fields.integer("pad_token_id", default=1) + 1
+    ),
+    pre_norm=True,
     head_bias=False,
     activation="relu",
-    scaled=True,
+    scale_embedding=True,
 ).family()

@@ -7,15 +7,15 @@ in older files, but are no weights.  ``share_encoder_decoder_embeddings`` false:
 
 from __future__ import annotations
 
-from kvad.checkpoint.families.fairseq import Skeleton, concat_tables
-from kvad.config import SinusoidalPositions
+from kvad.checkpoint.families.fairseq import BartFamily, concat_tables
+from kvad.config import SinusoidalPositionsConfig
 
 __all__ = ["FAMILY"]
 
-FAMILY = Skeleton(
+FAMILY = BartFamily(
     "marian",
     "MarianMTModel",
-    lambda fields, limit: SinusoidalPositions(form="concat"),
+    lambda fields, limit: SinusoidalPositionsConfig(form="concat"),
     two_vocabularies=True,
     extra=concat_tables,
 ).family()

@@ -5,8 +5,10 @@ Embeddings are scaled by sqrt(width) in its checkpoints.  mBART's target starts 
 
 from __future__ import annotations
 
-from kvad.checkpoint.families.fairseq import Skeleton, learned
+from kvad.checkpoint.families.fairseq import BartFamily, learned_positions
 
 __all__ = ["FAMILY"]
 
-FAMILY = Skeleton("mbart", "MBartForConditionalGeneration", learned(2), pre=True, embed_norm=True).family()
+FAMILY = BartFamily(
+    "mbart", "MBartForConditionalGeneration", learned_positions(2), pre_norm=True, embed_norm=True
+).family()

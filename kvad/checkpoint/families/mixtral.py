@@ -9,23 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, hf_activation, require_rope, rope_fields
 from kvad.checkpoint.families.decoders import (
     LAYER,
     STACKED,
-    attention,
-    family,
+    attention_config,
+    build_model_config,
+    build_stack,
+    decoder_family,
     full_rope,
-    known,
-    make,
-    rms,
-    rules_of,
-    sizes,
-    stack,
-    window,
+    layer_rules,
+    read_window,
+    rms_norm,
+    size_fields,
+    with_defaults,
 )
-from kvad.checkpoint.hf import Fields, Rule, rule, rules_under
-from kvad.config import Experts, Layer, ModelConfig
+from kvad.checkpoint.hf import HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad.config import LayerConfig, ModelConfig, MoEConfig
 
 __all__ = ["FAMILY"]
 
@@ -38,45 +38,52 @@ _DEFAULTS = {
 _NAMES = {mine: other for mine, other in LAYER.items() if not mine.startswith("mlp.")}
 
 
-def read(fields: Fields) -> ModelConfig:
-    fields = known(fields, **_DEFAULTS)
-    mlp = Experts(
+def read(fields: HFConfigReader) -> ModelConfig:
+    fields = with_defaults(fields, **_DEFAULTS)
+    mlp = MoEConfig(
         fields.integer("intermediate_size"),
-        count=fields.integer("num_local_experts"),
-        active=fields.integer("num_experts_per_tok"),
+        num_experts=fields.integer("num_local_experts"),
+        num_experts_per_token=fields.integer("num_experts_per_tok"),
         activation=fields.choice("hidden_act", ACTIVATIONS, "silu"),
     )
-    mixer = attention(fields, position=full_rope(fields, theta=1000000.0), window=window(fields))
-    return make(fields, stack({"L": Layer(mixer, mlp, rms(fields, 1e-5))}, "L" * fields.integer("num_hidden_layers")))
+    mixer = attention_config(fields, position=full_rope(fields, theta=1000000.0), window=read_window(fields))
+    return build_model_config(
+        fields,
+        build_stack({"L": LayerConfig(mixer, mlp, rms_norm(fields, 1e-5))}, "L" * fields.integer("num_hidden_layers")),
+    )
 
 
-def rules(config: ModelConfig) -> Iterator[Rule]:
-    mlp = config.stack.layer(0).mlp
-    assert isinstance(mlp, Experts)
-    count = mlp.count
+def rules(config: ModelConfig) -> Iterator[TensorRule]:
+    mlp = config.stack.layer_config(0).mlp
+    assert isinstance(mlp, MoEConfig)
+    count = mlp.num_experts
 
-    def layer(ours: str, theirs: str) -> Iterator[Rule]:
-        yield from rules_under(ours, theirs, {**_NAMES, "mlp.router": "block_sparse_moe.gate"})
+    def layer(ours: str, theirs: str) -> Iterator[TensorRule]:
+        yield from prefix_rules(ours, theirs, {**_NAMES, "mlp.router": "block_sparse_moe.gate"})
         for mine, other in {"gate": "w1", "down": "w2", "up": "w3"}.items():
             names = tuple(f"{theirs}.block_sparse_moe.experts.{expert}.{other}.weight" for expert in range(count))
-            yield rule(f"{ours}.mlp.{mine}", names, STACKED)
+            yield tensor_rule(f"{ours}.mlp.{mine}", names, STACKED)
 
-    return rules_of(config, layer)
+    return layer_rules(config, layer)
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    layer = config.stack.layer(0)
+    layer = config.stack.layer_config(0)
     mlp = layer.mlp
-    experts = {"num_local_experts": mlp.count, "num_experts_per_tok": mlp.active} if isinstance(mlp, Experts) else {}
+    experts = (
+        {"num_local_experts": mlp.num_experts, "num_experts_per_tok": mlp.num_experts_per_token}
+        if isinstance(mlp, MoEConfig)
+        else {}
+    )
     out = {
-        **sizes(config, "mixtral", "MixtralForCausalLM"),
-        "hidden_act": their_activation(mlp.activation),
+        **size_fields(config, "mixtral", "MixtralForCausalLM"),
+        "hidden_act": hf_activation(mlp.activation),
         "rms_norm_eps": layer.norm.eps,
-        "sliding_window": layer.mixer.window,
-        **rope_fields(rotary(layer.mixer.position, "mixtral")),
+        "sliding_window": layer.attention.window,
+        **rope_fields(require_rope(layer.attention.position, "mixtral")),
         **experts,
     }
     return out
 
 
-FAMILY = family(("mixtral",), read, rules, write)
+FAMILY = decoder_family(("mixtral",), read, rules, write)

@@ -11,30 +11,30 @@ from dataclasses import replace
 from typing import Any
 
 from kvad.checkpoint.families import encoders, roberta
-from kvad.checkpoint.hf import Fields, Rule, rule
-from kvad.config import ModelConfig, Pooled, T5Bias
+from kvad.checkpoint.hf import HFConfigReader, TensorRule, tensor_rule
+from kvad.config import ModelConfig, PoolingHeadConfig, T5BiasConfig
 
 __all__ = ["FAMILY"]
 
-_ATTENTION = {"mixer.q": "attn.q", "mixer.k": "attn.k", "mixer.v": "attn.v", "mixer.out": "attn.o"}
+_ATTENTION = {"attention.q": "attn.q", "attention.k": "attn.k", "attention.v": "attn.v", "attention.out": "attn.o"}
 _NAMES = {mine: f"attention.{other}" for mine, other in {**_ATTENTION, "norm1": "LayerNorm"}.items()}
 _LAYER = {**encoders.BERT_LAYER, **_NAMES}
 
 
-def read(fields: Fields) -> ModelConfig:
-    fields.refuse(
+def read(fields: HFConfigReader) -> ModelConfig:
+    fields.require_one_of(
         "relative_attention_num_buckets", 32, why="transformers computes 32 buckets whatever the table's size"
     )
-    config = roberta.read(encoders.changed(fields, pad_token_id=1, type_vocab_size=0))
-    layer = config.stack.kinds["L"]
-    mixer = replace(layer.mixer, position=T5Bias(32, 128, bidirectional=True))
-    return replace(config, encoder=replace(config.stack, kinds={"L": replace(layer, mixer=mixer)}))
+    config = roberta.read(encoders.with_changes(fields, pad_token_id=1, type_vocab_size=0))
+    layer = config.stack.layer_types["L"]
+    mixer = replace(layer.attention, position=T5BiasConfig(32, 128, bidirectional=True))
+    return replace(config, encoder=replace(config.stack, layer_types={"L": replace(layer, attention=mixer)}))
 
 
-def rules(config: ModelConfig) -> Iterator[Rule]:
-    base = "" if isinstance(config.head, Pooled) else "mpnet."
+def rules(config: ModelConfig) -> Iterator[TensorRule]:
+    base = "" if isinstance(config.head, PoolingHeadConfig) else "mpnet."
     yield from encoders.bert_rules(config, base, layer=_LAYER)
-    yield rule("encoder.relative.L", f"{base}encoder.relative_attention_bias.weight")
+    yield tensor_rule("encoder.relative_bias.L", f"{base}encoder.relative_attention_bias.weight")
     yield from roberta.head_rules(config, base)
 
 

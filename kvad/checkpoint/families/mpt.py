@@ -10,14 +10,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import one_kind
-from kvad.checkpoint.hf import STACKED, Family, Fields, Rule, rule, rules_under
-from kvad.config import Alibi, Attention, Embedding, Layer, ModelConfig, Norm, Plain, Stack
+from kvad.checkpoint.families.common import single_layer_type
+from kvad.checkpoint.hf import STACKED, Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad.config import (
+    AlibiConfig,
+    AttentionConfig,
+    EmbeddingConfig,
+    LayerConfig,
+    ModelConfig,
+    NormConfig,
+    PlainMLPConfig,
+    StackConfig,
+)
 
 __all__ = ["FAMILY"]
 
 _LAYER = {
-    "mixer.out": "attn.out_proj",
+    "attention.out": "attn.out_proj",
     "mlp.up": "ffn.up_proj",
     "mlp.down": "ffn.down_proj",
     "norm1": "norm_1",
@@ -25,66 +34,73 @@ _LAYER = {
 }
 
 
-def read(fields: Fields) -> ModelConfig:
+def read(fields: HFConfigReader) -> ModelConfig:
     width, attention = fields.integer("d_model", "hidden_size", default=2048), fields.part("attn_config")
-    _refuse(fields, attention)
+    _check_supported(fields, attention)
     scale = attention.get("softmax_scale")
-    mixer = Attention(
+    mixer = AttentionConfig(
         fields.integer("n_heads", "num_attention_heads", default=16),
-        position=Alibi(),
-        clip=attention.number("clip_qkv", default=0.0) or None,
-        scale="default" if scale is None else attention.number("softmax_scale"),
+        position=AlibiConfig(),
+        clip_qkv=attention.number("clip_qkv", default=0.0) or None,
+        softmax_scale="default" if scale is None else attention.number("softmax_scale"),
     )
-    layer = Layer(mixer, Plain(4 * width), Norm("layer", fields.number("layer_norm_epsilon", default=1e-5)))
+    layer = LayerConfig(
+        mixer, PlainMLPConfig(4 * width), NormConfig("layer", fields.number("layer_norm_epsilon", default=1e-5))
+    )
     return ModelConfig(
-        width=width,
-        vocab=fields.integer("vocab_size", default=50368),
-        limit=fields.integer("max_seq_len", default=2048),
-        decoder=Stack(fields.integer("n_layers", "num_hidden_layers", default=24), {"L": layer}),
-        embed=Embedding(),
-        tie=fields.flag("tie_word_embeddings", True),
+        hidden_size=width,
+        vocab_size=fields.integer("vocab_size", default=50368),
+        max_seq_len=fields.integer("max_seq_len", default=2048),
+        decoder=StackConfig(fields.integer("n_layers", "num_hidden_layers", default=24), {"L": layer}),
+        embedding=EmbeddingConfig(),
+        tie_embeddings=fields.flag("tie_word_embeddings", True),
     )
 
 
-def _refuse(fields: Fields, attention: Fields) -> None:
+def _check_supported(fields: HFConfigReader, attention: HFConfigReader) -> None:
     why = "transformers' class ignores it"
-    fields.refuse("no_bias", True, why=why)
-    fields.refuse("logit_scale", why=why)
-    fields.refuse("norm_type", "low_precision_layernorm", "layernorm", why=why)
-    attention.refuse("attn_type", "multihead_attention", why=why)
-    attention.refuse("alibi", True, why=why)
-    attention.refuse("alibi_bias_max", 8, why=why)
+    fields.require_one_of("no_bias", True, why=why)
+    fields.require_one_of("logit_scale", why=why)
+    fields.require_one_of("norm_type", "low_precision_layernorm", "layernorm", why=why)
+    attention.require_one_of("attn_type", "multihead_attention", why=why)
+    attention.require_one_of("alibi", True, why=why)
+    attention.require_one_of("alibi_bias_max", 8, why=why)
     for name in ("prefix_lm", "qk_ln", "attn_uses_sequence_id"):
-        attention.refuse(name, False, why=why)
+        attention.require_one_of(name, False, why=why)
 
 
-def rules(config: ModelConfig) -> Iterator[Rule]:
-    yield rule("embed.tokens", "transformer.wte")
-    for i in range(config.stack.layers):
+def rules(config: ModelConfig) -> Iterator[TensorRule]:
+    yield tensor_rule("embedding.tokens", "transformer.wte")
+    for i in range(config.stack.num_layers):
         ours, theirs = f"decoder.layers.{i}", f"transformer.blocks.{i}"
-        yield rule(tuple(f"{ours}.mixer.{part}" for part in "qkv"), f"{theirs}.attn.Wqkv", STACKED)
-        yield from rules_under(ours, theirs, _LAYER)
-    yield rule("decoder.norm", "transformer.norm_f")
-    yield rule("head", "lm_head")
+        yield tensor_rule(tuple(f"{ours}.attention.{part}" for part in "qkv"), f"{theirs}.attn.Wqkv", STACKED)
+        yield from prefix_rules(ours, theirs, _LAYER)
+    yield tensor_rule("decoder.norm", "transformer.norm_f")
+    yield tensor_rule("head", "lm_head")
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    layer: Layer = one_kind(config, "mpt")
-    scale = {"default": None, "none": 1.0}.get(str(layer.mixer.scale), layer.mixer.scale)
+    layer: LayerConfig = single_layer_type(config, "mpt")
+    scale = {"default": None, "none": 1.0}.get(str(layer.attention.softmax_scale), layer.attention.softmax_scale)
     fields = {
         "architectures": ["MptForCausalLM"],
         "model_type": "mpt",
-        "vocab_size": config.vocab,
-        "max_seq_len": config.limit,
-        "d_model": config.width,
-        "n_layers": config.stack.layers,
-        "n_heads": layer.mixer.heads,
+        "vocab_size": config.vocab_size,
+        "max_seq_len": config.max_seq_len,
+        "d_model": config.hidden_size,
+        "n_layers": config.stack.num_layers,
+        "n_heads": layer.attention.num_heads,
         "expansion_ratio": 4,
         "layer_norm_epsilon": layer.norm.eps,
         "no_bias": True,
         "learned_pos_emb": False,
-        "attn_config": {"alibi": True, "alibi_bias_max": 8, "clip_qkv": layer.mixer.clip, "softmax_scale": scale},
-        "tie_word_embeddings": config.tie,
+        "attn_config": {
+            "alibi": True,
+            "alibi_bias_max": 8,
+            "clip_qkv": layer.attention.clip_qkv,
+            "softmax_scale": scale,
+        },
+        "tie_word_embeddings": config.tie_embeddings,
     }
     return fields
 

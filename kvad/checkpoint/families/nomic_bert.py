@@ -11,20 +11,31 @@ from dataclasses import replace
 from typing import Any
 
 from kvad.checkpoint.families import bert, encoders
-from kvad.checkpoint.families.common import rope, rope_fields, rotary
-from kvad.checkpoint.hf import STACKED, Family, Fields, Rule, rule, rules_under
-from kvad.config import Attention, Classes, Gated, Head, Layer, ModelConfig, Plain, Pooled, Transform, head_dim
+from kvad.checkpoint.families.common import read_rope, require_rope, rope_fields
+from kvad.checkpoint.hf import STACKED, Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad.config import (
+    AttentionConfig,
+    ClassificationHeadConfig,
+    GatedMLPConfig,
+    HeadTransformConfig,
+    LanguageHeadConfig,
+    LayerConfig,
+    ModelConfig,
+    PlainMLPConfig,
+    PoolingHeadConfig,
+    head_dim,
+)
 
 __all__ = ["FAMILY"]
 
 _DECODER, _BIAS = "cls.predictions.decoder", "cls.predictions.bias"
 _EMBEDDING = {
-    "embed.tokens": "embeddings.word_embeddings",
-    "embed.segments": "embeddings.token_type_embeddings",
-    "embed.norm": "emb_ln",
+    "embedding.tokens": "embeddings.word_embeddings",
+    "embedding.token_types": "embeddings.token_type_embeddings",
+    "embedding.norm": "emb_ln",
 }
 _LAYER = {
-    "mixer.out": "attn.out_proj",
+    "attention.out": "attn.out_proj",
     "norm1": "norm1",
     "mlp.up": "mlp.fc11",
     "mlp.gate": "mlp.fc12",
@@ -33,53 +44,55 @@ _LAYER = {
 }
 
 
-def read(fields: Fields) -> ModelConfig:
+def read(fields: HFConfigReader) -> ModelConfig:
     limit = fields.integer("max_position_embeddings", default=2048)
     activation = fields.get("hidden_act", "silu")
-    config = bert.read(encoders.as_base(fields, max_position_embeddings=limit, hidden_act=activation))
-    layer, names = config.stack.kinds["L"], encoders.labels(fields)
-    assert isinstance(layer.mlp, Plain)
-    heads: dict[str, encoders.Task] = {
-        "ForMaskedLM": Head(bias=True, transform=Transform(layer.mlp.activation, norm=layer.norm)),
-        "ForTokenClassification": Classes(names),
-        "ForSequenceClassification": Classes(names, "row", transform=Transform("tanh")),
-        "Model": Pooled(),
+    config = bert.read(encoders.base_model_config(fields, max_position_embeddings=limit, hidden_act=activation))
+    layer, names = config.stack.layer_types["L"], encoders.read_labels(fields)
+    assert isinstance(layer.mlp, PlainMLPConfig)
+    heads: dict[str, encoders.TaskHead] = {
+        "ForMaskedLM": LanguageHeadConfig(
+            bias=True, transform=HeadTransformConfig(layer.mlp.activation, norm=layer.norm)
+        ),
+        "ForTokenClassification": ClassificationHeadConfig(names),
+        "ForSequenceClassification": ClassificationHeadConfig(names, "row", transform=HeadTransformConfig("tanh")),
+        "Model": PoolingHeadConfig(),
     }
-    heads_wide, position = fields.get("head_dim"), rope(fields, limit=limit, theta=1000.0)
-    size = None if heads_wide is None or heads_wide * layer.mixer.heads == config.width else heads_wide
-    mixer = Attention(layer.mixer.heads, head_dim=size, position=position, causal=False)
-    changed = Layer(mixer, Gated(layer.mlp.hidden, layer.mlp.activation), layer.norm)
+    heads_wide, position = fields.get("head_dim"), read_rope(fields, limit=limit, theta=1000.0)
+    size = None if heads_wide is None or heads_wide * layer.attention.num_heads == config.hidden_size else heads_wide
+    mixer = AttentionConfig(layer.attention.num_heads, head_dim=size, position=position, causal=False)
+    changed = LayerConfig(mixer, GatedMLPConfig(layer.mlp.intermediate_size, layer.mlp.activation), layer.norm)
     return replace(
         config,
-        encoder=replace(config.stack, kinds={"L": changed}),
-        embed=replace(config.embed, position=None),
-        head=encoders.task(fields, heads),
+        encoder=replace(config.stack, layer_types={"L": changed}),
+        embedding=replace(config.embedding, position=None),
+        head=encoders.read_task_head(fields, heads),
     )
 
 
-def rules(config: ModelConfig) -> Iterator[Rule]:
-    base = "" if isinstance(config.head, Pooled) else "nomic_bert."
+def rules(config: ModelConfig) -> Iterator[TensorRule]:
+    base = "" if isinstance(config.head, PoolingHeadConfig) else "nomic_bert."
     for mine, other in _EMBEDDING.items():
-        yield rule(mine, base + other)
-    for i in range(config.stack.layers):
+        yield tensor_rule(mine, base + other)
+    for i in range(config.stack.num_layers):
         ours, theirs = f"encoder.layers.{i}", f"{base}encoder.layers.{i}"
-        yield rule(tuple(f"{ours}.mixer.{part}" for part in "qkv"), f"{theirs}.attn.Wqkv", STACKED)
-        yield from rules_under(ours, theirs, _LAYER)
-    if isinstance(config.head, Head):
-        yield rule("head.transform.dense", "cls.predictions.transform.dense")
-        yield rule("head.transform.norm", "cls.predictions.transform.layer_norm")
+        yield tensor_rule(tuple(f"{ours}.attention.{part}" for part in "qkv"), f"{theirs}.attn.Wqkv", STACKED)
+        yield from prefix_rules(ours, theirs, _LAYER)
+    if isinstance(config.head, LanguageHeadConfig):
+        yield tensor_rule("head.transform.dense", "cls.predictions.transform.dense")
+        yield tensor_rule("head.transform.norm", "cls.predictions.transform.layer_norm")
         yield from encoders.head_bias(config, _DECODER, _BIAS)
     else:
-        yield rule("head.transform.dense", f"{base}pooler.dense")
-        yield rule("head", "classifier")
+        yield tensor_rule("head.transform.dense", f"{base}pooler.dense")
+        yield tensor_rule("head", "classifier")
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    mixer = config.stack.layer(0).mixer
+    mixer = config.stack.layer_config(0).attention
     fields = {
         **encoders.bert_fields(config, "nomic_bert", "NomicBert"),
         "head_dim": head_dim(config, mixer),
-        **rope_fields(rotary(mixer.position, "nomic_bert")),
+        **rope_fields(require_rope(mixer.position, "nomic_bert")),
     }
     return fields
 
@@ -92,6 +105,6 @@ FAMILY = Family(
     prefix="nomic_bert.",
     ignored=(r"cls\.predictions\.decoder\.weight",),
     head=(f"{_DECODER}.weight", "nomic_bert.embeddings.word_embeddings.weight"),
-    settle=encoders.settling("cls.predictions.transform.dense.weight"),
-    copies=encoders.one_bias(_DECODER, _BIAS),
+    resolve=encoders.head_resolver("cls.predictions.transform.dense.weight"),
+    copies=encoders.bias_rules(_DECODER, _BIAS),
 )

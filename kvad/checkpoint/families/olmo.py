@@ -8,23 +8,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, optional, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, hf_activation, optional, require_rope, rope_fields
 from kvad.checkpoint.families.decoders import (
     LAYER,
     QK_NORM,
-    attention,
-    family,
+    attention_config,
+    build_model_config,
+    build_stack,
+    decoder_family,
+    decoder_rules,
     full_rope,
-    known,
-    make,
-    rms,
-    rules,
-    sizes,
-    stack,
-    with_type,
+    rms_norm,
+    size_fields,
+    with_defaults,
+    with_rope_type,
 )
-from kvad.checkpoint.hf import Fields
-from kvad.config import Gated, Layer, ModelConfig, Norm
+from kvad.checkpoint.hf import HFConfigReader
+from kvad.config import GatedMLPConfig, LayerConfig, ModelConfig, NormConfig
 
 __all__ = ["FAMILY"]
 
@@ -32,11 +32,11 @@ _CLASSES = {"olmo": "OlmoForCausalLM", "olmo2": "Olmo2ForCausalLM"}
 _NORMS = {"norm1": "post_attention_layernorm", "norm2": "post_feedforward_layernorm"}  # the first has no weights
 
 
-def read(fields: Fields) -> ModelConfig:
+def read(fields: HFConfigReader) -> ModelConfig:
     second = fields.model_type == "olmo2"
-    fields = known(fields, max_position_embeddings=2048)
+    fields = with_defaults(fields, max_position_embeddings=2048)
     bias = fields.flag("attention_bias")
-    mixer = attention(
+    mixer = attention_config(
         fields,
         position=full_rope(fields),
         bias=bias,
@@ -44,25 +44,25 @@ def read(fields: Fields) -> ModelConfig:
         qk_norm="full" if second else "none",
         clip=None if second else optional(fields, "clip_qkv"),
     )
-    mlp = Gated(fields.integer("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS, "silu"))
-    norm = rms(fields, 1e-5) if second else Norm("layer", 1e-5, weight=False)
+    mlp = GatedMLPConfig(fields.integer("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS, "silu"))
+    norm = rms_norm(fields, 1e-5) if second else NormConfig("layer", 1e-5, weight=False)
     place = "after" if second else "pre"
     layers = fields.integer("num_hidden_layers")
-    return make(fields, stack({"L": Layer(mixer, mlp, norm)}, "L" * layers, norm_place=place))
+    return build_model_config(fields, build_stack({"L": LayerConfig(mixer, mlp, norm)}, "L" * layers, norm_place=place))
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    layer = config.stack.layer(0)
+    layer = config.stack.layer_config(0)
     name = "olmo" if layer.norm.kind == "layer" else "olmo2"
-    own = {"clip_qkv": layer.mixer.clip} if name == "olmo" else {"rms_norm_eps": layer.norm.eps}
+    own = {"clip_qkv": layer.attention.clip_qkv} if name == "olmo" else {"rms_norm_eps": layer.norm.eps}
     out = {
-        **sizes(config, name, _CLASSES[name]),
-        "hidden_act": their_activation(layer.mlp.activation),
-        "attention_bias": layer.mixer.bias,
-        **with_type(rope_fields(rotary(layer.mixer.position, name)), "factor"),
+        **size_fields(config, name, _CLASSES[name]),
+        "hidden_act": hf_activation(layer.mlp.activation),
+        "attention_bias": layer.attention.qkv_bias,
+        **with_rope_type(rope_fields(require_rope(layer.attention.position, name)), "factor"),
         **own,
     }
     return out
 
 
-FAMILY = family(("olmo", "olmo2"), read, rules({**LAYER, **QK_NORM, **_NORMS}), write)
+FAMILY = decoder_family(("olmo", "olmo2"), read, decoder_rules({**LAYER, **QK_NORM, **_NORMS}), write)

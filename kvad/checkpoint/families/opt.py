@@ -9,83 +9,90 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, FAIRSEQ_LAYER, one_kind, their_activation
-from kvad.checkpoint.hf import Family, Fields, Rule, rule, rules_under
+from kvad.checkpoint.families.common import ACTIVATIONS, FAIRSEQ_LAYER, hf_activation, single_layer_type
+from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
 from kvad.config import (
-    Attention,
-    Embedding,
-    Head,
-    Layer,
-    LearnedPositions,
+    AttentionConfig,
+    EmbeddingConfig,
+    HeadTransformConfig,
+    LanguageHeadConfig,
+    LayerConfig,
+    LearnedPositionsConfig,
     ModelConfig,
-    Norm,
-    Plain,
-    Stack,
-    Transform,
-    table_width,
+    NormConfig,
+    PlainMLPConfig,
+    StackConfig,
+    embedding_size,
 )
 
 __all__ = ["FAMILY"]
 
 
-def read(fields: Fields) -> ModelConfig:
+def read(fields: HFConfigReader) -> ModelConfig:
     width, limit = fields.integer("hidden_size"), fields.integer("max_position_embeddings", default=2048)
     bias, affine = fields.flag("enable_bias", True), fields.flag("layer_norm_elementwise_affine", True)
-    mixer = Attention(fields.integer("num_attention_heads"), position=None, bias=bias, out_bias=bias)
-    mlp = Plain(fields.integer("ffn_dim"), fields.choice("activation_function", ACTIVATIONS, "relu"), bias)
-    layer = Layer(mixer, mlp, Norm("layer", 1e-5, bias=affine, weight=affine))
+    mixer = AttentionConfig(fields.integer("num_attention_heads"), position=None, qkv_bias=bias, out_bias=bias)
+    mlp = PlainMLPConfig(fields.integer("ffn_dim"), fields.choice("activation_function", ACTIVATIONS, "relu"), bias)
+    layer = LayerConfig(mixer, mlp, NormConfig("layer", 1e-5, bias=affine, weight=affine))
     before = fields.flag("do_layer_norm_before", True)
     final = before and not fields.flag("_remove_final_layer_norm")
     table = fields.integer("word_embed_proj_dim", default=width)
-    positions = LearnedPositions(limit + 2, offset=2)
+    positions = LearnedPositionsConfig(limit + 2, offset=2)
     other = table != width
     return ModelConfig(
-        width=width,
-        vocab=fields.integer("vocab_size"),
-        limit=limit,
-        decoder=Stack(
-            fields.integer("num_hidden_layers"), {"L": layer}, norm_place="pre" if before else "post", final_norm=final
+        hidden_size=width,
+        vocab_size=fields.integer("vocab_size"),
+        max_seq_len=limit,
+        decoder=StackConfig(
+            fields.integer("num_hidden_layers"),
+            {"L": layer},
+            norm_position="pre" if before else "post",
+            final_norm=final,
         ),
-        embed=Embedding(positions, width=table, project="start") if other else Embedding(positions),
-        head=Head(transform=Transform(activation=None, bias=False, width=table)) if other else Head(),
-        tie=fields.flag("tie_word_embeddings", True),
+        embedding=EmbeddingConfig(positions, embedding_size=table, projection="start")
+        if other
+        else EmbeddingConfig(positions),
+        head=LanguageHeadConfig(transform=HeadTransformConfig(activation=None, bias=False, output_size=table))
+        if other
+        else LanguageHeadConfig(),
+        tie_embeddings=fields.flag("tie_word_embeddings", True),
     )
 
 
-def rules(config: ModelConfig) -> Iterator[Rule]:
+def rules(config: ModelConfig) -> Iterator[TensorRule]:
     names = {
-        "embed.tokens": "embed_tokens",
-        "embed.positions": "embed_positions",
-        "embed.project": "project_in",
+        "embedding.tokens": "embed_tokens",
+        "embedding.positions": "embed_positions",
+        "embedding.projection": "project_in",
         "decoder.norm": "final_layer_norm",
         "head.transform.dense": "project_out",
     }
     for mine, other in names.items():
-        yield rule(mine, f"model.decoder.{other}")
-    for i in range(config.stack.layers):
-        yield from rules_under(f"decoder.layers.{i}", f"model.decoder.layers.{i}", FAIRSEQ_LAYER)
-    yield rule("head", "lm_head")
+        yield tensor_rule(mine, f"model.decoder.{other}")
+    for i in range(config.stack.num_layers):
+        yield from prefix_rules(f"decoder.layers.{i}", f"model.decoder.layers.{i}", FAIRSEQ_LAYER)
+    yield tensor_rule("head", "lm_head")
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    layer: Layer = one_kind(config, "opt")
-    before = config.stack.norm_place == "pre"
+    layer: LayerConfig = single_layer_type(config, "opt")
+    before = config.stack.norm_position == "pre"
     fields = {
         "architectures": ["OPTForCausalLM"],
         "model_type": "opt",
-        "vocab_size": config.vocab,
-        "max_position_embeddings": config.limit,
-        "hidden_size": config.width,
-        "word_embed_proj_dim": table_width(config),
-        "num_hidden_layers": config.stack.layers,
-        "num_attention_heads": layer.mixer.heads,
-        "ffn_dim": layer.mlp.hidden,
-        "activation_function": their_activation(layer.mlp.activation),
-        "enable_bias": layer.mixer.bias,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_seq_len,
+        "hidden_size": config.hidden_size,
+        "word_embed_proj_dim": embedding_size(config),
+        "num_hidden_layers": config.stack.num_layers,
+        "num_attention_heads": layer.attention.num_heads,
+        "ffn_dim": layer.mlp.intermediate_size,
+        "activation_function": hf_activation(layer.mlp.activation),
+        "enable_bias": layer.attention.qkv_bias,
         "layer_norm_elementwise_affine": layer.norm.weight,
         "do_layer_norm_before": before,
         "_remove_final_layer_norm": before and not config.stack.final_norm,
-        "tie_word_embeddings": config.tie,
+        "tie_word_embeddings": config.tie_embeddings,
     }
     return fields
 

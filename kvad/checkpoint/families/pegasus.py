@@ -5,15 +5,15 @@ The table stands in their files, but is no weight.
 
 from __future__ import annotations
 
-from kvad.checkpoint.families.fairseq import Skeleton, concat_tables
-from kvad.config import SinusoidalPositions
+from kvad.checkpoint.families.fairseq import BartFamily, concat_tables
+from kvad.config import SinusoidalPositionsConfig
 
 __all__ = ["FAMILY"]
 
-FAMILY = Skeleton(
+FAMILY = BartFamily(
     "pegasus",
     "PegasusForConditionalGeneration",
-    lambda fields, limit: SinusoidalPositions(form="concat"),
-    pre=True,
+    lambda fields, limit: SinusoidalPositionsConfig(form="concat"),
+    pre_norm=True,
     extra=concat_tables,
 ).family()

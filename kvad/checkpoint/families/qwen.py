@@ -8,25 +8,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, hf_activation, require_rope, rope_fields
 from kvad.checkpoint.families.decoders import (
     LAYER,
     QK_NORM,
-    attention,
-    chosen_letters,
-    family,
+    attention_config,
+    build_model_config,
+    build_stack,
+    decoder_family,
+    decoder_rules,
     full_rope,
-    known,
-    layer_types,
-    make,
-    rms,
-    rules,
-    sizes,
-    stack,
-    window,
+    optional_window_pattern,
+    read_window,
+    rms_norm,
+    size_fields,
+    with_defaults,
+    write_layer_types,
 )
-from kvad.checkpoint.hf import Fields
-from kvad.config import Gated, Layer, ModelConfig, head_dim
+from kvad.checkpoint.hf import HFConfigReader
+from kvad.config import GatedMLPConfig, LayerConfig, ModelConfig, head_dim
 
 __all__ = ["FAMILY"]
 
@@ -39,51 +39,51 @@ _DEFAULTS = {
 _CLASSES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
-def read(fields: Fields) -> ModelConfig:
+def read(fields: HFConfigReader) -> ModelConfig:
     third = fields.model_type == "qwen3"
-    fields = known(fields, **_DEFAULTS, **({"head_dim": 128} if third else {}))
+    fields = with_defaults(fields, **_DEFAULTS, **({"head_dim": 128} if third else {}))
     bias = third and fields.flag("attention_bias")
-    position, mlp = full_rope(fields), Gated(fields.integer("intermediate_size"), _activation(fields))
+    position, mlp = full_rope(fields), GatedMLPConfig(fields.integer("intermediate_size"), _activation(fields))
     pattern = _pattern(fields)
     kinds = {}
     for letter in set(pattern):
-        mixer = attention(
+        mixer = attention_config(
             fields,
             position=position,
-            window=window(fields) if letter == "L" else None,
+            window=read_window(fields) if letter == "L" else None,
             bias=bias if third else True,
             out_bias=bias,
             qk_norm="head" if third else "none",
         )
-        kinds[letter] = Layer(mixer, mlp, rms(fields))
-    return make(fields, stack(kinds, pattern))
+        kinds[letter] = LayerConfig(mixer, mlp, rms_norm(fields))
+    return build_model_config(fields, build_stack(kinds, pattern))
 
 
-def _activation(fields: Fields) -> Any:
+def _activation(fields: HFConfigReader) -> Any:
     return fields.choice("hidden_act", ACTIVATIONS, "silu")
 
 
-def _pattern(fields: Fields) -> str:
-    return chosen_letters(fields, lambda index: index >= fields.integer("max_window_layers"))
+def _pattern(fields: HFConfigReader) -> str:
+    return optional_window_pattern(fields, lambda index: index >= fields.integer("max_window_layers"))
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    layer = config.stack.layer(0)
-    name = "qwen2" if layer.mixer.qk_norm == "none" else "qwen3"
-    types = layer_types(config)
+    layer = config.stack.layer_config(0)
+    name = "qwen2" if layer.attention.qk_norm == "none" else "qwen3"
+    types = write_layer_types(config)
     windows = [kind == "sliding_attention" for kind in types["layer_types"]]
     out = {
-        **sizes(config, name, _CLASSES[name]),
-        "hidden_act": their_activation(layer.mlp.activation),
+        **size_fields(config, name, _CLASSES[name]),
+        "hidden_act": hf_activation(layer.mlp.activation),
         "rms_norm_eps": layer.norm.eps,
-        **rope_fields(rotary(layer.mixer.position, name)),
+        **rope_fields(require_rope(layer.attention.position, name)),
         "use_sliding_window": any(windows),
-        "max_window_layers": windows.index(True) if any(windows) else config.stack.layers,
+        "max_window_layers": windows.index(True) if any(windows) else config.stack.num_layers,
         **types,
     }
     if name == "qwen3":
-        out |= {"attention_bias": layer.mixer.bias, "head_dim": head_dim(config, layer.mixer)}
+        out |= {"attention_bias": layer.attention.qkv_bias, "head_dim": head_dim(config, layer.attention)}
     return out
 
 
-FAMILY = family(("qwen2", "qwen3"), read, rules({**LAYER, **QK_NORM}), write)
+FAMILY = decoder_family(("qwen2", "qwen3"), read, decoder_rules({**LAYER, **QK_NORM}), write)

@@ -12,60 +12,67 @@ from dataclasses import replace
 from typing import Any
 
 from kvad.checkpoint.families import bert, encoders
-from kvad.checkpoint.hf import Family, Fields, Rule, rule
-from kvad.config import Classes, Head, LearnedPositions, ModelConfig, Pooled, Transform
+from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, tensor_rule
+from kvad.config import (
+    ClassificationHeadConfig,
+    HeadTransformConfig,
+    LanguageHeadConfig,
+    LearnedPositionsConfig,
+    ModelConfig,
+    PoolingHeadConfig,
+)
 from kvad.errors import CheckpointError
 
 __all__ = ["FAMILY", "family", "head_rules", "offset_fields", "read"]
 
 
-def read(fields: Fields) -> ModelConfig:
-    offset, config = fields.integer("pad_token_id", default=1) + 1, bert.read(encoders.as_base(fields))
-    if not 0 <= offset < config.limit:
-        raise CheckpointError(f"{fields.where}: pad_token_id {offset - 1} leaves no positions of {config.limit}")
-    names, norm = encoders.labels(fields), config.embed.norm
-    heads: dict[str, encoders.Task] = {
-        "ForMaskedLM": Head(bias=True, transform=Transform("gelu", norm=norm)),
-        "ForTokenClassification": Classes(names),
-        "ForSequenceClassification": Classes(names, "row", transform=Transform("tanh")),
-        "Model": encoders.pooler(fields),
+def read(fields: HFConfigReader) -> ModelConfig:
+    offset, config = fields.integer("pad_token_id", default=1) + 1, bert.read(encoders.base_model_config(fields))
+    if not 0 <= offset < config.max_seq_len:
+        raise CheckpointError(f"{fields.where}: pad_token_id {offset - 1} leaves no positions of {config.max_seq_len}")
+    names, norm = encoders.read_labels(fields), config.embedding.norm
+    heads: dict[str, encoders.TaskHead] = {
+        "ForMaskedLM": LanguageHeadConfig(bias=True, transform=HeadTransformConfig("gelu", norm=norm)),
+        "ForTokenClassification": ClassificationHeadConfig(names),
+        "ForSequenceClassification": ClassificationHeadConfig(names, "row", transform=HeadTransformConfig("tanh")),
+        "Model": encoders.read_pooler(fields),
     }
-    positions = LearnedPositions(config.limit, offset=offset)
+    positions = LearnedPositionsConfig(config.max_seq_len, offset=offset)
     return replace(
         config,
-        limit=config.limit - offset,
-        embed=replace(config.embed, position=positions),
-        head=encoders.task(fields, heads),
+        max_seq_len=config.max_seq_len - offset,
+        embedding=replace(config.embedding, position=positions),
+        head=encoders.read_task_head(fields, heads),
     )
 
 
-def head_rules(config: ModelConfig, base: str) -> Iterator[Rule]:
+def head_rules(config: ModelConfig, base: str) -> Iterator[TensorRule]:
     """The heads by RoBERTa's names; ``base``: of the model below them."""
-    if isinstance(config.head, Head):
-        yield rule("head.transform.dense", "lm_head.dense")
-        yield rule("head.transform.norm", "lm_head.layer_norm")
+    if isinstance(config.head, LanguageHeadConfig):
+        yield tensor_rule("head.transform.dense", "lm_head.dense")
+        yield tensor_rule("head.transform.norm", "lm_head.layer_norm")
         yield from encoders.head_bias(config, "lm_head.decoder", "lm_head.bias")
-    elif isinstance(config.head, Pooled):
-        yield rule("head.transform.dense", f"{base}pooler.dense")
-    elif config.head.per == "row":
-        yield rule("head.transform.dense", "classifier.dense")
-        yield rule("head", "classifier.out_proj")
+    elif isinstance(config.head, PoolingHeadConfig):
+        yield tensor_rule("head.transform.dense", f"{base}pooler.dense")
+    elif config.head.level == "row":
+        yield tensor_rule("head.transform.dense", "classifier.dense")
+        yield tensor_rule("head", "classifier.out_proj")
     else:
-        yield rule("head", "classifier")
+        yield tensor_rule("head", "classifier")
 
 
-def rules(config: ModelConfig) -> Iterator[Rule]:
-    base = "" if isinstance(config.head, Pooled) else "roberta."
+def rules(config: ModelConfig) -> Iterator[TensorRule]:
+    base = "" if isinstance(config.head, PoolingHeadConfig) else "roberta."
     yield from encoders.bert_rules(config, base)
     yield from head_rules(config, base)
 
 
 def offset_fields(config: ModelConfig) -> dict[str, Any]:
     """The size of the table of positions, and where they begin."""
-    position = config.embed.position
-    if not isinstance(position, LearnedPositions):
+    position = config.embedding.position
+    if not isinstance(position, LearnedPositionsConfig):
         raise CheckpointError("roberta cannot express this model: its positions are not learned")
-    return {"max_position_embeddings": position.size, "pad_token_id": position.offset - 1}
+    return {"max_position_embeddings": position.num_positions, "pad_token_id": position.offset - 1}
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
@@ -82,9 +89,9 @@ def family(types: tuple[str, ...], base: str, read: Any, rules: Any, write: Any)
         prefix=base,
         ignored=(r"embeddings\.position_ids", r"pooler\..*", r"lm_head\.decoder\.weight"),
         head=("lm_head.decoder.weight", f"{base}embeddings.word_embeddings.weight"),
-        spellings=encoders.LEGACY_NORMS,
-        settle=encoders.settling("lm_head.dense.weight", f"{base}pooler.dense.weight"),
-        copies=encoders.one_bias("lm_head.decoder", "lm_head.bias"),
+        name_variants=encoders.LEGACY_NORMS,
+        resolve=encoders.head_resolver("lm_head.dense.weight", f"{base}pooler.dense.weight"),
+        copies=encoders.bias_rules("lm_head.decoder", "lm_head.bias"),
     )
 
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from kvad.checkpoint.families import encoders, roberta
-from kvad.checkpoint.hf import Fields, Rule, rule
-from kvad.config import ModelConfig, Pooled
+from kvad.checkpoint.hf import HFConfigReader, TensorRule, tensor_rule
+from kvad.config import ModelConfig, PoolingHeadConfig
 
 __all__ = ["FAMILY"]
 
@@ -19,15 +19,15 @@ _BASE = "roberta_prelayernorm."
 _LAYER = {**encoders.BERT_LAYER, "norm1": "attention.LayerNorm", "norm2": "intermediate.LayerNorm"}
 
 
-def read(fields: Fields) -> ModelConfig:
+def read(fields: HFConfigReader) -> ModelConfig:
     config = roberta.read(fields)
-    return replace(config, encoder=replace(config.stack, norm_place="pre", final_norm=True))
+    return replace(config, encoder=replace(config.stack, norm_position="pre", final_norm=True))
 
 
-def rules(config: ModelConfig) -> Iterator[Rule]:
-    base = "" if isinstance(config.head, Pooled) else _BASE
+def rules(config: ModelConfig) -> Iterator[TensorRule]:
+    base = "" if isinstance(config.head, PoolingHeadConfig) else _BASE
     yield from encoders.bert_rules(config, base, layer=_LAYER)
-    yield rule("encoder.norm", f"{base}LayerNorm")
+    yield tensor_rule("encoder.norm", f"{base}LayerNorm")
     yield from roberta.head_rules(config, base)
 
 

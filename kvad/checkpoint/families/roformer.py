@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 
 from kvad.checkpoint.families import bert, encoders
-from kvad.checkpoint.hf import Family, Fields, Rule, rule
+from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, tensor_rule
 from kvad.config import (
-    Classes,
-    Head,
+    ClassificationHeadConfig,
+    HeadTransformConfig,
+    LanguageHeadConfig,
     ModelConfig,
-    Plain,
-    Pooled,
-    Rope,
-    SinusoidalPositions,
-    Transform,
+    PlainMLPConfig,
+    PoolingHeadConfig,
+    RopeConfig,
+    SinusoidalPositionsConfig,
+    embedding_size,
     head_dim,
-    table_width,
 )
 from kvad.errors import CheckpointError
-from kvad.model.positions import sinusoid
+from kvad.model.positions import sinusoidal_embedding
 
 __all__ = ["FAMILY"]
 
@@ -36,60 +36,62 @@ _DECODER, _BIAS = "cls.predictions.decoder", "cls.predictions.bias"
 _TABLE = "encoder.embed_positions.weight"
 
 
-def read(fields: Fields) -> ModelConfig:
-    fields.refuse("rotary_value", False, why="rotated values are not known")
+def read(fields: HFConfigReader) -> ModelConfig:
+    fields.require_one_of("rotary_value", False, why="rotated values are not known")
     causal = fields.flag("is_decoder")
     if causal != fields.architecture.endswith("ForCausalLM"):
         raise CheckpointError(
             f"{fields.where}: is_decoder {causal} of {fields.architecture} is not supported",
             "RoFormerForCausalLM is a decoder, the other classes are encoders",
         )
-    config = bert.read(encoders.as_base(fields, is_decoder=False, max_position_embeddings=_limit(fields)))
-    layer, names = config.stack.kinds["L"], encoders.labels(fields)
-    assert isinstance(layer.mlp, Plain)
-    size, activation = fields.integer("embedding_size", default=config.width), layer.mlp.activation
-    narrow = None if size == config.width else size
-    language = Head(bias=True, transform=Transform(activation, norm=layer.norm, width=narrow))
-    heads: dict[str, encoders.Task] = {
+    config = bert.read(encoders.base_model_config(fields, is_decoder=False, max_position_embeddings=_limit(fields)))
+    layer, names = config.stack.layer_types["L"], encoders.read_labels(fields)
+    assert isinstance(layer.mlp, PlainMLPConfig)
+    size, activation = fields.integer("embedding_size", default=config.hidden_size), layer.mlp.activation
+    narrow = None if size == config.hidden_size else size
+    language = LanguageHeadConfig(
+        bias=True, transform=HeadTransformConfig(activation, norm=layer.norm, output_size=narrow)
+    )
+    heads: dict[str, encoders.TaskHead] = {
         "ForMaskedLM": language,
         "ForCausalLM": language,
-        "ForTokenClassification": Classes(names),
-        "ForSequenceClassification": Classes(names, "row", transform=Transform(activation)),
-        "Model": Pooled(),
+        "ForTokenClassification": ClassificationHeadConfig(names),
+        "ForSequenceClassification": ClassificationHeadConfig(names, "row", transform=HeadTransformConfig(activation)),
+        "Model": PoolingHeadConfig(),
     }
-    mixer = replace(layer.mixer, position=Rope(interleaved=True), causal=causal)
-    stack = replace(config.stack, kinds={"L": replace(layer, mixer=mixer)})
+    mixer = replace(layer.attention, position=RopeConfig(interleaved=True), causal=causal)
+    stack = replace(config.stack, layer_types={"L": replace(layer, attention=mixer)})
     return replace(
         config,
         encoder=None if causal else stack,
         decoder=stack if causal else None,
-        embed=replace(config.embed, position=None, width=narrow),
-        head=encoders.task(fields, heads),
+        embedding=replace(config.embedding, position=None, embedding_size=narrow),
+        head=encoders.read_task_head(fields, heads),
     )
 
 
-def _limit(fields: Fields) -> int:
+def _limit(fields: HFConfigReader) -> int:
     return fields.integer("max_position_embeddings", default=1536)
 
 
-def rules(config: ModelConfig) -> Iterator[Rule]:
-    base = "" if isinstance(config.head, Pooled) else "roformer."
+def rules(config: ModelConfig) -> Iterator[TensorRule]:
+    base = "" if isinstance(config.head, PoolingHeadConfig) else "roformer."
     yield from encoders.bert_rules(config, base, "encoder" if config.decoder is None else "decoder")
-    if isinstance(config.head, Head):
-        yield rule("head.transform.dense", "cls.predictions.transform.dense")
-        yield rule("head.transform.norm", "cls.predictions.transform.LayerNorm")
+    if isinstance(config.head, LanguageHeadConfig):
+        yield tensor_rule("head.transform.dense", "cls.predictions.transform.dense")
+        yield tensor_rule("head.transform.norm", "cls.predictions.transform.LayerNorm")
         yield from encoders.head_bias(config, _DECODER, _BIAS)
-    elif isinstance(config.head, Classes) and config.head.per == "row":
-        yield rule("head.transform.dense", "classifier.dense")
-        yield rule("head", "classifier.out_proj")
+    elif isinstance(config.head, ClassificationHeadConfig) and config.head.level == "row":
+        yield tensor_rule("head.transform.dense", "classifier.dense")
+        yield tensor_rule("head", "classifier.out_proj")
     else:
-        yield rule("head", "classifier")
+        yield tensor_rule("head", "classifier")
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
     fields = {
         **encoders.bert_fields(config, "roformer", "RoFormer"),
-        "embedding_size": table_width(config),
+        "embedding_size": embedding_size(config),
         "rotary_value": False,
         "is_decoder": config.decoder is not None,
     }
@@ -100,15 +102,18 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 def table(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """[limit, D]: the sines of all angles, then their cosines."""
-    dim = head_dim(config, config.stack.layer(0).mixer)
-    base = "" if isinstance(config.head, Pooled) else "roformer."
-    yield base + _TABLE, sinusoid(torch.arange(config.limit), dim, SinusoidalPositions(form="concat"))
+    dim = head_dim(config, config.stack.layer_config(0).attention)
+    base = "" if isinstance(config.head, PoolingHeadConfig) else "roformer."
+    yield (
+        base + _TABLE,
+        sinusoidal_embedding(torch.arange(config.max_seq_len), dim, SinusoidalPositionsConfig(form="concat")),
+    )
 
 
-_heads = encoders.settling("cls.predictions.transform.dense.weight")
+_heads = encoders.head_resolver("cls.predictions.transform.dense.weight")
 
 
-def settle(config: ModelConfig, look: Callable[[str], Tensor | None]) -> ModelConfig:
+def resolve(config: ModelConfig, look: Callable[[str], Tensor | None]) -> ModelConfig:
     """A decoder has a head."""
     return config if config.decoder is not None else _heads(config, look)
 
@@ -122,7 +127,7 @@ FAMILY = Family(
     ignored=(r"encoder\.embed_positions\.weight", r"cls\.predictions\.decoder\.weight"),
     extra=table,
     head=(f"{_DECODER}.weight", "roformer.embeddings.word_embeddings.weight"),
-    spellings=encoders.LEGACY_NORMS,
-    settle=settle,
-    copies=encoders.one_bias(_DECODER, _BIAS),
+    name_variants=encoders.LEGACY_NORMS,
+    resolve=resolve,
+    copies=encoders.bias_rules(_DECODER, _BIAS),
 )

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, hf_activation, require_rope, rope_fields
 from kvad.checkpoint.families.decoders import (
     LAYER,
-    attention,
-    family,
+    attention_config,
+    build_model_config,
+    build_stack,
+    decoder_family,
+    decoder_rules,
     full_rope,
-    known,
-    make,
-    rules,
-    sizes,
-    stack,
-    window,
+    read_window,
+    size_fields,
+    with_defaults,
 )
-from kvad.checkpoint.hf import Fields
-from kvad.config import Layer, ModelConfig, Norm, Plain
+from kvad.checkpoint.hf import HFConfigReader
+from kvad.config import LayerConfig, ModelConfig, NormConfig, PlainMLPConfig
 
 __all__ = ["FAMILY"]
 
@@ -26,27 +26,27 @@ _DEFAULTS = {"max_position_embeddings": 4096, "num_key_value_heads": 2}
 _NAMES = {**LAYER, "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
 
 
-def read(fields: Fields) -> ModelConfig:
-    fields = known(fields, **_DEFAULTS)
+def read(fields: HFConfigReader) -> ModelConfig:
+    fields = with_defaults(fields, **_DEFAULTS)
     bias = fields.flag("use_bias", True)
-    mixer = attention(fields, position=full_rope(fields), window=window(fields), bias=bias, out_bias=bias)
+    mixer = attention_config(fields, position=full_rope(fields), window=read_window(fields), bias=bias, out_bias=bias)
     activation = fields.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh")
-    mlp = Plain(fields.integer("intermediate_size"), activation, bias)
-    layer = Layer(mixer, mlp, Norm("layer", fields.number("norm_epsilon", default=1e-5), bias=True))
-    return make(fields, stack({"L": layer}, "L" * fields.integer("num_hidden_layers")), tie=True)
+    mlp = PlainMLPConfig(fields.integer("intermediate_size"), activation, bias)
+    layer = LayerConfig(mixer, mlp, NormConfig("layer", fields.number("norm_epsilon", default=1e-5), bias=True))
+    return build_model_config(fields, build_stack({"L": layer}, "L" * fields.integer("num_hidden_layers")), tie=True)
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    layer = config.stack.layer(0)
+    layer = config.stack.layer_config(0)
     out = {
-        **sizes(config, "starcoder2", "Starcoder2ForCausalLM"),
-        "hidden_act": their_activation(layer.mlp.activation),
+        **size_fields(config, "starcoder2", "Starcoder2ForCausalLM"),
+        "hidden_act": hf_activation(layer.mlp.activation),
         "norm_epsilon": layer.norm.eps,
-        "use_bias": layer.mixer.bias,
-        "sliding_window": layer.mixer.window,
-        **rope_fields(rotary(layer.mixer.position, "starcoder2")),
+        "use_bias": layer.attention.qkv_bias,
+        "sliding_window": layer.attention.window,
+        **rope_fields(require_rope(layer.attention.position, "starcoder2")),
     }
     return out
 
 
-FAMILY = family(("starcoder2",), read, rules(_NAMES), write)
+FAMILY = decoder_family(("starcoder2",), read, decoder_rules(_NAMES), write)

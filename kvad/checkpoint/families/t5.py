@@ -22,26 +22,26 @@ from typing import Any
 
 from kvad.checkpoint.families.common import (
     ACTIVATIONS,
-    cannot_express,
+    check_expressible,
     dropout_fields,
-    dropout_of,
-    one_kind,
-    their_activation,
+    hf_activation,
+    read_dropout,
+    single_layer_type,
 )
-from kvad.checkpoint.hf import Family, Fields, Rule, rule, rules_under
+from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
 from kvad.config import (
-    Attention,
-    Embedding,
-    Gated,
-    Head,
-    Layer,
+    AttentionConfig,
+    EmbeddingConfig,
+    EncoderInputConfig,
+    GatedMLPConfig,
+    LanguageHeadConfig,
+    LayerConfig,
     ModelConfig,
-    Norm,
-    Plain,
-    Pooled,
-    Source,
-    Stack,
-    T5Bias,
+    NormConfig,
+    PlainMLPConfig,
+    PoolingHeadConfig,
+    StackConfig,
+    T5BiasConfig,
     head_dim,
 )
 from kvad.errors import CheckpointError
@@ -56,9 +56,9 @@ _GATED = {"relu": "gated-relu", "gelu_tanh": "gated-gelu", "silu": "gated-silu"}
 # ---------------------------------------------------------------- configs
 
 
-def read(fields: Fields) -> ModelConfig:
-    fields.refuse("is_decoder", False, why="half of an encoder-decoder is another model")
-    fields.refuse("tie_encoder_decoder", False, why="encoder and decoder have weights of their own here")
+def read(fields: HFConfigReader) -> ModelConfig:
+    fields.require_one_of("is_decoder", False, why="half of an encoder-decoder is another model")
+    fields.require_one_of("tie_encoder_decoder", False, why="encoder and decoder have weights of their own here")
     width, limit = fields.integer("d_model"), fields.integer("n_positions", default=512)
     layers = fields.integer("num_layers")
     encoder = _layer(fields, bidirectional=True)
@@ -66,23 +66,25 @@ def read(fields: Fields) -> ModelConfig:
         "width": width,
         "vocab": fields.integer("vocab_size"),
         "limit": limit,
-        "encoder": Stack(layers, {"L": encoder}),
-        "dropout": dropout_of(fields, **_DROPOUT),
+        "encoder": StackConfig(layers, {"L": encoder}),
+        "dropout": read_dropout(fields, **_DROPOUT),
     }
     if _encoder_only(fields):
-        return ModelConfig(**known, head=Pooled())
+        return ModelConfig(**known, head=PoolingHeadConfig())
     decoder = _layer(fields, bidirectional=False)
-    cross = replace(encoder.mixer, position=None)
+    cross = replace(encoder.attention, position=None)
     return ModelConfig(
         **known,
-        decoder=Stack(fields.integer("num_decoder_layers", default=layers), {"L": replace(decoder, cross=cross)}),
-        source=Source(limit, Embedding()),
-        head=Head(scale=width**-0.5 if _scaled(fields) else 1.0),
-        tie=_tied(fields),
+        decoder=StackConfig(
+            fields.integer("num_decoder_layers", default=layers), {"L": replace(decoder, cross_attention=cross)}
+        ),
+        encoder_input=EncoderInputConfig(limit, EmbeddingConfig()),
+        head=LanguageHeadConfig(logit_scale=width**-0.5 if _scaled(fields) else 1.0),
+        tie_embeddings=_tied(fields),
     )
 
 
-def _encoder_only(fields: Fields) -> bool:
+def _encoder_only(fields: HFConfigReader) -> bool:
     name = fields.architecture.removeprefix("U").removeprefix("M")
     if name in ("T5ForConditionalGeneration", "T5WithLMHeadModel", "T5Model", ""):
         return not name and not fields.flag("is_encoder_decoder", True)
@@ -92,35 +94,35 @@ def _encoder_only(fields: Fields) -> bool:
     raise CheckpointError(f"{fields.where}: architectures {fields.architecture!r} is not supported", hint)
 
 
-def _tied(fields: Fields) -> bool:
+def _tied(fields: HFConfigReader) -> bool:
     return fields.flag("tie_word_embeddings", fields.model_type != "mt5")
 
 
-def _scaled(fields: Fields) -> bool:
+def _scaled(fields: HFConfigReader) -> bool:
     """Whether the logits are multiplied; see the module's docstring."""
     of_version_5 = not str(fields.get("transformers_version", "5")).startswith(("2.", "3.", "4."))
     said = _tied(fields) and not (fields.model_type == "mt5" and of_version_5)
     return fields.flag("scale_decoder_outputs", said)
 
 
-def _layer(fields: Fields, *, bidirectional: bool) -> Layer:
-    position = T5Bias(
+def _layer(fields: HFConfigReader, *, bidirectional: bool) -> LayerConfig:
+    position = T5BiasConfig(
         fields.integer("relative_attention_num_buckets", default=32),
         fields.integer("relative_attention_max_distance", default=128),
         bidirectional=bidirectional,
         shared=fields.model_type != "umt5",
     )
-    mixer = Attention(
+    mixer = AttentionConfig(
         fields.integer("num_heads"),
         head_dim=fields.integer("d_kv"),
         position=position,
         causal=not bidirectional,
-        scale="none",
+        softmax_scale="none",
     )
-    return Layer(mixer, _mlp(fields), Norm("rms", fields.number("layer_norm_epsilon", default=1e-6)))
+    return LayerConfig(mixer, _mlp(fields), NormConfig("rms", fields.number("layer_norm_epsilon", default=1e-6)))
 
 
-def _mlp(fields: Fields) -> Plain | Gated:
+def _mlp(fields: HFConfigReader) -> PlainMLPConfig | GatedMLPConfig:
     """``feed_forward_proj`` says it, unless ``is_gated_act`` or ``dense_act_fn``, derived from it, say otherwise."""
     form = str(fields.get("feed_forward_proj", "relu" if fields.model_type == "t5" else "gated-gelu"))
     first, _, last = form.partition("-")
@@ -128,17 +130,17 @@ def _mlp(fields: Fields) -> Plain | Gated:
     if last and first != "gated":
         raise CheckpointError(f"{fields.where}: feed_forward_proj {form!r} is not supported", "relu, or gated-gelu")
     activation = fields.choice("dense_act_fn", ACTIVATIONS, derived)
-    kind = Gated if fields.flag("is_gated_act", bool(last)) else Plain
+    kind = GatedMLPConfig if fields.flag("is_gated_act", bool(last)) else PlainMLPConfig
     return kind(fields.integer("d_ff"), activation)
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
     if config.encoder is None:
         raise CheckpointError("t5 cannot express this model: it has an encoder")
-    layer: Layer = one_kind(config.encoder, "t5")
-    one_kind(config, "t5")
-    position, gated = layer.mixer.position, isinstance(layer.mlp, Gated)
-    if not isinstance(position, T5Bias):
+    layer: LayerConfig = single_layer_type(config.encoder, "t5")
+    single_layer_type(config, "t5")
+    position, gated = layer.attention.position, isinstance(layer.mlp, GatedMLPConfig)
+    if not isinstance(position, T5BiasConfig):
         raise CheckpointError("t5 cannot express this model: its positions are a bias by buckets of distance")
     name = "t5" if position.shared else "umt5"
     stem = name.upper()
@@ -146,29 +148,29 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "architectures": [f"{stem}ForConditionalGeneration" if config.decoder else f"{stem}EncoderModel"],
         "model_type": name,
         "is_encoder_decoder": config.decoder is not None,
-        "vocab_size": config.vocab,
-        "n_positions": config.limit,
-        "d_model": config.width,
-        "d_kv": head_dim(config, layer.mixer),
-        "d_ff": layer.mlp.hidden,
-        "num_layers": config.encoder.layers,
-        "num_heads": layer.mixer.heads,
-        "relative_attention_num_buckets": position.buckets,
+        "vocab_size": config.vocab_size,
+        "n_positions": config.max_seq_len,
+        "d_model": config.hidden_size,
+        "d_kv": head_dim(config, layer.attention),
+        "d_ff": layer.mlp.intermediate_size,
+        "num_layers": config.encoder.num_layers,
+        "num_heads": layer.attention.num_heads,
+        "relative_attention_num_buckets": position.num_buckets,
         "relative_attention_max_distance": position.max_distance,
         "layer_norm_epsilon": layer.norm.eps,
         **_mlp_fields(layer.mlp.activation, gated),
         **dropout_fields(config, **_DROPOUT),
     }
-    if config.decoder is not None and isinstance(config.head, Head):
-        scaled = config.head.scale != 1.0
-        cannot_express(name, a_tied_head_that_is_not_scaled=name == "umt5" and config.tie and not scaled)
-        fields |= {"tie_word_embeddings": config.tie, "scale_decoder_outputs": scaled}
-        fields["num_decoder_layers"] = config.decoder.layers
+    if config.decoder is not None and isinstance(config.head, LanguageHeadConfig):
+        scaled = config.head.logit_scale != 1.0
+        check_expressible(name, a_tied_head_that_is_not_scaled=name == "umt5" and config.tie_embeddings and not scaled)
+        fields |= {"tie_word_embeddings": config.tie_embeddings, "scale_decoder_outputs": scaled}
+        fields["num_decoder_layers"] = config.decoder.num_layers
     return fields
 
 
 def _mlp_fields(activation: str, gated: bool) -> dict[str, Any]:
-    theirs = their_activation(activation)
+    theirs = hf_activation(activation)
     form = _GATED.get(activation, f"gated-{theirs}") if gated else theirs
     return {"feed_forward_proj": form, "dense_act_fn": theirs, "is_gated_act": gated}
 
@@ -176,28 +178,28 @@ def _mlp_fields(activation: str, gated: bool) -> dict[str, Any]:
 # ---------------------------------------------------------------- tensors
 
 
-def rules(config: ModelConfig) -> Iterator[Rule]:
-    yield rule("embed.tokens", "shared")
+def rules(config: ModelConfig) -> Iterator[TensorRule]:
+    yield tensor_rule("embedding.tokens", "shared")
     for side, stack in (("encoder", config.encoder), ("decoder", config.decoder)):
         if stack is None:
             continue
-        for i in range(stack.layers):
-            yield from rules_under(f"{side}.layers.{i}", f"{side}.block.{i}.layer", _names(stack.layer(i)))
+        for i in range(stack.num_layers):
+            yield from prefix_rules(f"{side}.layers.{i}", f"{side}.block.{i}.layer", _names(stack.layer_config(i)))
         table = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        yield rule(f"{side}.relative.{stack.kind_of(0)}", table)
-        yield rule(f"{side}.norm", f"{side}.final_layer_norm")
-    yield rule("head", "lm_head")
+        yield tensor_rule(f"{side}.relative_bias.{stack.layer_type(0)}", table)
+        yield tensor_rule(f"{side}.norm", f"{side}.final_layer_norm")
+    yield tensor_rule("head", "lm_head")
 
 
-def _names(layer: Layer) -> dict[str, str]:
-    last = 1 if layer.cross is None else 2
-    names = {f"mixer.{ours}": f"0.SelfAttention.{theirs}" for ours, theirs in _ATTENTION.items()}
-    names |= {f"cross.{ours}": f"1.EncDecAttention.{theirs}" for ours, theirs in _ATTENTION.items()}
+def _names(layer: LayerConfig) -> dict[str, str]:
+    last = 1 if layer.cross_attention is None else 2
+    names = {f"attention.{ours}": f"0.SelfAttention.{theirs}" for ours, theirs in _ATTENTION.items()}
+    names |= {f"cross_attention.{ours}": f"1.EncDecAttention.{theirs}" for ours, theirs in _ATTENTION.items()}
     names |= {"norm1": "0.layer_norm", "norm_cross": "1.layer_norm", "norm2": f"{last}.layer_norm"}
-    up = "wi_1" if isinstance(layer.mlp, Gated) else "wi"
+    up = "wi_1" if isinstance(layer.mlp, GatedMLPConfig) else "wi"
     names |= {"mlp.gate": f"{last}.DenseReluDense.wi_0", "mlp.up": f"{last}.DenseReluDense.{up}"}
     names["mlp.down"] = f"{last}.DenseReluDense.wo"
-    return names | {"mixer.relative": "0.SelfAttention.relative_attention_bias.weight"}
+    return names | {"attention.relative_bias": "0.SelfAttention.relative_attention_bias.weight"}
 
 
 FAMILY = Family(

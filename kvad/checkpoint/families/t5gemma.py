@@ -11,10 +11,29 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, optional, rope_fields, rotary, their_activation
-from kvad.checkpoint.families.decoders import attention, full_rope, known, letters, rms, stack, window
-from kvad.checkpoint.hf import Family, Fields, Rule, rule, rules_under
-from kvad.config import Attention, Embedding, Gated, Head, Layer, ModelConfig, Source, Stack, head_dim, source_width
+from kvad.checkpoint.families.common import ACTIVATIONS, hf_activation, optional, require_rope, rope_fields
+from kvad.checkpoint.families.decoders import (
+    attention_config,
+    build_stack,
+    full_rope,
+    read_window,
+    rms_norm,
+    window_pattern,
+    with_defaults,
+)
+from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad.config import (
+    AttentionConfig,
+    EmbeddingConfig,
+    EncoderInputConfig,
+    GatedMLPConfig,
+    LanguageHeadConfig,
+    LayerConfig,
+    ModelConfig,
+    StackConfig,
+    encoder_hidden_size,
+    head_dim,
+)
 from kvad.errors import CheckpointError
 
 __all__ = ["FAMILY"]
@@ -31,8 +50,8 @@ _DEFAULTS: dict[str, Any] = {
 }
 _ATTENTION = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "o_proj"}
 _LAYER = {
-    **{f"mixer.{ours}": f"self_attn.{theirs}" for ours, theirs in _ATTENTION.items()},
-    **{f"cross.{ours}": f"cross_attn.{theirs}" for ours, theirs in _ATTENTION.items()},
+    **{f"attention.{ours}": f"self_attn.{theirs}" for ours, theirs in _ATTENTION.items()},
+    **{f"cross_attention.{ours}": f"cross_attn.{theirs}" for ours, theirs in _ATTENTION.items()},
     **{f"mlp.{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
     "norm1": "pre_self_attn_layernorm",
     "norm1_after": "post_self_attn_layernorm",
@@ -46,36 +65,36 @@ _LAYER = {
 # ---------------------------------------------------------------- configs
 
 
-def read(fields: Fields) -> ModelConfig:
+def read(fields: HFConfigReader) -> ModelConfig:
     if fields.architecture not in ("", "T5GemmaForConditionalGeneration", "T5GemmaModel"):
         hint = "of this family: T5GemmaForConditionalGeneration"
         raise CheckpointError(f"{fields.where}: architectures {fields.architecture!r} is not supported", hint)
-    fields.refuse("is_encoder_decoder", True, why="half of an encoder-decoder is another model")
-    encoder, decoder = (known(fields.part(side), **_DEFAULTS) for side in ("encoder", "decoder"))
+    fields.require_one_of("is_encoder_decoder", True, why="half of an encoder-decoder is another model")
+    encoder, decoder = (with_defaults(fields.part(side), **_DEFAULTS) for side in ("encoder", "decoder"))
     width, encoder_width = (side.integer("hidden_size") for side in (decoder, encoder))
-    decoder.refuse("cross_attention_hidden_size", encoder_width, why="it is the encoder's hidden_size")
+    decoder.require_one_of("cross_attention_hidden_size", encoder_width, why="it is the encoder's hidden_size")
     return ModelConfig(
-        width=width,
-        vocab=decoder.integer("vocab_size"),
-        limit=decoder.integer("max_position_embeddings"),
+        hidden_size=width,
+        vocab_size=decoder.integer("vocab_size"),
+        max_seq_len=decoder.integer("max_position_embeddings"),
         encoder=_stack(encoder, causal=False),
         decoder=_stack(decoder, causal=True),
-        embed=Embedding(scale=width**0.5),
-        source=Source(
+        embedding=EmbeddingConfig(scale=width**0.5),
+        encoder_input=EncoderInputConfig(
             encoder.integer("max_position_embeddings"),
-            Embedding(scale=encoder_width**0.5),
+            EmbeddingConfig(scale=encoder_width**0.5),
             encoder.integer("vocab_size"),
             None if encoder_width == width else encoder_width,
         ),
-        head=Head(softcap=optional(decoder, "final_logit_softcapping")),
-        tie=fields.flag("tie_word_embeddings", True),
+        head=LanguageHeadConfig(logit_softcap=optional(decoder, "final_logit_softcapping")),
+        tie_embeddings=fields.flag("tie_word_embeddings", True),
     )
 
 
-def _stack(fields: Fields, *, causal: bool) -> Stack:
+def _stack(fields: HFConfigReader, *, causal: bool) -> StackConfig:
     """G sees all, L a window."""
     bias = fields.flag("attention_bias")
-    whole = attention(
+    whole = attention_config(
         fields,
         position=full_rope(fields),
         causal=causal,
@@ -85,31 +104,31 @@ def _stack(fields: Fields, *, causal: bool) -> Stack:
         scale=fields.number("query_pre_attn_scalar") ** -0.5,
     )
     cross = replace(whole, position=None, causal=False) if causal else None
-    mlp = Gated(
+    mlp = GatedMLPConfig(
         fields.integer("intermediate_size"), fields.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh")
     )
-    layer = Layer(whole, mlp, rms(fields, unit_offset=True), cross)
-    kinds = {"G": layer, "L": replace(layer, mixer=replace(whole, window=window(fields)))}
-    return stack(kinds, letters(fields, lambda index: index % 2 == 0), norm_place="sandwich")
+    layer = LayerConfig(whole, mlp, rms_norm(fields, unit_offset=True), cross)
+    kinds = {"G": layer, "L": replace(layer, attention=replace(whole, window=read_window(fields)))}
+    return build_stack(kinds, window_pattern(fields, lambda index: index % 2 == 0), norm_place="sandwich")
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    if config.encoder is None or config.decoder is None or config.source is None:
+    if config.encoder is None or config.decoder is None or config.encoder_input is None:
         raise CheckpointError("t5gemma cannot express this model: it is an encoder-decoder")
-    softcap = config.head.softcap if isinstance(config.head, Head) else None
-    width, source = source_width(config), config.source
+    softcap = config.head.logit_softcap if isinstance(config.head, LanguageHeadConfig) else None
+    width, source = encoder_hidden_size(config), config.encoder_input
     encoder = {
         **_side(config, config.encoder),
-        "vocab_size": source.vocab or config.vocab,
+        "vocab_size": source.vocab_size or config.vocab_size,
         "hidden_size": width,
-        "max_position_embeddings": source.limit,
+        "max_position_embeddings": source.max_seq_len,
         "final_logit_softcapping": softcap,
     }
     decoder = {
         **_side(config, config.decoder),
-        "vocab_size": config.vocab,
-        "hidden_size": config.width,
-        "max_position_embeddings": config.limit,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "max_position_embeddings": config.max_seq_len,
         "final_logit_softcapping": softcap,
         "cross_attention_hidden_size": width,
     }
@@ -117,54 +136,54 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "architectures": ["T5GemmaForConditionalGeneration"],
         "model_type": "t5gemma",
         "is_encoder_decoder": True,
-        "vocab_size": config.vocab,
-        "tie_word_embeddings": config.tie,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie_embeddings,
         "encoder": {**encoder, "is_decoder": False},
         "decoder": {**decoder, "is_decoder": True},
     }
     return fields
 
 
-def _side(config: ModelConfig, side: Stack) -> dict[str, Any]:
-    layers = [side.layer(index) for index in range(side.layers)]
-    first, windows = layers[0], [layer.mixer.window for layer in layers]
-    mixer, activation = first.mixer, first.mlp.activation
+def _side(config: ModelConfig, side: StackConfig) -> dict[str, Any]:
+    layers = [side.layer_config(index) for index in range(side.num_layers)]
+    first, windows = layers[0], [layer.attention.window for layer in layers]
+    mixer, activation = first.attention, first.mlp.activation
     return {
         "model_type": "t5_gemma_module",
-        "intermediate_size": first.mlp.hidden,
-        "num_hidden_layers": side.layers,
-        "num_attention_heads": mixer.heads,
-        "num_key_value_heads": mixer.kv_heads or mixer.heads,
+        "intermediate_size": first.mlp.intermediate_size,
+        "num_hidden_layers": side.num_layers,
+        "num_attention_heads": mixer.num_heads,
+        "num_key_value_heads": mixer.num_kv_heads or mixer.num_heads,
         "head_dim": head_dim(config, mixer),
-        "attention_bias": mixer.bias,
-        "attn_logit_softcapping": mixer.softcap,
+        "attention_bias": mixer.qkv_bias,
+        "attn_logit_softcapping": mixer.logit_softcap,
         "query_pre_attn_scalar": _scalar(mixer, head_dim(config, mixer)),
         "rms_norm_eps": first.norm.eps,
-        "hidden_activation": "gelu_pytorch_tanh" if activation == "gelu_tanh" else their_activation(activation),
+        "hidden_activation": "gelu_pytorch_tanh" if activation == "gelu_tanh" else hf_activation(activation),
         "sliding_window": next((size for size in windows if size is not None), None),
         "layer_types": ["full_attention" if size is None else "sliding_attention" for size in windows],
-        **rope_fields(rotary(mixer.position, "t5gemma")),
+        **rope_fields(require_rope(mixer.position, "t5gemma")),
     }
 
 
-def _scalar(mixer: Attention, dim: int) -> int:
+def _scalar(mixer: AttentionConfig, dim: int) -> int:
     """A whole number, as their class has it; reading it back tells whether it is the same scale."""
-    if isinstance(mixer.scale, str):
-        return dim if mixer.scale == "default" else 1
-    return max(1, round(mixer.scale**-2))
+    if isinstance(mixer.softmax_scale, str):
+        return dim if mixer.softmax_scale == "default" else 1
+    return max(1, round(mixer.softmax_scale**-2))
 
 
 # ---------------------------------------------------------------- tensors
 
 
-def rules(config: ModelConfig) -> Iterator[Rule]:
+def rules(config: ModelConfig) -> Iterator[TensorRule]:
     for side, embed, stack_ in (("encoder", "source", config.encoder), ("decoder", "embed", config.decoder)):
         assert stack_ is not None
-        yield rule(f"{embed}.tokens", f"model.{side}.embed_tokens")
-        for i in range(stack_.layers):
-            yield from rules_under(f"{side}.layers.{i}", f"model.{side}.layers.{i}", _LAYER)
-        yield rule(f"{side}.norm", f"model.{side}.norm")
-    yield rule("head", "lm_head.out_proj")
+        yield tensor_rule(f"{embed}.tokens", f"model.{side}.embed_tokens")
+        for i in range(stack_.num_layers):
+            yield from prefix_rules(f"{side}.layers.{i}", f"model.{side}.layers.{i}", _LAYER)
+        yield tensor_rule(f"{side}.norm", f"model.{side}.norm")
+    yield tensor_rule("head", "lm_head.out_proj")
 
 
 FAMILY = Family(

@@ -7,52 +7,63 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, FAIRSEQ_LAYER, one_kind, their_activation
-from kvad.checkpoint.hf import Family, Fields, Rule, rule, rules_under
-from kvad.config import Attention, Embedding, Layer, ModelConfig, Norm, Plain, SinusoidalPositions, Stack
+from kvad.checkpoint.families.common import ACTIVATIONS, FAIRSEQ_LAYER, hf_activation, single_layer_type
+from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad.config import (
+    AttentionConfig,
+    EmbeddingConfig,
+    LayerConfig,
+    ModelConfig,
+    NormConfig,
+    PlainMLPConfig,
+    SinusoidalPositionsConfig,
+    StackConfig,
+)
 
 __all__ = ["FAMILY"]
 
 
-def read(fields: Fields) -> ModelConfig:
-    fields.refuse("add_cross_attention", False, why="a decoder of an encoder-decoder is read with its encoder")
+def read(fields: HFConfigReader) -> ModelConfig:
+    fields.require_one_of("add_cross_attention", False, why="a decoder of an encoder-decoder is read with its encoder")
     width = fields.integer("d_model")
-    mixer = Attention(fields.integer("attention_heads"), position=None, bias=True, out_bias=True)
-    mlp = Plain(fields.integer("ffn_dim"), fields.choice("activation_function", ACTIVATIONS, "gelu"), bias=True)
-    layer = Layer(mixer, mlp, Norm("layer", 1e-5, bias=True))
+    mixer = AttentionConfig(fields.integer("attention_heads"), position=None, qkv_bias=True, out_bias=True)
+    mlp = PlainMLPConfig(
+        fields.integer("ffn_dim"), fields.choice("activation_function", ACTIVATIONS, "gelu"), bias=True
+    )
+    layer = LayerConfig(mixer, mlp, NormConfig("layer", 1e-5, bias=True))
     scale = math.sqrt(width) if fields.flag("scale_embedding", True) else 1.0
     return ModelConfig(
-        width=width,
-        vocab=fields.integer("vocab_size"),
-        limit=fields.integer("max_position_embeddings", default=2048),
-        decoder=Stack(fields.integer("num_layers"), {"L": layer}),
-        embed=Embedding(SinusoidalPositions(form="fairseq", offset=2), scale),
-        tie=fields.flag("tie_word_embeddings", True),
+        hidden_size=width,
+        vocab_size=fields.integer("vocab_size"),
+        max_seq_len=fields.integer("max_position_embeddings", default=2048),
+        decoder=StackConfig(fields.integer("num_layers"), {"L": layer}),
+        embedding=EmbeddingConfig(SinusoidalPositionsConfig(form="fairseq", offset=2), scale),
+        tie_embeddings=fields.flag("tie_word_embeddings", True),
     )
 
 
-def rules(config: ModelConfig) -> Iterator[Rule]:
-    yield rule("embed.tokens", "model.embed_tokens")
-    for i in range(config.stack.layers):
-        yield from rules_under(f"decoder.layers.{i}", f"model.layers.{i}", FAIRSEQ_LAYER)
-    yield rule("decoder.norm", "model.layer_norm")
-    yield rule("head", "lm_head")
+def rules(config: ModelConfig) -> Iterator[TensorRule]:
+    yield tensor_rule("embedding.tokens", "model.embed_tokens")
+    for i in range(config.stack.num_layers):
+        yield from prefix_rules(f"decoder.layers.{i}", f"model.layers.{i}", FAIRSEQ_LAYER)
+    yield tensor_rule("decoder.norm", "model.layer_norm")
+    yield tensor_rule("head", "lm_head")
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    layer: Layer = one_kind(config, "xglm")
+    layer: LayerConfig = single_layer_type(config, "xglm")
     fields = {
         "architectures": ["XGLMForCausalLM"],
         "model_type": "xglm",
-        "vocab_size": config.vocab,
-        "max_position_embeddings": config.limit,
-        "d_model": config.width,
-        "num_layers": config.stack.layers,
-        "attention_heads": layer.mixer.heads,
-        "ffn_dim": layer.mlp.hidden,
-        "activation_function": their_activation(layer.mlp.activation),
-        "scale_embedding": config.embed.scale != 1.0,
-        "tie_word_embeddings": config.tie,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_seq_len,
+        "d_model": config.hidden_size,
+        "num_layers": config.stack.num_layers,
+        "attention_heads": layer.attention.num_heads,
+        "ffn_dim": layer.mlp.intermediate_size,
+        "activation_function": hf_activation(layer.mlp.activation),
+        "scale_embedding": config.embedding.scale != 1.0,
+        "tie_word_embeddings": config.tie_embeddings,
     }
     return fields
 
