@@ -23,17 +23,17 @@ from typing import Any
 
 import torch
 
+from kvad.benchmarks.cache_speed import commit_id, machine_info
 from kvad.errors import NumericalError
-from kvad.lab.bench import commit_id, machine_info
-from kvad.lab.evaluate import WindowOptions, encode_documents, evaluate_text, opening_token
-from kvad.lab.plot import PlotSeries, draw_series
-from kvad.lab.reading import UncachedScorer
+from kvad.evaluation.readers import UncachedScorer
+from kvad.evaluation.text import WindowOptions, encode_documents, evaluate_text, opening_token
+from kvad.inspection.plot import PlotSeries, draw_series
 from kvad.llm import LLM
 from kvad.model.transformer import TransformerLayer
-from kvad.train.config import RunConfig, apply_overrides, read_toml
-from kvad.train.initial import init_weights
-from kvad.train.job import train_model
-from kvad.train.reports import Callback, StepReport, TrainingContext
+from kvad.train.config.run import RunConfig, apply_overrides, read_toml
+from kvad.train.loop.run import train_model
+from kvad.train.monitoring.callbacks import Callback, StepReport, TrainingContext
+from kvad.train.setup.initialize import init_weights
 
 BASE = Path(__file__).parent.parent / "runs" / "claims.toml"
 LOOKED_AT = (1, 100)  # steps whose gradients are measured

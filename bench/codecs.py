@@ -19,14 +19,15 @@ from collections.abc import Callable
 
 import torch
 
-from kvad.cache.formats import FORMATS, split_format_name
-from kvad.cache.memory import KVCache
-from kvad.cache.sizing import CacheConfig, build_groups, group_bytes
-from kvad.config import attention_specs
-from kvad.lab.bench import commit_id, machine_info
+from kvad.benchmarks.cache_speed import commit_id, machine_info
+from kvad.cache.config import CacheConfig
+from kvad.cache.device.kv_cache import KVCache
+from kvad.cache.groups import build_groups, group_bytes
+from kvad.cache.quantization import FORMATS, split_format_name
+from kvad.config.model import attention_specs
 from kvad.model.transformer import Transformer
-from kvad.step import RESERVED_BLOCKS, ModelInput, SlotMapping, SubBatch
-from kvad.train.presets import MODEL_PRESETS
+from kvad.model_input import RESERVED_BLOCKS, ModelInput, SlotMapping, SubBatch
+from kvad.train.config.presets import MODEL_PRESETS
 
 FORMS = [name for name, each in FORMATS.items() if not each.is_blockwise and name != "float64"]
 BLOCK = 16

@@ -23,16 +23,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvad.lab.sources import find_sources
+from kvad.datasets.stdlib_sources import find_sources
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import train_tokenizer
-from kvad.train.config import RunConfig
-from kvad.train.corpus import open_corpus
-from kvad.train.data import DocumentDataset
-from kvad.train.objective import Autocast, CrossEntropyObjective
-from kvad.train.prepared import PreparedData, prepare_data
-from kvad.train.rows import Batch, PackedRow, collate_rows
-from kvad.train.stream import StreamingDataset, stream_store, stream_texts
+from kvad.train.config.run import RunConfig
+from kvad.train.data.collate import Batch, PackedRow, collate_rows
+from kvad.train.data.document_dataset import DocumentDataset
+from kvad.train.data.streaming import StreamingDataset, stream_store, stream_texts
+from kvad.train.objectives.cross_entropy import Autocast, CrossEntropyObjective
+from kvad.train.setup.prepared import PreparedData, prepare_data
+from kvad.train.sources.documents import open_corpus
 
 ORDERS = [("epochs", "split"), ("epochs", "first-fit"), ("epochs", "best-fit"), ("windows", "split")]
 ORDERS += [("sequential", "split")]

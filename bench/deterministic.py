@@ -19,13 +19,13 @@ from collections.abc import Callable
 
 import torch
 
-from kvad.cache.sizing import CacheConfig
-from kvad.config import ModelConfig
+from kvad.benchmarks.cache_speed import machine_info
+from kvad.cache.config import CacheConfig
+from kvad.config.model import ModelConfig
 from kvad.engine.engine import Engine
-from kvad.engine.request import SamplingParams
-from kvad.lab.bench import machine_info
+from kvad.engine.scheduling.request import SamplingParams
 from kvad.model.transformer import Transformer
-from kvad.train.presets import MODEL_PRESETS
+from kvad.train.config.presets import MODEL_PRESETS
 
 SMOLLM = {  # the shape of SmolLM 135M
     "width": 576,

@@ -21,12 +21,13 @@ import time
 
 import torch
 
-from kvad.cache.sizing import CacheConfig, group_bytes
+from kvad.benchmarks.cache_speed import commit_id, machine_info
+from kvad.cache.config import CacheConfig
+from kvad.cache.groups import group_bytes
 from kvad.engine.engine import Engine
-from kvad.engine.request import SamplingParams
-from kvad.lab.bench import commit_id, machine_info
+from kvad.engine.scheduling.request import SamplingParams
 from kvad.model.transformer import Transformer
-from kvad.train.presets import MODEL_PRESETS
+from kvad.train.config.presets import MODEL_PRESETS
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 

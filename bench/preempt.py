@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
-from kvad.cache.sizing import CacheConfig
-from kvad.engine.costs import SwapCostModel
+from kvad.benchmarks.cache_speed import commit_id, machine_info
+from kvad.cache.config import CacheConfig
 from kvad.engine.engine import Engine
-from kvad.engine.request import SamplingParams
-from kvad.lab.bench import commit_id, machine_info
+from kvad.engine.scheduling.preemption import SwapCostModel
+from kvad.engine.scheduling.request import SamplingParams
 from kvad.model.transformer import Transformer
-from kvad.train.presets import MODEL_PRESETS
+from kvad.train.config.presets import MODEL_PRESETS
 
 WAYS = ("computed", "memory", "disk")
 CHUNK = 512

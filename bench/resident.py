@@ -29,11 +29,12 @@ from pathlib import Path
 
 import torch
 
-from kvad.cache.planning import MemoryPlan, plan_memory
-from kvad.cache.sizing import CacheConfig
-from kvad.config import AttentionConfig, GatedMLPConfig, LayerConfig, ModelConfig, StackConfig
+from kvad.cache.config import CacheConfig
+from kvad.cache.sizing.memory_plan import MemoryPlan, plan_memory
+from kvad.config.layers import AttentionConfig, GatedMLPConfig, LayerConfig, StackConfig
+from kvad.config.model import ModelConfig
 from kvad.engine.engine import Engine
-from kvad.engine.request import SamplingParams
+from kvad.engine.scheduling.request import SamplingParams
 from kvad.model.transformer import Transformer
 
 MIB = 1 << 20

@@ -19,15 +19,15 @@ from pathlib import Path
 
 import torch
 
-from kvad.lab.bench import machine_info
+from kvad.benchmarks.cache_speed import machine_info
 from kvad.model.transformer import Transformer
-from kvad.train.config import RunConfig
-from kvad.train.initial import init_weights
-from kvad.train.material import RunData, resolve_corpus
-from kvad.train.objective import Autocast, CrossEntropyObjective
-from kvad.train.objectives import resolve_objective
-from kvad.train.optim import OptimizersContainer
-from kvad.train.sampling import ScheduledSamplingObjective
+from kvad.train.config.run import RunConfig
+from kvad.train.objectives.cross_entropy import Autocast, CrossEntropyObjective
+from kvad.train.objectives.scheduled_sampling import ScheduledSamplingObjective
+from kvad.train.optim.optimizer import OptimizersContainer
+from kvad.train.setup.initialize import init_weights
+from kvad.train.setup.objective_factory import resolve_objective
+from kvad.train.setup.run_data import RunData, resolve_corpus
 
 
 def main() -> None:

@@ -12,11 +12,12 @@ import json
 import platform
 import time
 
-from kvad.cache.ledger import KVCacheManager
-from kvad.cache.sizing import CacheConfig, build_groups
-from kvad.config import AttentionSpec
-from kvad.engine.request import SamplingParams, SequenceOutput
-from kvad.engine.scheduler import Scheduler
+from kvad.cache.config import CacheConfig
+from kvad.cache.groups import build_groups
+from kvad.cache.manager.kv_cache_manager import KVCacheManager
+from kvad.config.model import AttentionSpec
+from kvad.engine.scheduling.request import SamplingParams, SequenceOutput
+from kvad.engine.scheduling.scheduler import Scheduler
 
 FULL = AttentionSpec(True, None, 8, 64, 64)
 LOCAL = AttentionSpec(True, 256, 8, 64, 64)

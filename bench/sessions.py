@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 from deterministic import SMOLLM
 
-from kvad.cache.session import load_session, save_session
-from kvad.cache.sizing import CacheConfig
-from kvad.config import ModelConfig
+from kvad.benchmarks.cache_speed import machine_info
+from kvad.cache.config import CacheConfig
+from kvad.cache.sessions.file import load_session, save_session
+from kvad.config.model import ModelConfig
 from kvad.engine.engine import Engine
-from kvad.engine.request import SamplingParams
-from kvad.lab.bench import machine_info
+from kvad.engine.scheduling.request import SamplingParams
 from kvad.model.transformer import Transformer
 
 

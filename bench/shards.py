@@ -21,17 +21,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from kvad.cache.mesh import Mesh
-from kvad.cache.planning import plan_memory
-from kvad.cache.portions import plan_ranks
-from kvad.cache.sizing import CacheConfig
-from kvad.config import AttentionConfig, GatedMLPConfig, LayerConfig, ModelConfig, StackConfig
+from kvad.cache.config import CacheConfig
+from kvad.cache.sizing.memory_plan import plan_memory
+from kvad.config.layers import AttentionConfig, GatedMLPConfig, LayerConfig, StackConfig
+from kvad.config.model import ModelConfig
 from kvad.engine.engine import Engine
-from kvad.engine.request import SamplingParams
+from kvad.engine.scheduling.request import SamplingParams
 from kvad.model.transformer import Transformer
-from kvad.parallel.links import connect_groups
-from kvad.parallel.ranks import build_follower_cache, leader_cache_factory, run_follower
-from kvad.parallel.shard import shard_model
+from kvad.parallel.distributed_cache import build_follower_cache, leader_cache_factory, run_follower
+from kvad.parallel.mesh import Mesh
+from kvad.parallel.partition import plan_ranks
+from kvad.parallel.process_groups import connect_groups
+from kvad.parallel.tensor_parallel import shard_model
 
 MESHES = ("1x1", "2x1", "1x2")
 

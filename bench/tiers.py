@@ -25,18 +25,19 @@ from pathlib import Path
 
 import torch
 
-from kvad.cache.deposits import BlockKey, LoadHandle
-from kvad.cache.identity import CacheFingerprint
-from kvad.cache.ledger import KVCacheManager
-from kvad.cache.shelf import DiskBlockStore
-from kvad.cache.sizing import CacheConfig, build_groups
-from kvad.cache.tiers import BlockStore
-from kvad.config import AttentionSpec, ModelConfig
+from kvad.benchmarks.cache_speed import machine_info
+from kvad.cache.config import CacheConfig
+from kvad.cache.groups import build_groups
+from kvad.cache.manager.kv_cache_manager import KVCacheManager
+from kvad.cache.manager.prefix_offload import BlockKey, LoadHandle
+from kvad.cache.offload.block_store import BlockStore
+from kvad.cache.offload.disk_store import DiskBlockStore
+from kvad.config.model import AttentionSpec, ModelConfig
 from kvad.engine.engine import Engine
-from kvad.engine.request import SamplingParams
-from kvad.lab.bench import machine_info
+from kvad.engine.scheduling.request import SamplingParams
 from kvad.model.transformer import Transformer
-from kvad.train.presets import MODEL_PRESETS
+from kvad.storage.fingerprint import CacheFingerprint
+from kvad.train.config.presets import MODEL_PRESETS
 
 PROMPT = 2048
 SMOLLM = {  # the shape of SmolLM 135M

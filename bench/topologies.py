@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from kvad.cache.sizing import CacheConfig
-from kvad.checkpoint.open import load_model
+from kvad.benchmarks.cache_speed import machine_info
+from kvad.cache.config import CacheConfig
+from kvad.checkpoint.loader import load_model
 from kvad.engine.engine import Engine
-from kvad.engine.request import SamplingParams
-from kvad.lab.bench import machine_info
-from kvad.lab.replay import run_uncached
+from kvad.engine.scheduling.request import SamplingParams
+from kvad.verify.replay import run_uncached
 
 
 def alternate(sides: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:

@@ -38,27 +38,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvad.checkpoint.opened import TrainingState
-from kvad.config import (
+from kvad.benchmarks.cache_speed import commit_id, machine_info
+from kvad.checkpoint.handle import CheckpointSnapshot, TrainingState
+from kvad.config.layers import (
     AttentionConfig,
     EmbeddingConfig,
     LayerConfig,
     LearnedPositionsConfig,
-    ModelConfig,
     NormConfig,
     PlainMLPConfig,
     StackConfig,
 )
-from kvad.lab.bench import commit_id, machine_info
+from kvad.config.model import ModelConfig
 from kvad.model.transformer import Transformer
-from kvad.train.config import RunConfig
-from kvad.train.data import DocumentDataset, RowOrder
-from kvad.train.objective import Autocast, CrossEntropyObjective
-from kvad.train.optim import OptimizersContainer
-from kvad.train.reports import Callback, StartReport, StepReport
-from kvad.train.saver import AsyncCheckpointer, CheckpointSnapshot
-from kvad.train.store import TokenStore
-from kvad.train.trainer import Trainer, TrainerState
+from kvad.train.config.run import RunConfig
+from kvad.train.data.document_dataset import DocumentDataset, RowOrder
+from kvad.train.data.token_store import TokenStore
+from kvad.train.loop.checkpointer import AsyncCheckpointer
+from kvad.train.loop.trainer import Trainer, TrainerState
+from kvad.train.monitoring.callbacks import Callback, StartReport, StepReport
+from kvad.train.objectives.cross_entropy import Autocast, CrossEntropyObjective
+from kvad.train.optim.optimizer import OptimizersContainer
 
 LR, BETAS, DECAY, CLIP = 6e-4, (0.9, 0.95), 0.1, 1.0
 TOKENS = 1 << 18
@@ -122,7 +122,7 @@ def open_store(folder: Path) -> TokenStore:
 
 
 def run_kvad(asked: argparse.Namespace, turn: Turn) -> None:
-    from kvad.train.speed import apply_acceleration
+    from kvad.train.loop.acceleration import apply_acceleration
 
     config, model = settings(asked), fresh(asked)
     apply_acceleration(model, config.train)

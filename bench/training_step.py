@@ -20,15 +20,16 @@ from pathlib import Path
 
 import torch
 
-from kvad.lab.bench import commit_id, machine_info
-from kvad.model.fresh import NoCache
+from kvad.benchmarks.cache_speed import commit_id, machine_info
+from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
-from kvad.step import ModelInput, SubBatch
-from kvad.train.config import OptimConfig, RunConfig, TrainConfig
-from kvad.train.data import Batch
-from kvad.train.objective import Autocast, CrossEntropyObjective
-from kvad.train.optim import OptimizersContainer
-from kvad.train.speed import apply_acceleration
+from kvad.model_input import ModelInput, SubBatch
+from kvad.train.config.optim import OptimConfig
+from kvad.train.config.run import RunConfig, TrainConfig
+from kvad.train.data.collate import Batch
+from kvad.train.loop.acceleration import apply_acceleration
+from kvad.train.objectives.cross_entropy import Autocast, CrossEntropyObjective
+from kvad.train.optim.optimizer import OptimizersContainer
 
 CASES: dict[str, tuple[dict[str, str], bool]] = {
     "adamw": ({}, False),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from kvad.cli.main import main
+from kvad import cli
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.main.main())

@@ -27,27 +27,6 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = [
-    "CacheError",
-    "ChatTemplateError",
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "EngineError",
-    "StorageError",
-    "KvadError",
-    "MemoryPlanError",
-    "NumericalError",
-    "RequestError",
-    "SaveError",
-    "TokenizerError",
-    "UsageError",
-    "with_article",
-    "format_count",
-    "suggest",
-    "suggest_path",
-]
-
 
 class KvadError(Exception):
     """Base of every error that kvad raises on purpose.

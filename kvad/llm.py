@@ -24,35 +24,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvad.cache.formats import FORMATS
-from kvad.cache.full import resolve_endless
-from kvad.cache.planning import available_bytes, plan_memory, require_memory
-from kvad.cache.sessions import default_session_dir, remove_session_leftovers, session_path
-from kvad.cache.sizing import CacheConfig
-from kvad.checkpoint.adapter import AdaptedCheckpoint, merge_adapter
-from kvad.checkpoint.compressor import load_summarizer
-from kvad.checkpoint.compressor_folder import read_summarizer_shape
-from kvad.checkpoint.generation import GenerationConfig
-from kvad.checkpoint.native import DTYPES
-from kvad.checkpoint.open import CheckpointHandle, load_weights, open_checkpoint
+from kvad import cache as cache_lib
+from kvad import checkpoint
+from kvad import engine as engine_lib
+from kvad import text as text_lib
+from kvad.cache import CacheConfig, sessions
+from kvad.cache.sizing import available_bytes, plan_memory, require_memory
+from kvad.checkpoint import CheckpointHandle, GenerationConfig, open_checkpoint
 from kvad.config import ClassificationHeadConfig, LanguageHeadConfig, ModelConfig, PoolingHeadConfig
-from kvad.engine.answers import fill_masks, label_tokens, rank_labels
-from kvad.engine.completion import Completion, TextScore
-from kvad.engine.desk import EngineClient, RequestHandle
-from kvad.engine.engine import Engine, StreamChunk
-from kvad.engine.request import BEAM_ONLY_FIELDS, NON_BEAM_FIELDS, SAMPLING_ONLY_FIELDS, SamplingParams, TokenLogprob
-from kvad.engine.session import Session
-from kvad.engine.texts import PromptEncoder, PromptInput, normalize_prompts
-from kvad.engine.trace import ForwardTrace, trace_forward
+from kvad.engine import Completion, Engine, ForwardTrace, PromptEncoder, Session, StreamChunk, scheduling, trace_forward
+from kvad.engine.scheduling import SamplingParams, TokenLogprob
 from kvad.errors import ConfigError, RequestError, UsageError, suggest
-from kvad.model.compress import Summarizer
-from kvad.model.fresh import NoCache
-from kvad.model.transformer import Transformer
-from kvad.step import ModelInput, SubBatch
-from kvad.text.chat import template_fingerprint
-from kvad.text.tokenizer import Tokenizer
-
-__all__ = ["LLM"]
+from kvad.model import NoCache, Summarizer, Transformer
+from kvad.model_input import ModelInput, SubBatch
+from kvad.text import Tokenizer
 
 T = TypeVar("T")
 
@@ -94,7 +79,7 @@ class LLM:
             adapter_fingerprint=adapter_fingerprint,
         )
         self.texts = PromptEncoder(model.config, tokenizer, self.generation, endless=self.engine.cache.endless)
-        self._desk = EngineClient(self.engine)
+        self._desk = engine_lib.client.EngineClient(self.engine)
 
     @staticmethod
     def load(
@@ -134,10 +119,13 @@ class LLM:
         UsageError for a device that is not there, ConfigError for a dtype or a cache that cannot be, or a machine on
         which ``deterministic`` does not hold, MemoryPlanError (before it is allocated) for a cache that would not fit.
         """
-        dtype, cache_dtype = _dtype_name("dtype", dtype), _dtype_name("cache.dtype", cache_dtype, FORMATS)
+        dtype, cache_dtype = (
+            _dtype_name("dtype", dtype),
+            _dtype_name("cache.dtype", cache_dtype, cache_lib.quantization.FORMATS),
+        )
         for side, asked in (("keys", cache_keys), ("values", cache_values)):
             if asked is not None:
-                cache[side] = _dtype_name(f"cache.{side}", asked, FORMATS)
+                cache[side] = _dtype_name(f"cache.{side}", asked, cache_lib.quantization.FORMATS)
         where = _device(device)
         if memory is not None and (cache or cache_dtype is not None):
             raise RequestError(
@@ -145,10 +133,10 @@ class LLM:
             )
         opened = open_checkpoint(path, revision=revision)
         if adapter is not None:
-            opened = merge_adapter(opened, Path(adapter))
+            opened = checkpoint.adapter.merge_adapter(opened, Path(adapter))
         computed = _computed_dtype(opened, dtype, where)
         config = memory if memory is not None else default_cache_config(opened.config, cache_dtype or computed, **cache)
-        stored = None if compressor is None else read_summarizer_shape(Path(compressor))
+        stored = None if compressor is None else checkpoint.folder.read_summarizer_shape(Path(compressor))
         if where.type == "cpu":
             planned = plan_memory(
                 opened.config, config, weights_dtype=computed, learned=stored, deterministic=deterministic
@@ -156,8 +144,8 @@ class LLM:
             require_memory(planned, available_bytes())
         for name in opened.generation.ignored_fields:
             warnings.warn(f"{opened.path}: generation_config.json: {name} is not applied", stacklevel=2)
-        learned = None if compressor is None else load_summarizer(Path(compressor), opened)
-        model = load_weights(opened, dtype, where)
+        learned = None if compressor is None else checkpoint.summarizer.load_summarizer(Path(compressor), opened)
+        model = checkpoint.loader.load_weights(opened, dtype, where)
         return LLM(
             model,
             opened.tokenizer,
@@ -167,8 +155,10 @@ class LLM:
             summarizer=learned,
             swap_dir=park_dir,
             name=str(path),
-            chat_template_fingerprint=template_fingerprint(opened.tokenizer_folder),
-            adapter_fingerprint=opened.adapter_fingerprint if isinstance(opened, AdaptedCheckpoint) else "",
+            chat_template_fingerprint=text_lib.chat_template.template_fingerprint(opened.tokenizer_folder),
+            adapter_fingerprint=opened.adapter_fingerprint
+            if isinstance(opened, checkpoint.adapter.AdaptedCheckpoint)
+            else "",
         )
 
     # ------------------------------------------------------------ text out
@@ -188,7 +178,7 @@ class LLM:
         prompts: Any,
         sampling: SamplingParams | None = None,
         *,
-        prefix: PromptInput | None = None,
+        prefix: engine_lib.client.PromptInput | None = None,
         language: str | None = None,
         source_language: str | None = None,
         **options: Any,
@@ -202,15 +192,15 @@ class LLM:
         """
         chosen = self._sampling_params(sampling, options, language, prefix)
         submit = self._submitter(chosen, prefix, source_language)
-        done: Completion | list[Completion] = self._each(prompts, submit, RequestHandle.result)
+        done: Completion | list[Completion] = self._each(prompts, submit, engine_lib.client.RequestHandle.result)
         return done
 
     def stream(
         self,
-        prompt: PromptInput,
+        prompt: engine_lib.client.PromptInput,
         sampling: SamplingParams | None = None,
         *,
-        prefix: PromptInput | None = None,
+        prefix: engine_lib.client.PromptInput | None = None,
         language: str | None = None,
         source_language: str | None = None,
         **options: Any,
@@ -235,8 +225,10 @@ class LLM:
         if isinstance(name, Path):
             path = name
         elif name is not None:
-            path = session_path(name, Path(folder) if folder is not None else default_session_dir())
-            remove_session_leftovers(path.parent)
+            path = sessions.directory.session_path(
+                name, Path(folder) if folder is not None else sessions.directory.default_session_dir()
+            )
+            sessions.directory.remove_session_leftovers(path.parent)
         said = name if isinstance(name, str) else "" if path is None else path.stem
         session = Session(
             self._desk,
@@ -258,29 +250,39 @@ class LLM:
 
     @overload
     def score(  # type: ignore[overload-overlap]
-        self, texts: str, *, top: int = 0, source: PromptInput | None = None, source_language: str | None = None
-    ) -> TextScore: ...
+        self,
+        texts: str,
+        *,
+        top: int = 0,
+        source: engine_lib.client.PromptInput | None = None,
+        source_language: str | None = None,
+    ) -> engine_lib.output.TextScore: ...
     @overload
     def score(
         self,
         texts: Sequence[int],
         *,
         top: int = 0,
-        source: PromptInput | None = None,
+        source: engine_lib.client.PromptInput | None = None,
         source_language: str | None = None,
-    ) -> TextScore: ...
+    ) -> engine_lib.output.TextScore: ...
     @overload
     def score(
         self,
         texts: Sequence[str] | Sequence[Sequence[int]],
         *,
         top: int = 0,
-        source: PromptInput | None = None,
+        source: engine_lib.client.PromptInput | None = None,
         source_language: str | None = None,
-    ) -> list[TextScore]: ...
+    ) -> list[engine_lib.output.TextScore]: ...
     def score(
-        self, texts: Any, *, top: int = 0, source: PromptInput | None = None, source_language: str | None = None
-    ) -> TextScore | list[TextScore]:
+        self,
+        texts: Any,
+        *,
+        top: int = 0,
+        source: engine_lib.client.PromptInput | None = None,
+        source_language: str | None = None,
+    ) -> engine_lib.output.TextScore | list[engine_lib.output.TextScore]:
         """Log-probability of every token given those before it, through the cache; ``top`` alternatives beside each.
 
         Of an encoder-decoder ``texts`` are targets of ``source``.
@@ -293,20 +295,22 @@ class LLM:
         read = None if source is None else self.texts.encode_source(source, source_language)
         known: dict[int, list[int]] = {}
 
-        def submit(text: PromptInput) -> RequestHandle:
+        def submit(text: engine_lib.client.PromptInput) -> engine_lib.client.RequestHandle:
             tokens = self.texts.encode_prompt(text) if read is None else self.texts.encode_target(text)
             ticket = self._submit(tokens, sampling, read)
             known[ticket.request] = tokens
             return ticket
 
-        def told(ticket: RequestHandle) -> TextScore:
+        def told(ticket: engine_lib.client.RequestHandle) -> engine_lib.output.TextScore:
             return _text_score(known[ticket.request], ticket.result().prompt_logprobs)
 
-        done: TextScore | list[TextScore] = self._each(texts, submit, told)
+        done: engine_lib.output.TextScore | list[engine_lib.output.TextScore] = self._each(texts, submit, told)
         return done
 
     @torch.inference_mode()
-    def logits(self, tokens: PromptInput, source: PromptInput | None = None) -> Tensor:
+    def logits(
+        self, tokens: engine_lib.client.PromptInput, source: engine_lib.client.PromptInput | None = None
+    ) -> Tensor:
         """[T, V] without any cache: what the model says, and what every cache is held against.
 
         Of an encoder-decoder, ``tokens`` are the target's; of an encoder, what its head says: [T, V], [T, labels],
@@ -349,25 +353,27 @@ class LLM:
         head = self.model.config.head
         assert isinstance(head, ClassificationHeadConfig)
         tokenizer = self._tokenizer()
-        return self._answered(texts, lambda ids, out: label_tokens(tokenizer, ids, out, head.labels))
+        return self._answered(texts, lambda ids, out: engine_lib.output.label_tokens(tokenizer, ids, out, head.labels))
 
     def classify(self, texts: Any) -> Any:
         """The labels of a text (or of many), the likeliest first, from a head that labels whole texts."""
         self._needs("row", "label whole texts")
         head = self.model.config.head
         assert isinstance(head, ClassificationHeadConfig)
-        return self._answered(texts, lambda ids, out: rank_labels(out, head.labels))
+        return self._answered(texts, lambda ids, out: engine_lib.output.rank_labels(out, head.labels))
 
     def fill_mask(self, texts: Any, *, top: int = 5) -> Any:
         """For each mask of a text (or of many), its ``top`` likeliest tokens, from a masked language model."""
         if self._kind != "encoder" or not isinstance(self.model.config.head, LanguageHeadConfig):
             raise RequestError("this model fills no masks", self._can())
         tokenizer = self._tokenizer()
-        return self._answered(texts, lambda ids, out: fill_masks(tokenizer, ids, out, top), specials=True)
+        return self._answered(
+            texts, lambda ids, out: engine_lib.output.fill_masks(tokenizer, ids, out, top), specials=True
+        )
 
     def trace(
         self,
-        prompt: PromptInput,
+        prompt: engine_lib.client.PromptInput,
         layers: Sequence[int] | None = None,
         heads: Sequence[int] | None = None,
         *,
@@ -396,7 +402,7 @@ class LLM:
 
     # ------------------------------------------------------------ text <-> ids
 
-    def encode(self, prompt: PromptInput) -> list[int]:
+    def encode(self, prompt: engine_lib.client.PromptInput) -> list[int]:
         """Token ids of a prompt (of a source, where the model has an encoder), as the model is given them."""
         return self.texts.encode_prompt(prompt) if self._kind == "decoder" else self.texts.encode_source(prompt)
 
@@ -439,7 +445,11 @@ class LLM:
         return ModelInput(tokens, every, (lane,), every, max_seq_lens=torch.full_like(every, len(ids)))
 
     def _sampling_params(
-        self, sampling: SamplingParams | None, options: dict[str, Any], language: str | None, prefix: PromptInput | None
+        self,
+        sampling: SamplingParams | None,
+        options: dict[str, Any],
+        language: str | None,
+        prefix: engine_lib.client.PromptInput | None,
     ) -> SamplingParams:
         chosen = _sampling_params(sampling, options, self.generation)
         if language is not None:
@@ -451,8 +461,8 @@ class LLM:
         return chosen
 
     def _submitter(
-        self, sampling: SamplingParams, prefix: PromptInput | None, source_language: str | None
-    ) -> Callable[[PromptInput], RequestHandle]:
+        self, sampling: SamplingParams, prefix: engine_lib.client.PromptInput | None, source_language: str | None
+    ) -> Callable[[engine_lib.client.PromptInput], engine_lib.client.RequestHandle]:
         if self._kind == "encoder":
             raise RequestError("this model is an encoder: it cannot continue a text", self._can())
         if not self._crossed():
@@ -464,16 +474,23 @@ class LLM:
         chosen = sampling if prefix is None else dataclasses.replace(sampling, forced_bos_token_id=None)
         return lambda text: self._submit(start, chosen, self.texts.encode_source(text, source_language))
 
-    def _submit(self, tokens: list[int], sampling: SamplingParams, source: list[int] | None) -> RequestHandle:
+    def _submit(
+        self, tokens: list[int], sampling: SamplingParams, source: list[int] | None
+    ) -> engine_lib.client.RequestHandle:
         def queue(engine: Engine) -> int:
             return engine.add_request(tokens, sampling, source=source)
 
         return self._desk.submit(queue, sampling, len(tokens if source is None else source))
 
-    def _each(self, prompts: Any, submit: Callable[[Any], RequestHandle], take: Callable[[RequestHandle], T]) -> Any:
+    def _each(
+        self,
+        prompts: Any,
+        submit: Callable[[Any], engine_lib.client.RequestHandle],
+        take: Callable[[engine_lib.client.RequestHandle], T],
+    ) -> Any:
         """Submit one or many, then take what came of each; on an exception all of them are dropped."""
-        one, many = normalize_prompts(prompts)
-        tickets: list[RequestHandle] = []
+        one, many = engine_lib.client.normalize_prompts(prompts)
+        tickets: list[engine_lib.client.RequestHandle] = []
         try:
             for prompt in many:
                 tickets.append(submit(prompt))
@@ -500,7 +517,7 @@ class LLM:
             raise RequestError("this model has no encoder", "it continues prompts")
         known: dict[int, list[int]] = {}
 
-        def submit(text: PromptInput) -> RequestHandle:
+        def submit(text: engine_lib.client.PromptInput) -> engine_lib.client.RequestHandle:
             ids = self.texts.encode_source(text, specials=specials)
             ticket = self._desk.submit(lambda engine: engine.add_encoder_request(ids, want), SamplingParams(), len(ids))
             known[ticket.request] = ids
@@ -524,10 +541,13 @@ class LLM:
         return "it can embed"
 
 
-def _dtype_name(where: str, dtype: Any, known: Iterable[str] = DTYPES) -> str | None:
+def _dtype_name(where: str, dtype: Any, known: Iterable[str] | None = None) -> str | None:
     """``torch.float32`` and ``"float32"`` are "float32".  ConfigError for what is not ``known``."""
+    known = checkpoint.native.DTYPES if known is None else known
     name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-    own = isinstance(name, str) and ":" in name and known is FORMATS  # the cache's configuration finds it
+    own = (
+        isinstance(name, str) and ":" in name and known is cache_lib.quantization.FORMATS
+    )  # the cache's configuration finds it
     if name is None or own or (isinstance(name, str) and name in known):
         return name
     raise ConfigError(f"{where}: unknown dtype {name!r}", suggest(str(name), known))
@@ -563,7 +583,7 @@ def default_cache_config(model: ModelConfig, dtype: str, **fields: Any) -> Cache
     for name in fields:
         if name not in known:
             raise RequestError(f"unknown option {name!r} of the cache", suggest(name, known))
-    chosen: dict[str, Any] = {"capacity": model.max_seq_len, "dtype": dtype, **resolve_endless(fields)}
+    chosen: dict[str, Any] = {"capacity": model.max_seq_len, "dtype": dtype, **cache_lib.config.resolve_endless(fields)}
     if model.encoder_input is not None:
         chosen = {"source_capacity": model.encoder_input.max_seq_len, **chosen}
     if isinstance(chosen["capacity"], int) and chosen["capacity"] > model.max_seq_len:
@@ -598,22 +618,27 @@ def resolve_sampling(options: Mapping[str, Any], generation: GenerationConfig) -
             defaults[name] = getattr(generation, name)
     more = options.get("n", 1) > defaults.get("beams", 1)
     if more or (
-        {*SAMPLING_ONLY_FIELDS, *NON_BEAM_FIELDS} & options.keys() and not options.keys() & set(BEAM_ONLY_FIELDS)
+        {*scheduling.request.SAMPLING_ONLY_FIELDS, *scheduling.request.NON_BEAM_FIELDS} & options.keys()
+        and not options.keys() & set(scheduling.request.BEAM_ONLY_FIELDS)
     ):
-        defaults = {name: value for name, value in defaults.items() if name not in BEAM_ONLY_FIELDS}
+        defaults = {name: value for name, value in defaults.items() if name not in scheduling.request.BEAM_ONLY_FIELDS}
     if options.get("beams", 1) != 1:
         defaults = {
-            name: value for name, value in defaults.items() if name not in (*SAMPLING_ONLY_FIELDS, *NON_BEAM_FIELDS)
+            name: value
+            for name, value in defaults.items()
+            if name not in (*scheduling.request.SAMPLING_ONLY_FIELDS, *scheduling.request.NON_BEAM_FIELDS)
         }
         defaults["temperature"] = 0.0
     if isinstance(options.get("max_tokens"), int) and "min_tokens" in defaults:
         defaults["min_tokens"] = min(defaults["min_tokens"], options["max_tokens"])
     if options.get("beams", defaults.get("beams", 1)) == 1:  # a file's words on a search that is not made
-        defaults = {name: value for name, value in defaults.items() if name not in BEAM_ONLY_FIELDS}
-        if defaults.get("temperature") == 0 and (more or options.keys() & set(SAMPLING_ONLY_FIELDS)):
+        defaults = {name: value for name, value in defaults.items() if name not in scheduling.request.BEAM_ONLY_FIELDS}
+        if defaults.get("temperature") == 0 and (more or options.keys() & set(scheduling.request.SAMPLING_ONLY_FIELDS)):
             del defaults["temperature"]
     return SamplingParams.from_options(**{**defaults, **options})
 
 
-def _text_score(tokens: Sequence[int], scores: Sequence[TokenLogprob]) -> TextScore:
-    return TextScore(tuple(tokens), (None, *(s.logprob for s in scores)), ((), *(s.top_logprobs for s in scores)))
+def _text_score(tokens: Sequence[int], scores: Sequence[TokenLogprob]) -> engine_lib.output.TextScore:
+    return engine_lib.output.TextScore(
+        tuple(tokens), (None, *(s.logprob for s in scores)), ((), *(s.top_logprobs for s in scores))
+    )

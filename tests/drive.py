@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvad.cache.sizing import CacheConfig
-from kvad.config import attention_specs
+from kvad.cache.config import CacheConfig
+from kvad.config.model import attention_specs
 from kvad.engine.engine import Engine
-from kvad.engine.request import SamplingParams, SequenceOutput
-from kvad.engine.swaps import PreemptionStats
-from kvad.lab.rounded import QuantizedNoCache
-from kvad.model.fresh import NoCache
+from kvad.engine.scheduling.preemption import PreemptionStats
+from kvad.engine.scheduling.request import SamplingParams, SequenceOutput
+from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
-from kvad.step import RESERVED_BLOCKS, ModelInput, SubBatch
+from kvad.model_input import RESERVED_BLOCKS, ModelInput, SubBatch
+from kvad.verify.references import QuantizedNoCache
 
 
 @dataclass

@@ -24,12 +24,15 @@ from typing import Any
 import torch
 import torch._dynamo  # noqa: F401  the optimizer imports it, a second each time: once, before the forks
 
-from kvad.checkpoint import adapter, compressor, native
+from kvad.checkpoint import adapter, native, summarizer
 from kvad.checkpoint.folder import TRAINING, check_file, list_steps, read_json, read_manifest
-from kvad.train import compress, distil, job, objective, sampling, saver
-from kvad.train.config import RunConfig
-from kvad.train.metrics import read_metrics
-from kvad.train.pairs import PairPaths
+from kvad.train.config.run import RunConfig
+from kvad.train.loop import checkpointer
+from kvad.train.loop import run as compress
+from kvad.train.loop import run as job
+from kvad.train.monitoring.metrics import read_metrics
+from kvad.train.objectives import cross_entropy, scheduled_sampling, summary_distillation
+from kvad.train.sources.pairs import PairPaths
 from tests import mortal
 
 STEPS = 24
@@ -95,7 +98,7 @@ class Run:
         """A life: from the newest checkpoint, or from the beginning."""
         ticking(death)
         if self.uncopied and out.name == "parts":
-            saver.AsyncCheckpointer._copied = lambda self, moment: moment  # type: ignore[method-assign]
+            checkpointer.AsyncCheckpointer._copied = lambda self, moment: moment  # type: ignore[method-assign]
         module = compress if self.setup == "compress" else job
         if list_steps(out):
             module.resume(out)
@@ -105,7 +108,11 @@ class Run:
 
 def ticking(death: mortal.Death) -> None:
     """Micro-batches and halves of tensor files are operations too."""
-    for owner in (objective.CrossEntropyObjective, sampling.ScheduledSamplingObjective, distil.SummaryDistillation):
+    for owner in (
+        cross_entropy.CrossEntropyObjective,
+        scheduled_sampling.ScheduledSamplingObjective,
+        summary_distillation.SummaryDistillation,
+    ):
         owner.accumulate_gradients = death.counted(owner.accumulate_gradients)  # type: ignore[method-assign]
     real = native.save_tensors
 
@@ -115,7 +122,7 @@ def ticking(death: mortal.Death) -> None:
         death.tick()
         real(folder, path, *rest)
 
-    for module in (native, adapter, compressor):
+    for module in (native, adapter, summarizer):
         module.save_tensors = torn  # type: ignore[attr-defined]
 
 

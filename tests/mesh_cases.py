@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from kvad import config as cfg
-from kvad.cache.ranks import TOVA
-from kvad.cache.sizing import CacheConfig
-from kvad.config import ModelConfig
+from kvad.cache.config import CacheConfig
+from kvad.cache.eviction_policies import TOVA
+from kvad.config.model import ModelConfig
 from kvad.model.transformer import Transformer
-from kvad.parallel.links import ProcessGroups
-from kvad.step import ModelInput
+from kvad.model_input import ModelInput
+from kvad.parallel.process_groups import ProcessGroups
 from tests.drive import Stream
 from tests.mesh_beside import beside
 from tests.mesh_restore import restore

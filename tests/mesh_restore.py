@@ -9,15 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from kvad.cache.ledger import KVCacheManager, SwappedSequence
-from kvad.cache.memory import KVCache
-from kvad.cache.mesh import Mesh
-from kvad.cache.sizing import build_groups
-from kvad.config import attention_specs
+from kvad.cache.device.kv_cache import KVCache
+from kvad.cache.groups import build_groups
+from kvad.cache.manager.kv_cache_manager import KVCacheManager
+from kvad.cache.manager.sequence_blocks import SwappedSequence
+from kvad.config.model import attention_specs
 from kvad.model.transformer import Transformer
-from kvad.parallel.links import connect_groups
-from kvad.parallel.ranks import LeaderKVCache, build_follower_cache, leader_cache_factory, run_follower
-from kvad.step import BlockOps, ModelInput, SlotMapping, SubBatch
+from kvad.model_input import BlockOps, ModelInput, SlotMapping, SubBatch
+from kvad.parallel.distributed_cache import LeaderKVCache, build_follower_cache, leader_cache_factory, run_follower
+from kvad.parallel.mesh import Mesh
+from kvad.parallel.process_groups import connect_groups
 from tests.models import build
 from tests.ranks import TIMEOUT, Case, Result, cut
 

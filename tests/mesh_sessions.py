@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from kvad.cache.mesh import Mesh
-from kvad.cache.session import load_session, save_session
-from kvad.cache.sizing import CacheConfig
-from kvad.cache.state import SequenceState
+from kvad.cache.config import CacheConfig
+from kvad.cache.sessions.file import load_session, save_session
+from kvad.cache.sessions.state import SequenceState
 from kvad.engine.engine import Engine
 from kvad.errors import ConfigError
 from kvad.model.fingerprint import weights_fingerprint
-from kvad.parallel.links import connect_groups
-from kvad.parallel.ranks import build_follower_cache, leader_cache_factory, run_follower
+from kvad.parallel.distributed_cache import build_follower_cache, leader_cache_factory, run_follower
+from kvad.parallel.mesh import Mesh
+from kvad.parallel.process_groups import connect_groups
 from tests.engine.sessions import run, worst
 from tests.models import build
 from tests.ranks import TIMEOUT, Case, Result, cut

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from kvad import config as cfg
-from kvad.config import ModelConfig
+from kvad.config.model import ModelConfig
 from kvad.model.transformer import Transformer
 
 WIDTH, VOCAB, LIMIT = 24, 67, 96

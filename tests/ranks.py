@@ -21,19 +21,25 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from kvad.cache.mesh import Mesh
-from kvad.cache.sizing import CacheConfig
-from kvad.config import ModelConfig, attention_specs
+from kvad.cache.config import CacheConfig
+from kvad.config.model import ModelConfig, attention_specs
 from kvad.engine.engine import Engine
-from kvad.engine.request import SamplingParams
+from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import EngineError
-from kvad.model.compress import Summarizer
+from kvad.model.summarizer import Summarizer
 from kvad.model.transformer import Transformer
-from kvad.parallel.links import ProcessGroups, connect_groups
-from kvad.parallel.ranks import LeaderKVCache, ShardedKVCache, build_follower_cache, leader_cache_factory, run_follower
-from kvad.parallel.shard import shard_model
-from kvad.parallel.wire import receive
-from kvad.step import RESERVED_BLOCKS
+from kvad.model_input import RESERVED_BLOCKS
+from kvad.parallel.distributed_cache import (
+    LeaderKVCache,
+    ShardedKVCache,
+    build_follower_cache,
+    leader_cache_factory,
+    run_follower,
+)
+from kvad.parallel.mesh import Mesh
+from kvad.parallel.messages import receive
+from kvad.parallel.process_groups import ProcessGroups, connect_groups
+from kvad.parallel.tensor_parallel import shard_model
 from tests.drive import Stream, drive
 from tests.models import build
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from kvad import config as cfg
-from kvad.config import AttentionSpec, ModelConfig, attention_specs, from_dict, override, to_dict
+from kvad.config.model import AttentionSpec, ModelConfig, attention_specs
+from kvad.config.serialization import from_dict, override, to_dict
 from kvad.errors import ConfigError
 from tests.models import HEADS, NORMS, POSITIONS, model_config
 from tests.pairwise import pairwise
@@ -401,9 +402,9 @@ def test_what_cannot_be_right_is_refused_by_name(changes: dict[str, Any], messag
 def test_what_stands_at_the_edge_is_allowed_and_runs(changes: dict[str, Any]) -> None:
     import torch
 
-    from kvad.model.fresh import NoCache
+    from kvad.model.no_cache import NoCache
     from kvad.model.transformer import Transformer
-    from kvad.step import ModelInput, SubBatch
+    from kvad.model_input import ModelInput, SubBatch
 
     config = ModelConfig.from_dict(plain(**changes))
     positions = torch.arange(64)

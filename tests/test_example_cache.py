@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from examples import cache as page
-from kvad import LLM
 from kvad import config as cfg
 from kvad.checkpoint.native import save_checkpoint
+from kvad.llm import LLM
 from kvad.model.transformer import Transformer
 from tests.models import build, model_config
 

@@ -12,22 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvad.cache.memory import KVCache
-from kvad.cache.sizing import CacheConfig, build_groups, group_bytes
-from kvad.cache.weights import weight_shapes
-from kvad.checkpoint.hf import write_tensors
+from kvad.cache.config import CacheConfig
+from kvad.cache.device.kv_cache import KVCache
+from kvad.cache.groups import build_groups, group_bytes
+from kvad.checkpoint.conversion import write_tensors
 from kvad.checkpoint.native import save_checkpoint
-from kvad.checkpoint.shards import write_sharded
+from kvad.checkpoint.safetensors_io import write_sharded
 from kvad.cli.main import main
-from kvad.config import (
-    AttentionConfig,
-    CustomPositionsConfig,
-    GatedMLPConfig,
-    LayerConfig,
-    ModelConfig,
-    StackConfig,
-    attention_specs,
-)
+from kvad.config.layers import AttentionConfig, CustomPositionsConfig, GatedMLPConfig, LayerConfig, StackConfig
+from kvad.config.model import ModelConfig, attention_specs
+from kvad.config.parameter_shapes import weight_shapes
 from kvad.errors import ConfigError
 from kvad.model.transformer import Transformer
 from tests.lab.looker import make_looker
@@ -142,7 +136,7 @@ def test_a_family_of_ones_own_is_read_and_verified(
     content = {"model_type": "parrot", **sizes}
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(content))
-    from kvad.checkpoint.hf import HFConfigReader
+    from kvad.checkpoint.conversion import HFConfigReader
 
     config = parrot.FAMILY.read(HFConfigReader(content, "config.json"))
     torch.manual_seed(0)

@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from kvad import flops
-from kvad.cache.sizing import CacheConfig, group_bytes
-from kvad.config import EmbeddingConfig, HeadTransformConfig, LanguageHeadConfig
+from kvad.cache.config import CacheConfig
+from kvad.cache.groups import group_bytes
+from kvad.config import flops
+from kvad.config.layers import EmbeddingConfig, HeadTransformConfig, LanguageHeadConfig
 from kvad.engine.engine import Engine
-from kvad.engine.request import SamplingParams
-from kvad.model.fresh import NoCache
+from kvad.engine.scheduling.request import SamplingParams
+from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
-from kvad.step import ModelInput, SubBatch
+from kvad.model_input import ModelInput, SubBatch
 from tests.lab.models import ENCODERS, MIXTURES, PAIRS, encoder, pair, tiny
 
 NARROW = {

@@ -75,8 +75,12 @@ FAULTS = {
         "imports kvad.llm",
     ),
     "the front door itself": (house.wrong_arrows, {"kvad.engine.a": "import kvad"}, "floor 5 to 9"),
-    "sideways": (house.wrong_arrows, {"kvad.ops.a": "from kvad.text import bpe", "kvad.text": ""}, "sideways"),
-    "sideways, files of floor 1": (house.wrong_arrows, {"kvad.config": "import kvad.step"}, "sideways"),
+    "sideways": (
+        house.wrong_arrows,
+        {"kvad.ops.a": "from kvad.text import hf_tokenizer as bpe", "kvad.text": ""},
+        "sideways",
+    ),
+    "sideways, files of floor 1": (house.wrong_arrows, {"kvad.config.model": "import kvad.model_input"}, "sideways"),
     "a circle of two": (
         house.circles,
         {"kvad.ops.a": "from kvad.ops import b", "kvad.ops.b": "def f():\n  import kvad.ops.a"},
@@ -98,30 +102,41 @@ FAULTS = {
         "never imports kvad.cache",
     ),
     "cache to model": (house.breached_walls, {"kvad.cache.a": "import kvad.model"}, "never imports kvad.model"),
-    "train to cache": (house.breached_walls, {"kvad.train.a": "from kvad.cache.sizing import x"}, "kvad.train never"),
+    "train to cache": (house.breached_walls, {"kvad.train.a": "from kvad.cache.groups import x"}, "kvad.train never"),
     "train to engine": (house.breached_walls, {"kvad.train.a": "import kvad.engine"}, "kvad.train never"),
     "train to lab": (house.breached_walls, {"kvad.train.a": "import kvad.lab"}, "kvad.train never"),
-    "torch": (house.torch_leaks, {"kvad.engine.scheduler": "import torch"}, "kvad.engine.scheduler -> torch"),
+    "torch": (
+        house.torch_leaks,
+        {"kvad.engine.scheduling.scheduler": "import torch"},
+        "kvad.engine.scheduling.scheduler -> torch",
+    ),
     "torch, a part of it": (
         house.torch_leaks,
         {"kvad.text.a": "from torch.nn import Module"},
         "kvad.text.a -> torch.nn",
     ),
-    "torch, in a class": (house.torch_leaks, {"kvad.config": "class A:\n  import torch"}, "kvad.config"),
+    "torch, in a class": (house.torch_leaks, {"kvad.config.model": "class A:\n  import torch"}, "kvad.config.model"),
     "torch, through safetensors": (
         house.torch_leaks,
-        {"kvad.lab.plan": "from safetensors import torch"},
+        {"kvad.planning.report": "from safetensors import torch"},
         "safetensors.torch",
     ),
     "torch, through a friend": (
         house.torch_leaks,
-        {"kvad.cache.ledger": "from kvad.cache.blocks import x", "kvad.cache.blocks": "import torch.nn"},
-        "kvad.cache.ledger -> kvad.cache.blocks -> torch.nn",
+        {
+            "kvad.cache.manager.kv_cache_manager": "from kvad.cache.manager.block_pool import x",
+            "kvad.cache.manager.block_pool": "import torch.nn",
+        },
+        "kvad.cache.manager.kv_cache_manager -> kvad.cache.manager.block_pool -> torch.nn",
     ),
     "torch, through the package around": (
         house.torch_leaks,
-        {"kvad.cache.ledger": "", "kvad.cache": "from .memory import x", "kvad.cache.memory": "import torch"},
-        "kvad.cache.ledger -> kvad.cache -> kvad.cache.memory -> torch",
+        {
+            "kvad.cache.manager.kv_cache_manager": "",
+            "kvad.cache": "from .memory import x",
+            "kvad.cache.device.kv_cache": "import torch",
+        },
+        "kvad.cache.manager.kv_cache_manager -> kvad.cache -> kvad.cache.device.kv_cache -> torch",
     ),
     "torch, in a command's file": (house.torch_leaks, {"kvad.cli.a": "if True:\n  import torch"}, "kvad.cli.a"),
     "a kernel": (
@@ -182,16 +197,16 @@ def test_a_sound_small_house_gets_no_objection():
     sound = {
         "kvad": '"Doc."\ndef __getattr__(name):\n  import importlib\n  importlib.import_module(name)',
         "kvad.errors": '"Doc."\n__all__ = ["E"]',
-        "kvad.step": '"Doc."\nimport typing\nif typing.TYPE_CHECKING:\n  import torch\nelse:\n  import math',
+        "kvad.model_input": '"Doc."\nimport typing\nif typing.TYPE_CHECKING:\n  import torch\nelse:\n  import math',
         "kvad.ops": '"Doc."',
-        "kvad.ops.attend": '"Doc."\nimport torch\nKERNELS = {1: 2}\ndef f(q):\n  F.scaled_dot_product_attention(q)',
+        "kvad.ops.attention": '"Doc."\nimport torch\nKERNELS = {1: 2}\ndef f(q):\n  F.scaled_dot_product_attention(q)',
         "kvad.engine": '"Doc."',
-        "kvad.engine.runner": '"Doc."\nimport torch\nfrom kvad.ops.attend import f\ng = torch.compile(f)',
-        "kvad.engine.scheduler": '"Doc."\nfrom kvad import __version__\nfrom .request import R\nimport kvad.step',
-        "kvad.engine.request": '"Doc."\nfrom kvad.errors import E',
-        "kvad.llm": '"Doc."\nfrom kvad.engine import runner\ndef f(rows):\n  SEEN = []\n  SEEN.append(rows)',
+        "kvad.engine.execution.model_runner": '"Doc."\nimport torch\nfrom kvad.ops.attention import f\ng = torch.compile(f)',
+        "kvad.engine.scheduling.scheduler": '"Doc."\nfrom kvad import __version__\nfrom .request import R\nimport kvad.model_input',
+        "kvad.engine.scheduling.request": '"Doc."\nfrom kvad.errors import E',
+        "kvad.llm": '"Doc."\nfrom kvad.engine.execution import model_runner as runner\ndef f(rows):\n  SEEN = []\n  SEEN.append(rows)',
         "kvad.cli": '"Doc."',
-        "kvad.cli.train": '"Doc."\ndef train():\n  import torch\n  from kvad import LLM\n  re.compile("x")',
+        "kvad.cli.commands.train": '"Doc."\ndef train():\n  import torch\n  from kvad import LLM\n  re.compile("x")',
     }
     for rule in RULES:
         assert rule(House(sound, {"LLM": "kvad.llm"})) == []

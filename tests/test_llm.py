@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import kvad
-from kvad.cache.planning import plan_memory
-from kvad.cache.sizing import CacheConfig
-from kvad.engine.request import SamplingParams
+from kvad.cache.config import CacheConfig
+from kvad.cache.sizing.memory_plan import plan_memory
+from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import (
     CheckpointError,
     ConfigError,

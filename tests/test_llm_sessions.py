@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvad import LLM
 from kvad.engine.session import Session
 from kvad.errors import EngineError, RequestError, SaveError, StorageError, UsageError
+from kvad.llm import LLM
 from tests.cache.disks import FailingDisk
 from tests.cli.checkpoint import write_model
 

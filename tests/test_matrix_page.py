@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from kvad import config as cfg
-from kvad.cache import memory
-from kvad.cache.formats import FORMATS, CacheFormat
-from kvad.cache.named import POLICIES
+from kvad.cache.device import kv_cache
+from kvad.cache.device.host_copy import HostCopier
+from kvad.cache.device.tensors import LayerTensor
 from kvad.cache.policy import Window
-from kvad.cache.state import PendingRestore
-from kvad.cache.store import LayerTensor
-from kvad.cache.swap import HostCopier
-from kvad.lab.asked import SIZED
+from kvad.cache.policy_parser import POLICIES
+from kvad.cache.quantization import FORMATS, CacheFormat
+from kvad.cache.sessions.state import PendingRestore
+from kvad.verify.cases import SIZED
 from tests.matrix import cells, lives, lives_page, page
 
 RESULTS = json.loads(page.RESULTS.read_text("utf-8"))
@@ -160,7 +160,7 @@ def test_a_session_that_comes_back_wrong_is_measured_as_broken(way: str, monkeyp
 
 @pytest.mark.parametrize("way", ["prefix from RAM", "prefix from disk"])
 def test_a_prefix_that_comes_back_wrong_is_measured_as_broken(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "carry_in", lambda _memory, host, loads: [host.take(number) for number, _ in loads])
+    monkeypatch.setattr(kv_cache, "carry_in", lambda _memory, host, loads: [host.take(number) for number, _ in loads])
     assert lives.ask(("decoder", "rope", "full", "float64", way))["structure"] > cells.EXACT
 
 

@@ -13,8 +13,8 @@ import random
 import pytest
 import torch
 
-from kvad.cache.formats import split_format_name
-from kvad.cache.sizing import CacheConfig
+from kvad.cache.config import CacheConfig
+from kvad.cache.quantization import split_format_name
 from kvad.model.transformer import Transformer
 from tests.drive import Run, Stream, drive, worst
 from tests.models import HEADS, NORMS, POSITIONS, SOURCE_VOCAB, VOCAB, build, model_config, pair_config
@@ -196,9 +196,9 @@ def exact_case(**change: str) -> Case:
 
 
 def hurt(monkeypatch: pytest.MonkeyPatch, name: str, replacement: object) -> None:
-    from kvad.cache import memory
+    from kvad.cache.device import kv_cache
 
-    monkeypatch.setattr(memory.KVCache, name, replacement)
+    monkeypatch.setattr(kv_cache.KVCache, name, replacement)
 
 
 def test_without_clearing_the_oracle_objects(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,19 +214,20 @@ def test_without_copy_on_write_the_oracle_objects(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("scenario", ["ragged", "chunked", "preempted"])
 def test_a_scale_of_a_whole_step_is_heard(monkeypatch: pytest.MonkeyPatch, scenario: str) -> None:
     """Tokens written together must not share a scale: then what is stored would depend on chunks and neighbours."""
-    from kvad.cache import store
+    from kvad.cache.device import tensors
+    from kvad.ops.quantize import get_codec
 
     def together(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         scale = (x.abs().amax() / 127).float().expand(*x.shape[:-1], 1)
         return (x / scale).round().to(torch.int8), scale
 
-    real = store.get_codec
-    monkeypatch.setattr(store, "find_codec", lambda name, device: real(name, device)._replace(encode=together))
+    real = get_codec
+    monkeypatch.setattr(tensors, "find_codec", lambda name, device: real(name, device)._replace(encode=together))
     assert not measure(exact_case(dtype="int8", scenario=scenario)) <= 1e-6
 
 
 def test_a_copy_without_scales_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvad.cache.store import LayerTensor
+    from kvad.cache.device.tensors import LayerTensor
 
     monkeypatch.setattr(LayerTensor, "copy", lambda self, source, target: self.data[target].copy_(self.data[source]))
     assert not measure(exact_case(dtype="int8", scenario="forked")) <= 1e-3
@@ -234,11 +235,12 @@ def test_a_copy_without_scales_is_heard(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("heads", ["window", "gqa"])
 def test_a_lost_position_is_heard(monkeypatch: pytest.MonkeyPatch, heads: str) -> None:
-    from kvad.cache import views
+    from kvad.cache.device import views
+    from kvad.cache.device.tensors import BlockTable, gather_metadata
 
-    real = views.gather_metadata
+    real = gather_metadata
 
-    def shifted(column: torch.Tensor, table: views.BlockTable) -> torch.Tensor:
+    def shifted(column: torch.Tensor, table: BlockTable) -> torch.Tensor:
         marks = real(column, table)
         return torch.where(marks == 2, -1, marks)
 

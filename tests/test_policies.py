@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvad.cache.sizing import CacheConfig
-from kvad.config import attention_specs
+from kvad.cache.config import CacheConfig
+from kvad.config.model import attention_specs
 from kvad.errors import ConfigError
 from kvad.model.transformer import Transformer
-from kvad.ops.biases import position_bias
+from kvad.model_input import AttentionParams, ModelInput, SubBatch
+from kvad.ops.attention import position_bias
 from kvad.ops.rotary import RotaryCache
-from kvad.step import AttentionParams, ModelInput, SubBatch
 from tests.drive import Run, Stream, drive, worst
 from tests.models import NORMS, POSITIONS, VOCAB, build, model_config, pair_config
 from tests.pairwise import Case, full, pairwise
@@ -121,7 +121,7 @@ def test_blocks_go_back_as_they_are_passed() -> None:
 
 
 def made(model: Transformer, cache: CacheConfig) -> tuple:
-    from kvad.cache.sizing import build_groups
+    from kvad.cache.groups import build_groups
 
     return build_groups(attention_specs(model.config), cache)
 
@@ -381,7 +381,7 @@ def test_a_preempted_row_is_parked_and_woken(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", PARKED)
 def test_without_parking_the_test_above_objects(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
-    monkeypatch.setattr("kvad.cache.swap.Copier.back", lambda *_: None)
+    monkeypatch.setattr("kvad.cache.device.host_copy.HostCopier.copy_in", lambda *_: None)
     with pytest.raises(AssertionError):
         test_a_preempted_row_is_parked_and_woken(policy)
 
@@ -399,7 +399,7 @@ def test_a_late_sample_chooses_blocks_as_if_alone(seed: int) -> None:
 
 
 def test_a_late_sample_without_emptied_blocks_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvad.cache.ledger import KVCacheManager
+    from kvad.cache.manager.kv_cache_manager import KVCacheManager
 
     made = KVCacheManager.__init__
 
@@ -449,6 +449,6 @@ def test_a_summary_of_equal_tokens_is_exact_without_positions() -> None:
 
 
 def test_without_the_weight_of_a_summary_the_test_above_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvad.cache.levels.math.log", lambda _: 0.0)
+    monkeypatch.setattr("kvad.cache.device.demotion.math.log", lambda _: 0.0)
     with pytest.raises(AssertionError):
         test_a_summary_of_equal_tokens_is_exact_without_positions()

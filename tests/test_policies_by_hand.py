@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvad.cache.memory import KVCache
-from kvad.cache.sizing import CacheConfig
+from kvad.cache.config import CacheConfig
+from kvad.cache.device.kv_cache import KVCache
 from kvad.engine.engine import Engine
-from kvad.engine.request import SamplingParams
+from kvad.engine.scheduling.request import SamplingParams
 from kvad.model.transformer import Transformer
-from kvad.ops.biases import position_bias
-from kvad.step import AttentionParams, ModelInput, Rotary, SubBatch
+from kvad.model_input import AttentionParams, ModelInput, Rotary, SubBatch
+from kvad.ops.attention import position_bias
 from tests.drive import Stream, drive
 from tests.models import VOCAB, build, model_config
 
@@ -191,12 +191,12 @@ def test_a_model_is_what_it_is_by_hand(
 
 def test_a_summary_of_rotated_keys_would_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulation is no echo: a mean of keys as they are stored, or one put elsewhere, is heard."""
-    monkeypatch.setattr("kvad.cache.levels.rotate_blocks", lambda keys, positions, rotary, factor: keys)
+    monkeypatch.setattr("kvad.cache.device.demotion.rotate_blocks", lambda keys, positions, rotary, factor: keys)
     assert wrong_by(Summed, "rope", "write", 64, monkeypatch) > 1e-3
 
 
 def test_a_cut_by_other_ranks_would_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvad.cache.ranks import HeavyHitters
+    from kvad.cache.eviction_policies import HeavyHitters
 
     real = HeavyHitters.score
     monkeypatch.setattr(HeavyHitters, "score", lambda self, seen: -real(self, seen))

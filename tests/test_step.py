@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvad.step import NULL_BLOCK, PADDING_BLOCK, RESERVED_BLOCKS, AttentionPattern, TokenPositions
+from kvad.model_input import NULL_BLOCK, PADDING_BLOCK, RESERVED_BLOCKS, AttentionPattern, TokenPositions
 
 
 def may_see(q: int, k: int, causal: bool, window: int | None) -> bool:
@@ -81,5 +81,5 @@ def test_reserved_blocks_are_the_first_ones() -> None:
 
 
 def test_the_contract_needs_no_torch() -> None:
-    code = "import kvad.step, kvad.config, sys; sys.exit('torch' in sys.modules)"
+    code = "import kvad.model_input, kvad.config.model, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvad.cache.sizing import CacheConfig
-from kvad.engine import outcome
+from kvad.cache.config import CacheConfig
+from kvad.engine.execution import sampler
 from kvad.errors import EngineError, KvadError, RequestError
 from kvad.llm import LLM
-from kvad.model.fresh import NoCache
-from kvad.step import ModelInput, SubBatch
+from kvad.model.no_cache import NoCache
+from kvad.model_input import ModelInput, SubBatch
 from kvad.text.tokenizer import train_tokenizer
 from tests.drive import uncached
 from tests.models import VOCAB, build, model_config
@@ -43,7 +43,7 @@ def test_a_step_that_raises_ends_its_rows_and_nothing_else(
         if where == "model":
             monkeypatch.setattr(llm.engine.runner, "execute", raise_once)
         else:
-            monkeypatch.setattr(outcome, "sample", raise_once)
+            monkeypatch.setattr(sampler, "sample", raise_once)
         with pytest.raises(failure):
             llm.generate([1, 2, 3], **OPTIONS)
     assert llm.generate([1, 2, 3], **OPTIONS).tokens == expected

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from kvad.cache.ledger import KVCacheManager
-from kvad.cache.sizing import CacheConfig, build_groups
-from kvad.checkpoint.generation import GenerationConfig, read_generation_config
-from kvad.config import attention_specs
-from kvad.engine.request import SamplingParams, SequenceEvent, SequenceOutput
-from kvad.engine.scheduler import Scheduler
-from kvad.engine.texts import PromptEncoder
+from kvad.cache.config import CacheConfig
+from kvad.cache.groups import build_groups
+from kvad.cache.manager.kv_cache_manager import KVCacheManager
+from kvad.checkpoint.generation_config import GenerationConfig, read_generation_config
+from kvad.config.model import attention_specs
+from kvad.engine.client import PromptEncoder
+from kvad.engine.scheduling.request import SamplingParams, SequenceEvent, SequenceOutput
+from kvad.engine.scheduling.scheduler import Scheduler
 from kvad.errors import CheckpointError, ConfigError, RequestError
 from kvad.llm import LLM
 from tests.models import build, encoder_config, model_config, pair_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvad import config as cfg
-from kvad.config import ModelConfig
+from kvad.config.model import ModelConfig
 
 __all__ = ["T5", "attention", "configs"]
 

@@ -1,6 +1,55 @@
-"""The KV cache and its two faces, which meet in one small value, the :class:`~kvad.step.Step`.
+"""The KV cache and its two faces, which meet in one small value, the :class:`~kvad.model_input.ModelInput`.
 
 The host face thinks in integers and imports no torch, so that it can be simulated: ``sizing`` (how many bytes),
 ``blocks`` (who owns which block), ``ledger`` (which blocks a row may read and write).  The device face (``memory``,
 ``layout``) holds tensors and decides nothing.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvad._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from kvad.cache import config as config
+    from kvad.cache import groups as groups
+    from kvad.cache import policy as policy
+    from kvad.cache import policy_parser as policy_parser
+    from kvad.cache import quantization as quantization
+    from kvad.cache.config import CacheConfig as CacheConfig
+    from kvad.cache.config import resolve_for_model as resolve_for_model
+    from kvad.cache.groups import CacheGroup as CacheGroup
+    from kvad.cache.groups import build_groups as build_groups
+    from kvad.cache.groups import group_bytes as group_bytes
+    from kvad.cache.policy import CachePolicy as CachePolicy
+    from kvad.cache.policy_parser import parse_policy as parse_policy
+
+__all__ = [
+    "CacheConfig",
+    "CacheGroup",
+    "CachePolicy",
+    "build_groups",
+    "config",
+    "group_bytes",
+    "groups",
+    "parse_policy",
+    "policy",
+    "policy_parser",
+    "quantization",
+    "resolve_for_model",
+]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "CacheConfig": "config",
+        "CacheGroup": "groups",
+        "CachePolicy": "policy",
+        "build_groups": "groups",
+        "group_bytes": "groups",
+        "parse_policy": "policy_parser",
+        "resolve_for_model": "config",
+    },
+    ("config", "groups", "policy", "policy_parser", "quantization"),
+)

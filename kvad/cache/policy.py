@@ -23,28 +23,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from kvad.cache.formats import get_format
+from kvad.cache.quantization import get_format
 from kvad.config import AttentionSpec
 from kvad.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-__all__ = [
-    "ALL_QUERIES",
-    "UNBOUNDED",
-    "KeepAll",
-    "TieredPolicy",
-    "CachePolicy",
-    "Quest",
-    "EvictionPolicy",
-    "EvictionContext",
-    "Sinks",
-    "OffloadPolicy",
-    "BlockWindow",
-    "Window",
-    "check_minimum",
-]
 
 UNBOUNDED = 1 << 40
 ALL_QUERIES = 1 << 40  # Scored.watch: every query counts
@@ -252,7 +236,14 @@ class TieredPolicy(CachePolicy):
     num_sinks: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("recent", 1), ("quantized", -1), ("summaries", 0), ("ratio", 2), ("interval", 1), ("num_sinks", 0)):
+        for name, least in (
+            ("recent", 1),
+            ("quantized", -1),
+            ("summaries", 0),
+            ("ratio", 2),
+            ("interval", 1),
+            ("num_sinks", 0),
+        ):
             check_minimum(least, "hierarchy", name, getattr(self, name))
         for name in ("key_format", "value_format"):
             get_format(getattr(self, name), f"cache.policy: hierarchy: {name}")

@@ -1,4 +1,70 @@
 """Model folders on disk: safetensors and JSON, written so that what was there before stays whole.
 
-``kvad.checkpoint.atomic`` replaces folders, ``kvad.checkpoint.native`` knows what is in kvad's own ones.
+``kvad.storage.atomic`` replaces folders, ``kvad.checkpoint.native`` knows what is in kvad's own ones.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvad._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from kvad.checkpoint import adapter as adapter
+    from kvad.checkpoint import conversion as conversion
+    from kvad.checkpoint import export as export
+    from kvad.checkpoint import folder as folder
+    from kvad.checkpoint import generation_config as generation_config
+    from kvad.checkpoint import handle as handle
+    from kvad.checkpoint import hf_layout as hf_layout
+    from kvad.checkpoint import hub as hub
+    from kvad.checkpoint import loader as loader
+    from kvad.checkpoint import native as native
+    from kvad.checkpoint import peft as peft
+    from kvad.checkpoint import safetensors_header as safetensors_header
+    from kvad.checkpoint import safetensors_io as safetensors_io
+    from kvad.checkpoint import summarizer as summarizer
+    from kvad.checkpoint.generation_config import GenerationConfig as GenerationConfig
+    from kvad.checkpoint.handle import CheckpointHandle as CheckpointHandle
+    from kvad.checkpoint.loader import open_checkpoint as open_checkpoint
+
+__all__ = [
+    "CheckpointHandle",
+    "GenerationConfig",
+    "adapter",
+    "conversion",
+    "export",
+    "folder",
+    "generation_config",
+    "handle",
+    "hf_layout",
+    "hub",
+    "loader",
+    "native",
+    "open_checkpoint",
+    "peft",
+    "safetensors_header",
+    "safetensors_io",
+    "summarizer",
+]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {"CheckpointHandle": "handle", "GenerationConfig": "generation_config", "open_checkpoint": "loader"},
+    (
+        "adapter",
+        "conversion",
+        "export",
+        "folder",
+        "generation_config",
+        "handle",
+        "hf_layout",
+        "hub",
+        "loader",
+        "native",
+        "peft",
+        "safetensors_header",
+        "safetensors_io",
+        "summarizer",
+    ),
+)

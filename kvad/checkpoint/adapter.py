@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvad.checkpoint.atomic import new_folder, recover_interrupted
+from kvad import model, storage
+from kvad.checkpoint.conversion import write_tensors
 from kvad.checkpoint.export import COMPANION_FILES, read_tokenizer_files
 from kvad.checkpoint.families import find_family
 from kvad.checkpoint.folder import (
@@ -36,49 +37,31 @@ from kvad.checkpoint.folder import (
     check_file,
     file_digest,
     list_steps,
+    prune_steps,
     read_json,
     read_manifest,
     resolve_best_link,
     step_folder,
 )
-from kvad.checkpoint.generation import GENERATION_FILE, GenerationConfig, read_generation_config, write_pooling
-from kvad.checkpoint.hf import write_tensors
+from kvad.checkpoint.generation_config import GENERATION_FILE, GenerationConfig, read_generation_config, write_pooling
+from kvad.checkpoint.handle import TOKENIZER_FILES, CheckpointHandle, LazyTensors, TrainingState
+from kvad.checkpoint.hf_layout import HFCheckpoint
 from kvad.checkpoint.hub import resolve_model_path
-from kvad.checkpoint.imported import HFCheckpoint
-from kvad.checkpoint.kept import prune_steps
-from kvad.checkpoint.linears import mergeable_linears
 from kvad.checkpoint.native import open_folder, save_checkpoint, save_tensors, write_json
-from kvad.checkpoint.opened import TOKENIZER_FILES, CheckpointHandle, LazyTensors, TrainingState
 from kvad.checkpoint.peft import (
     AdapterTargets,
     check_peft_config,
     find_targets,
+    mergeable_linears,
     native_targets,
     read_factors,
     write_factors,
     write_peft_config,
 )
-from kvad.checkpoint.shards import write_sharded
+from kvad.checkpoint.safetensors_io import write_sharded
 from kvad.config import ModelConfig
 from kvad.errors import CheckpointError
-from kvad.model.fingerprint import state_fingerprint
-from kvad.model.lora import LoraFactors, factors_fingerprint, merge_weight
-from kvad.text.tokenizer import Tokenizer
-
-__all__ = [
-    "AdaptedCheckpoint",
-    "AdapterFormat",
-    "StoredAdapter",
-    "base_fingerprint",
-    "find_adapter",
-    "adapter_format",
-    "write_merged",
-    "open_adapted",
-    "open_adapter",
-    "save_adapter",
-    "save_adapter_step",
-    "merge_adapter",
-]
+from kvad.text import Tokenizer
 
 NAME, CONFIG_NAME, TENSORS = "adapter.json", "adapter_config.json", "adapter_model.safetensors"
 FORMAT = 1
@@ -86,7 +69,7 @@ FORMAT = 1
 
 def base_fingerprint(opened: CheckpointHandle) -> str:
     """Every byte of its weights, and its shape.  About a second per gigabyte and core."""
-    return state_fingerprint(opened.config, dict(opened.weights()))
+    return model.fingerprint.state_fingerprint(opened.config, dict(opened.weights()))
 
 
 # ---------------------------------------------------------------- writing
@@ -110,7 +93,8 @@ class AdapterFormat:
         """CheckpointError for a part that the layout cannot hold an adapter of: before anything is trained."""
         shapes = mergeable_linears(self.config)
         empty = {
-            name: LoraFactors(torch.zeros(1, shapes[name][1]), torch.zeros(shapes[name][0], 1), 1.0) for name in parts
+            name: model.lora.LoraFactors(torch.zeros(1, shapes[name][1]), torch.zeros(shapes[name][0], 1), 1.0)
+            for name in parts
         }
         write_factors(self.targets, shapes, empty)
 
@@ -134,7 +118,7 @@ def _sites(opened: CheckpointHandle) -> AdapterTargets | None:
 def save_adapter(
     folder: Path,
     form: AdapterFormat,
-    factors: Mapping[str, LoraFactors],
+    factors: Mapping[str, model.lora.LoraFactors],
     *,
     rank: int,
     alpha: float,
@@ -151,7 +135,7 @@ def save_adapter(
     settings = {"rank": rank, "alpha": alpha, "rslora": rslora, "dropout": dropout}
     content = write_peft_config(form.targets, modules, kind=form.config.kind, base=form.folder, **settings)  # type: ignore[arg-type]
     said = {"kvad": __version__, "format": FORMAT, "names": form.names, "parts": list(factors)}
-    with new_folder(folder, replaces=replaces) as new:
+    with storage.atomic.new_folder(folder, replaces=replaces) as new:
         write_json(new / CONFIG_NAME, content)
         save_tensors(folder, new / TENSORS, tensors, {"format": "pt"})
         write_json(new / NAME, {**said, "base": form.base, "fingerprint": form.fingerprint})
@@ -171,7 +155,7 @@ def save_adapter_step(
     run: Path,
     step: int,
     form: AdapterFormat,
-    factors: Mapping[str, LoraFactors],
+    factors: Mapping[str, model.lora.LoraFactors],
     *,
     keep: int,
     best: int | None = None,
@@ -180,7 +164,7 @@ def save_adapter_step(
 ) -> Path:
     """Write ``run/checkpoints/step-N``; ``how``: as :func:`save_adapter`, the rest as ``native.save_step``."""
     folder = step_folder(run, step)
-    recover_interrupted(folder.parent)
+    storage.atomic.recover_interrupted(folder.parent)
     save_adapter(folder, form, factors, replaces=list_steps(run) if fresh else (), **how)
     prune_steps(run, keep, best)
     return folder
@@ -214,7 +198,7 @@ class StoredAdapter:
         found = self.metadata.get("base") or self.content.get("base_model_name_or_path")
         return found if isinstance(found, str) and found else None
 
-    def factors(self, base: CheckpointHandle) -> dict[str, LoraFactors]:
+    def factors(self, base: CheckpointHandle) -> dict[str, model.lora.LoraFactors]:
         """Name of a part of ``base`` -> what is added to it.  CheckpointError where they do not fit."""
         if self.metadata.get("names") == "kvad":
             found: AdapterTargets | None = native_targets(base.config)
@@ -324,7 +308,7 @@ class AdaptedCheckpoint(CheckpointHandle, _Parts):
         return self.base.tensors
 
     @cached_property
-    def factors(self) -> dict[str, LoraFactors]:
+    def factors(self) -> dict[str, model.lora.LoraFactors]:
         return self.adapter.factors(self.base)
 
     @property
@@ -348,7 +332,7 @@ class AdaptedCheckpoint(CheckpointHandle, _Parts):
             if part is None:
                 yield name, tensor if dtype is None else tensor.to(dtype)
             else:
-                yield name, merge_weight(tensor, part, dtype)
+                yield name, model.lora.merge_weight(tensor, part, dtype)
 
     def fingerprint(self) -> str:
         """sha256 (hex) of base and adapter; a base that kvad did not write by every byte of its weights."""
@@ -358,7 +342,7 @@ class AdaptedCheckpoint(CheckpointHandle, _Parts):
     @property
     def adapter_fingerprint(self) -> str:
         """Of the adapter alone."""
-        return factors_fingerprint(self.factors)
+        return model.lora.factors_fingerprint(self.factors)
 
 
 def _companion_file(adapted: AdaptedCheckpoint, name: str) -> Path:
@@ -378,7 +362,7 @@ def write_merged(adapted: AdaptedCheckpoint, out: Path, dtype: torch.dtype | Non
             out, base.config, tensors, None, generation=adapted.generation, beside=beside, origin=base.origin
         )
         return
-    with new_folder(out) as new:
+    with storage.atomic.new_folder(out) as new:
         name = str(dtype or base.stored_dtype).removeprefix("torch.")
         write_json(new / CONFIG, {**base.fields.content, "dtype": name, "torch_dtype": name})
         write_sharded(new, write_tensors(base.family, base.config, tensors))

@@ -13,18 +13,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvad.checkpoint.atomic import new_folder
-from kvad.checkpoint.generation import write_pooling
-from kvad.checkpoint.hf import write_tensors
+from kvad import storage, text
+from kvad.checkpoint.conversion import write_tensors
+from kvad.checkpoint.generation_config import write_pooling
+from kvad.checkpoint.handle import CheckpointHandle
+from kvad.checkpoint.hf_layout import choose_family, write_hf_config
 from kvad.checkpoint.native import save_checkpoint
-from kvad.checkpoint.opened import CheckpointHandle
-from kvad.checkpoint.shards import write_sharded
-from kvad.checkpoint.theirs import choose_family, write_hf_config
-from kvad.text.base import FILE_NAME
-from kvad.text.library import HFTokenizer
-from kvad.text.settings import CONFIG_NAME
-
-__all__ = ["COMPANION_FILES", "export_hf", "import_hf", "read_tokenizer_files"]
+from kvad.checkpoint.safetensors_io import write_sharded
+from kvad.text import HFTokenizer
 
 # Files that belong to a tokenizer or a chat and are copied as they are.
 COMPANION_FILES = (
@@ -59,7 +55,7 @@ def export_hf(
     The old folder, if any, gives way when the new one is whole.  Raises CheckpointError, SaveError.
     """
     layout = choose_family(opened.config, family or opened.origin)
-    with new_folder(out) as new:
+    with storage.atomic.new_folder(out) as new:
         write_hf_config(new, layout, opened.generation, dtype or opened.stored_dtype)
         ours = dict(opened.weights())
         write_sharded(new, _cast(write_tensors(layout.family, opened.config, ours), dtype))
@@ -94,9 +90,9 @@ def _copy_tokenizer(opened: CheckpointHandle, new: Path) -> None:
     for name in COMPANION_FILES:
         if (opened.path / name).is_file():
             shutil.copyfile(opened.path / name, new / name)
-    if not (new / FILE_NAME).is_file() or (new / CONFIG_NAME).is_file():
+    if not (new / text.base.FILE_NAME).is_file() or (new / text.hf_config.CONFIG_NAME).is_file():
         return
     if isinstance(opened.tokenizer, HFTokenizer):
         opened.tokenizer.save(new)
     else:
-        (new / FILE_NAME).unlink()
+        (new / text.base.FILE_NAME).unlink()

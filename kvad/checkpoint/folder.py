@@ -3,6 +3,18 @@
 A *checkpoint* is a folder with a ``config.json``; a *run* is a folder with ``checkpoints/step-N/`` in it, and stands
 for its newest step; ``best`` in it is a link to the one with the lowest validation loss (``kept.py``).  ``locate``
 takes any of these.  The manifest says of every file how long it is and its sha256.  Standard library only.
+
+Which steps of a run stay: the newest few, and the best.
+
+    RUN/checkpoints/step-00000400/  step-00000500/  step-00000600/
+    RUN/best -> checkpoints/step-00000400                             relative, so that a run can be moved and copied
+
+The link is a function of what the newest checkpoint's state says: a process that dies between a save and its link
+leaves the link as it was, and the next save puts it right.  A new link is renamed into the place of the old one, and a
+step is deleted only when nothing points at it any more: at every moment ``best`` is a whole checkpoint.
+Standard library only.
+
+What a compressor's folder says of itself, its tensors apart (``compressor.py`` has these).  No torch.
 """
 
 from __future__ import annotations
@@ -12,33 +24,12 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvad.aside import interrupted_writes
-from kvad.checkpoint.atomic import find_interrupted
-from kvad.errors import CheckpointError
-
-__all__ = [
-    "BEST_LINK",
-    "CONFIG",
-    "FORMAT",
-    "MANIFEST",
-    "MODEL",
-    "TRAINING",
-    "check_file",
-    "file_digest",
-    "is_hf",
-    "is_native",
-    "is_run",
-    "list_files",
-    "locate",
-    "resolve_best_link",
-    "read_json",
-    "read_manifest",
-    "step_folder",
-    "list_steps",
-]
+from kvad import config, storage
+from kvad.errors import CheckpointError, SaveError
 
 CONFIG, MANIFEST, MODEL, TRAINING = "config.json", "manifest.json", "model.safetensors", "training"
 BEST_LINK = "best"
@@ -57,7 +48,7 @@ def locate(path: Path) -> Path:
         return path
     if steps := list_steps(path):
         return steps[-1]
-    if (left := find_interrupted(path)) is not None:  # killed between the two renames of a replacement
+    if (left := storage.atomic.find_interrupted(path)) is not None:  # killed between the two renames of a replacement
         return left
     if not path.exists():
         raise CheckpointError(f"no such folder: {path}", "kvad demo trains a model, kvad train one of your own")
@@ -89,7 +80,7 @@ def list_steps(run: Path) -> list[Path]:
     folder = run / "checkpoints"
     if not folder.is_dir():
         return []
-    steps = {left.name: left.path for left in interrupted_writes(folder) if left.path.is_dir()}
+    steps = {left.name: left.path for left in storage.temp_paths.interrupted_writes(folder) if left.path.is_dir()}
     steps |= {path.name: path for path in folder.iterdir() if path.is_dir()}
     return [steps[name] for name in sorted(steps) if _STEP.fullmatch(name)]
 
@@ -205,3 +196,74 @@ def _older_checkpoint_hint(path: Path) -> str:
     step = next((parent for parent in path.parents if parent.name.startswith("step-")), None)
     others = [other for other in list_steps(step.parent.parent) if other != step] if step is not None else []
     return f"an older one is {others[-1]}" if others else "copy it again"
+
+
+def prune_steps(run: Path, keep: int, best: int | None) -> None:
+    """After a save: link ``best`` to the step of that number, then delete all but the newest ``keep`` and it.
+
+    None, or one that is no longer there: the run has no best.  Raises SaveError; whole steps stay whole.
+    """
+    steps = list_steps(run)
+    chosen = None if best is None else step_folder(run, best)
+    if chosen not in steps:
+        chosen = None
+    try:
+        _link(run, chosen)
+    except OSError as error:
+        raise SaveError(
+            storage.atomic.disk_error(run / BEST_LINK, error).message, "on a disk without links: train.keep_best=false"
+        ) from error
+    for old in steps[:-keep]:
+        if old != chosen:
+            storage.atomic.remove_folder(old)
+
+
+def _link(run: Path, step: Path | None) -> None:
+    """What is no link is somebody else's, and stays."""
+    link = run / BEST_LINK
+    if link.exists() and not link.is_symlink():
+        return
+    if step is None:
+        link.unlink(missing_ok=True)
+        return
+    target = step.relative_to(run)
+    if link.is_symlink() and Path(os.readlink(link)) == target:
+        return
+    storage.atomic.recover_interrupted(run)
+    temporary = storage.temp_paths.temp_path(link, "tmp")
+    try:
+        temporary.symlink_to(target)
+        temporary.replace(link)
+        storage.atomic.fsync_path(run)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+NAME, TENSORS = "compressor.json", "compressor.safetensors"
+SUMMARIZER_FORMAT = 1
+
+
+def read_summarizer_folder(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The folder (of a run its newest) and its compressor.json.  CheckpointError for what is no whole compressor."""
+    path = resolve_best_link(Path(path))
+    steps = list_steps(path)
+    folder = path if (path / NAME).is_file() or not steps else steps[-1]
+    if not (folder / NAME).is_file():
+        what = "no such folder" if not path.exists() else f"it has no {NAME}"
+        raise CheckpointError(f"{path} is not a compressor: {what}", "kvad train --objective compress makes one")
+    for name, entry in read_manifest(folder, TENSORS).items():
+        check_file(folder / name, entry, verify=name == TENSORS)
+    content = read_json(folder / NAME)
+    if content.get("format") != SUMMARIZER_FORMAT:
+        raise CheckpointError(f"{folder / NAME}: format {content.get('format')!r}, this kvad reads {SUMMARIZER_FORMAT}")
+    for key, kind in (("model", str), ("ratio", int), ("hidden", int)):
+        if type(content.get(key)) is not kind:
+            raise CheckpointError(f"{folder / NAME}: {key}: {content.get(key)!r}", "train it anew")
+    return folder, content
+
+
+def read_summarizer_shape(path: Path) -> config.parameter_shapes.SummarizerShape:
+    """What its summaries are made by.  CheckpointError as :func:`read_compressor`."""
+    _, content = read_summarizer_folder(path)
+    return config.parameter_shapes.SummarizerShape(content["ratio"], content["hidden"])

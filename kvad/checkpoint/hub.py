@@ -23,8 +23,6 @@ from typing import Any, NamedTuple
 from kvad.checkpoint.folder import CONFIG, is_run, read_json
 from kvad.errors import CheckpointError, KvadError, SaveError, UsageError, suggest_path
 
-__all__ = ["INDEX", "SINGLE", "check_readable_weights", "resolve_model_path"]
-
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PREFIX = "hf://"
 ONLINE_HINT = "download it once while online, without HF_HUB_OFFLINE"

@@ -35,8 +35,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvad.cache.weights import weight_shapes
-from kvad.checkpoint.atomic import disk_error, new_folder, recover_interrupted
+from kvad import config as config_lib
+from kvad import storage
+from kvad.checkpoint.conversion import write_tensors
 from kvad.checkpoint.folder import (
     CONFIG,
     FORMAT,
@@ -49,30 +50,16 @@ from kvad.checkpoint.folder import (
     list_files,
     list_steps,
     locate,
+    prune_steps,
     read_json,
     step_folder,
 )
-from kvad.checkpoint.generation import GenerationConfig
-from kvad.checkpoint.hf import write_tensors
-from kvad.checkpoint.imported import HFCheckpoint
-from kvad.checkpoint.kept import prune_steps
-from kvad.checkpoint.opened import CheckpointHandle, LazyTensors, TrainingState
-from kvad.checkpoint.theirs import HFLayout, write_hf_config
-from kvad.config import ModelConfig, from_dict, to_dict
+from kvad.checkpoint.generation_config import GenerationConfig
+from kvad.checkpoint.handle import CheckpointHandle, LazyTensors, TrainingState
+from kvad.checkpoint.hf_layout import HFCheckpoint, HFLayout, write_hf_config
+from kvad.config import ModelConfig
 from kvad.errors import CheckpointError, ConfigError
-from kvad.text.tokenizer import Tokenizer
-
-__all__ = [
-    "DTYPES",
-    "NativeCheckpoint",
-    "TrainingState",
-    "Verify",
-    "open_folder",
-    "save_checkpoint",
-    "save_step",
-    "save_tensors",
-    "write_json",
-]
+from kvad.text import Tokenizer
 
 DTYPES = {
     "float64": torch.float64,
@@ -116,7 +103,7 @@ def save_checkpoint(
     from kvad import __version__
 
     folder = Path(folder)
-    with new_folder(folder, replaces=replaces) as new:
+    with storage.atomic.new_folder(folder, replaces=replaces) as new:
         said = GenerationConfig() if generation is None else generation
         if layout is None:
             write_json(new / CONFIG, _content(config, said, origin))
@@ -147,7 +134,7 @@ def _content(config: ModelConfig, generation: GenerationConfig, origin: str | No
 
     content: dict[str, Any] = {"kvad": __version__, "model": config.to_dict()}
     if generation != GenerationConfig():
-        content["generation"] = to_dict(generation)
+        content["generation"] = config_lib.serialization.to_dict(generation)
     return content if origin is None else {**content, "origin": origin}
 
 
@@ -173,7 +160,9 @@ def save_step(
     ``fresh``: the first save of a new run: the steps of an old one give way in the same move.  Raises as :func:`save`.
     """
     folder = step_folder(run, step)
-    recover_interrupted(folder.parent)  # brings back what an overwriting process had set aside when it died
+    storage.atomic.recover_interrupted(
+        folder.parent
+    )  # brings back what an overwriting process had set aside when it died
     earlier = list_steps(run) if fresh else ()
     save_checkpoint(
         folder,
@@ -203,7 +192,7 @@ def save_tensors(
     try:
         save_file(plain, path, metadata)
     except SafetensorError as error:  # the library's name for what the disk says
-        raise disk_error(folder, OSError(str(error))) from error
+        raise storage.atomic.disk_error(folder, OSError(str(error))) from error
 
 
 # ---------------------------------------------------------------- reading
@@ -222,7 +211,11 @@ class NativeCheckpoint(CheckpointHandle):
         """Raises ConfigError as :attr:`config` does."""
         content = read_json(self.path / CONFIG).get("generation")
         try:
-            return GenerationConfig() if content is None else from_dict(GenerationConfig, content, "generation")
+            return (
+                GenerationConfig()
+                if content is None
+                else config_lib.serialization.from_dict(GenerationConfig, content, "generation")
+            )
         except ConfigError as error:
             raise ConfigError(f"{self.path / CONFIG}: {error.message}", error.hint) from error
 
@@ -243,7 +236,7 @@ class NativeCheckpoint(CheckpointHandle):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Both shapes are named where they differ."""
-        _check_tensors(self.tensors, weight_shapes(self.config))
+        _check_tensors(self.tensors, config_lib.parameter_shapes.weight_shapes(self.config))
         yield from self.tensors.items()
 
 

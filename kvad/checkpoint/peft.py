@@ -11,6 +11,10 @@ MODULE is a name of the model's own class, which a family's rules give.  Three c
   (Falcon's by group).  alpha R / r is its alpha.  Exact, and what PEFT made of such a module is read as one A that the
   parts share.
 * No rule, or one that is more than an order of rows (matrices of experts): refused by name.
+
+The linear parts of a model by name, from its config alone: beside which an adapter (``model/lora.py``) may stand.
+
+No torch; nothing is loaded.
 """
 
 from __future__ import annotations
@@ -18,28 +22,66 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvad.cache.weights import weight_shapes
-from kvad.checkpoint.hf import Family, expand_rules
-from kvad.checkpoint.linears import mergeable_linears
+from kvad import config as config_lib
+from kvad import model
+from kvad.checkpoint.conversion import Family, expand_rules
 from kvad.config import ModelConfig
-from kvad.errors import CheckpointError
-from kvad.model.lora import LoraFactors
+from kvad.errors import CheckpointError, ConfigError, suggest
 
-__all__ = [
-    "AdapterTarget",
-    "AdapterTargets",
-    "check_peft_config",
-    "native_targets",
-    "read_factors",
-    "find_targets",
-    "write_peft_config",
-    "write_factors",
-]
+ALL_TARGETS = "all"
+EMBEDDINGS = (".tokens", ".positions", ".token_types")
+
+
+def mergeable_linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Name -> [out, in] of every matrix that an adapter may stand beside, in the order of the parameters.
+
+    Others' adapters also stand beside routers, and heads that are not tied."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, shape in config_lib.parameter_shapes.weight_shapes(config).items():
+        module, _, last = name.rpartition(".")
+        if last == "weight" and len(shape) == 2 and "norm" not in module and not module.endswith(EMBEDDINGS):
+            found[module] = (shape[0], shape[1])
+    return found
+
+
+def trainable_linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Those that are trained here: the linear parts of the layers but experts' routers."""
+    every = mergeable_linears(config)
+    return {name: every[name] for name in every if ".layers." in name and not name.endswith(".router")}
+
+
+def match_targets(config: ModelConfig, targets: Iterable[str]) -> list[str]:
+    """The linear parts that ``targets`` name, in the order of the parameters.
+
+    A target is ``all``, a name that stands anywhere in a part's dotted name (``q``, ``cross``, ``mlp``, ``encoder``),
+    or a dotted pattern for its end (``cross.q``, ``layers.*.mixer.v``).
+    ConfigError for one that names no part, with the nearest that does.
+    """
+    parts = list(trainable_linears(config))
+    chosen: set[str] = set()
+    for target in targets:
+        hit = [part for part in parts if _named(part, target)]
+        if not hit:
+            known = {ALL_TARGETS, *(word for part in parts for word in part.split(".") if not word.isdigit())}
+            hint = f"a part is called like {parts[0]}" if "." in target else suggest(target, known)
+            raise ConfigError(f"lora.target_modules: {target!r} is no linear part of this model's layers", hint)
+        chosen.update(hit)
+    return [part for part in parts if part in chosen]
+
+
+def _named(part: str, target: str) -> bool:
+    if target == ALL_TARGETS:
+        return True
+    if "." not in target:
+        return target in part.split(".")
+    return fnmatchcase(part, target) or fnmatchcase(part, f"*.{target}")
+
 
 PREFIX = "base_model.model."
 TENSOR_SUFFIXES = (".lora_A.weight", ".lora_B.weight")
@@ -81,7 +123,7 @@ def find_targets(family: Family, config: ModelConfig) -> AdapterTargets:
     """Of a model of this family."""
     parts = mergeable_linears(config)
     known, modules, refused = list[AdapterTarget](), list[str](), dict[str, str]()
-    for each in expand_rules(family.rules(config), weight_shapes(config)):
+    for each in expand_rules(family.rules(config), config_lib.parameter_shapes.weight_shapes(config)):
         names = [name.removesuffix(".weight") for name in each.kvad_names]
         modules += [name.removesuffix(".weight") for name in each.theirs if name.endswith(".weight")]
         if not all(
@@ -100,7 +142,11 @@ def find_targets(family: Family, config: ModelConfig) -> AdapterTargets:
 def native_targets(config: ModelConfig) -> AdapterTargets:
     """Of a model that has kvad's names alone."""
     names = list(mergeable_linears(config))
-    modules = [name.removesuffix(".weight") for name in weight_shapes(config) if name.endswith(".weight")]
+    modules = [
+        name.removesuffix(".weight")
+        for name in config_lib.parameter_shapes.weight_shapes(config)
+        if name.endswith(".weight")
+    ]
     return AdapterTargets(tuple(AdapterTarget(name, (name,), None, False) for name in names), tuple(modules), {}, "")
 
 
@@ -126,7 +172,7 @@ def _order(outs: Sequence[int], write: Any) -> tuple[Tensor | None, bool] | None
 
 
 def write_factors(
-    sites: AdapterTargets, shapes: Mapping[str, tuple[int, int]], factors: Mapping[str, LoraFactors]
+    sites: AdapterTargets, shapes: Mapping[str, tuple[int, int]], factors: Mapping[str, model.lora.LoraFactors]
 ) -> tuple[dict[str, Tensor], dict[str, tuple[int, float]]]:
     """Tensors by PEFT's names, and of every adapted module its rank and scale.
 
@@ -152,7 +198,7 @@ def write_factors(
     return tensors, modules
 
 
-def _joined(parts: Sequence[LoraFactors | None], outs: Sequence[int]) -> LoraFactors:
+def _joined(parts: Sequence[model.lora.LoraFactors | None], outs: Sequence[int]) -> model.lora.LoraFactors:
     """One adapter [sum of outs, in] of the parts' (None: nothing is added to it): of one A, if they share it."""
     there = [part for part in parts if part is not None]
     first = there[0]
@@ -168,7 +214,7 @@ def _joined(parts: Sequence[LoraFactors | None], outs: Sequence[int]) -> LoraFac
             b[row : row + out, at : at + rank] = part.b
             column += rank
         row += out
-    return LoraFactors(a, b, first.scale)
+    return model.lora.LoraFactors(a, b, first.scale)
 
 
 def write_peft_config(
@@ -267,13 +313,13 @@ def read_factors(
     content: Mapping[str, Any],
     where: str,
     targets: Iterable[str] | None = None,
-) -> dict[str, LoraFactors]:
+) -> dict[str, model.lora.LoraFactors]:
     """What a file of PEFT's adds to our parts.
 
     ``targets``: the parts that were adapted, of a file that kvad wrote: a fused module's adapter comes apart again.
     CheckpointError for a tensor that belongs to no part, and for another shape than the model's.
     """
-    factors: dict[str, LoraFactors] = {}
+    factors: dict[str, model.lora.LoraFactors] = {}
     by_name = {spelled: site for site in sites.targets for spelled in _spellings(site.peft_name, sites.prefix)}
     for module in dict.fromkeys(_module(name, where) for name in found):
         site = by_name.get(module)
@@ -295,22 +341,26 @@ def read_factors(
         scale = _scale(module, a.shape[0], content, where)
         if site.row_order is not None:
             b = torch.empty_like(b).index_copy_(0, site.row_order, b)
-        factors |= _apart(site.kvad_name, outs, LoraFactors(a, b, scale), None if targets is None else set(targets))
+        factors |= _apart(
+            site.kvad_name, outs, model.lora.LoraFactors(a, b, scale), None if targets is None else set(targets)
+        )
     return factors
 
 
 def _apart(
-    ours: Sequence[str], outs: Sequence[int], joined: LoraFactors, targets: set[str] | None
-) -> dict[str, LoraFactors]:
+    ours: Sequence[str], outs: Sequence[int], joined: model.lora.LoraFactors, targets: set[str] | None
+) -> dict[str, model.lora.LoraFactors]:
     """The reverse of :func:`_joined`; parts that nothing is added to are left out."""
     kept = [name for name in ours if targets is None or name in targets]
     rows = dict(zip(ours, joined.b.split(list(outs)), strict=True))
     rank, cut = joined.a.shape[0], targets is not None and len(kept) > 1
     if not cut:
-        return {name: LoraFactors(joined.a, rows[name], joined.scale) for name in kept}
+        return {name: model.lora.LoraFactors(joined.a, rows[name], joined.scale) for name in kept}
     each = rank // len(kept)
     spans = {name: slice(i * each, (i + 1) * each) for i, name in enumerate(kept)}
-    return {name: LoraFactors(joined.a[span], rows[name][:, span], joined.scale) for name, span in spans.items()}
+    return {
+        name: model.lora.LoraFactors(joined.a[span], rows[name][:, span], joined.scale) for name, span in spans.items()
+    }
 
 
 def _module(name: str, where: str) -> str:

@@ -5,6 +5,8 @@ so the list is instant, and a broken command takes no other one down.  Nothing h
 
 Exit codes: 0 done; 1 failed while running, or a check that says no; 2 the input cannot be right (nothing was
 changed); 130 Ctrl-C; 141 the reader of our output went away.
+
+``kvad completion SHELL``: prints the script that lets a shell complete kvad's commands and options.
 """
 
 from __future__ import annotations
@@ -20,43 +22,62 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 import click
-from click.shell_completion import CompletionItem, shell_complete
+from click.shell_completion import CompletionItem, get_completion_class, shell_complete
 
 from kvad import __version__
-from kvad.cli.completion import COMPLETE_VARIABLE
-from kvad.cli.helping import normalize_metavars
+from kvad.cli.options import normalize_metavars
 from kvad.errors import KvadError, suggest
 
-__all__ = ["COMMANDS", "LazyGroup", "cli", "describe_error", "main"]
+COMPLETE_VARIABLE = "_KVAD_COMPLETE"
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the completion script of a shell.
+
+    \b
+    bash:  eval "$(kvad completion bash)"      in ~/.bashrc
+    zsh:   eval "$(kvad completion zsh)"       in ~/.zshrc
+    fish:  kvad completion fish > ~/.config/fish/completions/kvad.fish
+    """
+    script = get_completion_class(shell)
+    assert script is not None, shell
+    click.echo(script(ctx.find_root().command, {}, "kvad", COMPLETE_VARIABLE).source())
+
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("kvad.cli.demo:demo", "Train a small model here and now, and prove its cache."),
-    "corpus": ("kvad.cli.corpus:corpus", "Make texts to train on that every machine can make."),
-    "data": ("kvad.cli.data:data", "Prepare texts for training; prove what packing promises."),
-    "train": ("kvad.cli.train:train", "Train a model on text files."),
-    "compare": ("kvad.cli.compare:compare", "Hold training runs against each other: curves, and a table."),
-    "eval": ("kvad.cli.evaluate:evaluate", "How well does a model do on texts, pairs or labels?"),
-    "generate": ("kvad.cli.generate:generate", "Continue a prompt."),
-    "chat": ("kvad.cli.chat:chat", "Talk with a model."),
-    "session": ("kvad.cli.session:session", "Save what the cache holds of a text; go on from it later."),
-    "translate": ("kvad.cli.translate:translate", "Translate lines."),
-    "fill": ("kvad.cli.encoding:fill", "Fill the masks of lines."),
-    "tag": ("kvad.cli.encoding:tag", "Label the words of lines."),
-    "classify": ("kvad.cli.encoding:classify", "Label lines."),
-    "embed": ("kvad.cli.encoding:embed", "A vector for every line."),
-    "tokenize": ("kvad.cli.tokenize:tokenize", "Show the tokens of a text."),
-    "render": ("kvad.cli.render:render", "Show the exact prompt of a chat, and its tokens."),
-    "import": ("kvad.cli.importing:import_command", "Make kvad's own checkpoint of a Hugging Face model."),
-    "export": ("kvad.cli.importing:export_command", "Make a Hugging Face folder of a checkpoint."),
-    "merge": ("kvad.cli.merging:merge_command", "Add an adapter (LoRA) to the weights that it stands beside."),
-    "plan": ("kvad.cli.plan:plan", "How much memory will it take? Nothing is loaded."),
-    "verify": ("kvad.cli.verify:verify", "Prove that the cache changes nothing."),
-    "bench": ("kvad.cli.bench:bench", "Time a cache, and measure what one that forgets costs."),
-    "prefix": ("kvad.cli.prefix:prefix", "Compute once what many requests begin with, and keep it."),
-    "inspect": ("kvad.cli.inspect:inspect", "What is in a checkpoint; draw its attention."),
-    "doctor": ("kvad.cli.doctor:doctor", "Look a checkpoint, or a cache's folder, over: is it whole?"),
-    "plot": ("kvad.cli.plot:plot", "Draw figures from JSON lines."),
-    "completion": ("kvad.cli.completion:completion", "Print the completion script of a shell."),
+    "demo": ("kvad.cli.commands.demo:demo_command", "Train a small model here and now, and prove its cache."),
+    "corpus": ("kvad.cli.commands.data:create_group", "Make texts to train on that every machine can make."),
+    "data": ("kvad.cli.commands.data:data_group", "Prepare texts for training; prove what packing promises."),
+    "train": ("kvad.cli.commands.train:train_command", "Train a model on text files."),
+    "compare": (
+        "kvad.cli.commands.runs:compare_command",
+        "Hold training runs against each other: curves, and a table.",
+    ),
+    "eval": ("kvad.cli.commands.eval:eval_command", "How well does a model do on texts, pairs or labels?"),
+    "generate": ("kvad.cli.commands.generate:generate_command", "Continue a prompt."),
+    "chat": ("kvad.cli.commands.chat:chat_command", "Talk with a model."),
+    "session": ("kvad.cli.commands.session:session_group", "Save what the cache holds of a text; go on from it later."),
+    "translate": ("kvad.cli.commands.translate:translate_command", "Translate lines."),
+    "fill": ("kvad.cli.commands.encode:fill_mask_command", "Fill the masks of lines."),
+    "tag": ("kvad.cli.commands.encode:tag_command", "Label the words of lines."),
+    "classify": ("kvad.cli.commands.encode:classify_command", "Label lines."),
+    "embed": ("kvad.cli.commands.encode:embed_command", "A vector for every line."),
+    "tokenize": ("kvad.cli.commands.tokenize:tokenize_command", "Show the tokens of a text."),
+    "render": ("kvad.cli.commands.tokenize:chat_template_command", "Show the exact prompt of a chat, and its tokens."),
+    "import": ("kvad.cli.commands.convert:import_command", "Make kvad's own checkpoint of a Hugging Face model."),
+    "export": ("kvad.cli.commands.convert:export_command", "Make a Hugging Face folder of a checkpoint."),
+    "merge": ("kvad.cli.commands.convert:merge_command", "Add an adapter (LoRA) to the weights that it stands beside."),
+    "plan": ("kvad.cli.commands.plan:plan_command", "How much memory will it take? Nothing is loaded."),
+    "verify": ("kvad.cli.commands.verify:verify_command", "Prove that the cache changes nothing."),
+    "bench": ("kvad.cli.commands.bench:bench_group", "Time a cache, and measure what one that forgets costs."),
+    "prefix": ("kvad.cli.commands.session:prefix_group", "Compute once what many requests begin with, and keep it."),
+    "inspect": ("kvad.cli.commands.inspect:inspect_command", "What is in a checkpoint; draw its attention."),
+    "doctor": ("kvad.cli.commands.doctor:doctor_command", "Look a checkpoint, or a cache's folder, over: is it whole?"),
+    "plot": ("kvad.cli.commands.runs:plot_command", "Draw figures from JSON lines."),
+    "completion": ("kvad.cli.main:completion", "Print the completion script of a shell."),
 }
 
 _EXTRAS = {"matplotlib": "plot", "transformers": "oracle", "sacrebleu": "eval", "tensorboard": "tensorboard"}

@@ -2,6 +2,8 @@
 
 Each part of the cache tells of itself in lines: what it is about, and what there is to say.  No torch until a model is
 there.
+
+How rows gave way during a run, in words: computed again, swapped to memory or to disk, and what that costs here.
 """
 
 from __future__ import annotations
@@ -12,20 +14,49 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvad.cli.common import Line, counter_diff, format_bytes
-from kvad.cli.gave_way import preemption_diff, preemption_lines
-from kvad.cli.tiers import PrefixCacheUse, prefix_cache_lines, prefix_cache_use
+from kvad.cli.cache_options import PrefixCacheUse, prefix_cache_lines, prefix_cache_use
+from kvad.cli.options import Line, counter_diff, format_bytes
 from kvad.errors import format_count
 
 if TYPE_CHECKING:
-    from kvad.cache.sizing import CacheGroup
-    from kvad.cache.spill import OffloadStats
-    from kvad.engine.engine import StreamChunk
-    from kvad.engine.scheduler import RequestMetrics
-    from kvad.engine.swaps import PreemptionStats
+    from kvad.cache import CacheGroup
+    from kvad.cache.device import OffloadStats
+    from kvad.engine import StreamChunk, scheduling
+    from kvad.engine.scheduling import RequestMetrics
     from kvad.llm import LLM
 
-__all__ = ["CacheGroupUse", "RunMeter", "RunStats", "cache_lines", "group_use", "stats_lines"]
+
+def preemption_diff(
+    before: scheduling.preemption.PreemptionStats, now: scheduling.preemption.PreemptionStats
+) -> scheduling.preemption.PreemptionStats:
+    """What has happened between two moments; what is parked, and what copying costs, as they are now."""
+    counts = ("recomputed", "recomputed_tokens", "to_ram", "to_disk", "swapped_bytes", "lost")
+    parked = ("written", "written_bytes", "read", "read_bytes", "failed")
+    seconds = {way: spent - before.seconds.get(way, 0.0) for way, spent in now.seconds.items()}
+    parking = counter_diff(before.swap_space, now.swap_space, parked)
+    return replace(counter_diff(before, now, counts), seconds=seconds, swap_space=parking)
+
+
+def preemption_lines(stats: scheduling.preemption.PreemptionStats) -> list[Line]:
+    """None where no row gave way."""
+    if not (stats.recomputed or stats.to_ram or stats.to_disk):
+        return []
+    seconds = ", ".join(f"{way} {1e3 * spent:.1f} ms" for way, spent in stats.seconds.items())
+    swapped = f"{format_bytes(stats.swapped_bytes)} swapped" + (f" ({seconds})" if seconds else "")
+    costs = stats.costs
+    again = f"{stats.recomputed} computed again ({format_count(stats.recomputed_tokens, 'token')})"
+    ways = ", ".join(f"{costs[f'{way}_ns'] * 1.048576:.2f} ms {way}" for way in ("out", "in", "write", "read"))
+    lines = [
+        f"{again}, {stats.to_ram} swapped to memory, {stats.to_disk} to disk; {swapped}",
+        f"a token costs {costs['token_us']:.1f} us; a MiB {ways}",
+    ]
+    if stats.num_lost or stats.swap_space.failed:
+        lost = format_count(stats.num_lost, "copy", "copies")
+        lines.append(
+            f"{format_count(stats.swap_space.failed, 'failure')} of the disk, {lost} lost: {stats.swap_space.fault}"
+        )
+    return [("preempted", line) for line in lines]
+
 
 LIMIT_TEXTS = {
     "max_tokens": "--max-tokens",
@@ -75,7 +106,7 @@ class RunStats:
     prefix_hits: int
     prefix_misses: int
     preemptions: int
-    preemptions_by_kind: PreemptionStats
+    preemptions_by_kind: scheduling.preemption.PreemptionStats
     evictions: int
     finish_limits: Mapping[str, int]
     offload: OffloadStats | None
@@ -84,8 +115,8 @@ class RunStats:
 
 def group_use(llm: LLM) -> tuple[CacheGroupUse, ...]:
     """The cache as it is now, group by group; its peak since the last :class:`Meter` was made."""
-    from kvad.cache.formats import join_format_names
-    from kvad.cache.sizing import group_bytes
+    from kvad import cache as cache_lib
+    from kvad.cache import group_bytes
 
     ledger, made = llm.engine.kv_cache_manager, []
     stats = ledger.stats()
@@ -104,7 +135,7 @@ def group_use(llm: LLM) -> tuple[CacheGroupUse, ...]:
                 block_bytes=size.total // group.num_blocks,
                 pool_bytes=size.total,
                 scale_bytes=size.scales,
-                stored=join_format_names(group.key_format, group.value_format),
+                stored=cache_lib.quantization.join_format_names(group.key_format, group.value_format),
                 description=_form(group),
             )
         )

@@ -16,41 +16,34 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from kvad.cache.disk import REAL_FILE_SYSTEM, FileSystem
-from kvad.cache.full import LengthLimit
-from kvad.cache.identity import CacheFingerprint
-from kvad.cache.ledger import KVCacheManager
-from kvad.cache.memory import KVCache
-from kvad.cache.planning import check_policy
-from kvad.cache.settle import resolve_for_model
-from kvad.cache.sizing import CacheConfig, build_groups
-from kvad.cache.state import SequenceState
+from kvad import cache as cache_lib
+from kvad import model as model_lib
+from kvad import ops
+from kvad.cache import CacheConfig, build_groups, resolve_for_model
+from kvad.cache.device import KVCache
+from kvad.cache.manager import KVCacheManager
+from kvad.cache.sessions import SequenceState
+from kvad.cache.sizing import check_policy
 from kvad.config import attention_specs
-from kvad.engine.checks import check_source, check_summarizer_groups, check_token_ids, check_topology
-from kvad.engine.costs import SwapCostModel
-from kvad.engine.limits import LengthLimits
-from kvad.engine.outcome import sample_outputs
-from kvad.engine.parked import open_swap_space
-from kvad.engine.request import FinishReason, SamplingParams, SequenceEvent, SequenceOutput, TokenLogprob
+from kvad.engine import scheduling
+from kvad.engine.execution import NONFINITE_ERROR, ModelRunner, sample_outputs
+from kvad.engine.output import OutputTextStream
 from kvad.engine.resume import ResumePoint, StateKeeper, check_single_sequence
-from kvad.engine.row import EncoderBatch
-from kvad.engine.runner import ModelRunner
-from kvad.engine.sampler import NONFINITE_ERROR
-from kvad.engine.saying import OutputTextStream
-from kvad.engine.scheduler import RequestMetrics, Scheduler, SchedulerOutput
-from kvad.engine.storage import open_block_store, open_offload_reader
-from kvad.engine.swaps import PreemptionManager
+from kvad.engine.scheduling import (
+    LengthLimits,
+    RequestMetrics,
+    SamplingParams,
+    Scheduler,
+    SchedulerOutput,
+    SequenceOutput,
+    TokenLogprob,
+)
+from kvad.engine.storage import open_block_store, open_offload_reader, open_swap_space
+from kvad.engine.validation import check_source, check_summarizer_groups, check_token_ids, check_topology
 from kvad.errors import ConfigError, KvadError, RequestError
-from kvad.model.compress import Summarizer
-from kvad.model.fingerprint import weights_fingerprint
-from kvad.model.isolate import make_batch_invariant
-from kvad.model.transformer import Transformer
-from kvad.ops.attend import Kernel
-from kvad.ops.heap import trim_heap
-from kvad.ops.lanes import AttentionHook
-from kvad.text.tokenizer import Tokenizer
-
-__all__ = ["Engine", "StreamChunk", "StepTimes"]
+from kvad.model import Summarizer, Transformer
+from kvad.storage import REAL_FILE_SYSTEM, CacheFingerprint, FileSystem
+from kvad.text import Tokenizer
 
 # Bytes of weights up to which those that share an input are joined.  In a larger model a kernel's start is nothing
 # beside its reading, and joining would copy weights that are mapped from a file.
@@ -68,11 +61,11 @@ class StreamChunk(NamedTuple):
     token_id: int | None = None
     logprob: TokenLogprob | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    finish_reason: FinishReason | None = None
+    finish_reason: scheduling.request.FinishReason | None = None
     error: str | None = None
     output: Tensor | None = None
     cumulative_logprob: float | None = None
-    limit: LengthLimit | None = None
+    limit: cache_lib.config.LengthLimit | None = None
 
 
 @dataclass
@@ -108,16 +101,16 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         max_num_batched_tokens: int = 2048,
-        kernel: Kernel = "auto",
+        kernel: ops.attention.Kernel = "auto",
         deterministic: bool = False,
-        attention_hook: AttentionHook | None = None,
+        attention_hook: ops.sub_batch.AttentionHook | None = None,
         summarizer: Summarizer | None = None,
         stop_tokens: frozenset[int] = frozenset(),
         cache_factory: Callable[..., KVCache] | None = None,
         weights_fingerprint: str | None = None,
         adapter_fingerprint: str = "",
         swap_dir: str | Path | None = None,
-        cost_model: SwapCostModel | None = None,
+        cost_model: scheduling.preemption.SwapCostModel | None = None,
         fs: FileSystem = REAL_FILE_SYSTEM,
     ) -> None:
         cache = resolve_for_model(model.config, cache)
@@ -127,7 +120,7 @@ class Engine:
         if sum(parameter.nbytes for parameter in model.parameters()) <= MAX_PACKED_BYTES:
             model.fuse_projections()
         if deterministic:
-            kernel = make_batch_invariant(model)
+            kernel = model_lib.batch_invariant.make_batch_invariant(model)
         placed = build_groups(attention_specs(model.config), cache)
         if summarizer is not None:
             check_summarizer_groups(summarizer, placed)
@@ -166,7 +159,9 @@ class Engine:
             chunk = min(cache.prefill_chunk_size, cache.max_seq_len)  # what a window's pool is sized for
             folder = None if swap_dir is None else Path(swap_dir)
             parking = open_swap_space(self.kv_cache, self.kv_cache_manager, cache.swap_space, folder, fs)
-            self.preemption = PreemptionManager(self.kv_cache_manager, cost_model, parking, self.kv_cache.block_bytes())
+            self.preemption = scheduling.preemption.PreemptionManager(
+                self.kv_cache_manager, cost_model, parking, self.kv_cache.block_bytes()
+            )
             opened.callback(self.preemption.close)
             self.kv_cache.copier.on_copied = self.preemption.on_copied
             self.scheduler = Scheduler(
@@ -287,7 +282,7 @@ class Engine:
         self.state_keeper.collect(self.scheduler.pop_finished_states())
         if self.scheduler.idle:
             self.flush_offload()
-            trim_heap()
+            ops.malloc.trim_heap()
         self.times.total += time.perf_counter() - began
         return pieces
 
@@ -330,7 +325,7 @@ class Engine:
         if tokens > 2 * len(plan.scheduled):
             self.preemption.costs.record_compute(tokens, seconds)
 
-    def _encode(self, encoding: EncoderBatch) -> list[SequenceOutput]:
+    def _encode(self, encoding: scheduling.sequence.EncoderBatch) -> list[SequenceOutput]:
         """Run the encoder; its answers where they are wanted."""
         hidden, step = self.runner.encode(encoding)
         lengths = [lane.num_new_tokens for lane in step.sub_batches for _ in range(lane.num_seqs)]
@@ -383,7 +378,7 @@ class Engine:
                 "give Engine(weights=...) the fingerprint of the whole model",
             )
         if self._weights_fingerprint is None:
-            self._weights_fingerprint = weights_fingerprint(self.model)
+            self._weights_fingerprint = model_lib.fingerprint.weights_fingerprint(self.model)
         cache = self.cache
         return CacheFingerprint(
             model=self._weights_fingerprint,
@@ -402,10 +397,10 @@ class Engine:
             **self._adapter_fingerprint,
         )
 
-    def _pieces(self, events: Sequence[SequenceEvent]) -> list[StreamChunk]:
+    def _pieces(self, events: Sequence[scheduling.request.SequenceEvent]) -> list[StreamChunk]:
         return [self._piece(event) for event in events]
 
-    def _piece(self, event: SequenceEvent) -> StreamChunk:
+    def _piece(self, event: scheduling.request.SequenceEvent) -> StreamChunk:
         text = self._texts.get((event.request, event.sample_index))
         emitted, finish, error = "", event.finish_reason, event.error
         if finish == "error":
@@ -432,7 +427,9 @@ class Engine:
             limit,
         )
 
-    def _next_text(self, text: OutputTextStream, event: SequenceEvent) -> tuple[str, FinishReason | None]:
+    def _next_text(
+        self, text: OutputTextStream, event: scheduling.request.SequenceEvent
+    ) -> tuple[str, scheduling.request.FinishReason | None]:
         """What this event adds to its sample's text, and how the sample ends if it does."""
         finish = event.finish_reason
         emitted, stopped = text.push(None if finish == "stop" else event.token_id)  # a stop token is no text

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvad.cache.ledger import KVCacheManager, SwappedSequence
-from kvad.cache.memory import KVCache
-from kvad.cache.state import PendingRestore, SequenceState, capture, common_prefix_length, fit_state
-from kvad.engine.request import SamplingParams
-from kvad.engine.row import FinishedState
+from kvad.cache import sessions
+from kvad.cache.device import KVCache
+from kvad.cache.manager import KVCacheManager, SwappedSequence
+from kvad.cache.sessions import SequenceState
+from kvad.engine import scheduling
+from kvad.engine.scheduling import SamplingParams
 from kvad.errors import RequestError
-
-__all__ = ["StateKeeper", "ResumePoint", "check_single_sequence"]
 
 
 class ResumePoint:
@@ -25,7 +24,7 @@ class ResumePoint:
     def __init__(
         self,
         swapped: SwappedSequence | None = None,
-        pending_restore: PendingRestore | None = None,
+        pending_restore: sessions.state.PendingRestore | None = None,
         miss_reason: str = "",
     ) -> None:
         self.swapped, self.pending_restore, self.miss_reason = swapped, pending_restore, miss_reason
@@ -61,19 +60,19 @@ class StateKeeper:
             return ResumePoint(miss_reason="source: it answers another source")
         if sampling.prompt_logprobs is not None:
             return ResumePoint(miss_reason="prompt_logprobs: every token of the prompt is to be computed")
-        agreed = common_prefix_length(state, tokens)
+        agreed = sessions.state.common_prefix_length(state, tokens)
         wanted = min(agreed, len(tokens) - 1)
         if wanted == 0:
             return ResumePoint(miss_reason="tokens: they differ from the first on" if agreed == 0 else "")
         if self._kv_cache_manager.cached_prefix_length(tokens, root) >= wanted:
             return ResumePoint()
-        fitted = fit_state(state, self._kv_cache.all_groups, wanted)
+        fitted = sessions.state.fit_state(state, self._kv_cache.all_groups, wanted)
         if isinstance(fitted, str):
             return ResumePoint(miss_reason=fitted)
         parked = self._kv_cache_manager.import_sequence(
             tokens[:wanted], root, fitted.layouts, fitted.lower_levels, source=source is not None
         )
-        return ResumePoint(parked, PendingRestore(state, fitted))
+        return ResumePoint(parked, sessions.state.PendingRestore(state, fitted))
 
     def begin(self, resumed: ResumePoint) -> None:
         """The request was taken: its state waits in the memory until it is seated."""
@@ -84,13 +83,13 @@ class StateKeeper:
         """Keep what this request leaves."""
         self._asked[request] = regime, salt
 
-    def collect(self, left: Sequence[FinishedState]) -> None:
+    def collect(self, left: Sequence[scheduling.sequence.FinishedState]) -> None:
         """Copy out what ended rows left, before the next step writes over it."""
         for each in left:
             asked = self._asked.pop(each.request, None)
             if asked is not None:
                 regime, salt = asked
-                self._pop_state[each.request] = capture(
+                self._pop_state[each.request] = sessions.state.capture(
                     self._kv_cache, each.layout, each.tokens, regime=regime, salt=salt, home=self.engine_id
                 )
 

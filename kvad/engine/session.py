@@ -16,20 +16,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvad.cache.disk import REAL_FILE_SYSTEM, FileSystem
-from kvad.cache.identity import CacheFingerprint
-from kvad.cache.session import load_session, save_session
-from kvad.cache.sessions import check_overwritable
-from kvad.cache.state import SequenceState, common_prefix_length
-from kvad.engine.completion import Completion
-from kvad.engine.desk import EngineClient, RequestHandle
+from kvad.cache import sessions
+from kvad.cache.sessions import SequenceState, load_session, save_session
+from kvad.engine.client import EngineClient, PromptEncoder, PromptInput, RequestHandle
 from kvad.engine.engine import Engine, StreamChunk
-from kvad.engine.request import SamplingParams
-from kvad.engine.texts import PromptEncoder, PromptInput
+from kvad.engine.output import Completion
+from kvad.engine.scheduling import SamplingParams
 from kvad.errors import RequestError, SaveError, StorageError
-from kvad.text.detokenize import ids_of_text
-
-__all__ = ["Session"]
+from kvad.storage import REAL_FILE_SYSTEM, CacheFingerprint, FileSystem
+from kvad.text import ids_of_text
 
 
 class _Turn(NamedTuple):
@@ -158,7 +153,7 @@ class Session:
         facts = {**self._said(), **said}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            check_overwritable(path, self._disk)
+            sessions.directory.check_overwritable(path, self._disk)
             return save_session(path, state, identity, self.tokens, facts, self._disk)
         except OSError as error:
             raise SaveError(f"{path}: {error.strerror}", "what was there before is whole") from None
@@ -269,7 +264,11 @@ class Session:
     def _caught_up(self) -> SequenceState:
         """A state of as many of the tokens as can be: what no turn has left is computed now, from what is there."""
         state = self._state
-        held = state.length if state is not None and common_prefix_length(state, self.tokens) == state.length else 0
+        held = (
+            state.length
+            if state is not None and sessions.state.common_prefix_length(state, self.tokens) == state.length
+            else 0
+        )
         if (
             state is not None
             and held

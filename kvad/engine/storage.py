@@ -2,6 +2,8 @@
 
 A folder that cannot be had (another process holds it, the disk refuses) is said in one line, and the engine goes on
 without it; one that cannot be meant is the user's error.
+
+The parking of one engine: the device's host copies, a bound, and a folder for what is beyond it.
 """
 
 from __future__ import annotations
@@ -13,19 +15,15 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from kvad.cache.carry import block_bytes_per_group
-from kvad.cache.deposits import check_shareable
-from kvad.cache.disk import REAL_FILE_SYSTEM, FileSystem
-from kvad.cache.entry import WIDTHS, read_header
-from kvad.cache.identity import CacheFingerprint
-from kvad.cache.pins import pinned_keys
-from kvad.cache.shelf import LOCK_NAME, DiskBlockStore
-from kvad.cache.sizing import CacheConfig, CacheGroup
-from kvad.cache.spill import OffloadReader
-from kvad.cache.tiers import BlockStore, key_prefix
-from kvad.errors import ConfigError, StorageError, format_count
+from torch import Tensor
 
-__all__ = ["open_offload_reader", "open_block_store"]
+from kvad import storage
+from kvad.cache import CacheConfig, CacheGroup, device, offload
+from kvad.cache.device import KVCache, OffloadReader
+from kvad.cache.manager import KVCacheManager, check_shareable
+from kvad.cache.offload import BlockStore, DiskBlockStore, SwapFiles, SwapSpace
+from kvad.errors import ConfigError, StorageError, format_count
+from kvad.storage import REAL_FILE_SYSTEM, CacheFingerprint, FileSystem, Section
 
 LOG = logging.getLogger(__name__)
 
@@ -56,8 +54,10 @@ def open_block_store(
         return None
     check_shareable(cache, placed)
     own = [group for group in placed if not group.spec.is_cross_attention and group.lower_level is None]
-    sizes = block_bytes_per_group(own)
-    widths = [WIDTHS[group.tensor_formats[0][0].arrays(group.spec.head_dim)[0].dtype] for group in own]
+    sizes = device.host_copy.block_bytes_per_group(own)
+    widths = [
+        storage.container.WIDTHS[group.tensor_formats[0][0].arrays(group.spec.head_dim)[0].dtype] for group in own
+    ]
     if cache.prefix_cache_dir is None:
         return BlockStore(sizes, widths, ram=cache.prefix_cache_ram)
     known = identity()
@@ -74,11 +74,11 @@ def _open_disk_store(folder: Path, cache: CacheConfig, disk: FileSystem) -> Disk
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"cache.prefix_cache_dir: {folder} is not a folder", "name one that is new, or a tier's")
     try:
-        if folder.exists() and not (folder / LOCK_NAME).exists() and any(folder.iterdir()):
+        if folder.exists() and not (folder / offload.disk_store.LOCK_NAME).exists() and any(folder.iterdir()):
             raise ConfigError(
                 f"cache.prefix_cache_dir: {folder} has other files in it", "name a folder that is new, or a tier's"
             )
-        pinned = partial(pinned_keys, folder, disk)
+        pinned = partial(offload.pinned.pinned_keys, folder, disk)
         return DiskBlockStore(
             folder, cache.prefix_cache_limit, replacement=cache.prefix_cache_eviction, pinned=pinned, disk=disk
         )
@@ -91,7 +91,7 @@ def _open_disk_store(folder: Path, cache: CacheConfig, disk: FileSystem) -> Disk
 
 def _warn_shared(shelf: DiskBlockStore, identity: CacheFingerprint, disk: FileSystem) -> None:
     """Say once whose the blocks are that this engine will not find."""
-    own, others = key_prefix(identity), Counter[str]()
+    own, others = offload.block_store.key_prefix(identity), Counter[str]()
     example: dict[str, str] = {}
     for key in shelf.eviction_order():
         start = key.partition("-")[0]
@@ -101,8 +101,31 @@ def _warn_shared(shelf: DiskBlockStore, identity: CacheFingerprint, disk: FileSy
         if not count:
             continue
         with suppress(StorageError, OSError):
-            header = read_header(shelf.folder / f"{example[start]}.kv", disk)
+            header = storage.container.read_header(shelf.folder / f"{example[start]}.kv", disk)
             differs = ", ".join(identity.differences(header.fingerprint)) or "nothing that is known"
             level = logging.INFO if own in others else logging.WARNING
             blocks = format_count(count, "stored block")
             LOG.log(level, "%s: %s cannot be used here; what differs: %s", shelf.folder, blocks, differs)
+
+
+def open_swap_space(
+    memory: KVCache, ledger: KVCacheManager, ram: int | None, folder: Path | None, disk: FileSystem
+) -> SwapSpace:
+    """``ram`` None: all in host memory where rows must be parked, all on disk where there is a ``folder``, else none.
+    ConfigError for a folder that cannot be written to, or that would be rank 0's alone."""
+    if folder is not None and memory.ranks > 1:
+        raise ConfigError(
+            f"park_dir: {memory.ranks} ranks share a model, and their rows are parked in host memory alone",
+            "leave it out; park_ram bounds the bytes of all ranks together",
+        )
+    if ram is None and (folder is not None or not ledger.lossy):
+        ram = 0
+
+    def packed(key: int, copies: Sequence[Tensor]) -> list[Section]:
+        memory.copier.wait(key)
+        return device.host_copy.to_sections(copies)
+
+    files = None if folder is None else SwapFiles(folder, disk=disk)
+    return SwapSpace(
+        memory.swapped, ram=ram, files=files, to_sections=packed, from_sections=device.host_copy.from_sections
+    )

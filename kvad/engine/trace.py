@@ -12,17 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kvad.cache.ledger import KVCacheManager, TokenSpan
-from kvad.cache.memory import KVCache
-from kvad.cache.sizing import CacheConfig, build_groups
+from kvad import ops
+from kvad.cache import CacheConfig, build_groups
+from kvad.cache.device import KVCache
+from kvad.cache.manager import KVCacheManager, TokenSpan
 from kvad.config import attention_specs
-from kvad.model.fresh import NoCache
-from kvad.model.transformer import Transformer
-from kvad.ops.lanes import AttentionTrace
-from kvad.step import CacheProtocol as MemoryProtocol
-from kvad.step import ModelInput, SlotMapping, SubBatch
-
-__all__ = ["LayerTrace", "ForwardTrace", "trace_forward"]
+from kvad.model import NoCache, Transformer
+from kvad.model_input import CacheProtocol as MemoryProtocol
+from kvad.model_input import ModelInput, SlotMapping, SubBatch
 
 
 @dataclass(frozen=True)
@@ -58,10 +55,10 @@ class _Recorder:
 
     def __init__(self, wanted: Sequence[int]) -> None:
         self.wanted = set(wanted)
-        self.seen: dict[int, list[AttentionTrace]] = {layer: [] for layer in wanted}
+        self.seen: dict[int, list[ops.sub_batch.AttentionTrace]] = {layer: [] for layer in wanted}
         self.hidden: dict[int, list[Tensor]] = {layer: [] for layer in wanted}
 
-    def probe(self, seen: AttentionTrace) -> None:
+    def probe(self, seen: ops.sub_batch.AttentionTrace) -> None:
         if seen.layer in self.wanted:
             self.seen[seen.layer].append(seen)
 

@@ -1,1 +1,52 @@
-"""The Transformer and the memory that forgets.  Never imports ``kvad.cache``: they meet in ``kvad.step``."""
+"""The Transformer and the memory that forgets.  Never imports ``kvad.cache``: they meet in ``kvad.model_input``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvad._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from kvad.model import attention as attention
+    from kvad.model import batch_invariant as batch_invariant
+    from kvad.model import fingerprint as fingerprint
+    from kvad.model import heads as heads
+    from kvad.model import layers as layers
+    from kvad.model import lora as lora
+    from kvad.model import positions as positions
+    from kvad.model import summarizer as summarizer
+    from kvad.model import transformer as transformer
+    from kvad.model.no_cache import NoCache as NoCache
+    from kvad.model.summarizer import Summarizer as Summarizer
+    from kvad.model.transformer import Transformer as Transformer
+
+__all__ = [
+    "NoCache",
+    "Summarizer",
+    "Transformer",
+    "attention",
+    "batch_invariant",
+    "fingerprint",
+    "heads",
+    "layers",
+    "lora",
+    "positions",
+    "summarizer",
+    "transformer",
+]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {"NoCache": "no_cache", "Summarizer": "summarizer", "Transformer": "transformer"},
+    (
+        "attention",
+        "batch_invariant",
+        "fingerprint",
+        "heads",
+        "layers",
+        "lora",
+        "positions",
+        "summarizer",
+        "transformer",
+    ),
+)

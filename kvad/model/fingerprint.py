@@ -17,8 +17,6 @@ from torch import Tensor
 from kvad.config import ModelConfig
 from kvad.model.transformer import Transformer
 
-__all__ = ["weights_fingerprint", "state_fingerprint"]
-
 HASH_CHUNK = 1 << 24  # bytes hashed at a time: a large tensor is many pieces, for all cores
 
 

@@ -9,23 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvad import config as cfg
+from kvad import ops
 from kvad.config import ModelConfig
-from kvad.model.parts import ACTIVATIONS, Norm
-from kvad.ops.invariant import TileSizes
-from kvad.ops.lanes import sub_batch_spans
-from kvad.ops.linear import Linear, linear
-from kvad.step import SubBatch
-
-__all__ = ["ClassificationHead", "LanguageHead", "PoolingHead", "HeadTransform", "build_head", "pool_hidden"]
+from kvad.model.layers import ACTIVATIONS, Norm
+from kvad.model_input import SubBatch
 
 
 class HeadTransform(nn.Module):
-    """See :class:`kvad.config.Transform`."""
+    """See :class:`kvad.config.model.Transform`."""
 
     def __init__(self, width: int, spec: cfg.HeadTransformConfig) -> None:
         super().__init__()
         out = width if spec.output_size is None else spec.output_size
-        self.dense = Linear(width, out, spec.bias)
+        self.dense = ops.linear.Linear(width, out, spec.bias)
         self.activation = None if spec.activation is None else ACTIVATIONS[spec.activation]
         self.norm = Norm(out, spec.norm) if spec.norm else None
 
@@ -39,7 +35,7 @@ class HeadTransform(nn.Module):
 class LanguageHead(nn.Module):
     """Hidden states to logits; a tied head (Press & Wolf 2017) reads the embedding's matrix and owns none."""
 
-    tiles: TileSizes | None = None
+    tiles: ops.batch_invariant.TileSizes | None = None
 
     def __init__(self, config: ModelConfig, spec: cfg.LanguageHeadConfig) -> None:
         super().__init__()
@@ -53,7 +49,7 @@ class LanguageHead(nn.Module):
     def forward(self, hidden: Tensor, table: Tensor) -> Tensor:
         """hidden [N, E], table [V, E] -> [N, V]."""
         hidden = self.pre_logits(hidden)
-        logits = linear(hidden, table if self.weight is None else self.weight, self.bias, self.tiles)
+        logits = ops.linear.linear(hidden, table if self.weight is None else self.weight, self.bias, self.tiles)
         if self.spec.logit_scale != 1.0:
             logits = logits * self.spec.logit_scale
         if self.spec.logit_softcap is not None:
@@ -68,7 +64,7 @@ class LanguageHead(nn.Module):
 class ClassificationHead(nn.Module):
     """Hidden states (of tokens, or a row's pooled one) to a score for each label."""
 
-    tiles: TileSizes | None = None
+    tiles: ops.batch_invariant.TileSizes | None = None
 
     def __init__(self, config: ModelConfig, spec: cfg.ClassificationHeadConfig) -> None:
         super().__init__()
@@ -80,7 +76,7 @@ class ClassificationHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[N, E] -> [N, labels]."""
         hidden = hidden if self.transform is None else self.transform(hidden)
-        return linear(hidden, self.weight, self.bias, self.tiles)
+        return ops.linear.linear(hidden, self.weight, self.bias, self.tiles)
 
 
 class PoolingHead(nn.Module):
@@ -110,7 +106,7 @@ def build_head(config: ModelConfig) -> LanguageHead | ClassificationHead | Pooli
 def pool_hidden(hidden: Tensor, lanes: Sequence[SubBatch], how: cfg.Pooling) -> Tensor:
     """hidden [T, E] -> [B, E], a vector per row in the lanes' order: its first token's, or the mean (in float32)."""
     rows = []
-    for lane, (low, high) in zip(lanes, sub_batch_spans(lanes), strict=True):
+    for lane, (low, high) in zip(lanes, ops.sub_batch.sub_batch_spans(lanes), strict=True):
         each = hidden[low:high].view(lane.num_seqs, lane.num_new_tokens, -1)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         rows.append(each[:, 0] if how == "first" else each.mean(dim=1, dtype=wide).to(hidden.dtype))

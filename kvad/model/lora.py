@@ -20,18 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kvad import ops
 from kvad.model.transformer import Transformer
-from kvad.ops.linear import Linear, linear
-
-__all__ = [
-    "LoraLinear",
-    "LoraFactors",
-    "add_adapters",
-    "adapter_factors",
-    "factors_fingerprint",
-    "merge_weight",
-    "load_factors",
-]
 
 
 class LoraFactors(NamedTuple):
@@ -42,10 +32,10 @@ class LoraFactors(NamedTuple):
     scale: float
 
 
-class LoraLinear(Linear):
+class LoraLinear(ops.linear.Linear):
     """A linear part with its adapter beside it.  The frozen weight keeps its name and its memory."""
 
-    def __init__(self, base: Linear, rank: int, scale: float, dropout: float) -> None:
+    def __init__(self, base: ops.linear.Linear, rank: int, scale: float, dropout: float) -> None:
         nn.Module.__init__(self)  # Linear's own would make a weight
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
@@ -56,8 +46,10 @@ class LoraLinear(Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[.., in] -> [.., out]."""
-        low = linear(self.dropout(input), self.lora_a)
-        return linear(input, self.weight, self.bias, self.tiles) + self.scale * linear(low, self.lora_b)
+        low = ops.linear.linear(self.dropout(input), self.lora_a)
+        return ops.linear.linear(input, self.weight, self.bias, self.tiles) + self.scale * ops.linear.linear(
+            low, self.lora_b
+        )
 
 
 def add_adapters(model: Transformer, parts: Iterable[str], rank: int, scale: float, dropout: float = 0.0) -> None:
@@ -69,7 +61,7 @@ def add_adapters(model: Transformer, parts: Iterable[str], rank: int, scale: flo
     for part in parts:
         parent, _, last = part.rpartition(".")
         owner, base = model.get_submodule(parent), model.get_submodule(part)
-        assert isinstance(base, Linear) and not isinstance(base, LoraLinear), part
+        assert isinstance(base, ops.linear.Linear) and not isinstance(base, LoraLinear), part
         setattr(owner, last, LoraLinear(base, rank, scale, dropout))
 
 

@@ -22,15 +22,6 @@ from kvad.config import (
     YarnScalingConfig,
 )
 
-__all__ = [
-    "alibi_slopes",
-    "depends_on_length",
-    "rope_attention_factor",
-    "rope_frequencies",
-    "rope_regime",
-    "sinusoidal_embedding",
-]
-
 
 def sinusoidal_embedding(
     positions: Tensor, width: int, spec: SinusoidalPositionsConfig, dtype: torch.dtype = torch.float32

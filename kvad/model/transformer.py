@@ -21,19 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from kvad import config as cfg
+from kvad import config as config_lib
+from kvad import ops
 from kvad.config import ModelConfig
-from kvad.model.fresh import EncoderNoCache
+from kvad.model.activation_checkpointing import checkpointed_layer
+from kvad.model.attention import Attention, CrossAttention, PositionEncoding, build_attention
 from kvad.model.heads import ClassificationHead, LanguageHead, PoolingHead, build_head, pool_hidden
-from kvad.model.mixers import Attention, CrossAttention, PositionEncoding, build_attention
-from kvad.model.parts import Embedding, GatedMLP, Norm, apply_dropout, build_mlp
+from kvad.model.layers import Embedding, GatedMLP, Norm, apply_dropout, build_mlp
+from kvad.model.no_cache import EncoderNoCache
 from kvad.model.positions import alibi_slopes, depends_on_length, rope_attention_factor, rope_frequencies
-from kvad.model.recompute import checkpointed_layer
-from kvad.ops.attend import Kernel
-from kvad.ops.lanes import AttentionHook
-from kvad.own import load_plugin
-from kvad.step import AlibiSlopes, CacheProtocol, CacheView, ModelInput, RelativeBuckets, Rotary
-
-__all__ = ["TransformerLayer", "LayerStack", "Transformer"]
+from kvad.model_input import AlibiSlopes, CacheProtocol, CacheView, ModelInput, RelativeBuckets, Rotary
 
 
 class TransformerLayer(nn.Module):
@@ -184,7 +181,7 @@ class LayerStack(nn.Module):
 
 def _own_positions(config: ModelConfig, mixer: cfg.AttentionConfig, position: cfg.CustomPositionsConfig) -> nn.Module:
     """A module: ``__init__(mixer, head_dim, **options)``, and from a step a Rotary, Slopes, Buckets or Bias."""
-    made = load_plugin(position.name, "position.name")
+    made = config_lib.plugins.load_plugin(position.name, "position.name")
     module: nn.Module = made(mixer, cfg.head_dim(config, mixer), **position.options)
     return module
 
@@ -195,7 +192,7 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.kernel: Kernel = "auto"  # of attention, where this model opens the memory: its encoder
+        self.kernel: ops.attention.Kernel = "auto"  # of attention, where this model opens the memory: its encoder
         self.embedding = Embedding(config.hidden_size, config.vocab_size, config.embedding)
         source = config.encoder_input
         width = cfg.encoder_hidden_size(config)
@@ -241,7 +238,7 @@ class Transformer(nn.Module):
         out: Tensor = self.decoder(hidden, step, own, cross)
         return apply_dropout(out, self.config.dropout.output, self)
 
-    def encode(self, step: ModelInput, probe: AttentionHook | None = None) -> Tensor:
+    def encode(self, step: ModelInput, probe: ops.sub_batch.AttentionHook | None = None) -> Tensor:
         """The encoder's output [T, E] for a step of sources (or of an encoder's rows).  Nothing is kept."""
         assert self.encoder is not None, "this model has no encoder"
         if self.encoder_embedding is None:

@@ -1,1 +1,49 @@
 """Pure tensor functions; the only place where a kernel is chosen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvad._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from kvad.ops import attention as attention
+    from kvad.ops import batch_invariant as batch_invariant
+    from kvad.ops import compile as compile
+    from kvad.ops import cross_entropy as cross_entropy
+    from kvad.ops import linear as linear
+    from kvad.ops import malloc as malloc
+    from kvad.ops import merge as merge
+    from kvad.ops import quantize as quantize
+    from kvad.ops import rotary as rotary
+    from kvad.ops import sub_batch as sub_batch
+
+__all__ = [
+    "attention",
+    "batch_invariant",
+    "compile",
+    "cross_entropy",
+    "linear",
+    "malloc",
+    "merge",
+    "quantize",
+    "rotary",
+    "sub_batch",
+]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {},
+    (
+        "attention",
+        "batch_invariant",
+        "compile",
+        "cross_entropy",
+        "linear",
+        "malloc",
+        "merge",
+        "quantize",
+        "rotary",
+        "sub_batch",
+    ),
+)

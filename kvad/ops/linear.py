@@ -13,9 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvad.ops.invariant import TileSizes, tiled_matmul
-
-__all__ = ["PackedLinear", "Linear", "linear"]
+from kvad.ops.batch_invariant import TileSizes, tiled_matmul
 
 SMALLEST = 1 << 15  # weights; below, starting the threads costs more than they save
 

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvad.ops.attend import (
+from kvad.model_input import AttentionParams
+from kvad.ops.attention import (
     AttentionMask,
     AttentionOutput,
     Kernel,
@@ -26,9 +27,6 @@ from kvad.ops.attend import (
     concat_blocks,
     dot_product_attention,
 )
-from kvad.step import AttentionParams
-
-__all__ = ["AttentionPart", "merge_attention"]
 
 
 class AttentionPart(NamedTuple):

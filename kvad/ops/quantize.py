@@ -28,10 +28,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvad import config
 from kvad.errors import ConfigError
-from kvad.own import load_plugin
-
-__all__ = ["CODECS", "FormatCodec", "get_codec"]
 
 TINY = 2.0**-126  # the smallest scale: a vector of zeros has it, and no number is divided by zero
 FP8 = {"fp8-e4m3": ("float8_e4m3fn", 448.0), "fp8-e5m2": ("float8_e5m2", 57344.0)}
@@ -49,7 +47,7 @@ def get_codec(name: str, device: torch.device | str = "cpu") -> FormatCodec:
     """ConfigError where this build of torch, or the device, lacks what the format needs, and for a class of one's own
     ("package.module:Class") that is not there."""
     if ":" in name:
-        own = load_plugin(name, "format")()
+        own = config.plugins.load_plugin(name, "format")()
         return FormatCodec(own.encode, own.decode)
     if name in FP8:
         dtype = FP8[name][0]

@@ -11,10 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvad.step import Rotary
-
-__all__ = ["RotaryCache", "rotate", "rotate_blocks", "rotate_rows", "rotate_by"]
-
+from kvad.model_input import Rotary
 
 SMALL_TOKEN_COUNT = 32  # tokens; of more, reading x twice costs more than the calls it saves
 

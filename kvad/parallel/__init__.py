@@ -3,3 +3,47 @@
 ``links``: what ranks talk over; ``shard`` cuts a model; ``wire``: a step as bytes; ``ranks``: one memory of many, led
 by the rank that has the ledger.  Which rank has what is ``kvad/cache/mesh.py``.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvad._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from kvad.parallel import process_groups as process_groups
+    from kvad.parallel.distributed_cache import build_follower_cache as build_follower_cache
+    from kvad.parallel.distributed_cache import leader_cache_factory as leader_cache_factory
+    from kvad.parallel.distributed_cache import run_follower as run_follower
+    from kvad.parallel.mesh import Mesh as Mesh
+    from kvad.parallel.partition import RankPlan as RankPlan
+    from kvad.parallel.partition import plan_ranks as plan_ranks
+    from kvad.parallel.process_groups import connect_groups as connect_groups
+    from kvad.parallel.tensor_parallel import shard_model as shard_model
+
+__all__ = [
+    "Mesh",
+    "RankPlan",
+    "build_follower_cache",
+    "connect_groups",
+    "leader_cache_factory",
+    "plan_ranks",
+    "process_groups",
+    "run_follower",
+    "shard_model",
+]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "Mesh": "mesh",
+        "RankPlan": "partition",
+        "build_follower_cache": "distributed_cache",
+        "connect_groups": "process_groups",
+        "leader_cache_factory": "distributed_cache",
+        "plan_ranks": "partition",
+        "run_follower": "distributed_cache",
+        "shard_model": "tensor_parallel",
+    },
+    ("process_groups",),
+)

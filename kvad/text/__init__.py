@@ -1,4 +1,55 @@
 """Text to token ids and back: tokenizers, incremental detokenizing, stop strings.  No torch, and no import on import.
 
-``kvad.text.tokenizer`` trains and loads, ``kvad.text.detokenize`` streams, ``kvad.text.stop`` ends a stream.
+``kvad.text.tokenizer`` trains and loads, ``kvad.text.detokenizer`` streams, ``kvad.text.detokenizer`` ends a stream.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvad._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from kvad.text import base as base
+    from kvad.text import chat_template as chat_template
+    from kvad.text import hf_config as hf_config
+    from kvad.text.base import Tokenizer as Tokenizer
+    from kvad.text.detokenizer import Detokenizer as Detokenizer
+    from kvad.text.detokenizer import StopStringMatcher as StopStringMatcher
+    from kvad.text.detokenizer import ids_of_text as ids_of_text
+    from kvad.text.hf_tokenizer import HFTokenizer as HFTokenizer
+    from kvad.text.simple_tokenizers import split_words as split_words
+    from kvad.text.tokenizer import KINDS as KINDS
+    from kvad.text.tokenizer import load_tokenizer as load_tokenizer
+    from kvad.text.tokenizer import train_tokenizer as train_tokenizer
+
+__all__ = [
+    "KINDS",
+    "Detokenizer",
+    "HFTokenizer",
+    "StopStringMatcher",
+    "Tokenizer",
+    "base",
+    "chat_template",
+    "hf_config",
+    "ids_of_text",
+    "load_tokenizer",
+    "split_words",
+    "train_tokenizer",
+]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "Detokenizer": "detokenizer",
+        "HFTokenizer": "hf_tokenizer",
+        "KINDS": "tokenizer",
+        "StopStringMatcher": "detokenizer",
+        "Tokenizer": "base",
+        "ids_of_text": "detokenizer",
+        "load_tokenizer": "tokenizer",
+        "split_words": "simple_tokenizers",
+        "train_tokenizer": "tokenizer",
+    },
+    ("base", "chat_template", "hf_config"),
+)

@@ -23,26 +23,6 @@ from typing import ClassVar, Literal, Protocol
 
 from kvad.errors import SaveError, TokenizerError, suggest
 
-__all__ = [
-    "MAX_PIECE_CHARS",
-    "ENCODER_NAMES",
-    "FILE_NAME",
-    "NAMES",
-    "UnknownPolicy",
-    "BaseTokenizer",
-    "SpecialTokens",
-    "Tokenizer",
-    "check_on_unknown",
-    "check_text",
-    "check_texts",
-    "split_text",
-    "out_of_range_error",
-    "printable_token",
-    "report_unknown",
-    "standard_specials",
-    "write_text",
-]
-
 FILE_NAME = "tokenizer.json"
 NAMES = {
     "separator": "<|endofdoc|>",

@@ -13,16 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from kvad.errors import DataError, TokenizerError, suggest
-from kvad.text.base import FILE_NAME, SpecialTokens, Tokenizer, check_text, check_texts
-from kvad.text.bpe import train_bpe
-from kvad.text.library import HFTokenizer, apply_settings, special_roles
-from kvad.text.plain import ByteTokenizer, CharTokenizer, read_field
-from kvad.text.settings import parse_object, read_settings, read_text
-from kvad.text.spm import SUFFIXES, SentencePieceTokenizer, is_sentencepiece, load_sentencepiece
-from kvad.text.vocabularies import byte_level_bpe, wordpiece
-from kvad.text.words import WordTokenizer
-
-__all__ = ["KINDS", "Progress", "SpecialTokens", "Tokenizer", "load_tokenizer", "train_tokenizer"]
+from kvad.text.base import FILE_NAME, Tokenizer, check_text, check_texts
+from kvad.text.hf_config import byte_level_bpe, parse_object, read_settings, read_text, wordpiece
+from kvad.text.hf_tokenizer import HFTokenizer, apply_settings, special_roles, train_bpe
+from kvad.text.sentencepiece_tokenizer import SUFFIXES, SentencePieceTokenizer, is_sentencepiece, load_sentencepiece
+from kvad.text.simple_tokenizers import ByteTokenizer, CharTokenizer, WordTokenizer, read_field
 
 KINDS = ("bpe", "byte", "char", "word")
 Progress = Callable[[int, int], None]  # (texts read, characters read)

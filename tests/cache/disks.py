@@ -5,7 +5,7 @@ import os
 import random
 from pathlib import Path
 
-from kvad.cache.disk import FileSystem
+from kvad.storage.filesystem import FileSystem
 
 OPERATIONS = (
     "create",

@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvad.cache.disk import REAL_FILE_SYSTEM, FileSystem
-from kvad.cache.entry import Section
-from kvad.cache.parkfiles import SwapFiles, SwapResult
-from kvad.cache.worker import IoThread
+from kvad.cache.offload.swap_space import SwapFiles, SwapResult
+from kvad.storage.container import Section
+from kvad.storage.filesystem import REAL_FILE_SYSTEM, FileSystem
+from kvad.storage.io_thread import IoThread
 
 
 def as_section(copy: bytes) -> list[Section]:

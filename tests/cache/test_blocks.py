@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvad.cache.blocks import BlockPool, PrefixIndex, PrefixNode, digest
+from kvad.cache.manager.block_pool import BlockPool, PrefixIndex, PrefixNode, digest
 
 
 def tokens(*values: int) -> bytes:

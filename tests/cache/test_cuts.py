@@ -11,10 +11,13 @@ import random
 
 import pytest
 
-from kvad.cache.ledger import BlockAllocation, KVCacheManager, SwappedSequence, TokenSpan
-from kvad.cache.sizing import CacheConfig, CacheGroup, build_groups
-from kvad.config import AttentionSpec
-from kvad.step import EvictOp, MergeOp
+from kvad.cache.config import CacheConfig
+from kvad.cache.groups import CacheGroup, build_groups
+from kvad.cache.manager.allocation import TokenSpan
+from kvad.cache.manager.kv_cache_manager import BlockAllocation, KVCacheManager
+from kvad.cache.manager.sequence_blocks import SwappedSequence
+from kvad.config.model import AttentionSpec
+from kvad.model_input import EvictOp, MergeOp
 
 FULL = AttentionSpec(True, None, 1, 8, 8)
 WIDE = AttentionSpec(True, None, 2, 8, 8)

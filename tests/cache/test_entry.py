@@ -7,9 +7,9 @@ import stat
 import numpy as np
 import pytest
 
-from kvad.cache.entry import Section, open_container, read_header, write_container
-from kvad.cache.identity import CacheFingerprint
 from kvad.errors import StorageError
+from kvad.storage.container import Section, open_container, read_header, write_container
+from kvad.storage.fingerprint import CacheFingerprint
 from tests.cache.disks import FailingDisk, ForgetfulDisk
 
 IDENTITY = {"model": "m", "keys": "float32"}

@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from kvad.cache.ledger import BlockAllocation, KVCacheManager, TokenSpan
-from kvad.cache.sizing import CacheConfig, CacheGroup, build_groups
-from kvad.config import AttentionSpec
+from kvad.cache.config import CacheConfig
+from kvad.cache.groups import CacheGroup, build_groups
+from kvad.cache.manager.allocation import TokenSpan
+from kvad.cache.manager.kv_cache_manager import BlockAllocation, KVCacheManager
+from kvad.config.model import AttentionSpec
 
 FULL = AttentionSpec(True, None, 1, 8, 8)
 W5 = AttentionSpec(True, 5, 1, 8, 8)  # sees itself and 4 before: a hit at h needs positions h - 4 .. h - 1

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvad.cache.layout import BlockTable, gather_blocks
-from kvad.cache.memory import KVCache
-from kvad.cache.sizing import CacheConfig, build_groups
-from kvad.cache.store import LayerTensor
-from kvad.config import attention_specs
+from kvad.cache.config import CacheConfig
+from kvad.cache.device.kv_cache import KVCache
+from kvad.cache.device.tensors import BlockTable, LayerTensor, gather_blocks
+from kvad.cache.groups import build_groups
+from kvad.config.model import attention_specs
 from kvad.errors import CacheError
-from kvad.step import NULL_BLOCK, PADDING_BLOCK, BlockOps, ModelInput, SlotMapping, SubBatch
+from kvad.model_input import NULL_BLOCK, PADDING_BLOCK, BlockOps, ModelInput, SlotMapping, SubBatch
 from tests.drive import Stream, drive
 from tests.models import build, model_config
 
@@ -120,7 +120,7 @@ def test_the_cache_allocates_nothing_after_start() -> None:
     model = build(model_config(heads="window-mix"))
     cache = CacheConfig(dtype="float64", max_num_seqs=4, max_seq_len=96, block_size=4, prefill_chunk_size=8)
     from kvad.engine.engine import Engine
-    from kvad.engine.request import SamplingParams
+    from kvad.engine.scheduling.request import SamplingParams
 
     engine = Engine(model, cache)
     before = [(leaf.data_ptr(), leaf.shape) for leaf in engine.kv_cache.tensors()]

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from kvad.aside import list_temp_paths
-from kvad.cache.disk import REAL_FILE_SYSTEM, FileSystem
-from kvad.cache.parkfiles import FILE_PREFIX, RESERVED_BYTES, SwapFiles
-from kvad.cache.parking import RETRY, SwapSpace
+from kvad.cache.offload.swap_space import FILE_PREFIX, RESERVED_BYTES, RETRY, SwapFiles, SwapSpace
 from kvad.errors import ConfigError
+from kvad.storage.filesystem import REAL_FILE_SYSTEM, FileSystem
+from kvad.storage.temp_paths import list_temp_paths
 from tests.cache.disks import FailingDisk
 from tests.cache.parked import LateFiles, as_bytes, as_section
 
@@ -361,9 +360,9 @@ def test_a_whole_file_of_another_row_is_refused(tmp_path: Path) -> None:
 CHILD = """
 import sys
 from pathlib import Path
-from kvad.cache.parkfiles import ParkFiles
+from kvad.cache.offload.swap_space import SwapFiles
 from tests.cache.parked import as_section
-files = ParkFiles(Path(sys.argv[1]))
+files = SwapFiles(Path(sys.argv[1]))
 for key in range(3):
     files.write(key, lambda: as_section(bytes(1 << 20)))
     files.wait()

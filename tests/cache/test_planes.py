@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from kvad.cache.attic import RamBlockStore
-from kvad.cache.deposits import BlockKey
-from kvad.cache.planes import compress, decompress
+from kvad.cache.manager.prefix_offload import BlockKey
+from kvad.cache.offload.ram_store import RamBlockStore
 from kvad.errors import ConfigError
+from kvad.storage.byte_shuffle import compress, decompress
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("float64", 0.99), ("float32", 0.9), ("float16", 0.92)])

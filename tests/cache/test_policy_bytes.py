@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvad.cache.memory import KVCache
-from kvad.cache.planning import plan_memory
-from kvad.cache.sizing import CacheConfig, build_groups, group_bytes
-from kvad.config import ModelConfig, attention_specs
+from kvad.cache.config import CacheConfig
+from kvad.cache.device.kv_cache import KVCache
+from kvad.cache.groups import build_groups, group_bytes
+from kvad.cache.sizing.memory_plan import plan_memory
+from kvad.config.model import ModelConfig, attention_specs
 from kvad.errors import ConfigError
 from tests.models import model_config, pair_config
 

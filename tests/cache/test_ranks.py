@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvad.cache.cuts import eviction_scores, top_slots
+from kvad.cache.device.eviction import eviction_scores, top_slots
+from kvad.cache.eviction_policies import TOVA, HeavyHitters, KeyNorm, Random, SnapKV
 from kvad.cache.policy import ALL_QUERIES, EvictionContext, EvictionPolicy, Sinks
-from kvad.cache.ranks import TOVA, HeavyHitters, KeyNorm, Random, SnapKV
-from kvad.config import AttentionSpec
-from kvad.step import AttentionPattern, TokenPositions
+from kvad.config.model import AttentionSpec
+from kvad.model_input import AttentionPattern, TokenPositions
 from tests.presses.tensors import HEADS, KV_HEADS, TOKENS, attention, keys
 
 KEPT = json.loads((Path(__file__).parents[1] / "presses" / "kept.json").read_text("utf-8"))

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvad.cache.replacement import EVICTION_ORDERS, ARCOrder, LRUOrder
+from kvad.cache.offload.disk_store import EVICTION_ORDERS, ARCOrder, LRUOrder
 
 
 def cache(kind, limit, requests, size=lambda key: 1):

@@ -9,24 +9,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvad.cache.memory import KVCache
-from kvad.cache.mesh import Mesh, check_model_fits_mesh, kv_head_range, layer_range, query_head_range
-from kvad.cache.planning import plan_memory
-from kvad.cache.portions import plan_ranks, weight_shards
-from kvad.cache.settle import resolve_for_model
-from kvad.cache.sharding import block_bytes, local_layers, merge_shards, shard_groups, split_shards
-from kvad.cache.sizing import CacheConfig, build_groups
-from kvad.cache.weights import weight_shapes
-from kvad.config import ModelConfig, attention_specs
+from kvad.cache.config import CacheConfig, resolve_for_model
+from kvad.cache.device.kv_cache import KVCache
+from kvad.cache.groups import build_groups
+from kvad.cache.sizing.memory_plan import plan_memory
+from kvad.config.model import ModelConfig, attention_specs
+from kvad.config.parameter_shapes import weight_shapes
 from kvad.engine.engine import Engine
 from kvad.errors import CacheError, ConfigError, KvadError, UsageError
 from kvad.model.fingerprint import weights_fingerprint
-from kvad.model.fresh import NoCache
+from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
-from kvad.parallel.links import ProcessGroups
-from kvad.parallel.ranks import ShardedKVCache, leader_cache_factory
-from kvad.parallel.shard import shard_model
-from kvad.parallel.wire import (
+from kvad.model_input import BlockOps, EvictOp, MergeOp, ModelInput, SlotMapping, SubBatch
+from kvad.parallel.distributed_cache import ShardedKVCache, leader_cache_factory
+from kvad.parallel.mesh import Mesh, check_model_fits_mesh, kv_head_range, layer_range, query_head_range
+from kvad.parallel.messages import (
     Message,
     decode_block_ops,
     decode_model_input,
@@ -35,7 +32,17 @@ from kvad.parallel.wire import (
     receive,
     send,
 )
-from kvad.step import BlockOps, EvictOp, MergeOp, ModelInput, SlotMapping, SubBatch
+from kvad.parallel.partition import (
+    block_bytes,
+    local_layers,
+    merge_shards,
+    plan_ranks,
+    shard_groups,
+    split_shards,
+    weight_shards,
+)
+from kvad.parallel.process_groups import ProcessGroups
+from kvad.parallel.tensor_parallel import shard_model
 from tests.mesh_cases import EXPERTS, mixed, own_tables, pair, roomy, shaped, with_mlp
 from tests.models import build
 

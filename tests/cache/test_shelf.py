@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from kvad.aside import temp_path
-from kvad.cache.disk import FileSystem
-from kvad.cache.entry import Section
-from kvad.cache.shelf import LOCK_NAME, MAX_FAILURES, DiskBlockStore, remove_leftovers
+from kvad.cache.offload.disk_store import LOCK_NAME, MAX_FAILURES, DiskBlockStore, remove_leftovers
 from kvad.errors import ConfigError, StorageError
+from kvad.storage.container import Section
+from kvad.storage.filesystem import FileSystem
+from kvad.storage.temp_paths import temp_path
 from tests.cache.disks import FailingDisk, ForgetfulDisk
 
 BLOCK = 20_000
@@ -260,8 +260,8 @@ def test_the_forgetful_disk_forgets(tmp_path):
 HOLD = """
 import sys
 from pathlib import Path
-from kvad.cache.shelf import Shelf
-shelf = Shelf(Path(sys.argv[1]), 1 << 20)
+from kvad.cache.offload.disk_store import DiskBlockStore
+shelf = DiskBlockStore(Path(sys.argv[1]), 1 << 20)
 print("held", flush=True)
 sys.stdin.read()
 """

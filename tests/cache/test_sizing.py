@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvad.cache.sizing import CacheConfig, CacheGroup, build_groups, group_bytes
-from kvad.config import AttentionSpec
+from kvad.cache.config import CacheConfig
+from kvad.cache.groups import CacheGroup, build_groups, group_bytes
+from kvad.config.model import AttentionSpec
 from kvad.errors import ConfigError
 
 FULL = AttentionSpec(True, None, 2, 8, 8)
@@ -191,5 +192,5 @@ def test_layers_that_cannot_be_cached_are_refused() -> None:
 def test_no_torch() -> None:
     import subprocess
 
-    code = "import sys, kvad.cache.sizing, kvad.cache.ledger, kvad.engine.scheduler; sys.exit('torch' in sys.modules)"
+    code = "import sys, kvad.cache.groups, kvad.cache.manager.kv_cache_manager, kvad.engine.scheduling.scheduler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -14,13 +14,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvad.cache.blocks import LowestFreeBlockPool
-from kvad.cache.disk import REAL_FILE_SYSTEM, FileSystem
-from kvad.cache.sizing import CacheConfig, build_groups
-from kvad.cache.spilled import block_slices, plan_offload
-from kvad.cache.spool import BlockRun, LevelLayout, OffloadFile, remove_offload_leftovers, split_runs
-from kvad.config import attention_specs
+from kvad.cache.config import CacheConfig
+from kvad.cache.groups import build_groups
+from kvad.cache.manager.block_pool import LowestFreeBlockPool
+from kvad.cache.offload.token_offload import (
+    BlockRun,
+    LevelLayout,
+    OffloadFile,
+    block_slices,
+    plan_offload,
+    remove_offload_leftovers,
+    split_runs,
+)
+from kvad.config.model import attention_specs
 from kvad.errors import ConfigError
+from kvad.storage.filesystem import REAL_FILE_SYSTEM, FileSystem
 from tests.cache.disks import FailingDisk
 from tests.models import model_config
 
@@ -176,8 +184,8 @@ def test_a_line_that_could_not_be_written_is_lost_until_it_is_written_again(tmp_
 
 def test_files_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_path: Path, spool: OffloadFile) -> None:
     script = (
-        "import os, signal, sys; from pathlib import Path; from kvad.cache.spool import Spool, Share\n"
-        f"s = Spool(Share{tuple(SHARE)}, Path(sys.argv[1]), '0'); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, sys; from pathlib import Path; from kvad.cache.offload.token_offload import OffloadFile, Share\n"
+        f"s = OffloadFile(Share{tuple(SHARE)}, Path(sys.argv[1]), '0'); os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False).returncode == -9
     other = tmp_path / "notes.txt"
@@ -189,8 +197,8 @@ def test_files_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_path: P
 
 def test_a_process_that_ends_removes_its_files(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from kvad.cache.spool import Spool, Share\n"
-        f"s = Spool(Share{tuple(SHARE)}, Path(sys.argv[1]), '0'); assert len(list(Path(sys.argv[1]).iterdir())) == 2"
+        "import sys; from pathlib import Path; from kvad.cache.offload.token_offload import OffloadFile, Share\n"
+        f"s = OffloadFile(Share{tuple(SHARE)}, Path(sys.argv[1]), '0'); assert len(list(Path(sys.argv[1]).iterdir())) == 2"
     )
     assert subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False).returncode == 0
     assert not list(tmp_path.iterdir())

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvad.cache.formats import FORMATS
-from kvad.cache.layout import BlockTable
-from kvad.cache.memory import KVCache
-from kvad.cache.sizing import CacheConfig, build_groups, group_bytes
-from kvad.cache.store import LayerTensor
-from kvad.config import AttentionSpec
+from kvad.cache.config import CacheConfig
+from kvad.cache.device.kv_cache import KVCache
+from kvad.cache.device.tensors import BlockTable, LayerTensor
+from kvad.cache.groups import build_groups, group_bytes
+from kvad.cache.quantization import FORMATS
+from kvad.config.model import AttentionSpec
+from kvad.model_input import BlockOps
 from kvad.ops.quantize import CODECS
-from kvad.step import BlockOps
 
 TOKENWISE = [name for name, each in FORMATS.items() if not each.is_blockwise]
 BLOCKS, HEADS, SIZE, DIM = 9, 2, 4, 6

@@ -20,13 +20,12 @@ from kvad.checkpoint.adapter import (
 )
 from kvad.checkpoint.export import import_hf
 from kvad.checkpoint.folder import read_json
-from kvad.checkpoint.linears import match_targets, trainable_linears
-from kvad.checkpoint.open import load_model, load_weights, open_checkpoint
-from kvad.checkpoint.peft import find_targets
+from kvad.checkpoint.loader import load_model, load_weights, open_checkpoint
+from kvad.checkpoint.peft import find_targets, match_targets, trainable_linears
 from kvad.errors import CheckpointError, ConfigError
-from kvad.model.fresh import NoCache
 from kvad.model.lora import LoraFactors, merge_weight
-from kvad.step import ModelInput, SubBatch
+from kvad.model.no_cache import NoCache
+from kvad.model_input import ModelInput, SubBatch
 from tests.oracle import adapters, checkpoint
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvad.checkpoint import atomic
-from kvad.checkpoint.atomic import find_interrupted, new_folder, remove_folder, write_bytes
 from kvad.errors import SaveError
+from kvad.storage import atomic
+from kvad.storage.atomic import find_interrupted, new_folder, remove_folder, write_bytes
 
 
 def put(folder, text, **options):

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvad.cache.weights import weight_shapes
+from kvad.checkpoint.conversion import HFConfigReader, read_tensors, resolve_config, write_tensors
 from kvad.checkpoint.families import FAMILIES, UNSUPPORTED, find_family
-from kvad.checkpoint.hf import HFConfigReader, read_tensors, resolve_config, write_tensors
-from kvad.config import LanguageHeadConfig, ModelConfig
+from kvad.config.layers import LanguageHeadConfig
+from kvad.config.model import ModelConfig
+from kvad.config.parameter_shapes import weight_shapes
 from kvad.errors import CheckpointError
 from kvad.model.transformer import Transformer
 from tests.checkpoint.test_families import CASES, KNOWN, OTHERWISE, Read, _step, kl, outputs

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvad.cache.weights import weight_shapes
+from kvad.checkpoint.conversion import Family, HFConfigReader, read_tensors, resolve_config, write_tensors
 from kvad.checkpoint.families import find_family
-from kvad.checkpoint.families.encoders import POOLER
-from kvad.checkpoint.hf import Family, HFConfigReader, read_tensors, resolve_config, write_tensors
-from kvad.config import (
+from kvad.checkpoint.families._encoder import POOLER
+from kvad.config.layers import (
     ClassificationHeadConfig,
     LanguageHeadConfig,
     LearnedPositionsConfig,
-    ModelConfig,
     PoolingHeadConfig,
     SinusoidalPositionsConfig,
 )
+from kvad.config.model import ModelConfig
+from kvad.config.parameter_shapes import weight_shapes
 from kvad.errors import CheckpointError
 from kvad.model.transformer import Transformer
 

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from kvad import config as cfg
 from kvad.checkpoint.export import export_hf, import_hf
-from kvad.checkpoint.generation import GenerationConfig
+from kvad.checkpoint.generation_config import GenerationConfig
+from kvad.checkpoint.hf_layout import choose_family
+from kvad.checkpoint.loader import load_model, open_checkpoint
 from kvad.checkpoint.native import save_checkpoint
-from kvad.checkpoint.open import load_model, open_checkpoint
-from kvad.checkpoint.theirs import choose_family
-from kvad.config import ModelConfig
+from kvad.config.model import ModelConfig
 from kvad.errors import CheckpointError, UsageError
-from kvad.lab.replay import run_uncached, run_whole_sequence
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import train_tokenizer
+from kvad.verify.replay import run_uncached, run_whole_sequence
 from tests.models import randomise
 from tests.trained import configs
 
@@ -100,7 +100,7 @@ def test_there_and_back_is_the_same_model(kind: str, tmp_path: Path) -> None:
 def test_a_tied_matrix_is_written_once(tmp_path: Path) -> None:
     made("decoder", tmp_path / "ours")
     export_hf(open_checkpoint(tmp_path / "ours"), tmp_path / "theirs")
-    from kvad.checkpoint.shards import open_tensors
+    from kvad.checkpoint.safetensors_io import open_tensors
 
     assert "lm_head.weight" not in open_tensors(tmp_path / "theirs")
 

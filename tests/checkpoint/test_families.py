@@ -15,16 +15,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from kvad.checkpoint.conversion import HFConfigReader, read_tensors, resolve_config, write_tensors
 from kvad.checkpoint.families import FAMILIES, find_family
-from kvad.checkpoint.hf import HFConfigReader, read_tensors, resolve_config, write_tensors
-from kvad.checkpoint.theirs import choose_family
-from kvad.config import StackConfig
+from kvad.checkpoint.hf_layout import choose_family
+from kvad.config.layers import StackConfig
 from kvad.errors import CheckpointError, UsageError
-from kvad.lab.scenario import ScenarioOptions, build_prompts
-from kvad.lab.verify import verify
-from kvad.model.fresh import NoCache
+from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
-from kvad.step import ModelInput, SubBatch
+from kvad.model_input import ModelInput, SubBatch
+from kvad.verify.run import verify
+from kvad.verify.scenario import ScenarioOptions, build_prompts
 from tests.oracle import checkpoint as oracle
 
 CASES = [

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvad.cache.sizing import CacheConfig
-from kvad.config import DynamicScalingConfig, LongRopeScalingConfig, RopeConfig
+from kvad.cache.config import CacheConfig
+from kvad.config.layers import DynamicScalingConfig, LongRopeScalingConfig, RopeConfig
 from kvad.engine.engine import Engine, StreamChunk
-from kvad.engine.request import SamplingParams
+from kvad.engine.scheduling.request import SamplingParams
 from tests.checkpoint.test_families import KNOWN, Read
 from tests.oracle import checkpoint as oracle
 

@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from kvad import LLM
-from kvad.cache.sizing import CacheConfig
-from kvad.checkpoint.generation import GenerationConfig, read_generation_config, read_pooling
-from kvad.config import (
+from kvad.cache.config import CacheConfig
+from kvad.checkpoint.generation_config import GenerationConfig, read_generation_config, read_pooling
+from kvad.config.layers import (
     AttentionConfig,
     HeadTransformConfig,
     LayerConfig,
-    ModelConfig,
     PlainMLPConfig,
     PoolingHeadConfig,
     StackConfig,
 )
+from kvad.config.model import ModelConfig
 from kvad.errors import CheckpointError, RequestError
-from kvad.lab.replay import run_whole_sequence
+from kvad.llm import LLM
 from kvad.model.transformer import Transformer
+from kvad.verify.replay import run_whole_sequence
 
 
 def folder_of(path: Path, kinds: list[str], pooling: dict[str, Any]) -> Path:

@@ -17,7 +17,7 @@ from huggingface_hub import constants, errors
 
 from kvad.checkpoint import hub
 from kvad.checkpoint.hub import check_readable_weights, resolve_model_path
-from kvad.checkpoint.shards import open_tensors, write_sharded
+from kvad.checkpoint.safetensors_io import open_tensors, write_sharded
 from kvad.errors import CheckpointError, SaveError, UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -328,12 +328,12 @@ COMMIT = "a" * 40
 PROGRAM = """
 import sys
 from pathlib import Path
-from kvad.checkpoint.hub import resolve
+from kvad.checkpoint.hub import resolve_model_path
 from kvad.errors import KvadError
 for line in sys.stdin:
     name, offline = line.split()
     try:
-        print("path", resolve(name, offline=offline == "offline"), flush=True)
+        print("path", resolve_model_path(name, offline=offline == "offline"), flush=True)
     except KvadError as error:
         print(type(error).__name__, error, flush=True)
 """

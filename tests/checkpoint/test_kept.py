@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvad.checkpoint.folder import list_steps, locate, resolve_best_link, step_folder
-from kvad.checkpoint.kept import prune_steps
+from kvad.checkpoint.folder import list_steps, locate, prune_steps, resolve_best_link, step_folder
 from kvad.checkpoint.native import open_folder, save_step
 from kvad.errors import CheckpointError, SaveError
 from tests.models import model_config
@@ -96,7 +95,7 @@ import os, sys
 sys.path.insert(0, "tests")
 from pathlib import Path
 import torch
-from kvad.checkpoint.native import load, save_step
+from kvad.checkpoint.native import open_folder, save_step
 from tests.models import model_config
 from tests import mortal
 
@@ -119,11 +118,11 @@ while len(lived) < 2:  # saves that are the best, and saves that are not
         before, best = best, number if better else best
         if mortal.live(go, at):
             lived.add(better)
-        newest, kept = load(run, verify=True), load(run / "best", verify=True)
+        newest, kept = open_folder(run, verify=True), open_folder(run / "best", verify=True)
         found = int(newest.path.name[5:]), int(kept.path.name[5:])
         assert found in {(number - 1, before), (number, before), (number, best)}, (at, found, number, before, best)
         step(number, best)  # goes on
-        assert int(load(run / "best").path.name[5:]) == best
+        assert int(open_folder(run / "best").path.name[5:]) == best
         assert {int(p.name[5:]) for p in (run / "checkpoints").iterdir()} == {number, best}
         assert sorted(p.name for p in run.iterdir()) == ["best", "checkpoints"], list(run.iterdir())
 print(at)

@@ -18,8 +18,8 @@ sys.path.insert(0, "tests")
 from pathlib import Path
 import torch
 from kvad.checkpoint import native
-from kvad.checkpoint.native import load, save, save_step
-from kvad.config import ModelConfig
+from kvad.checkpoint.native import open_folder, save_checkpoint, save_step
+from kvad.config.model.model import ModelConfig
 from tests.models import model_config
 from tests import mortal
 
@@ -45,7 +45,7 @@ def write(mode, run, value):
     elif mode == "overwrite":
         save_step(run, 1000 - value, CONFIG, tensors(value), None, keep=2, fresh=True)
     elif mode == "folder":
-        save(run, CONFIG, tensors(value), None)
+        save_checkpoint(run, CONFIG, tensors(value), None)
     else:  # a writer without the renames: the test must see it fail
         run.mkdir(exist_ok=True)
         (run / "config.json").write_text(json.dumps(CONFIG.to_dict()))
@@ -63,7 +63,7 @@ def die_everywhere(mode, run):
     for at in itertools.count(1):
         done = mortal.live(lambda death: child(death, mode, run, value + 1), at)
         try:
-            found = {float(x) for tensor in load(run, verify=True).tensors.values() for x in tensor.flatten()}
+            found = {float(x) for tensor in open_folder(run, verify=True).tensors.values() for x in tensor.flatten()}
         except Exception as error:
             found = {repr(error)}
         one = {"mode": mode, "at": at, "done": done, "before": value, "found": sorted(map(str, found))}

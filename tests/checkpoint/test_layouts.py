@@ -13,18 +13,18 @@ import torch
 from safetensors.torch import load_file
 
 from kvad import config as cfg
+from kvad.checkpoint.conversion import HFConfigReader
 from kvad.checkpoint.families import find_family
 from kvad.checkpoint.folder import is_hf, list_files
-from kvad.checkpoint.generation import GenerationConfig
-from kvad.checkpoint.hf import HFConfigReader
-from kvad.checkpoint.imported import HFCheckpoint
-from kvad.checkpoint.native import NativeCheckpoint, TrainingState, open_folder, save_step
-from kvad.checkpoint.open import load_model
-from kvad.checkpoint.theirs import choose_layout
-from kvad.config import ModelConfig, canonical_config
+from kvad.checkpoint.generation_config import GenerationConfig
+from kvad.checkpoint.handle import TrainingState
+from kvad.checkpoint.hf_layout import HFCheckpoint, choose_layout
+from kvad.checkpoint.loader import load_model
+from kvad.checkpoint.native import NativeCheckpoint, open_folder, save_step
+from kvad.config.model import ModelConfig, canonical_config
 from kvad.errors import CheckpointError
-from kvad.lab.doctor import check_checkpoint
-from kvad.lab.inspect import summarize_checkpoint
+from kvad.inspection.checkpoint import summarize_checkpoint
+from kvad.inspection.doctor import check_checkpoint
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import train_tokenizer
 from tests.models import randomise

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from kvad.checkpoint import native
 from kvad.checkpoint.folder import list_steps, locate
-from kvad.checkpoint.native import TrainingState, open_folder, save_checkpoint, save_step
-from kvad.checkpoint.open import load_model
+from kvad.checkpoint.handle import TrainingState
+from kvad.checkpoint.loader import load_model
+from kvad.checkpoint.native import open_folder, save_checkpoint, save_step
 from kvad.errors import CheckpointError, ConfigError, SaveError, UsageError
 from kvad.text.tokenizer import train_tokenizer
 from tests.models import build, model_config
@@ -288,13 +289,13 @@ import resource, sys
 from pathlib import Path
 import torch
 sys.path.insert(0, "tests")
-from kvad.checkpoint.native import save
+from kvad.checkpoint.native import save_checkpoint
 from kvad.errors import SaveError
 from tests.models import build, model_config
 model = build(model_config(), seed=1, dtype=torch.float32)
 resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
 try:
-    save(Path(sys.argv[1]), model.config, model.state_dict(), None)
+    save_checkpoint(Path(sys.argv[1]), model.config, model.state_dict(), None)
 except SaveError as error:
     print(error)
 """

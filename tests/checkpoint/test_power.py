@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kvad.checkpoint.atomic import recover_interrupted
 from kvad.checkpoint.folder import list_steps
 from kvad.checkpoint.native import open_folder, save_step
 from kvad.errors import CheckpointError
+from kvad.storage.atomic import recover_interrupted
 from tests.models import model_config
 from tests.powercut import PowerCuts
 

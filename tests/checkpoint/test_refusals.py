@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvad import config as cfg
+from kvad.checkpoint.conversion import HFConfigReader
 from kvad.checkpoint.families import find_family
-from kvad.checkpoint.hf import HFConfigReader
-from kvad.config import ModelConfig
+from kvad.config.model import ModelConfig
 from kvad.errors import CheckpointError
 
 GPT = {"vocab_size": 97, "n_embd": 48, "n_head": 6, "n_layer": 3}

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from kvad.checkpoint import atomic, shards
-from kvad.checkpoint.atomic import new_folder
-from kvad.checkpoint.shards import DTYPES, find_nonfinite, open_tensors, read_tensor_header, write_sharded
+from kvad.checkpoint import safetensors_io
+from kvad.checkpoint.safetensors_io import DTYPES, find_nonfinite, open_tensors, read_tensor_header, write_sharded
 from kvad.errors import CheckpointError, SaveError
+from kvad.storage import atomic
+from kvad.storage.atomic import new_folder
 
 TWO = {"a": torch.arange(6, dtype=torch.int16).view(2, 3), "b": torch.tensor([1.5, -2.0])}
 
@@ -107,7 +108,7 @@ def test_the_single_file_counts_where_both_are(tmp_path):
 def test_rows_pieces_and_copies(tmp_path, monkeypatch):
     wanted = random_of(torch.int16, 7, 5)
     save_file({"w": wanted}, tmp_path / "model.safetensors")
-    monkeypatch.setattr(shards, "READ_CHUNK", 16)
+    monkeypatch.setattr(safetensors_io, "READ_CHUNK", 16)
     tensors = open_tensors(tmp_path)
     assert same(tensors.rows("w", 2, 5), wanted[2:5]) and tensors.rows("w", 3, 3).shape == (0, 5)
     found = [(first, piece.clone()) for first, piece in tensors.chunks("w")]
@@ -329,7 +330,7 @@ def test_the_judge_objects_where_a_check_is_missing(tmp_path, monkeypatch, name)
     header, data, _ = BROKEN[name]
     raw_file(tmp_path / "model.safetensors", header, bytes(data))
     assert judged(tmp_path) is None
-    monkeypatch.setattr(shards, "_check_offsets", lambda *arguments: None)
+    monkeypatch.setattr(safetensors_io, "_check_offsets", lambda *arguments: None)
     with pytest.raises((SafetensorError, ValueError)):  # of the library, or of torch at the end of the file
         judged(tmp_path)
 
@@ -531,7 +532,13 @@ class Disk:
 
     def __init__(self, patch, at):
         self.count = 0
-        for owner, name in ((os, "fsync"), (Path, "rename"), (Path, "replace"), (Path, "mkdir"), (shards, "save_file")):
+        for owner, name in (
+            (os, "fsync"),
+            (Path, "rename"),
+            (Path, "replace"),
+            (Path, "mkdir"),
+            (safetensors_io, "save_file"),
+        ):
             patch.setattr(owner, name, self.wrap(getattr(owner, name), at))
 
     def wrap(self, real, at):
@@ -594,7 +601,7 @@ def test_nonfinite_values_are_counted(tmp_path, monkeypatch, lazy):
     tensors["tiny"][3] = float("nan")
     tensors["brain"][0] = float("inf")
     tensors["waves"][2] = complex(0, float("nan"))
-    monkeypatch.setattr(shards, "READ_CHUNK", 64)
+    monkeypatch.setattr(safetensors_io, "READ_CHUNK", 64)
     if lazy:
         write_sharded(tmp_path, tensors)
     found = find_nonfinite(open_tensors(tmp_path) if lazy else tensors)

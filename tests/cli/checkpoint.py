@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from kvad.checkpoint.native import save_checkpoint
 from kvad.cli.main import main
-from kvad.config import AttentionConfig, GatedMLPConfig, LayerConfig, ModelConfig, StackConfig
+from kvad.config.layers import AttentionConfig, GatedMLPConfig, LayerConfig, StackConfig
+from kvad.config.model import ModelConfig
 from kvad.text.tokenizer import train_tokenizer
 from tests.models import build
 

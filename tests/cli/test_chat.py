@@ -10,7 +10,8 @@ import sys
 
 import pytest
 
-from kvad.cli import chat as module
+from kvad.cli.commands import chat as module
+from kvad.cli.stats import RunMeter
 from kvad.llm import LLM
 from tests.cli.checkpoint import LIMIT, run, write_model
 
@@ -189,7 +190,7 @@ def test_a_stop_string_is_no_part_of_the_history(chat, tmp_path):
 
 
 def test_ctrl_c_stops_the_reply_only(chat, llm, monkeypatch):
-    real, seen = module.RunMeter.add, []
+    real, seen = RunMeter.add, []
 
     def see(self, piece):
         real(self, piece)
@@ -197,7 +198,7 @@ def test_ctrl_c_stops_the_reply_only(chat, llm, monkeypatch):
         if len(seen) == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(module.RunMeter, "add", see)
+    monkeypatch.setattr(RunMeter, "add", see)
     ran = chat("hi", "you", "/kv", options=(*GREEDY, "--logit-bias", "97=500"))
     assert ran.code == 0 and ran.out == "aaa\naaaaaa\n"
     assert "this chat: 17 tokens" in ran.err and "0 of 6 blocks in use" in ran.err

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvad.cli import demo as module
+from kvad.cli.commands import demo
 from kvad.cli.main import main
-from kvad.lab import sources
+from kvad.datasets import stdlib_sources
 
 
 @pytest.fixture
@@ -19,11 +19,11 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     library.mkdir()
     for name in ("argparse.py", "textwrap.py", "heapq.py"):
         (library / name).write_bytes((Path(json.__file__).parent.parent / name).read_bytes())
-    found = sources.find_sources
-    monkeypatch.setattr(sources, "MIN_BYTES", 1000)
-    monkeypatch.setattr(sources, "find_sources", lambda: found([("three files", str(library))]))
-    monkeypatch.setattr(module, "PRESET", "tiny")
-    monkeypatch.setattr(module, "BENCH_LENGTHS", (8, 16))
+    found = stdlib_sources.find_sources
+    monkeypatch.setattr(stdlib_sources, "MIN_BYTES", 1000)
+    monkeypatch.setattr(stdlib_sources, "find_sources", lambda: found([("three files", str(library))]))
+    monkeypatch.setattr(demo, "PRESET", "tiny")
+    monkeypatch.setattr(demo, "BENCH_LENGTHS", (8, 16))
     return tmp_path / "out"
 
 
@@ -51,6 +51,6 @@ def test_a_run_that_is_not_the_demo_s_is_not_written_over(tmp_path: Path, capsys
 def test_without_sources_it_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sources, "MIN_BYTES", 1 << 50)
+    monkeypatch.setattr(stdlib_sources, "MIN_BYTES", 1 << 50)
     assert main(["demo", "--out", str(tmp_path / "x")]) == 2
     assert "kvad train FILE" in capsys.readouterr().err and not (tmp_path / "x").exists()

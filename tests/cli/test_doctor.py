@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvad.checkpoint.generation import GenerationConfig
+from kvad.checkpoint.generation_config import GenerationConfig
 from kvad.checkpoint.native import save_checkpoint, save_step
 from kvad.text.tokenizer import train_tokenizer
 from tests.cli.checkpoint import run, write_model

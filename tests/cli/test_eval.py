@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from kvad import config as cfg
-from kvad.checkpoint.generation import GenerationConfig
+from kvad.checkpoint.generation_config import GenerationConfig
 from kvad.checkpoint.native import save_checkpoint
 from kvad.text.tokenizer import train_tokenizer
 from tests.cli.checkpoint import LIMIT, run, write_model
@@ -190,7 +190,7 @@ def test_refusals(capsys, decoder, text, arguments, says):
 )
 def test_files_of_tags_that_cannot_be_read(capsys, folder, content, says):
     from kvad.errors import DataError
-    from kvad.lab.tagged import read_tagged
+    from kvad.evaluation.metrics import read_tagged
 
     path = folder / "bad.tsv"
     path.write_text(content)

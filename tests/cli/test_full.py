@@ -5,10 +5,10 @@ import signal
 
 import pytest
 
-from kvad.cache.full import OVERFLOW_MODES
-from kvad.cache.named import POLICIES, POLICY_HELP
-from kvad.cli import chat as chat_module
-from kvad.cli import generate as module
+from kvad.cache.config import OVERFLOW_MODES
+from kvad.cache.policy_parser import POLICIES, POLICY_HELP
+from kvad.cli.commands import generate as module
+from kvad.cli.stats import RunMeter
 from kvad.llm import LLM
 from tests.cli.checkpoint import LIMIT, run, write_model
 
@@ -211,7 +211,7 @@ def test_a_chat_says_what_any_policy_has_dropped(kvad, model):
 
 
 def test_an_endless_chat_replies_until_ctrl_c(kvad, model, monkeypatch):
-    seen, see = [], chat_module.RunMeter.add
+    seen, see = [], RunMeter.add
 
     def note(self, piece):
         seen.append(piece)
@@ -219,7 +219,7 @@ def test_an_endless_chat_replies_until_ctrl_c(kvad, model, monkeypatch):
             signal.raise_signal(signal.SIGINT)
         see(self, piece)
 
-    monkeypatch.setattr(chat_module.RunMeter, "add", note)
+    monkeypatch.setattr(RunMeter, "add", note)
     ran = kvad("chat", model, *GREEDY, "--endless", stdin=b"hello\n")
     assert ran.code == 0 and len(seen) == 120 and "of 126 tokens are out of sight" in ran.err
 

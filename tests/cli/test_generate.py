@@ -6,10 +6,11 @@ import signal
 
 import pytest
 
-from kvad.cli import generate as module
-from kvad.engine.request import SamplingParams
+from kvad.cli.commands import generate
+from kvad.cli.stats import RunMeter
+from kvad.engine.scheduling.request import SamplingParams
 from kvad.llm import LLM
-from kvad.ops.invariant import TileSizes
+from kvad.ops.batch_invariant import TileSizes
 from tests.cli.checkpoint import LIMIT, run, write_model
 from tests.cli.test_main import kvad_process
 
@@ -39,8 +40,8 @@ def test_the_continuation_goes_to_stdout_and_nothing_else(kvad, model, llm):
 
 def test_it_streams_while_it_generates(kvad, model, monkeypatch):
     calls = []
-    echo = module.click.echo
-    monkeypatch.setattr(module.click, "echo", lambda *a, **k: (calls.append(a), echo(*a, **k)))
+    echo = generate.click.echo
+    monkeypatch.setattr(generate.click, "echo", lambda *a, **k: (calls.append(a), echo(*a, **k)))
     ran = kvad("generate", model, "def ", "--max-tokens", 12, *GREEDY)
     streamed = len(calls)
     calls.clear()
@@ -170,7 +171,7 @@ def test_json_is_one_object_with_everything(kvad, model, llm):
 
 def test_over_the_search_that_the_checkpoint_asks_for(kvad, tmp_path):
     """Its own beams have their rows; a length penalty alone is for them; what asks for samples leaves them out."""
-    from kvad.checkpoint.generation import GenerationConfig
+    from kvad.checkpoint.generation_config import GenerationConfig
     from kvad.checkpoint.native import open_folder, save_checkpoint
 
     def write(name, **sampling):
@@ -247,7 +248,7 @@ def test_the_cache_to_order_changes_nothing(kvad, model, cache):
 
 
 def test_ctrl_c_ends_cleanly_with_what_was_generated(kvad, model, llm, monkeypatch):
-    real, seen, before = module.RunMeter.add, [], signal.getsignal(signal.SIGINT)
+    real, seen, before = RunMeter.add, [], signal.getsignal(signal.SIGINT)
 
     def see(self, piece):
         real(self, piece)
@@ -255,7 +256,7 @@ def test_ctrl_c_ends_cleanly_with_what_was_generated(kvad, model, llm, monkeypat
         if len(seen) == 4:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(module.RunMeter, "add", see)
+    monkeypatch.setattr(RunMeter, "add", see)
     whole = llm.generate("hey", max_tokens=20, temperature=0).tokens
     for extra in ((), ("--json", "--stats")):
         seen.clear()
@@ -272,7 +273,7 @@ def test_ctrl_c_ends_cleanly_with_what_was_generated(kvad, model, llm, monkeypat
 
 
 def test_what_was_held_back_is_shown_when_it_is_interrupted(kvad, model, monkeypatch):
-    real, seen = module.RunMeter.add, []
+    real, seen = RunMeter.add, []
 
     def see(self, piece):
         real(self, piece)
@@ -280,7 +281,7 @@ def test_what_was_held_back_is_shown_when_it_is_interrupted(kvad, model, monkeyp
         if len(seen) == 8:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(module.RunMeter, "add", see)
+    monkeypatch.setattr(RunMeter, "add", see)
     ran = kvad("generate", model, "a", "b", "--max-tokens", 20, "--seed", 2)
     assert ran.code == 130 and ran.out.count("==> prompt") == 2 and ran.out.endswith("\n")
 

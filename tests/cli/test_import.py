@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvad.checkpoint import export
+from kvad.checkpoint.conversion import HFConfigReader, write_tensors
 from kvad.checkpoint.families import find_family
-from kvad.checkpoint.hf import HFConfigReader, write_tensors
-from kvad.checkpoint.open import open_checkpoint
+from kvad.checkpoint.loader import open_checkpoint
 from kvad.llm import LLM
 from kvad.text.tokenizer import train_tokenizer
 from tests.cli.checkpoint import run, write_model
@@ -116,7 +116,7 @@ def test_a_name_on_the_hub_goes_to_a_folder_of_its_name(kvad, tmp_path, monkeypa
         asked.append((name, options))
         return tmp_path / "cached"
 
-    monkeypatch.setattr("kvad.checkpoint.hub.resolve", resolve)
+    monkeypatch.setattr("kvad.checkpoint.hub.resolve_model_path", resolve)
     for name in ("org/tiny", "hf://org/tiny"):
         ran = kvad("import", name, "--revision", "v1", "--offline", "--token", "secret", "--overwrite")
         assert ran.code == 0 and "written: tiny" in ran.out and "secret" not in ran.out + ran.err

@@ -11,27 +11,26 @@ import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
 
-from kvad.checkpoint.generation import GenerationConfig
+from kvad.checkpoint.generation_config import GenerationConfig
 from kvad.checkpoint.native import save_checkpoint
-from kvad.cli import lines as module
-from kvad.cli.encoding import _filling
-from kvad.cli.lines import LineSource, LineTask, answer_lines
-from kvad.config import (
+from kvad.cli import line_batches
+from kvad.cli.commands.encode import _filling
+from kvad.cli.line_batches import LineSource, LineTask, answer_lines
+from kvad.config.layers import (
     AttentionConfig,
     ClassificationHeadConfig,
     EmbeddingConfig,
-    EncoderInputConfig,
     HeadTransformConfig,
     LanguageHeadConfig,
     LayerConfig,
     LearnedPositionsConfig,
-    ModelConfig,
     NormConfig,
     PlainMLPConfig,
     PoolingHeadConfig,
     StackConfig,
 )
-from kvad.engine.answers import MaskPrediction
+from kvad.config.model import EncoderInputConfig, ModelConfig
+from kvad.engine.output import MaskPrediction
 from kvad.errors import NumericalError, RequestError
 from kvad.llm import LLM
 from kvad.text.tokenizer import load_tokenizer, train_tokenizer
@@ -146,8 +145,8 @@ class Fed(LineSource):
 
 
 def test_answers_come_in_order_in_batches_of_like_length(monkeypatch):
-    monkeypatch.setattr(module, "WINDOW_SIZES", (4, 8))
-    monkeypatch.setattr(module, "BATCH_LINES", 3)
+    monkeypatch.setattr(line_batches, "WINDOW_SIZES", (4, 8))
+    monkeypatch.setattr(line_batches, "BATCH_LINES", 3)
     given = [b"x" * (1 + 7 * i % 11) for i in range(23)]
     batches = []
 
@@ -164,7 +163,7 @@ def test_answers_come_in_order_in_batches_of_like_length(monkeypatch):
 
 
 def test_an_answer_is_shown_as_soon_as_those_before_it_are(monkeypatch):
-    monkeypatch.setattr(module, "BATCH_LINES", 1)
+    monkeypatch.setattr(line_batches, "BATCH_LINES", 1)
     asked = []
     found = answer_lines(Fed([b"", b"a", b"b"]), lengths(lambda many: asked.extend(many) or [1] * len(many)))
     assert next(found).number == 1 and asked == []
@@ -513,7 +512,7 @@ def test_bad_input_is_one_line(kvad, encoders, translator, tmp_path):
 
 
 def test_ctrl_c_keeps_what_was_printed(kvad, encoders, monkeypatch):
-    monkeypatch.setattr(module, "WINDOW_SIZES", (2,))
+    monkeypatch.setattr(line_batches, "WINDOW_SIZES", (2,))
     real, calls = LLM.tag, []
 
     def tag(self, many):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from kvad.aside import list_temp_paths
+from kvad.storage.temp_paths import list_temp_paths
 from tests.cli.checkpoint import run, write_model
 
 PROMPTS = ("hey you there, what is this", "who are you and why", "what was that")

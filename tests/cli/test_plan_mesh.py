@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from kvad.cache.mesh import Mesh
-from kvad.cache.planning import plan_memory
-from kvad.cache.portions import plan_ranks
-from kvad.cache.sizing import CacheConfig
+from kvad.cache.config import CacheConfig
+from kvad.cache.sizing.memory_plan import plan_memory
 from kvad.cli.main import main
-from kvad.lab.shapes import known_model
+from kvad.parallel.mesh import Mesh
+from kvad.parallel.partition import plan_ranks
+from kvad.planning.known_models import known_model
 
 ASKED = ("llama-3-8b", "--context", "8192", "--rows", "2", "--weights-dtype", "bfloat16", "--bandwidth", "20")
 

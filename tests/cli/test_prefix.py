@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from kvad.cache.shelf import DiskBlockStore
+from kvad.cache.offload.disk_store import DiskBlockStore
 from tests.cli.checkpoint import run, write_model
 
 TEXT = "def add(first, second):\n    return first + second\n\n"

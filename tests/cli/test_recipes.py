@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from kvad.cli.corpus import create_group
+from kvad.cli.commands.data import create_group
 
 ROOT = Path(__file__).parents[2]
 

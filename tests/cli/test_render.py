@@ -9,7 +9,7 @@ from kvad.text.tokenizer import train_tokenizer
 from tests.cli.checkpoint import run
 from tests.cli.test_main import kvad_process
 
-ROW = ("kvad.cli.render:render", "Show the prompt that a chat would send.")
+ROW = ("kvad.cli.commands.tokenize:chat_template_command", "Show the prompt that a chat would send.")
 TEMPLATE = """{{ bos_token }}{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' -%}
 {% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}
 {%- else %}{{ m.content }}{% endif %}{% endfor %}

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvad import LLM
+from kvad.llm import LLM
 from tests.cli.checkpoint import run, write_model
 from tests.cli.test_main import ROOT
 
@@ -90,7 +90,7 @@ def test_listing_needs_no_torch(tmp_path):
 
 KILLED = """
 import os, signal, sys
-from kvad.cli import chat
+from kvad.cli.commands import chat
 real = chat._Chat.save
 def save(self, where):
     real(self, where)

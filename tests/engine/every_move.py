@@ -23,15 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvad.cache.session import load_session, save_session
-from kvad.cache.sizing import CacheConfig
-from kvad.cache.state import SequenceState
-from kvad.config import ModelConfig
-from kvad.engine.costs import SwapCostModel
+from kvad.cache.config import CacheConfig
+from kvad.cache.sessions.file import load_session, save_session
+from kvad.cache.sessions.state import SequenceState
+from kvad.config.model import ModelConfig
 from kvad.engine.engine import Engine
-from kvad.engine.request import SamplingParams
-from kvad.engine.runner import ModelRunner
-from kvad.engine.scheduler import SchedulerOutput
+from kvad.engine.execution.model_runner import ModelRunner
+from kvad.engine.scheduling.preemption import SwapCostModel
+from kvad.engine.scheduling.request import SamplingParams
+from kvad.engine.scheduling.sequence import SchedulerOutput
 from kvad.errors import RequestError, StorageError
 from tests.drive import fill_unowned
 from tests.models import SOURCE_VOCAB, VOCAB, build, model_config, pair_config

@@ -7,8 +7,8 @@ without any stop, and nothing else is in the folder.
 
 from pathlib import Path
 
-from kvad.cache.disk import FileSystem
-from kvad.cache.sessions import remove_session_leftovers
+from kvad.cache.sessions.directory import remove_session_leftovers
+from kvad.storage.filesystem import FileSystem
 from tests.engine.sessions import PROMPT, engine, left, load, run, save
 from tests.models import model_config
 from tests.mortal import live

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import torch
 
-from kvad.cache.session import load_session, save_session
-from kvad.cache.sizing import CacheConfig
+from kvad.cache.config import CacheConfig
+from kvad.cache.sessions.file import load_session, save_session
 from kvad.engine.engine import Engine
-from kvad.engine.request import SamplingParams
-from kvad.step import RESERVED_BLOCKS
+from kvad.engine.scheduling.request import SamplingParams
+from kvad.model_input import RESERVED_BLOCKS
 from tests.drive import fill_unowned
 from tests.models import VOCAB, build
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from kvad.cache.sizing import CacheConfig
-from kvad.engine.beams import BeamCandidate, BeamSearch, Hypothesis, num_candidates
+from kvad.cache.config import CacheConfig
 from kvad.engine.engine import Engine, StreamChunk
-from kvad.engine.request import SamplingParams
-from kvad.engine.sampler import SamplingRow, sample_tokens
+from kvad.engine.execution.sampler import SamplingRow, sample_tokens
+from kvad.engine.scheduling.beam_search import BeamCandidate, BeamSearch, Hypothesis, num_candidates
+from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import RequestError
 from kvad.model.transformer import Transformer
 from tests.drive import fill_unowned, uncached

@@ -2,15 +2,16 @@
 
 import pytest
 
-from kvad.cache.memory import KVCache
-from kvad.cache.sizing import CacheConfig, build_groups
-from kvad.config import attention_specs
-from kvad.engine.buffers import MAX_SHAPES, BatchShape, InputBuffers
+from kvad.cache.config import CacheConfig
+from kvad.cache.device.kv_cache import KVCache
+from kvad.cache.groups import build_groups
+from kvad.config.model import attention_specs
 from kvad.engine.engine import Engine
-from kvad.engine.request import SamplingParams
-from kvad.engine.runner import ModelRunner
-from kvad.engine.scheduler import SchedulerOutput
-from kvad.step import NULL_BLOCK, ModelInput
+from kvad.engine.execution.input_buffers import MAX_SHAPES, BatchShape, InputBuffers
+from kvad.engine.execution.model_runner import ModelRunner
+from kvad.engine.scheduling.request import SamplingParams
+from kvad.engine.scheduling.sequence import SchedulerOutput
+from kvad.model_input import NULL_BLOCK, ModelInput
 from tests.models import build, model_config
 
 
@@ -93,12 +94,12 @@ def test_limits_travel_where_the_rotary_regime_asks_for_them() -> None:
 
 
 def test_a_step_beyond_the_buffer_grows_it_and_many_buckets_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvad.engine.buffers.SMALLEST", 16)
+    monkeypatch.setattr("kvad.engine.execution.input_buffers.MIN_CAPACITY", 16)
     engine = make_engine()
     watched(engine)  # checks every step
     run(engine, (3, 30, 60))
     assert len(engine.runner.buffers.tensors()[0]) > 16
-    monkeypatch.setattr("kvad.engine.buffers.MOST_BUCKETS", 2)
+    monkeypatch.setattr("kvad.engine.execution.input_buffers.MAX_SHAPES", 2)
     run(engine, (4, 31, 61))
     assert MAX_SHAPES > 2 >= len(engine.runner.buffers._buckets)
 

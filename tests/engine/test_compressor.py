@@ -5,16 +5,17 @@ import random
 import pytest
 import torch
 
-from kvad.cache.memory import KVCache
-from kvad.cache.sizing import CacheConfig, group_bytes
-from kvad.config import attention_specs
+from kvad.cache.config import CacheConfig
+from kvad.cache.device.kv_cache import KVCache
+from kvad.cache.groups import group_bytes
+from kvad.config.model import attention_specs
 from kvad.engine.engine import Engine
-from kvad.engine.request import SamplingParams
+from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import ConfigError
-from kvad.model.compress import Summarizer
-from kvad.model.fresh import NoCache
-from kvad.train.config import SummarizerConfig
-from kvad.train.distil import _Recorder, _Rows
+from kvad.model.no_cache import NoCache
+from kvad.model.summarizer import Summarizer
+from kvad.train.config.run import SummarizerConfig
+from kvad.train.objectives.summary_distillation import _Recorder, _Rows
 from tests.drive import Stream, drive, fresh_step
 from tests.model.test_compress import random_one
 from tests.models import POSITIONS, VOCAB, build, model_config
@@ -100,7 +101,9 @@ def test_a_parked_row_keeps_the_weights_of_its_summaries():
 def test_without_them_the_test_above_objects(monkeypatch):
     whole = KVCache.iter_arrays
     monkeypatch.setattr(
-        KVCache, "iter_arrays", lambda self, blocks: (each for each in whole(self, blocks) if ".weights." not in each.name)
+        KVCache,
+        "iter_arrays",
+        lambda self, blocks: (each for each in whole(self, blocks) if ".weights." not in each.name),
     )
     assert not parked() <= EXACT
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvad.engine.costs import DECAY_FACTOR, GUESS_WEIGHT_BYTES, INITIAL_SECONDS_PER_BYTE, SwapCostModel
+from kvad.engine.scheduling.preemption import DECAY_FACTOR, GUESS_WEIGHT_BYTES, INITIAL_SECONDS_PER_BYTE, SwapCostModel
 
 MIB = 1 << 20
 

@@ -15,18 +15,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvad import LLM
 from kvad import config as cfg
-from kvad.cache.sizing import CacheConfig
-from kvad.config import ModelConfig
+from kvad.cache.config import CacheConfig
+from kvad.config.model import ModelConfig
 from kvad.engine.engine import Engine
 from kvad.errors import ConfigError
-from kvad.model import isolate as model_isolate
-from kvad.model.fresh import NoCache
+from kvad.llm import LLM
+from kvad.model import batch_invariant
+from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
-from kvad.ops import aligned, invariant, lanes
-from kvad.ops.attend import dot_product_attention
-from kvad.ops.invariant import MatmulShape, TileSizes, elementwise, find_invariant_tiles, split_tiles, tiled_matmul
+from kvad.ops import batch_invariant, batch_invariant_attention, sub_batch
+from kvad.ops.attention import dot_product_attention
+from kvad.ops.batch_invariant import (
+    MatmulShape,
+    TileSizes,
+    elementwise,
+    find_invariant_tiles,
+    split_tiles,
+    tiled_matmul,
+)
 from tests.drive import Run, Stream, drive, fresh_step
 from tests.models import SOURCE_VOCAB, VOCAB, build, encoder_config, model_config, pair_config
 from tests.pairwise import Case, pairwise
@@ -47,7 +54,7 @@ PAIRS = AXES | {"heads": ("mha", "gqa", "value-dim", "softcap", "sinks", "window
 @pytest.fixture(autouse=True)
 def many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 16 keys, so that short streams have several."""
-    for module in (aligned, invariant, model_isolate):
+    for module in (batch_invariant_attention, batch_invariant, batch_invariant):
         monkeypatch.setattr(module, "KEYS", 16)
 
 
@@ -119,7 +126,7 @@ def test_so_have_experts(clip: float | None, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_random_streams_in_random_engines(dtype: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams of up to 300 tokens that share prefixes, in engines of random sizes; tiles as they are in use."""
-    for module in (aligned, invariant, model_isolate):
+    for module in (batch_invariant_attention, batch_invariant, batch_invariant):
         monkeypatch.setattr(module, "KEYS", 128)
     draw = random.Random(seed)
     config = replace(model_config(draw.choice(("rope", "alibi", "t5", "sinusoidal"))), max_seq_len=320)
@@ -223,9 +230,9 @@ def test_each_part_is_needed(broken: str, monkeypatch: pytest.MonkeyPatch) -> No
     if broken == "products":
         monkeypatch.setattr("kvad.ops.linear.product", lambda x, weight, bias, tiles: F.linear(x, weight, bias))
     elif broken == "activations":
-        monkeypatch.setattr(model_isolate, "each", lambda f, x: f(x))
+        monkeypatch.setattr(batch_invariant, "each", lambda f, x: f(x))
     else:
-        monkeypatch.setattr(lanes, "attend_aligned", lambda *asked: dot_product_attention(*asked[:-1]).out)
+        monkeypatch.setattr(sub_batch, "attend_aligned", lambda *asked: dot_product_attention(*asked[:-1]).out)
     streams = streams_of("mixed", random.Random(7))
     case = {"layout": "paged", "dtype": "float32", "heads": "gqa", "scenario": "mixed"}
     assert differences(model, streams, drive(model, cache_of(case), streams, deterministic=True)) > 0

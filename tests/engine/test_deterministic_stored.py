@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvad.cache.session import load_session, save_session
-from kvad.cache.sizing import CacheConfig
-from kvad.cache.state import SequenceState
+from kvad.cache.config import CacheConfig
+from kvad.cache.sessions.file import load_session, save_session
+from kvad.cache.sessions.state import SequenceState
 from kvad.engine.engine import Engine
-from kvad.engine.request import SamplingParams
+from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import ConfigError, StorageError
 from kvad.model.transformer import Transformer
 from tests.drive import Stream, drive

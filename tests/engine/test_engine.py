@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kvad.cache.sizing import CacheConfig
+from kvad.cache.config import CacheConfig
 from kvad.engine.engine import Engine, StreamChunk
-from kvad.engine.request import SamplingParams
+from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import RequestError
 from kvad.text.tokenizer import train_tokenizer
 from tests.models import VOCAB, build, model_config

@@ -16,15 +16,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from kvad.cache import memory
-from kvad.cache.carry import block_bytes_per_group
-from kvad.cache.memory import KVCache
-from kvad.cache.sizing import CacheConfig, build_groups
-from kvad.cache.spill import OffloadReader
-from kvad.cache.state import PendingRestore
-from kvad.cache.swap import HostCopier
-from kvad.config import attention_specs
-from kvad.step import BlockOps
+from kvad.cache.config import CacheConfig
+from kvad.cache.device import kv_cache
+from kvad.cache.device.host_copy import HostCopier, block_bytes_per_group
+from kvad.cache.device.kv_cache import KVCache
+from kvad.cache.device.offload_reader import OffloadReader
+from kvad.cache.groups import build_groups
+from kvad.cache.sessions.state import PendingRestore
+from kvad.config.model import attention_specs
+from kvad.model_input import BlockOps
 from tests.engine.every_move import SETUPS, Mismatch, World, talks, wander
 from tests.engine.test_streams import MACHINE
 from tests.models import model_config
@@ -181,7 +181,7 @@ def nothing_from_the_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
         for number, _ in loads:
             host.take(number)  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(memory, "carry_in", carry_in)
+    monkeypatch.setattr(kv_cache, "carry_in", carry_in)
 
 
 def a_state_without_its_last_slot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,16 +13,15 @@ from typing import Any
 
 import pytest
 
-from kvad.cache.full import CONTINUING_MODES, OVERFLOW_MODES
-from kvad.cache.ledger import KVCacheManager
-from kvad.cache.planning import find_fits, plan_memory
-from kvad.cache.settle import resolve_for_model
-from kvad.cache.sizing import CacheConfig, build_groups
-from kvad.config import AttentionSpec
+from kvad.cache.config import CONTINUING_MODES, OVERFLOW_MODES, CacheConfig, resolve_for_model
+from kvad.cache.groups import build_groups
+from kvad.cache.manager.kv_cache_manager import KVCacheManager
+from kvad.cache.sizing.memory_plan import find_fits, plan_memory
+from kvad.config.model import AttentionSpec
 from kvad.engine.engine import Engine, StreamChunk
-from kvad.engine.limits import ENDLESS, LengthLimits
-from kvad.engine.request import SamplingParams, SequenceEvent, SequenceOutput
-from kvad.engine.scheduler import Scheduler
+from kvad.engine.scheduling.limits import ENDLESS, LengthLimits
+from kvad.engine.scheduling.request import SamplingParams, SequenceEvent, SequenceOutput
+from kvad.engine.scheduling.scheduler import Scheduler
 from kvad.errors import ConfigError, RequestError
 from tests.engine.test_streams import FULL, NARROW, Driver, Setup, World
 from tests.models import LIMIT, build, encoder_config, model_config, pair_config
@@ -245,7 +244,7 @@ def test_the_peak_is_what_was_in_use_at_once() -> None:
 
 
 def test_a_full_pool_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "kvad.engine.scheduler")
+    caplog.set_level(logging.INFO, "kvad.engine.scheduling.scheduler")
     desk = Desk(4)
     desk.add(1, 4, max_tokens=9)
     desk.add(2, 4, max_tokens=9, on_full="stop")

@@ -8,11 +8,11 @@ import time
 import pytest
 import torch
 
-from kvad.cache.disk import FileSystem
-from kvad.cache.sizing import CacheConfig
+from kvad.cache.config import CacheConfig
 from kvad.engine.engine import Engine
-from kvad.engine.request import SamplingParams
+from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import ConfigError
+from kvad.storage.filesystem import FileSystem
 from tests.drive import fill_unowned
 from tests.engine.sessions import PROMPT, SOURCE, engine, left, run
 from tests.engine.test_parking import Forced

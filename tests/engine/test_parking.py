@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvad.aside import list_temp_paths
-from kvad.cache.disk import REAL_FILE_SYSTEM, FileSystem
-from kvad.cache.memory import KVCache
-from kvad.cache.parking import SwapSpace
-from kvad.cache.sizing import CacheConfig
-from kvad.cache.swap import HostCopier, from_sections, to_sections
-from kvad.engine.costs import SwapCostModel
+from kvad.cache.config import CacheConfig
+from kvad.cache.device.host_copy import HostCopier, from_sections, to_sections
+from kvad.cache.device.kv_cache import KVCache
+from kvad.cache.offload.swap_space import SwapSpace
 from kvad.engine.engine import Engine
-from kvad.engine.request import SamplingParams
+from kvad.engine.scheduling.preemption import SwapCostModel
+from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import ConfigError
 from kvad.model.transformer import Transformer
+from kvad.storage.filesystem import REAL_FILE_SYSTEM, FileSystem
+from kvad.storage.temp_paths import list_temp_paths
 from tests.cache.disks import FailingDisk
 from tests.cache.parked import spoil
 from tests.drive import Run, Stream, drive, fill_unowned

@@ -19,16 +19,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from kvad.cache.entry import Section
-from kvad.cache.growth import TokenSpans
-from kvad.cache.ledger import BlockAllocation, KVCacheManager, SwappedSequence
-from kvad.cache.parking import SwapSpace
-from kvad.engine.costs import SwapCostModel
-from kvad.engine.request import SamplingParams, SequenceEvent, SequenceOutput
-from kvad.engine.row import TokenSequence
-from kvad.engine.scheduler import SchedulerOutput
-from kvad.engine.swaps import PreemptionManager
-from kvad.step import BlockOps
+from kvad.cache.manager.allocation import TokenSpans
+from kvad.cache.manager.kv_cache_manager import BlockAllocation, KVCacheManager
+from kvad.cache.manager.sequence_blocks import SwappedSequence
+from kvad.cache.offload.swap_space import SwapSpace
+from kvad.engine.scheduling.preemption import PreemptionManager, SwapCostModel
+from kvad.engine.scheduling.request import SamplingParams, SequenceEvent, SequenceOutput
+from kvad.engine.scheduling.sequence import SchedulerOutput, TokenSequence
+from kvad.model_input import BlockOps
+from kvad.storage.container import Section
 from tests.cache.parked import LateFiles, UnluckyDisk
 from tests.engine.test_policy_streams import POLICIES, PolicyDriver, PolicyMemory, PolicyWorld
 from tests.engine.test_streams import MACHINE, SETUPS, FakeMemory, Mismatch, Setup, StreamMachine

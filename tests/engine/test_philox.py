@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvad.engine.philox import philox, uniform
+from kvad.engine.execution.sampler import philox, uniform
 
 ANSWERS = [  # counter, key, words
     ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),

@@ -19,16 +19,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from kvad.cache.blocks import BlockPool
-from kvad.cache.descent import DemotionOps
-from kvad.cache.ledger import BlockAllocation, KVCacheManager, SwappedSequence
+from kvad.cache.config import CacheConfig
+from kvad.cache.groups import CacheGroup
+from kvad.cache.manager.block_pool import BlockPool
+from kvad.cache.manager.demotion import DemotionOps
+from kvad.cache.manager.encoder_blocks import EncoderAllocation
+from kvad.cache.manager.kv_cache_manager import BlockAllocation, KVCacheManager
+from kvad.cache.manager.sequence_blocks import SwappedSequence
 from kvad.cache.policy import EvictionPolicy
-from kvad.cache.sizing import CacheConfig, CacheGroup
-from kvad.cache.sources import EncoderAllocation
-from kvad.engine.request import SequenceEvent
-from kvad.engine.row import TokenSequence
-from kvad.engine.scheduler import SchedulerOutput
-from kvad.step import NULL_BLOCK, PADDING_BLOCK, AttentionPattern, BlockOps, EvictOp
+from kvad.engine.scheduling.request import SequenceEvent
+from kvad.engine.scheduling.sequence import SchedulerOutput, TokenSequence
+from kvad.model_input import NULL_BLOCK, PADDING_BLOCK, AttentionPattern, BlockOps, EvictOp
 from tests.engine.test_streams import (
     CROSS,
     FULL,

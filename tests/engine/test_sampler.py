@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import logits_process as theirs
 
-from kvad.engine import sampler
-from kvad.engine.philox import uniform
-from kvad.engine.request import SamplingParams
-from kvad.engine.sampler import (
+from kvad.engine.execution import sampler
+from kvad.engine.execution.sampler import (
     NO_ALLOWED_TOKEN,
     NONFINITE_ERROR,
     SAMPLER_STEPS,
@@ -27,7 +25,9 @@ from kvad.engine.sampler import (
     SamplingRow,
     gather_logprobs,
     sample_tokens,
+    uniform,
 )
+from kvad.engine.scheduling.request import SamplingParams
 
 VOCAB, ROWS = 29, 6
 

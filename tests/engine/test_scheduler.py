@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from kvad.cache.ledger import KVCacheManager
-from kvad.cache.sizing import CacheConfig, build_groups
-from kvad.config import AttentionSpec
-from kvad.engine.request import SamplingParams, SequenceEvent, SequenceOutput, TokenLogprob
-from kvad.engine.scheduler import ScheduledSequence, Scheduler, SchedulerOutput
+from kvad.cache.config import CacheConfig
+from kvad.cache.groups import build_groups
+from kvad.cache.manager.kv_cache_manager import KVCacheManager
+from kvad.config.model import AttentionSpec
+from kvad.engine.scheduling.request import SamplingParams, SequenceEvent, SequenceOutput, TokenLogprob
+from kvad.engine.scheduling.scheduler import Scheduler
+from kvad.engine.scheduling.sequence import ScheduledSequence, SchedulerOutput
 from kvad.errors import ConfigError, RequestError
-from kvad.step import SubBatch
+from kvad.model_input import SubBatch
 
 FULL = AttentionSpec(True, None, 1, 8, 8)
 W5 = AttentionSpec(True, 5, 1, 8, 8)
@@ -572,7 +574,7 @@ def test_usage_and_times() -> None:
 
 
 def test_only_the_latest_usages_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvad.engine.scheduler.KEPT_USAGES", 2)
+    monkeypatch.setattr("kvad.engine.scheduling.scheduler.MAX_FINISHED_METRICS", 2)
     desk = Desk()
     for number in range(4):
         desk.add(number, 3)

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvad.cache import session as module
-from kvad.cache.entry import write_container
-from kvad.cache.identity import FORMAT_VERSION, CacheFingerprint
-from kvad.cache.session import load_session
-from kvad.cache.sessions import inspect_session, is_valid_name, list_sessions, remove_session_leftovers, session_path
+from kvad.cache.sessions import file
+from kvad.cache.sessions.directory import inspect_session, list_sessions, remove_session_leftovers, session_path
+from kvad.cache.sessions.file import load_session
 from kvad.errors import StorageError, UsageError
+from kvad.storage.container import write_container
+from kvad.storage.filesystem import is_valid_name
+from kvad.storage.fingerprint import FORMAT_VERSION, CacheFingerprint
 from tests.cache.disks import FailingDisk
 from tests.engine.sessions import PROMPT, engine, identity_of, left, load, run, save, worst
 from tests.models import build, model_config
@@ -199,7 +200,7 @@ def test_arrays_of_another_shape_are_refused(made, path, monkeypatch):
     save(made, replace(state, parts=(short,)), path)
     with pytest.raises(StorageError, match="the arrays of group 0 are not what its marks say"):
         load(made, path)
-    monkeypatch.setattr(module, "_check", lambda *args: None)  # broken on purpose: now it gets through
+    monkeypatch.setattr(file, "_check", lambda *args: None)  # broken on purpose: now it gets through
     load(made, path)
 
 

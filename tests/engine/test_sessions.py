@@ -5,10 +5,10 @@ from functools import cache
 
 import pytest
 
-from kvad.cache import lines
-from kvad.cache import standing as standing_module
-from kvad.cache import state as state_module
-from kvad.engine.request import SamplingParams
+from kvad.cache.device import slot_copy
+from kvad.cache.manager import portable_layout
+from kvad.cache.sessions import state as state_module
+from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import RequestError
 from tests.drive import fill_unowned
 from tests.engine.sessions import PROMPT, SOURCE, engine, left, load, moved, run, save, spoil, worst
@@ -337,7 +337,7 @@ def test_a_gap_that_is_forgotten_is_heard(monkeypatch):
     tokens, _ = whole("sinks")
     made = engine(config, **fields)
     said, state = left(made, PROMPT, FIRST)
-    real = standing_module.fit_layout
+    real = portable_layout.fit_layout
     monkeypatch.setattr(state_module, "lay", lambda *args: real(*args)._replace(num_skipped_blocks=0))
     made.kv_cache_manager.reset_prefix_cache()
     with pytest.raises((AssertionError, IndexError)):
@@ -353,8 +353,8 @@ def test_an_array_that_is_forgotten_is_heard(kind, monkeypatch):
     said, state = left(made, PROMPT, FIRST)
     made.kv_cache_manager.reset_prefix_cache()
     spoil(made)  # blocks that are filled whole are not cleared first
-    real = lines._all_arrays
-    monkeypatch.setattr(lines, "_all_arrays", lambda *given: (each for each in real(*given) if kind not in each[0]))
+    real = slot_copy._all_arrays
+    monkeypatch.setattr(slot_copy, "_all_arrays", lambda *given: (each for each in real(*given) if kind not in each[0]))
     with pytest.raises(AssertionError):
         same(made, PROMPT + said, state, None, scores)
 

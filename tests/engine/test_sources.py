@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from kvad import config as cfg
-from kvad.cache.memory import KVCache
-from kvad.cache.sizing import CacheConfig
-from kvad.engine import buffers
+from kvad.cache.config import CacheConfig
+from kvad.cache.device.kv_cache import KVCache
 from kvad.engine.engine import Engine, StreamChunk
-from kvad.engine.request import SamplingParams, SequenceOutput
-from kvad.engine.row import SchedulerOutput
+from kvad.engine.execution import input_buffers
+from kvad.engine.scheduling.request import SamplingParams, SequenceOutput
+from kvad.engine.scheduling.sequence import SchedulerOutput
 from kvad.errors import ConfigError, KvadError, RequestError
-from kvad.model.fresh import NoCache
+from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
-from kvad.step import ModelInput, SubBatch
+from kvad.model_input import ModelInput, SubBatch
 from tests.drive import Run, Stream, drive, fresh_step, uncached, worst
 from tests.models import LIMIT, SOURCE_LIMIT, SOURCE_VOCAB, VOCAB, build, encoder_config, model_config, pair_config
 
@@ -118,14 +118,14 @@ def test_the_folded_lanes_are_those_of_the_step() -> None:
 
 
 def test_a_row_of_the_fold_that_reads_another_source_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = buffers._write_tables
+    real = input_buffers._write_tables
 
     def wrong(lanes: Sequence[Tensor], strides: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
         real(lanes, strides, list(rows)[::-1] if max(strides) > 1 else rows)  # type: ignore[arg-type]
 
     model = build(pair_config("alibi", "pre", "gqa"))
     streams = translations()
-    monkeypatch.setattr(buffers, "_write_tables", wrong)
+    monkeypatch.setattr(input_buffers, "_write_tables", wrong)
     assert not worst(model, streams, drive(model, cache(), streams)) <= 1e-3
 
 

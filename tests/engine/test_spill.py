@@ -23,17 +23,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvad.cache import spilled
-from kvad.cache.disk import REAL_FILE_SYSTEM, FileSystem
-from kvad.cache.settle import resolve_for_model
-from kvad.cache.sizing import CacheConfig, build_groups
-from kvad.cache.spill import OffloadReader, _ReadAhead
-from kvad.cache.spool import OffloadFile
-from kvad.config import ModelConfig, attention_specs
+from kvad.cache.config import CacheConfig, resolve_for_model
+from kvad.cache.device.offload_reader import OffloadReader, _ReadAhead
+from kvad.cache.groups import build_groups
+from kvad.cache.offload import token_offload
+from kvad.cache.offload.token_offload import OffloadFile
+from kvad.config.model import ModelConfig, attention_specs
 from kvad.engine.engine import Engine
-from kvad.engine.request import SamplingParams
+from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import ConfigError, RequestError
 from kvad.model.transformer import Transformer
+from kvad.storage.filesystem import REAL_FILE_SYSTEM, FileSystem
 from tests.cache.disks import FailingDisk
 from tests.drive import Stream, drive, worst
 from tests.engine.test_streams import MACHINE
@@ -46,7 +46,7 @@ RAM = {"memory": 1 << 30, "disk": 0, "both": 12_000}
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a row is read in several."""
-    monkeypatch.setattr(spilled, "TILE", 5000)
+    monkeypatch.setattr(token_offload, "TILE", 5000)
 
 
 @pytest.fixture
@@ -339,7 +339,7 @@ def test_what_is_damaged_without_checksums_is_heard(
     model: Transformer, right: Said, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Proof that the tests above would notice."""
-    monkeypatch.setattr("kvad.cache.spool.zlib.crc32", lambda data: 0)
+    monkeypatch.setattr("kvad.cache.offload.token_offload.zlib.crc32", lambda data: 0)
     engine = Engine(model, spilling(where, spill_ram=0), max_num_batched_tokens=24)
     said = talk(engine, lambda engine, step: [damage("flip", at, engine) for at in range(7, 20_000, 8) if step == 20])
     with pytest.raises(AssertionError):

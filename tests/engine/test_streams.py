@@ -22,18 +22,19 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvad.cache.blocks import PrefixIndex, PrefixNode, digest
-from kvad.cache.deposits import PrefetchRequest
-from kvad.cache.ledger import BlockAllocation, KVCacheManager
-from kvad.cache.rules import BlockMapping
-from kvad.cache.sizing import CacheConfig, CacheGroup, build_groups
-from kvad.cache.sources import EncoderAllocation, EncoderBlocks, EncoderSequence
-from kvad.config import AttentionSpec
-from kvad.engine.beams import BeamSearch, Hypothesis, num_candidates
-from kvad.engine.request import SamplingParams, SequenceEvent, SequenceOutput, TokenLogprob
-from kvad.engine.row import EncoderBatch
-from kvad.engine.scheduler import RequestMetrics, Scheduler, SchedulerOutput, TokenSequence
-from kvad.step import NULL_BLOCK, PADDING_BLOCK, BlockOps
+from kvad.cache.config import CacheConfig
+from kvad.cache.groups import CacheGroup, build_groups
+from kvad.cache.manager.block_mapping import BlockMapping
+from kvad.cache.manager.block_pool import PrefixIndex, PrefixNode, digest
+from kvad.cache.manager.encoder_blocks import EncoderAllocation, EncoderBlocks, EncoderSequence
+from kvad.cache.manager.kv_cache_manager import BlockAllocation, KVCacheManager
+from kvad.cache.manager.prefix_offload import PrefetchRequest
+from kvad.config.model import AttentionSpec
+from kvad.engine.scheduling.beam_search import BeamSearch, Hypothesis, num_candidates
+from kvad.engine.scheduling.request import SamplingParams, SequenceEvent, SequenceOutput, TokenLogprob
+from kvad.engine.scheduling.scheduler import Scheduler
+from kvad.engine.scheduling.sequence import EncoderBatch, RequestMetrics, SchedulerOutput, TokenSequence
+from kvad.model_input import NULL_BLOCK, PADDING_BLOCK, BlockOps
 
 FULL = AttentionSpec(True, None, 1, 8, 8)
 WIDE = AttentionSpec(True, None, 2, 8, 8)

@@ -21,12 +21,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from kvad.cache.deposits import BlockKey, LoadHandle, PrefetchRequest, PrefixOffload
-from kvad.cache.ledger import KVCacheManager
-from kvad.cache.sizing import CacheConfig
-from kvad.engine.request import SamplingParams
-from kvad.engine.scheduler import SchedulerOutput
-from kvad.step import RESERVED_BLOCKS, BlockOps
+from kvad.cache.config import CacheConfig
+from kvad.cache.manager.kv_cache_manager import KVCacheManager
+from kvad.cache.manager.prefix_offload import BlockKey, LoadHandle, PrefetchRequest, PrefixOffload
+from kvad.engine.scheduling.request import SamplingParams
+from kvad.engine.scheduling.sequence import SchedulerOutput
+from kvad.model_input import RESERVED_BLOCKS, BlockOps
 from tests.engine.test_streams import (
     FULL,
     MACHINE,

@@ -17,16 +17,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvad.cache.blocks import digest
-from kvad.cache.deposits import PrefixOffload
-from kvad.cache.disk import FileSystem
-from kvad.cache.sizing import CacheConfig
+from kvad.cache.config import CacheConfig
+from kvad.cache.manager.block_pool import digest
+from kvad.cache.manager.prefix_offload import PrefixOffload
 from kvad.engine import engine as engine_module
 from kvad.engine.engine import Engine
-from kvad.engine.prefixes import pin_prefix
-from kvad.engine.request import SamplingParams, SequenceOutput
+from kvad.engine.prefix_pinning import pin_prefix
+from kvad.engine.scheduling.request import SamplingParams, SequenceOutput
 from kvad.engine.storage import open_block_store
 from kvad.errors import ConfigError, SaveError, UsageError
+from kvad.storage.filesystem import FileSystem
 from tests.cache.disks import FailingDisk
 from tests.drive import fill_unowned, uncached
 from tests.models import build, model_config, pair_config
@@ -525,7 +525,7 @@ def same_key(engine):
 def test_a_block_of_another_history_is_refused_by_its_proof(tmp_path, monkeypatch, compared):
     """A stored block behind A is asked for behind B: the key and the tokens are the same, what stands before is not."""
     if not compared:
-        monkeypatch.setattr("kvad.cache.deposits.proof", lambda prefix: b"")
+        monkeypatch.setattr("kvad.cache.manager.prefix_offload.prefix_digest", lambda prefix: b"")
     engine = make(tmp_path)
     engine.kv_cache_manager._chains.prefixes._hash = lambda data: digest(data)[:1]
     a, b = same_key(engine)

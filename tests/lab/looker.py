@@ -9,8 +9,9 @@ cache drops is gone.
 
 import torch
 
-from kvad.config import AttentionConfig, LayerConfig, ModelConfig, NormConfig, PlainMLPConfig, RopeConfig, StackConfig
-from kvad.lab import lookup
+from kvad.config.layers import AttentionConfig, LayerConfig, NormConfig, PlainMLPConfig, RopeConfig, StackConfig
+from kvad.config.model import ModelConfig
+from kvad.datasets import synthetic
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import train_tokenizer
 
@@ -19,7 +20,7 @@ TURNED = 32  # dims of layer A's head
 
 def make_looker(limit=1024):
     """(model, tokenizer)."""
-    tokenizer = train_tokenizer("word", [" ".join(lookup.vocabulary())])
+    tokenizer = train_tokenizer("word", [" ".join(synthetic.vocabulary())])
     n = tokenizer.vocab_size
     back = AttentionConfig(1, head_dim=TURNED, value_dim=n, qkv_bias=True, softmax_scale=100.0, position=RopeConfig())
     match = AttentionConfig(1, head_dim=n + 1, value_dim=n, qkv_bias=True, softmax_scale=1.0, position=None)
@@ -50,7 +51,7 @@ def _fill(weights, tokenizer):
     weights[first + "q.bias"][:] = torch.cat((angles.cos(), -angles.sin()))  # turned back by one position
     weights[first + "v.weight"][:, current] = eye / (3 * n) ** 0.5
     weights[first + "out.weight"][previous] = eye
-    known = [tokenizer.encode(word)[0] for word in (*lookup.KEYS, *lookup.VALUES)]
+    known = [tokenizer.encode(word)[0] for word in (*synthetic.KEYS, *synthetic.VALUES)]
     weights[second + "q.weight"][:n, current] = eye
     weights[second + "q.bias"][n] = 10
     weights[second + "k.weight"][:n, previous] = eye

@@ -5,18 +5,16 @@ from dataclasses import replace
 import torch
 
 from kvad.checkpoint import native
-from kvad.config import (
+from kvad.config.layers import (
     AlibiConfig,
     AttentionConfig,
     ClassificationHeadConfig,
     EmbeddingConfig,
-    EncoderInputConfig,
     GatedMLPConfig,
     HeadTransformConfig,
     LanguageHeadConfig,
     LayerConfig,
     LearnedPositionsConfig,
-    ModelConfig,
     MoEConfig,
     NormConfig,
     PlainMLPConfig,
@@ -26,6 +24,7 @@ from kvad.config import (
     StackConfig,
     T5BiasConfig,
 )
+from kvad.config.model import EncoderInputConfig, ModelConfig
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import train_tokenizer
 from tests.oracle import checkpoint as oracle

@@ -8,20 +8,20 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from kvad import flops
-from kvad.cache.sizing import CacheConfig, group_bytes
-from kvad.cli.bench import bench_lines, write_results
+from kvad.benchmarks import cache_speed
+from kvad.benchmarks.cache_speed import CURVE_NAMES, ConcatCache, ascii_chart, bench_cache, loglog_slope
+from kvad.cache.config import CacheConfig
+from kvad.cache.groups import group_bytes
+from kvad.cli.commands.bench import bench_lines, write_results
+from kvad.config import flops
 from kvad.engine.engine import Engine
-from kvad.engine.request import SamplingParams
+from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import RequestError
-from kvad.lab import bench
-from kvad.lab.bench import CURVE_NAMES, ConcatCache, bench_cache, loglog_slope
-from kvad.lab.chart import ascii_chart
-from kvad.lab.plot import build_series, read_jsonl
+from kvad.inspection.plot import build_series, read_jsonl
 from kvad.llm import LLM
-from kvad.model.fresh import NoCache
+from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
-from kvad.step import ModelInput, SubBatch
+from kvad.model_input import ModelInput, SubBatch
 from tests.lab.models import CONFIGS, tiny
 from tests.models import build
 
@@ -120,7 +120,7 @@ def test_the_three_curves_generate_the_same_tokens(layout):
     with make_llm(dtype="float32", layout=layout) as llm:
         result = bench_cache(llm, (4, 9, 20), 2)
         expected = llm.generate([0], max_tokens=20, temperature=0, ignore_eos=True).tokens
-        runner = bench._Bench(llm, [0], (4, 9, 20))
+        runner = cache_speed._Bench(llm, [0], (4, 9, 20))
         for name in CURVE_NAMES:
             assert list(runner._steps(name, 20)) == list(expected)
     assert len(set(expected)) > 4 and result.outputs_agree == 20 and result.layout == layout
@@ -135,13 +135,13 @@ def test_the_three_curves_generate_the_same_tokens(layout):
 
 def test_it_sees_curves_that_do_not_agree(monkeypatch):
     with make_llm() as llm:
-        real = bench._Bench._recomputed
+        real = cache_speed._Bench._recomputed
 
         def wrong(self, total):
             for at, token in enumerate(real(self, total)):
                 yield token if at != 6 else (token + 1) % 61
 
-        monkeypatch.setattr(bench._Bench, "_recomputed", wrong)
+        monkeypatch.setattr(cache_speed._Bench, "_recomputed", wrong)
         assert bench_cache(llm, (4, 9), 1).outputs_agree == 6
 
 
@@ -155,12 +155,12 @@ def test_it_sees_a_cache_that_is_slow_and_grows_slower(monkeypatch):
                 now[0] += at + 1.0
                 yield 0
 
-        monkeypatch.setattr(bench._Bench, "_cached", costly)
-        monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
-        runner = bench._Bench(llm, [0], (32, 64))
+        monkeypatch.setattr(cache_speed._Bench, "_cached", costly)
+        monkeypatch.setattr(cache_speed.time, "perf_counter", lambda: now[0])
+        runner = cache_speed._Bench(llm, [0], (32, 64))
         seconds = runner.run(64)["cache"]
         assert seconds == [at + 1.0 for at in range(64)]
-        curve = bench._curve([seconds], (32, 64))
+        curve = cache_speed._curve([seconds], (32, 64))
         assert curve.seconds == (528.0, 2080.0) and curve.exponent == pytest.approx(math.log2(2080 / 528))
         assert curve.early == 32_000.0 and curve.late == 56_500.0
 

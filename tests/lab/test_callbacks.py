@@ -7,14 +7,14 @@ import shutil
 import pytest
 import torch
 
-from kvad.cache.memory import KVCache
+from kvad.cache.device.kv_cache import KVCache
 from kvad.checkpoint.native import open_folder
 from kvad.cli.main import main
 from kvad.errors import ConfigError, RequestError, UsageError
-from kvad.lab.callbacks import CheckCache, SamplePrompts, TranslationBleu, build_callbacks
-from kvad.train.config import CallbacksConfig, RunConfig
-from kvad.train.job import read_model_run, train_model
-from kvad.train.metrics import read_metrics
+from kvad.evaluation.training_callbacks import CheckCache, SamplePrompts, TranslationBleu, build_callbacks
+from kvad.train.config.run import CallbacksConfig, RunConfig
+from kvad.train.loop.run import read_model_run, train_model
+from kvad.train.monitoring.metrics import read_metrics
 from tests.train.conftest import corpus, run_config  # noqa: F401  fixtures
 
 PAIRS = [("ab" * n + "c", "c" + "ba" * n) for n in range(1, 5)] * 12

@@ -6,7 +6,14 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from kvad.lab.draw import SHADES, AttentionMap, attention_to_json, attention_to_svg, attention_to_text, shade
+from kvad.inspection.attention_plot import (
+    SHADES,
+    AttentionMap,
+    attention_to_json,
+    attention_to_svg,
+    attention_to_text,
+    shade,
+)
 
 PIECES = ("def", "␣add", "(", "a")
 WEIGHTS = ((1.0, 0.0, 0.0, 0.0), (0.25, 0.75, 0.0, 0.0), (0.1, 0.1, 0.8, 0.0), (0.25, 0.25, 0.25, 0.25))

@@ -7,12 +7,14 @@ import pytest
 import torch
 import transformers
 
-from kvad.cache.sizing import CacheConfig
-from kvad.checkpoint.generation import GenerationConfig
-from kvad.checkpoint.open import load_model
+from kvad.cache.config import CacheConfig
+from kvad.checkpoint.generation_config import GenerationConfig
+from kvad.checkpoint.loader import load_model
 from kvad.engine.engine import Engine
 from kvad.errors import DataError, NumericalError, RequestError, UsageError
-from kvad.lab.evaluate import (
+from kvad.evaluation.extrapolation import extrapolate, join_texts
+from kvad.evaluation.readers import CachedScorer, ScoredRow, UncachedScorer
+from kvad.evaluation.text import (
     EvalDocument,
     EvalWindow,
     WindowOptions,
@@ -21,12 +23,10 @@ from kvad.lab.evaluate import (
     evaluate_text,
     sliding_windows,
 )
-from kvad.lab.extrapolate import extrapolate, join_texts
-from kvad.lab.reading import CachedScorer, ScoredRow, UncachedScorer
 from kvad.llm import LLM
 from kvad.text.tokenizer import train_tokenizer
-from kvad.train.job import train_model
-from kvad.train.reports import Callback
+from kvad.train.loop.run import train_model
+from kvad.train.monitoring.callbacks import Callback
 from tests.models import LIMIT, SOURCE_LIMIT, VOCAB, build, model_config, pair_config
 from tests.train.conftest import run_config  # noqa: F401  a fixture
 

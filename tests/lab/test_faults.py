@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvad.cache.memory import KVCache
-from kvad.cache.sizing import CacheConfig
-from kvad.config import (
+from kvad.cache.config import CacheConfig
+from kvad.cache.device.kv_cache import KVCache
+from kvad.config.layers import (
     AlibiConfig,
     AttentionConfig,
     DynamicScalingConfig,
@@ -18,7 +18,6 @@ from kvad.config import (
     GatedMLPConfig,
     LayerConfig,
     LearnedPositionsConfig,
-    ModelConfig,
     NormConfig,
     PlainMLPConfig,
     RopeConfig,
@@ -26,14 +25,15 @@ from kvad.config import (
     StackConfig,
     T5BiasConfig,
 )
+from kvad.config.model import ModelConfig
 from kvad.errors import KvadError, UsageError
-from kvad.lab.diagnose import diagnose
-from kvad.lab.faults import check_fault_name, inject_cache_fault
-from kvad.lab.findings import FAULTS, UNKNOWN_FAULT
-from kvad.lab.scenario import ScenarioOptions, build_prompts, build_streams, cache_config, num_preemptions
-from kvad.lab.verify import verify
 from kvad.model.transformer import Transformer
 from kvad.ops.rotary import RotaryCache
+from kvad.verify.diagnosis import diagnose
+from kvad.verify.injected_faults import check_fault_name, inject_cache_fault
+from kvad.verify.report import FAULTS, UNKNOWN_FAULT
+from kvad.verify.run import verify
+from kvad.verify.scenario import ScenarioOptions, build_prompts, build_streams, cache_config, num_preemptions
 
 NAMES = [name for name in FAULTS if name != UNKNOWN_FAULT]
 OPTIONS = ScenarioOptions(num_seqs=3, chunk=8, block_size=4, tokens=8, dtypes=("float64",))

@@ -11,25 +11,33 @@ from pathlib import Path
 
 import pytest
 
-from kvad.cache.planning import plan_memory, require_memory, total_bytes_with
-from kvad.cache.sizing import CacheConfig, build_groups
+from kvad.benchmarks import cache_quality
+from kvad.benchmarks.variants import known_variants
+from kvad.cache.config import CacheConfig
+from kvad.cache.groups import build_groups
+from kvad.cache.sizing.memory_plan import plan_memory, require_memory, total_bytes_with
 from kvad.cli.main import main
-from kvad.config import AttentionConfig, attention_specs
+from kvad.config.layers import AttentionConfig
+from kvad.config.model import attention_specs
 from kvad.errors import DataError, MemoryPlanError
-from kvad.lab import prices, quality
-from kvad.lab.caches import CACHE_FORMATS, POLICY_BUILDERS, TIERED_POLICIES
-from kvad.lab.fit import (
+from kvad.planning import fit
+from kvad.planning.cache_presets import CACHE_FORMATS, POLICY_BUILDERS, TIERED_POLICIES
+from kvad.planning.fit import (
     DEFAULT_POLICIES,
+    LINES_FILE,
     PolicyChoice,
+    collect_costs,
     find_configurations,
+    find_costs,
     format_choices,
+    merge_depths,
     policy_choices,
+    read_cost_lines,
+    read_costs,
     weights_shortfall,
 )
-from kvad.lab.kept import describe_retention, layer_names
-from kvad.lab.prices import LINES_FILE, collect_costs, find_costs, merge_depths, read_cost_lines, read_costs
-from kvad.lab.shapes import known_model
-from kvad.lab.variants import known_variants
+from kvad.planning.group_summary import describe_retention, layer_names
+from kvad.planning.known_models import known_model
 from tests.lab.models import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -236,7 +244,7 @@ def test_lines_of_fewer_depths_are_the_same_prices(tmp_path, capsys):
     (both,) = [each for each in few if (each["cache"], each["measure"]) == ("sinks", "single")]
     assert (both["recall"], both["tasks"], "depth" in both) == (0.375, 16, False)
     (tmp_path / LINES_FILE).write_text("".join(f"{json.dumps(each)}\n" for each in MINE))
-    prices.main(["--merge", str(tmp_path)])
+    fit.main(["--merge", str(tmp_path)])
     assert [json.loads(each) for each in capsys.readouterr().out.splitlines()] == few == read_cost_lines(tmp_path)
 
 
@@ -248,7 +256,7 @@ def test_the_packaged_prices_are_what_the_runs_say():
 
 def test_the_packaged_prices_say_where_they_are_from():
     found = read_costs()
-    assert found and prices.MIN_FULL_RECALL == quality.MIN_FULL_RECALL
+    assert found and fit.MIN_FULL_RECALL == cache_quality.MIN_FULL_RECALL
     for each in found:
         assert each.model and each.digest and len(each.commit) == 12 and each.machine and each.options
         assert "/" not in each.model
@@ -281,8 +289,8 @@ def test_prices_of_ones_own(tmp_path, capsys):
 
 def test_prices_are_made_anew(tmp_path, monkeypatch):
     (tmp_path / LINES_FILE).write_text("".join(f"{json.dumps(each)}\n" for each in MINE))
-    monkeypatch.setattr(prices, "PACKAGED_COSTS", tmp_path / "prices.json")
-    prices.main([str(tmp_path)])
+    monkeypatch.setattr(fit, "PACKAGED_COSTS", tmp_path / "prices.json")
+    fit.main([str(tmp_path)])
     assert read_costs(tmp_path / "prices.json") == (collect_costs(MINE),)
 
 

@@ -11,18 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvad.cache.weights import weight_shapes
-from kvad.checkpoint.imported import HFCheckpoint
-from kvad.checkpoint.native import TrainingState
+from kvad.checkpoint.handle import TrainingState
+from kvad.checkpoint.hf_layout import HFCheckpoint
+from kvad.checkpoint.safetensors_header import read_headers, stored_dtype
 from kvad.cli.main import main
+from kvad.config.parameter_shapes import weight_shapes
 from kvad.errors import CheckpointError, RequestError
-from kvad.lab import inspect as lab
-from kvad.lab import sides
-from kvad.lab.draw import AttentionMap, attention_to_json, attention_to_text
-from kvad.lab.headers import read_headers, stored_dtype
-from kvad.lab.inspect import AttentionSummary, outline_values, summarize_checkpoint
+from kvad.inspection import checkpoint as lab
+from kvad.inspection import encoder_attention
+from kvad.inspection.attention_plot import AttentionMap, attention_to_json, attention_to_text
+from kvad.inspection.checkpoint import AttentionSummary, outline_values, summarize_checkpoint
 from kvad.llm import LLM
-from kvad.model.fresh import NoCache
+from kvad.model.no_cache import NoCache
 from kvad.text.tokenizer import train_tokenizer
 from tests.lab.models import CONFIGS, ENCODERS, EVERY, PAIRS, tiny, write_checkpoint, write_foreign
 from tests.oracle import checkpoint as oracle
@@ -403,7 +403,9 @@ def test_cross_attention_is_what_the_decoder_reads(tmp_path):
         held = []
         hook = layer.cross.register_forward_hook(lambda module, inputs, output: held.append(inputs[0]))
         source = llm.encode("fox")
-        step = sides._step(llm.texts.encode_target("q"), "cpu")._replace(encoder_input=sides._step(source, "cpu"))
+        step = encoder_attention._step(llm.texts.encode_target("q"), "cpu")._replace(
+            encoder_input=encoder_attention._step(source, "cpu")
+        )
         with torch.no_grad():
             llm.model(step, NoCache(config))
             encoded = llm.model.encode(step.encoder_input)

@@ -6,8 +6,8 @@ import pytest
 import sacrebleu
 from sacrebleu.metrics import BLEU, CHRF
 
-from kvad.lab.bleu import BleuOptions, compute_bleu
-from kvad.lab.metrics import ExactMatch, Likelihood, count_exact_matches, score_labels
+from kvad.evaluation.bleu import BleuOptions, compute_bleu
+from kvad.evaluation.metrics import ExactMatch, Likelihood, count_exact_matches, score_labels
 
 GOLD = list("NNNVVDD..X")
 SAID = list("NNVVNDD.DY")

@@ -11,19 +11,17 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from kvad.cache.disk import FileSystem
-from kvad.cache.sizing import CacheConfig
+from kvad.cache.config import CacheConfig
 from kvad.cli.main import main
-from kvad.engine.costs import SwapCostModel
 from kvad.engine.engine import Engine
-from kvad.engine.request import SamplingParams
+from kvad.engine.scheduling.preemption import SwapCostModel
+from kvad.engine.scheduling.request import SamplingParams
 from kvad.engine.trace import trace_forward
 from kvad.errors import EngineError, RequestError
-from kvad.lab import slide as slides
-from kvad.lab.cachepage import trace_to_html
-from kvad.lab.drawslide import trace_to_text
-from kvad.lab.microscope import CacheTracer, trace_requests
-from kvad.lab.slide import (
+from kvad.inspection import trace_report
+from kvad.inspection.cache_trace import CacheTracer, trace_requests
+from kvad.inspection.trace_html import trace_to_html
+from kvad.inspection.trace_report import (
     STATES,
     BlockUse,
     GroupReport,
@@ -38,7 +36,9 @@ from kvad.lab.slide import (
     count_states,
     trace_to_json,
 )
-from kvad.step import BlockOps
+from kvad.inspection.trace_text import trace_to_text
+from kvad.model_input import BlockOps
+from kvad.storage.filesystem import FileSystem
 from tests.lab.models import CONFIGS, PAIRS, write_checkpoint
 from tests.models import build, model_config, pair_config
 
@@ -613,7 +613,7 @@ def test_the_schema_is_as_documented():
     """Who removes or renames a key raises SCHEMA, and changes docs/kv-cache.md."""
     slide, _ = seen("heavy-hitters(16, 8)")
     told = json.loads(json.dumps(trace_to_json(slide), allow_nan=False))
-    assert told["schema"] == slides.SCHEMA == 1 and told["states"] == STATES
+    assert told["schema"] == trace_report.SCHEMA == 1 and told["states"] == STATES
     assert set(told) == KEYS[""] and set(told["rows"][0]) == KEYS["rows"]
     row, step = told["rows"][0], told["steps"][0]
     for name, each in (

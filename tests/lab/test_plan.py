@@ -14,13 +14,34 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvad.cache import peak, planning, scratch, spilled
-from kvad.cache.available import available_bytes
-from kvad.cache.memory import KVCache
-from kvad.cache.planning import decode_step_bytes, find_fits, plan_memory, require_memory, total_bytes_with
-from kvad.cache.sizing import DTYPE_BYTES, CacheConfig
-from kvad.cache.weights import (
+from kvad.cache.config import CacheConfig
+from kvad.cache.device.kv_cache import KVCache
+from kvad.cache.offload import token_offload
+from kvad.cache.sizing import activations, memory_plan
+from kvad.cache.sizing.memory_plan import decode_step_bytes, find_fits, plan_memory, require_memory, total_bytes_with
+from kvad.cache.sizing.system_memory import available_bytes
+from kvad.checkpoint.handle import TrainingState
+from kvad.checkpoint.hf_layout import HFCheckpoint
+from kvad.checkpoint.summarizer import save_summarizer_step
+from kvad.cli.commands.plan import plan_command as command
+from kvad.cli.main import main
+from kvad.config.layers import (
+    AlibiConfig,
+    AttentionConfig,
+    ClassificationHeadConfig,
+    GatedMLPConfig,
+    LanguageHeadConfig,
+    LayerConfig,
+    MoEConfig,
+    PlainMLPConfig,
+    PoolingHeadConfig,
+    StackConfig,
+    T5BiasConfig,
+)
+from kvad.config.model import ModelConfig, attention_specs
+from kvad.config.parameter_shapes import (
     COMPONENTS,
+    DTYPE_BYTES,
     SummarizerShape,
     component_sizes,
     lookup_bytes,
@@ -30,34 +51,14 @@ from kvad.cache.weights import (
     weight_bytes,
     weight_shapes,
 )
-from kvad.checkpoint.compressor import save_summarizer_step
-from kvad.checkpoint.imported import HFCheckpoint
-from kvad.checkpoint.opened import TrainingState
-from kvad.cli.main import main
-from kvad.cli.plan import plan_command as command
-from kvad.config import (
-    AlibiConfig,
-    AttentionConfig,
-    ClassificationHeadConfig,
-    GatedMLPConfig,
-    LanguageHeadConfig,
-    LayerConfig,
-    ModelConfig,
-    MoEConfig,
-    PlainMLPConfig,
-    PoolingHeadConfig,
-    StackConfig,
-    T5BiasConfig,
-    attention_specs,
-)
 from kvad.engine.engine import Engine
-from kvad.engine.request import SamplingParams
+from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import ConfigError, MemoryPlanError
-from kvad.lab.machine import measure_bandwidth
-from kvad.lab.shapes import KNOWN_MODELS, known_model
-from kvad.model.compress import Summarizer
+from kvad.model.summarizer import Summarizer
 from kvad.model.transformer import Transformer
-from kvad.ops import attend, invariant
+from kvad.ops import attention, batch_invariant
+from kvad.planning.bandwidth import measure_bandwidth
+from kvad.planning.known_models import KNOWN_MODELS, known_model
 from tests.lab.models import CONFIGS, ENCODERS, EVERY, PAIRS, encoder, pair, tiny, write_checkpoint, write_foreign
 
 ROOT = Path(__file__).parents[2]
@@ -271,7 +272,7 @@ def test_a_row_under_a_bounded_policy_does_not_grow_with_its_context(layout, pol
 
 
 def test_the_budgets_are_those_of_attention():
-    assert (peak.MASK_BUDGET, peak.SCORE_BUDGET) == (attend.MASK_BUDGET, attend.SCORE_BUDGET)
+    assert (activations.MASK_BUDGET, activations.SCORE_BUDGET) == (attention.MASK_BUDGET, attention.SCORE_BUDGET)
 
 
 class Peak(TorchDispatchMode):
@@ -535,7 +536,11 @@ def test_sinks_and_the_last_tokens_are_far_apart(rows):
 
 
 def test_the_tiles_are_those_of_products():
-    assert (scratch.TILES, scratch.KEYS, scratch.NARROW) == (invariant.SIZES, invariant.KEYS, invariant.NARROW)
+    assert (activations.TILES, activations.KEYS, activations.NARROW) == (
+        batch_invariant.SIZES,
+        batch_invariant.KEYS,
+        batch_invariant.NARROW,
+    )
 
 
 @pytest.mark.parametrize(
@@ -635,7 +640,7 @@ def test_the_same_bits_are_planned_by_a_flag(capsys):
 
 def test_what_is_read_of_a_spilled_row_does_not_grow_with_it(monkeypatch):
     """But for its positions, and what a tile's masks are: a row four times as long is read by as little memory."""
-    monkeypatch.setattr(spilled, "TILE", 30_000)
+    monkeypatch.setattr(token_offload, "TILE", 30_000)
     config, seen, planned = middling(AttentionConfig(8, 4)), [], []
     for capacity in (480, 1920):
         asked = CacheConfig(
@@ -667,8 +672,11 @@ def test_what_is_read_of_a_spilled_row_does_not_grow_with_it(monkeypatch):
 def test_texts_beyond_the_budget_are_read_in_several_steps():
     config = middling_encoder(AttentionConfig(8, 4))
     asked = CacheConfig(max_num_seqs=8, max_seq_len=300)
-    assert peak.max_encoder_tokens(config, asked, 1024) == 1024 and peak.max_encoder_tokens(config, asked, 100) == 300
-    assert peak.max_encoder_tokens(config, replace(asked, max_num_seqs=2), 1024) == 600
+    assert (
+        activations.max_encoder_tokens(config, asked, 1024) == 1024
+        and activations.max_encoder_tokens(config, asked, 100) == 300
+    )
+    assert activations.max_encoder_tokens(config, replace(asked, max_num_seqs=2), 1024) == 600
     engine = Engine(Transformer(config), asked, max_num_batched_tokens=1024)
     fill(engine, config, asked)
     with Peak() as seen:
@@ -882,7 +890,7 @@ def test_an_unknown_format_names_its_flag(capsys, flag):
 
 
 def test_what_does_not_fit_is_said_and_is_no_error(capsys, monkeypatch):
-    monkeypatch.setattr("kvad.cache.available.available_bytes", lambda: GIB)
+    monkeypatch.setattr("kvad.cache.sizing.system_memory.available_bytes", lambda: GIB)
     code, out, _ = run(capsys, "llama-3-70b", "--fit", "2GiB", "--bandwidth", "20")
     assert code == 0 and "it does not fit" in out and "not even one row" in out
 
@@ -894,7 +902,7 @@ def test_defaults_are_those_of_the_cache():
         assert given[name] == defaults[name]
     assert "[default: 8]" in next(param.help for param in command.params if param.name == "rows")
     assert defaults["rows"] == 8
-    assert given["budget"] == planning.DEFAULT_BATCHED_TOKENS
+    assert given["budget"] == memory_plan.DEFAULT_BATCHED_TOKENS
 
 
 def test_a_checkpoint_is_planned_in_its_own_dtype(tmp_path, capsys):

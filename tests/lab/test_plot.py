@@ -9,7 +9,7 @@ import pytest
 
 from kvad.cli.main import main
 from kvad.errors import DataError, SaveError, UsageError
-from kvad.lab.plot import PlotSeries, build_series, draw_loss, draw_series, read_jsonl
+from kvad.inspection.plot import PlotSeries, build_series, draw_loss, draw_series, read_jsonl
 
 ROOT = Path(__file__).parents[2]
 CURVES = [
@@ -139,6 +139,6 @@ def test_a_file_of_another_kind_is_one_clear_line(tmp_path, capsys, name, conten
 
 
 def test_matplotlib_is_imported_only_to_draw():
-    program = "import sys, kvad.lab.plot, kvad.cli.plot; print({'matplotlib', 'torch', 'numpy'} & set(sys.modules))"
+    program = "import sys, kvad.inspection.plot, kvad.cli.commands.runs; print({'matplotlib', 'torch', 'numpy'} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ran.stdout.strip() == "set()", ran.stderr

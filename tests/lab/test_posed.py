@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvad.checkpoint.open import load_model, open_checkpoint
-from kvad.lab.posed import chat_batches, evaluate_objective, masked_batches, span_batches
-from kvad.model.fresh import NoCache
+from kvad.checkpoint.loader import load_model, open_checkpoint
+from kvad.evaluation.objectives import chat_batches, evaluate_objective, masked_batches, span_batches
+from kvad.model.no_cache import NoCache
 from kvad.text.tokenizer import train_tokenizer
-from kvad.train.config import ObjectiveConfig
-from kvad.train.feeds import special_tokens_for
-from kvad.train.job import train_model
-from kvad.train.pairs import PairPaths
+from kvad.train.config.run import ObjectiveConfig
+from kvad.train.loop.run import train_model
+from kvad.train.setup.dataset_factory import special_tokens_for
+from kvad.train.sources.pairs import PairPaths
 from tests.models import build
 from tests.train.conftest import Listener
 from tests.train.test_cli import kvad

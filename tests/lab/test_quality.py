@@ -8,18 +8,28 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvad.cache.memory import KVCache
-from kvad.cache.sizing import CacheConfig
+from kvad.benchmarks import cache_quality
+from kvad.benchmarks.cache_quality import (
+    LINES_FILE,
+    MIN_FULL_RECALL,
+    QualityOptions,
+    bench_quality,
+    greedy_answers,
+    measure_cell,
+    measure_perplexity,
+    text_rows,
+)
+from kvad.benchmarks.needle_tasks import TASK_KINDS, EnglishLanguage, LookupLanguage, choose_language, make_task
+from kvad.benchmarks.streaming_perplexity import bench_streaming, reference_logprobs_windowed
+from kvad.benchmarks.variants import Variant, build_engine, known_variants, select_variants, variant_fields
+from kvad.cache.config import CacheConfig
+from kvad.cache.device.kv_cache import KVCache
 from kvad.checkpoint.native import save_checkpoint
+from kvad.datasets import synthetic
 from kvad.engine.engine import StreamChunk
 from kvad.errors import DataError, UsageError
-from kvad.lab import lookup, quality_run
-from kvad.lab.endless import bench_streaming, reference_logprobs_windowed
-from kvad.lab.quality import MIN_FULL_RECALL, QualityOptions, greedy_answers, measure_cell, measure_perplexity
-from kvad.lab.quality_run import LINES_FILE, bench_quality, text_rows
-from kvad.lab.tasks import TASK_KINDS, EnglishLanguage, LookupLanguage, choose_language, make_task
-from kvad.lab.variants import POLICY_BUILDERS, Variant, build_engine, known_variants, select_variants, variant_fields
 from kvad.llm import LLM
+from kvad.planning.cache_presets import POLICY_BUILDERS
 from kvad.text.tokenizer import train_tokenizer
 from tests.cli.checkpoint import run, write_model
 from tests.lab.looker import make_looker
@@ -64,27 +74,27 @@ def forget(monkeypatch, share):
 
 
 def test_episodes_are_a_function_of_the_seed():
-    one, again, other = (list(lookup.episodes(2000, 200, seed)) for seed in (1, 1, 2))
+    one, again, other = (list(synthetic.episodes(2000, 200, seed)) for seed in (1, 1, 2))
     assert one == again != other
     assert sum(len(text.split()) for text in one) >= 2000
-    assert all(lookup.MIN_WORDS <= len(text.split()) <= 200 for text in one)
-    assert {word for text in one for word in text.split()} <= set(lookup.vocabulary())
+    assert all(synthetic.MIN_WORDS <= len(text.split()) <= 200 for text in one)
+    assert {word for text in one for word in text.split()} <= set(synthetic.vocabulary())
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_every_question_is_answered_by_what_was_said_once(seed):
-    words, bound, questions = lookup.episode(400, seed).split(), {}, 0
+    words, bound, questions = synthetic.episode(400, seed).split(), {}, 0
     at = 0
-    while at + lookup.LINKS + 2 < len(words):
+    while at + synthetic.LINKS + 2 < len(words):
         if words[at] == "?":
             at += 2
             asked = words[at - 1]
             while asked in bound:
                 assert words[at] == bound[asked]
                 asked, at = words[at], at + 1
-            assert asked in lookup.VALUES
+            assert asked in synthetic.VALUES
             questions += 1
-        elif words[at] in lookup.KEYS:
+        elif words[at] in synthetic.KEYS:
             assert words[at] not in bound, "a key is bound once"
             bound[words[at]] = words[at + 1]
             at += 2
@@ -144,7 +154,7 @@ def test_a_chain_leads_from_the_question_to_the_value(spoken):
     while word in told:
         word = told[word]
         found.append(word)
-    assert found == spoken.encode(" ".join(task.expected)) and len(found) == lookup.LINKS
+    assert found == spoken.encode(" ".join(task.expected)) and len(found) == synthetic.LINKS
     assert task.depth == pytest.approx(0.25, abs=0.1)
 
 
@@ -168,7 +178,7 @@ def test_shares():
     language = EnglishLanguage(BYTES, LINES)
     assert language.answer_score(("1234567",), BYTES.encode(" 1234567. And so on")) == 1
     assert language.answer_score(("ABCDE", "FGHIJ", "KLMNO", "PQRST"), BYTES.encode("ABCDE, KLMNO, XXXXX")) == 0.5
-    words = train_tokenizer("word", [" ".join(lookup.vocabulary())])
+    words = train_tokenizer("word", [" ".join(synthetic.vocabulary())])
     asked = LookupLanguage(words)
     assert asked.answer_score(("k1", "v2"), words.encode("k1 v2 the")) == 1
     assert (
@@ -250,7 +260,7 @@ def test_a_cache_that_forgets_finds_less(looker, spoken, asked, monkeypatch):
 
 
 def test_the_price_of_a_text(looker, spoken, monkeypatch):
-    texts = [[*spoken.opening, *spoken.encode(lookup.episode(60, seed))] for seed in range(2)]
+    texts = [[*spoken.opening, *spoken.encode(synthetic.episode(60, seed))] for seed in range(2)]
     full = measure_perplexity(looker, FULL, texts, 16)
     assert full.ratio == pytest.approx(1, abs=1e-4) and full.kl < 1e-5 and full.agree == 1
     assert full.tokens == sum(map(len, texts)) - 2
@@ -276,7 +286,7 @@ def test_variants():
 
 def test_a_perplexity_beyond_all_floats(looker, spoken):
     (window,) = select_variants(["window"], [0.875])[1:]
-    text = [*spoken.opening, *spoken.encode(lookup.episode(39, 0))]
+    text = [*spoken.opening, *spoken.encode(synthetic.episode(39, 0))]
     lost = measure_perplexity(looker, window, [text], 16)
     assert lost.perplexity == math.inf and lost.kl > 1, "its logits are in the thousands"
 
@@ -285,7 +295,7 @@ def test_a_perplexity_beyond_all_floats(looker, spoken):
 
 
 def bench(llm, language, out, names=("bfloat16",), options=NEEDLES, **more):
-    texts = [[*language.opening, *language.encode(lookup.episode(39, seed))] for seed in range(options.num_texts)]
+    texts = [[*language.opening, *language.encode(synthetic.episode(39, seed))] for seed in range(options.num_texts)]
     return bench_quality(llm, select_variants(names), language, texts, options, out=out, **more)
 
 
@@ -312,7 +322,7 @@ def test_a_bench_goes_on_where_it_stopped(looker, spoken, tmp_path, monkeypatch)
         measured.append(given)
         return measure_cell(*given)
 
-    monkeypatch.setattr(quality_run, "measure", counted)
+    monkeypatch.setattr(cache_quality, "measure", counted)
     assert bench(looker, spoken, tmp_path).summary == whole
     assert len(measured) == len(lines) - 4 - 1, "one of the lines that were missing is a text's"
     assert [json.loads(line) for line in path.read_text().splitlines()] == [json.loads(line) for line in lines]
@@ -329,7 +339,7 @@ def test_another_models_lines_are_not_gone_on_from(looker, spoken, tmp_path):
 
 
 def test_a_policy_and_a_format_are_measured_together(looker, spoken):
-    text = [*spoken.opening, *spoken.encode(lookup.episode(79, 0))]
+    text = [*spoken.opening, *spoken.encode(synthetic.episode(79, 0))]
     variants = select_variants(["window", "window+int8"], [0.75])
     result = bench_quality(looker, variants, spoken, [text], replace(SMALL, tasks=(), prefill_chunk_size=8))
     assert [(line["cache"], line["ratio"]) for line in result.lines] == [

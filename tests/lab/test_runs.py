@@ -7,9 +7,17 @@ import pytest
 
 from kvad.cli.main import main
 from kvad.errors import DataError
-from kvad.lab.runs import comparison_warnings, loss_panels, plot_run, read_run, read_runs, run_differences, smooth_curve
-from kvad.train.config import RunConfig
-from kvad.train.toml import format_run_file
+from kvad.evaluation.compare_runs import (
+    comparison_warnings,
+    loss_panels,
+    plot_run,
+    read_run,
+    read_runs,
+    run_differences,
+    smooth_curve,
+)
+from kvad.train.config.run import RunConfig
+from kvad.train.config.toml import format_run_file
 
 
 def written(folder, *, lr=0.1, steps=20, kind="next-token", vocab="byte", end=True, model=None, saved=True):

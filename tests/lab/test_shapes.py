@@ -2,12 +2,12 @@
 
 import pytest
 
-from kvad.cache.weights import num_parameters
+from kvad.checkpoint.conversion import HFConfigReader
 from kvad.checkpoint.families import find_family
-from kvad.checkpoint.hf import HFConfigReader
-from kvad.config import ModelConfig, attention_specs
+from kvad.config.model import ModelConfig, attention_specs
+from kvad.config.parameter_shapes import num_parameters
 from kvad.errors import UsageError
-from kvad.lab.shapes import KNOWN_MODELS, known_model
+from kvad.planning.known_models import KNOWN_MODELS, known_model
 
 BART = {"layers": 6, "attention_heads": 12, "ffn_dim": 3072}
 MARIAN = {"layers": 6, "attention_heads": 8, "ffn_dim": 2048}

@@ -7,23 +7,23 @@ from pathlib import Path
 
 import pytest
 
+from kvad.datasets import stdlib_sources
+from kvad.datasets.stdlib_sources import find_sources
 from kvad.errors import DataError
-from kvad.lab import sources
-from kvad.lab.sources import find_sources
 
 
 def test_this_python_s_own_library_is_found_in_a_fixed_order() -> None:
     found = find_sources()
     assert found == find_sources() and list(found.files) == sorted(found.files)
-    assert found.num_bytes == sum(path.stat().st_size for path in found.files) >= sources.MIN_BYTES
+    assert found.num_bytes == sum(path.stat().st_size for path in found.files) >= stdlib_sources.MIN_BYTES
     assert found.root == Path(sysconfig.get_path("stdlib")) and found.root / "argparse.py" in found.files
     assert not any(
-        part in sources.EXCLUDED_FOLDERS for path in found.files for part in path.relative_to(found.root).parts
+        part in stdlib_sources.EXCLUDED_FOLDERS for path in found.files for part in path.relative_to(found.root).parts
     )
 
 
 def test_without_sources_the_next_place_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MIN_BYTES", 10)
+    monkeypatch.setattr(stdlib_sources, "MIN_BYTES", 10)
     (tmp_path / "empty").mkdir()
     package = tmp_path / "packages" / "thing"
     package.mkdir(parents=True)

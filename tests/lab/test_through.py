@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvad.cache.state import PendingRestore
-from kvad.cache.swap import HostCopier
+from kvad.cache.device.host_copy import HostCopier
+from kvad.cache.sessions.state import PendingRestore
 from kvad.checkpoint.native import save_checkpoint
-from kvad.cli import verify as page
+from kvad.cli.commands import verify
 from kvad.cli.main import main
 from kvad.errors import UsageError
-from kvad.lab import through as ways
-from kvad.lab.findings import EXACT
+from kvad.verify import round_trips
+from kvad.verify.report import EXACT
 from tests.lab.test_verify import OPTIONS, run, tiny
 
-ALL = dataclasses.replace(OPTIONS, round_trips=tuple(ways.ROUND_TRIPS), dtypes=("float64",))
+ALL = dataclasses.replace(OPTIONS, round_trips=tuple(round_trips.ROUND_TRIPS), dtypes=("float64",))
 SMALL = ["--rows", "3", "--chunk", "8", "--block-size", "4", "--tokens", "8", "--dtype", "float64"]
 
 
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_way_is_exact_and_was_taken() -> None:
     report = run(tiny(), ALL)
     found = {(each.memory, each.round_trip): each for each in report.round_trips}
-    for way in ways.ROUND_TRIPS:
+    for way in round_trips.ROUND_TRIPS:
         each = found["paged float64", way]
         assert each.verdict == "exact" and each.moved > 0 and each.max_dlogit <= EXACT, each
     assert found["contiguous float64", "park"].verdict == "exact"
@@ -73,7 +73,9 @@ def test_what_comes_back_wrong_is_broken(wrong: str, monkeypatch: pytest.MonkeyP
     if wrong == "parked":
         back = HostCopier.copy_in
         monkeypatch.setattr(
-            HostCopier, "copy_in", lambda self, key, held, copies: back(self, key, held, [each.flip(0) for each in copies])
+            HostCopier,
+            "copy_in",
+            lambda self, key, held, copies: back(self, key, held, [each.flip(0) for each in copies]),
         )
     else:
         monkeypatch.setattr(PendingRestore, "restore", lambda *_: None)
@@ -108,4 +110,4 @@ def test_errors_name_the_way(folder: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_help_lists_what_there_is() -> None:
-    assert tuple(ways.ROUND_TRIPS) == page.ROUND_TRIP_NAMES
+    assert tuple(round_trips.ROUND_TRIPS) == verify.ROUND_TRIP_NAMES

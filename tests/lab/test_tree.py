@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvad.cache.sizing import CacheConfig, build_groups, group_bytes
-from kvad.cache.weights import num_parameters, weight_shapes
+from kvad.cache.config import CacheConfig
+from kvad.cache.groups import build_groups, group_bytes
 from kvad.cli.main import main
-from kvad.config import (
+from kvad.config.layers import (
     AlibiConfig,
     AttentionConfig,
     DynamicScalingConfig,
@@ -23,11 +23,12 @@ from kvad.config import (
     RopeConfig,
     StackConfig,
     YarnScalingConfig,
-    attention_specs,
 )
-from kvad.lab import describe, drawtree
-from kvad.lab.shapes import KNOWN_MODELS, known_model
-from kvad.lab.tree import build_model_tree, fold_indices
+from kvad.config.model import attention_specs
+from kvad.config.parameter_shapes import num_parameters, weight_shapes
+from kvad.inspection import model_tree
+from kvad.inspection.model_tree import build_model_tree, fold_indices
+from kvad.planning.known_models import KNOWN_MODELS, known_model
 from tests.lab.models import CONFIGS, ENCODERS, EVERY, LAYER_NORM, PAIRS, tiny, write_checkpoint
 from tests.oracle import checkpoint as oracle
 
@@ -178,7 +179,7 @@ def test_layers_are_folded(numbers, says):
 
 
 def said(config):
-    return drawtree.tree_to_text(build_model_tree(config, "m"))
+    return model_tree.tree_to_text(build_model_tree(config, "m"))
 
 
 def test_every_encoding_says_what_it_allows():
@@ -190,34 +191,34 @@ def test_every_encoding_says_what_it_allows():
         ("alibi", "alibi"),
         ("t5", "t5"),
     ):
-        allows = describe.ENCODING_SUPPORT[key]
+        allows = model_tree.ENCODING_SUPPORT[key]
         nodes = [node for node in walk(build_model_tree(CONFIGS[name], name)) if node.facts.get("allows")]
         assert [node.facts["allows"] for node in nodes] == [allows._asdict()], name
-        assert tuple(nodes[0].lines[-3:]) == tuple(describe.describe_allowed(key))
+        assert tuple(nodes[0].lines[-3:]) == tuple(model_tree.describe_allowed(key))
     cross = parts_of(build_model_tree(PAIRS["pair"], "m"), "cross")[0]
-    assert cross.facts["allows"] == describe.ENCODING_SUPPORT["source"]._asdict()
+    assert cross.facts["allows"] == model_tree.ENCODING_SUPPORT["source"]._asdict()
     for config in ENCODERS.values():
         assert not [node for node in walk(build_model_tree(config, "m")) if node.facts.get("allows")]
     bare = [
         node.facts["allows"]
         for node in parts_of(build_model_tree(tiny(AttentionConfig(4, position=None)), "m"), "attention")
     ]
-    assert bare == [describe.ENCODING_SUPPORT["none"]._asdict()]
+    assert bare == [model_tree.ENCODING_SUPPORT["none"]._asdict()]
 
 
 def test_the_table_is_that_of_the_design():
     assert (
-        "table ends" in describe.ENCODING_SUPPORT["learned"].eviction
-        and "impossible" in describe.ENCODING_SUPPORT["learned"].endless
+        "table ends" in model_tree.ENCODING_SUPPORT["learned"].eviction
+        and "impossible" in model_tree.ENCODING_SUPPORT["learned"].endless
     )
-    assert "same positions" in describe.ENCODING_SUPPORT["sinusoidal"].reuse
+    assert "same positions" in model_tree.ENCODING_SUPPORT["sinusoidal"].reuse
     assert (
-        "rotated" in describe.ENCODING_SUPPORT["rope"].eviction
-        and "R(delta)" in describe.ENCODING_SUPPORT["rope"].endless
+        "rotated" in model_tree.ENCODING_SUPPORT["rope"].eviction
+        and "R(delta)" in model_tree.ENCODING_SUPPORT["rope"].endless
     )
     assert (
-        describe.ENCODING_SUPPORT["alibi"] == describe.ENCODING_SUPPORT["t5"]
-        and "renumber" in describe.ENCODING_SUPPORT["t5"].endless
+        model_tree.ENCODING_SUPPORT["alibi"] == model_tree.ENCODING_SUPPORT["t5"]
+        and "renumber" in model_tree.ENCODING_SUPPORT["t5"].endless
     )
 
 
@@ -286,7 +287,7 @@ def test_what_a_config_says_is_said(config, says):
 @pytest.mark.parametrize("name", NAMES)
 def test_text_fits_a_hundred_columns_and_cuts_nothing(name):
     root = build_model_tree(config_of(name), name)
-    lines = drawtree.tree_to_text(root).splitlines()
+    lines = model_tree.tree_to_text(root).splitlines()
     assert max(map(len, lines)) <= 100 and not any(line != line.rstrip() for line in lines)
     plain = " ".join(" ".join(re.sub("[│├└─]", " ", line).split()) for line in lines)
     for node in walk(root):
@@ -299,7 +300,7 @@ def test_text_fits_a_hundred_columns_and_cuts_nothing(name):
 @pytest.mark.parametrize("name", ["plain", "pair t5", "gemma-2-9b", "bert-base", "t5-base"])
 def test_svg_stands_alone_and_nothing_lies_outside(name):
     root = build_model_tree(config_of(name), f'{name} <&">')
-    drawn = drawtree.tree_to_svg(root)
+    drawn = model_tree.tree_to_svg(root)
     tree = ElementTree.fromstring(drawn)
     space = "{http://www.w3.org/2000/svg}"
     high, wide = float(tree.get("height")), float(tree.get("width"))
@@ -327,7 +328,7 @@ def test_svg_stands_alone_and_nothing_lies_outside(name):
 @pytest.mark.parametrize("name", ["plain", "pair t5", "gemma-2-9b", "encoder classes"])
 def test_mermaid_is_a_flowchart_of_every_node(name):
     root = build_model_tree(config_of(name), 'a "name" #1')
-    lines = drawtree.tree_to_mermaid(root).splitlines()
+    lines = model_tree.tree_to_mermaid(root).splitlines()
     assert lines[0] == "flowchart LR"
     nodes = [line for line in lines if re.fullmatch(r"  n[\d_]+\[\"[^\"]*\"\]:::\w+", line)]
     edges = [line for line in lines if re.fullmatch(r"  n[\d_]+ --> n[\d_]+", line)]
@@ -342,7 +343,7 @@ def test_mermaid_is_a_flowchart_of_every_node(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_json_holds_it_all(name):
     root = build_model_tree(config_of(name), name)
-    found = json.loads(json.dumps(drawtree.tree_to_json(root)))
+    found = json.loads(json.dumps(model_tree.tree_to_json(root)))
 
     def same(node, data):
         assert (data["title"], data["lines"], data["parameters"]) == (node.title, list(node.lines), node.parameters)
@@ -375,7 +376,7 @@ def test_of_a_checkpoint_a_shape_and_a_config(tmp_path, capsys):
 
 def test_of_every_golden_folder(tmp_path):
     """Every family of Hugging Face's that kvad reads, as transformers writes it."""
-    from kvad.lab.plan import read_target
+    from kvad.planning.report import read_target
 
     seen = set()
     for name in oracle.names("5"):
@@ -388,7 +389,7 @@ def test_of_every_golden_folder(tmp_path):
         target = read_target(str(folder))
         root = build_model_tree(target.config, name)
         assert root.parameters == num_parameters(target.config)
-        assert max(map(len, drawtree.tree_to_text(root).splitlines())) <= 100
+        assert max(map(len, model_tree.tree_to_text(root).splitlines())) <= 100
         seen.add(target.origin)
     assert {"llama", "gemma2", "t5", "bert", "marian", "modernbert"} <= seen
 

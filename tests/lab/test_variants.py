@@ -5,19 +5,27 @@ import random
 import pytest
 import torch
 
-from kvad.cache.memory import KVCache
-from kvad.cache.named import POLICIES as NAMED
-from kvad.cache.named import parse_policy
-from kvad.cache.sizing import CacheConfig, build_groups
-from kvad.config import attention_specs
+from kvad.benchmarks.variants import build_engine, known_variants, select_variants, seq_bytes, summarizing_policy
+from kvad.cache.config import CacheConfig
+from kvad.cache.device.kv_cache import KVCache
+from kvad.cache.groups import build_groups
+from kvad.cache.policy_parser import POLICIES as NAMED
+from kvad.cache.policy_parser import parse_policy
+from kvad.config.model import attention_specs
 from kvad.engine.engine import Engine
-from kvad.engine.request import SamplingParams
+from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import UsageError
-from kvad.lab.asked import SIZED
-from kvad.lab.caches import POLICY_BUILDERS, RATIOS, TIERED_POLICIES, PolicySize, hierarchy_block_size, policy_for_ratio
-from kvad.lab.variants import build_engine, known_variants, select_variants, seq_bytes, summarizing_policy
 from kvad.llm import LLM
-from kvad.model.compress import Summarizer
+from kvad.model.summarizer import Summarizer
+from kvad.planning.cache_presets import (
+    POLICY_BUILDERS,
+    RATIOS,
+    TIERED_POLICIES,
+    PolicySize,
+    hierarchy_block_size,
+    policy_for_ratio,
+)
+from kvad.verify.cases import SIZED
 from tests.models import VOCAB, build, model_config
 
 

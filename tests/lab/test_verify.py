@@ -10,26 +10,41 @@ import sys
 import pytest
 import torch
 
-from kvad.cache import planning
-from kvad.cache.sizing import CacheConfig
+from kvad.cache.config import CacheConfig
+from kvad.cache.sizing import memory_plan
 from kvad.checkpoint.native import save_checkpoint
 from kvad.cli.main import main
-from kvad.config import (
+from kvad.config.layers import (
     AttentionConfig,
     DynamicScalingConfig,
     GatedMLPConfig,
     LayerConfig,
-    ModelConfig,
     RopeConfig,
     StackConfig,
 )
+from kvad.config.model import ModelConfig
 from kvad.errors import EngineError, MemoryPlanError, UsageError
-from kvad.lab.findings import EXACT
-from kvad.lab.replay import ReplayResult, ReplayStream, ScenarioCounts, replay_streams, run_uncached
-from kvad.lab.scenario import ScenarioOptions, build_prompts, build_streams, check_scenario_counts, default_sizes
-from kvad.lab.verify import compare_logits, require_verify_memory, tolerance, verify
 from kvad.model.transformer import Transformer
-from kvad.text.plain import ByteTokenizer
+from kvad.text.simple_tokenizers import ByteTokenizer
+from kvad.verify.replay import (
+    ReplayResult,
+    ReplayStream,
+    ScenarioCounts,
+    compare_logits,
+    replay_streams,
+    run_uncached,
+    tolerance,
+)
+from kvad.verify.report import EXACT
+from kvad.verify.run import verify
+from kvad.verify.scenario import (
+    ScenarioOptions,
+    build_prompts,
+    build_streams,
+    check_scenario_counts,
+    default_sizes,
+    require_verify_memory,
+)
 
 OPTIONS = ScenarioOptions(num_seqs=3, chunk=8, block_size=4, tokens=8)
 
@@ -151,7 +166,7 @@ def test_a_fault_under_a_lossy_format_is_broken_and_named(fault, stored):
 
 def test_a_lossy_memory_that_loses_its_scales_is_broken(monkeypatch):
     """No float64 twin has scales to lose: the format's own structure shows it."""
-    from kvad.cache.store import LayerTensor
+    from kvad.cache.device.tensors import LayerTensor
 
     def without_scales(self, source, target):
         self.data[target] = self.data[source]
@@ -311,8 +326,8 @@ def test_a_rounding_is_named_in_the_precision_that_was_promised(checkpoint, caps
 
 
 def test_more_rows_than_fit_are_refused_before_anything_is_made(checkpoint, capsys, monkeypatch):
-    monkeypatch.setattr(planning, "available_bytes", lambda: 64 * 2**20)
-    monkeypatch.setattr("kvad.lab.verify._Run", lambda *_, **__: pytest.fail("it was begun"))
+    monkeypatch.setattr(memory_plan, "available_bytes", lambda: 64 * 2**20)
+    monkeypatch.setattr("kvad.verify.run._Run", lambda *_, **__: pytest.fail("it was begun"))
     assert main(["verify", checkpoint, "--rows", "1" + "0" * 30]) == 2
     assert main(["verify", checkpoint, "--rows", "100000"]) == 2
     *_, error, hint = capsys.readouterr().err.splitlines()
@@ -348,7 +363,7 @@ def test_a_flipped_byte_of_the_weights_is_named(checkpoint, capsys, tmp_path):
     assert said.out == "" and "model.safetensors" in said.err and "sha256" in said.err
 
 
-@pytest.mark.parametrize("where", ["kvad.lab.verify.verify", "kvad.checkpoint.open.load_model"])
+@pytest.mark.parametrize("where", ["kvad.verify.run.verify", "kvad.checkpoint.loader.load_model"])
 def test_ctrl_c_says_that_nothing_was_decided(checkpoint, capsys, monkeypatch, where):
     def interrupted(*_, **__):
         raise KeyboardInterrupt

@@ -6,34 +6,34 @@ import json
 import pytest
 import torch
 
-from kvad.cache.cuts import PerHeadMetadata
-from kvad.cache.memory import KVCache
-from kvad.cache.named import POLICIES, parse_policy
-from kvad.cache.sizing import CacheConfig, build_groups
+from kvad.benchmarks.needle_tasks import LookupLanguage
+from kvad.cache.config import CacheConfig
+from kvad.cache.device.eviction import PerHeadMetadata
+from kvad.cache.device.kv_cache import KVCache
+from kvad.cache.groups import build_groups
+from kvad.cache.policy_parser import POLICIES, parse_policy
 from kvad.checkpoint.native import save_checkpoint
 from kvad.cli.main import main
-from kvad.config import (
+from kvad.config.layers import (
     AlibiConfig,
     AttentionConfig,
     EmbeddingConfig,
     GatedMLPConfig,
     LayerConfig,
     LearnedPositionsConfig,
-    ModelConfig,
     RopeConfig,
     StackConfig,
-    attention_specs,
 )
+from kvad.config.model import ModelConfig, attention_specs
 from kvad.errors import ConfigError, UsageError
-from kvad.lab.asked import SIZED, first_loss_length, parse_policies, sized_policy
-from kvad.lab.findings import EXACT, POLICY_RULES, RULES
-from kvad.lab.loss import NeedleRecall
-from kvad.lab.scenario import ScenarioOptions, build_prompts
-from kvad.lab.tasks import LookupLanguage
-from kvad.lab.verify import verify
 from kvad.model.transformer import Transformer
-from kvad.step import AttentionPattern
-from kvad.text.plain import ByteTokenizer
+from kvad.model_input import AttentionPattern
+from kvad.text.simple_tokenizers import ByteTokenizer
+from kvad.verify.cases import SIZED, first_loss_length, parse_policies, sized_policy
+from kvad.verify.references import NeedleRecall
+from kvad.verify.report import EXACT, POLICY_RULES, RULES
+from kvad.verify.run import verify
+from kvad.verify.scenario import ScenarioOptions, build_prompts
 from tests.lab.looker import make_looker
 
 OPTIONS = ScenarioOptions(num_seqs=3, chunk=8, block_size=4, tokens=8, dtypes=("float64",))

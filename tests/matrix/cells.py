@@ -17,15 +17,16 @@ from typing import Any
 
 import torch
 
-from kvad.cache.formats import FORMATS
-from kvad.cache.named import POLICIES
-from kvad.cache.planning import check_policy
-from kvad.cache.sizing import CacheConfig, build_groups
-from kvad.config import ModelConfig, attention_specs
+from kvad.cache.config import CacheConfig
+from kvad.cache.groups import build_groups
+from kvad.cache.policy_parser import POLICIES
+from kvad.cache.quantization import FORMATS
+from kvad.cache.sizing.memory_plan import check_policy
+from kvad.config.model import ModelConfig, attention_specs
 from kvad.engine.engine import Engine
 from kvad.errors import KvadError
-from kvad.lab.asked import first_loss_length, sized_policy
 from kvad.model.transformer import Transformer
+from kvad.verify.cases import first_loss_length, sized_policy
 from tests.drive import Stream, drive, worst
 from tests.models import SOURCE_VOCAB, VOCAB, build, encoder_config, model_config, pair_config
 

@@ -17,19 +17,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvad.cache.formats import FORMATS
-from kvad.cache.mesh import Mesh, check_cache_fits_mesh, check_model_fits_mesh
-from kvad.cache.named import POLICIES
-from kvad.cache.planning import check_policy
-from kvad.cache.sizing import CacheConfig, build_groups
-from kvad.config import ModelConfig, attention_specs
+from kvad.cache.config import CacheConfig
+from kvad.cache.groups import build_groups
+from kvad.cache.policy_parser import POLICIES
+from kvad.cache.quantization import FORMATS
+from kvad.cache.sizing.memory_plan import check_policy
+from kvad.config.model import ModelConfig, attention_specs
 from kvad.errors import KvadError
-from kvad.lab.asked import first_loss_length
-from kvad.lab.replay import ReplayResult, ReplayStream, run_uncached
-from kvad.lab.rounded import QuantizedNoCache
-from kvad.lab.through import run_round_trip
-from kvad.model.fresh import NoCache
+from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
+from kvad.parallel.mesh import Mesh, check_cache_fits_mesh, check_model_fits_mesh
+from kvad.verify.cases import first_loss_length
+from kvad.verify.references import QuantizedNoCache
+from kvad.verify.replay import ReplayResult, ReplayStream, run_uncached
+from kvad.verify.round_trips import run_round_trip
 from tests.drive import drive
 from tests.matrix.cells import ENCODINGS, Said, config_of, made, rows
 from tests.mesh_cases import pair, shaped

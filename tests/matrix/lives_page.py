@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvad.cache.named import POLICIES
-from kvad.lab.through import ROUND_TRIPS as HOW
+from kvad.cache.policy_parser import POLICIES
+from kvad.verify.round_trips import ROUND_TRIPS as HOW
 from tests.matrix.cells import key
 from tests.matrix.lives import MESHES, WAYS, sample
 

@@ -19,10 +19,10 @@ from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
 
-from kvad.cache.formats import FORMATS
-from kvad.cache.named import POLICIES
-from kvad.lab.asked import sized_policy
-from kvad.lab.prices import read_costs
+from kvad.cache.policy_parser import POLICIES
+from kvad.cache.quantization import FORMATS
+from kvad.planning.fit import read_costs
+from kvad.verify.cases import sized_policy
 from tests.matrix import lives, lives_page
 from tests.matrix.cells import BLOCK, ENCODINGS, EXACT, LAYOUTS, LONGEST, TOPOLOGIES, ask, every, key
 

@@ -20,12 +20,13 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from kvad import config as cfg
-from kvad.config import ModelConfig, NormConfig, RopeConfig
-from kvad.model.fresh import NoCache
-from kvad.model.mixers import Attention
+from kvad.config.layers import NormConfig, RopeConfig
+from kvad.config.model import ModelConfig
+from kvad.model.attention import Attention
+from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
-from kvad.ops.attend import AttentionMask, Kernel, dot_product_attention
-from kvad.step import AttentionParams, AttentionPattern, ModelInput, RelativeBuckets, SubBatch, TokenPositions
+from kvad.model_input import AttentionParams, AttentionPattern, ModelInput, RelativeBuckets, SubBatch, TokenPositions
+from kvad.ops.attention import AttentionMask, Kernel, dot_product_attention
 
 VOCAB, LENGTH, LAYERS = 51, 23, 2
 HEADS, KV_HEADS, DIM, WIDTH, HIDDEN = 6, 2, 8, 36, 40  # head_dim is not width / heads where a family allows it

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from kvad.cache.levels import mean_summary
-from kvad.config import attention_specs
+from kvad.cache.device.demotion import mean_summary
+from kvad.config.model import attention_specs
 from kvad.errors import ConfigError
-from kvad.model.compress import LayerSummarizer, Summarizer
+from kvad.model.summarizer import LayerSummarizer, Summarizer
 from kvad.model.transformer import Transformer
-from kvad.train.presets import MODEL_PRESETS
+from kvad.train.config.presets import MODEL_PRESETS
 from tests.models import model_config
 
 

@@ -6,7 +6,7 @@ import torch
 
 from kvad.model.fingerprint import HASH_CHUNK, weights_fingerprint
 from kvad.model.transformer import Transformer
-from kvad.train.presets import MODEL_PRESETS
+from kvad.train.config.presets import MODEL_PRESETS
 
 
 def model():
@@ -23,7 +23,7 @@ def test_it_is_the_models_and_not_the_objects():
 
 
 def test_one_number_anywhere_is_another_model(monkeypatch):
-    monkeypatch.setattr("kvad.model.fingerprint.PIECE", 1 << 12)
+    monkeypatch.setattr("kvad.model.fingerprint.HASH_CHUNK", 1 << 12)
     one = model()
     name, seen = weights_fingerprint(one), set()
     for tensor in [*one.parameters(), *one.buffers()]:

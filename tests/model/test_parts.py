@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from kvad import config as cfg
-from kvad.config import ModelConfig
+from kvad.config.model import ModelConfig
 from kvad.model.heads import LanguageHead, PoolingHead, pool_hidden
-from kvad.model.parts import ACTIVATIONS, Embedding, GatedMLP, Norm, PlainMLP, build_mlp
-from kvad.step import SubBatch
+from kvad.model.layers import ACTIVATIONS, Embedding, GatedMLP, Norm, PlainMLP, build_mlp
+from kvad.model_input import SubBatch
 
 WIDTH, VOCAB = 12, 17
 

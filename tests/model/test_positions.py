@@ -17,7 +17,7 @@ from transformers.models.marian.modeling_marian import MarianSinusoidalPositiona
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from kvad import config as cfg
-from kvad.config import (
+from kvad.config.layers import (
     DynamicScalingConfig,
     LinearScalingConfig,
     Llama3ScalingConfig,
@@ -25,8 +25,8 @@ from kvad.config import (
     RopeConfig,
     YarnScalingConfig,
 )
-from kvad.config import SinusoidalPositionsConfig as Sinusoidal
-from kvad.model.fresh import NoCache
+from kvad.config.layers import SinusoidalPositionsConfig as Sinusoidal
+from kvad.model.no_cache import NoCache
 from kvad.model.positions import (
     alibi_slopes,
     depends_on_length,
@@ -36,8 +36,8 @@ from kvad.model.positions import (
     sinusoidal_embedding,
 )
 from kvad.model.transformer import Transformer
-from kvad.ops.biases import position_bias, t5_bucket
-from kvad.step import AlibiSlopes, ModelInput, RelativeBuckets, SubBatch
+from kvad.model_input import AlibiSlopes, ModelInput, RelativeBuckets, SubBatch
+from kvad.ops.attention import position_bias, t5_bucket
 from tests.models import VOCAB, build, model_config
 
 # ---------------------------------------------------------------- rope, frequencies and factors

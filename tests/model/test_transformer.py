@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from kvad import config as cfg
-from kvad.config import ModelConfig
+from kvad.config.model import ModelConfig
 from kvad.model import transformer
-from kvad.model.fresh import NoCache
+from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
-from kvad.step import ModelInput, SubBatch
+from kvad.model_input import ModelInput, SubBatch
 from tests.models import HEADS, LIMIT, NORMS, POSITIONS, VOCAB, build, model_config
 from tests.pairwise import Case, pairwise
 

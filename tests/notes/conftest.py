@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from kvad import config as cfg
-from kvad.model.fresh import NoCache
+from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
-from kvad.ops.attend import AttentionMask, AttentionOutput, dot_product_attention
-from kvad.step import AttentionParams, AttentionPattern, CacheProtocol, ModelInput, SubBatch, TokenPositions
+from kvad.model_input import AttentionParams, AttentionPattern, CacheProtocol, ModelInput, SubBatch, TokenPositions
+from kvad.ops.attention import AttentionMask, AttentionOutput, dot_product_attention
 
 BIDIRECTIONAL = AttentionPattern(causal=False)
 LAYER_NORM = cfg.NormConfig("layer", bias=True)

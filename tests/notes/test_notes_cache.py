@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 
 from kvad import config as cfg
-from kvad.cache.memory import KVCache
-from kvad.cache.sizing import CacheConfig, CacheGroup, build_groups, group_bytes
-from kvad.config import AttentionSpec, LearnedPositionsConfig, SinusoidalPositionsConfig, attention_specs
+from kvad.cache.config import CacheConfig
+from kvad.cache.device.kv_cache import KVCache
+from kvad.cache.groups import CacheGroup, build_groups, group_bytes
+from kvad.config.layers import LearnedPositionsConfig, SinusoidalPositionsConfig
+from kvad.config.model import AttentionSpec, attention_specs
 from kvad.errors import CacheError, ConfigError
-from kvad.model.fresh import NoCache
+from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
-from kvad.ops.lanes import AttentionTrace
+from kvad.model_input import RESERVED_BLOCKS, BlockOps, ModelInput, SlotMapping, SubBatch
 from kvad.ops.rotary import RotaryCache
-from kvad.step import RESERVED_BLOCKS, BlockOps, ModelInput, SlotMapping, SubBatch
+from kvad.ops.sub_batch import AttentionTrace
 
 Build = Callable[..., Transformer]
 Hidden = Callable[..., Tensor]

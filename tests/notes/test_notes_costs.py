@@ -8,14 +8,16 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from kvad.cache.memory import KVCache
-from kvad.cache.sizing import CacheConfig, build_groups
-from kvad.config import RopeConfig, attention_specs
-from kvad.flops import closed_form_flops, generation_cost
-from kvad.model.fresh import NoCache
+from kvad.cache.config import CacheConfig
+from kvad.cache.device.kv_cache import KVCache
+from kvad.cache.groups import build_groups
+from kvad.config.flops import closed_form_flops, generation_cost
+from kvad.config.layers import RopeConfig
+from kvad.config.model import attention_specs
+from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
-from kvad.ops.attend import SCORE_BUDGET, AttentionMask
-from kvad.step import RESERVED_BLOCKS, AttentionPattern, ModelInput, SlotMapping, SubBatch, TokenPositions
+from kvad.model_input import RESERVED_BLOCKS, AttentionPattern, ModelInput, SlotMapping, SubBatch, TokenPositions
+from kvad.ops.attention import SCORE_BUDGET, AttentionMask
 
 Build = Callable[..., Transformer]
 

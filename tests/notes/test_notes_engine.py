@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvad import LLM
 from kvad import config as cfg
-from kvad.cache.sizing import CacheConfig
+from kvad.cache.config import CacheConfig
 from kvad.engine.engine import Engine, StreamChunk
-from kvad.engine.request import SamplingParams
+from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import RequestError, TokenizerError
+from kvad.llm import LLM
 from kvad.model.transformer import Transformer
-from kvad.text.plain import ByteTokenizer
-from kvad.text.words import WordTokenizer
+from kvad.text.simple_tokenizers import ByteTokenizer, WordTokenizer
 
 Build = Callable[..., Transformer]
 Hidden = Callable[..., Tensor]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kvad import config as cfg
-from kvad.model.fresh import NoCache
+from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
-from kvad.step import ModelInput
+from kvad.model_input import ModelInput
 
 Build = Callable[..., Transformer]
 Hidden = Callable[..., Tensor]

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvad.ops.attend import AttentionMask, AttentionOutput, Kernel, dot_product_attention
-from kvad.step import AttentionParams, AttentionPattern, TokenPositions
+from kvad.model_input import AttentionParams, AttentionPattern, TokenPositions
+from kvad.ops.attention import AttentionMask, AttentionOutput, Kernel, dot_product_attention
 
 Ask = Callable[..., AttentionOutput]
 KERNELS = get_args(Kernel)

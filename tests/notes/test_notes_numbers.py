@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from kvad import config as cfg
-from kvad.model.fresh import NoCache
-from kvad.model.mixers import Attention
+from kvad.model.attention import Attention
+from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
-from kvad.ops.attend import AttentionOutput
-from kvad.step import ModelInput
+from kvad.model_input import ModelInput
+from kvad.ops.attention import AttentionOutput
 
 Build = Callable[..., Transformer]
 Ask = Callable[..., AttentionOutput]

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from kvad import config as cfg
-from kvad.config import LearnedPositionsConfig, SinusoidalPositionsConfig
+from kvad.config.layers import LearnedPositionsConfig, SinusoidalPositionsConfig
 from kvad.model.positions import alibi_slopes, rope_frequencies, sinusoidal_embedding
 from kvad.model.transformer import Transformer
-from kvad.ops.attend import AttentionOutput
-from kvad.ops.biases import t5_bucket
+from kvad.model_input import AlibiSlopes, RelativeBuckets, Rotary
+from kvad.ops.attention import AttentionOutput, t5_bucket
 from kvad.ops.rotary import RotaryCache
-from kvad.step import AlibiSlopes, RelativeBuckets, Rotary
 
 Build = Callable[..., Transformer]
 Ask = Callable[..., AttentionOutput]

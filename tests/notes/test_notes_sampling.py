@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvad.engine.request import SamplingParams
-from kvad.engine.sampler import SamplingRow, apply_temperature, gather_logprobs, sample_tokens
+from kvad.engine.execution.sampler import SamplingRow, apply_temperature, gather_logprobs, sample_tokens
+from kvad.engine.scheduling.request import SamplingParams
 
 LOGITS = [2.0, 1.0, 0.5, -1.0]
 

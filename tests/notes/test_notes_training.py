@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvad.config import RopeConfig
-from kvad.model.fresh import NoCache
+from kvad.config.layers import RopeConfig
+from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
-from kvad.train.data import Batch, TokenSpans, build_batch
-from kvad.train.objective import Autocast, accumulate_gradients, evaluate_loss
+from kvad.train.data.collate import Batch
+from kvad.train.data.document_dataset import TokenSpans, build_batch
+from kvad.train.objectives.cross_entropy import Autocast, accumulate_gradients, evaluate_loss
 
 Build = Callable[..., Transformer]
 Hidden = Callable[..., Tensor]

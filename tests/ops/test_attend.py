@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvad.ops import attend as ops
-from kvad.ops.attend import AttentionMask, Kernel, dot_product_attention
-from kvad.ops.biases import position_bias, t5_bucket
+from kvad.model_input import AlibiSlopes, AttentionParams, AttentionPattern, RelativeBuckets, TokenPositions
+from kvad.ops import attention
+from kvad.ops.attention import AttentionMask, Kernel, dot_product_attention, position_bias, t5_bucket
 from kvad.ops.merge import AttentionPart, merge_attention
-from kvad.step import AlibiSlopes, AttentionParams, AttentionPattern, RelativeBuckets, TokenPositions
 from tests.pairwise import Case, pairwise
 
 KERNELS = get_args(Kernel)
@@ -199,8 +198,8 @@ def test_blocks_of_queries_change_nothing(case: Case, kernel: Kernel, monkeypatc
     whole = dot_product_attention(
         *ask[:3], AttentionMask(*ask[3:6]), ask.score, kernel=kernel, want=kernel == "reference"
     )
-    monkeypatch.setattr(ops, "MASK_BUDGET", ROWS * SLOTS)  # one or two queries at a time
-    monkeypatch.setattr(ops, "SCORE_BUDGET", ROWS * SLOTS * 12)
+    monkeypatch.setattr(attention, "MASK_BUDGET", ROWS * SLOTS)  # one or two queries at a time
+    monkeypatch.setattr(attention, "SCORE_BUDGET", ROWS * SLOTS * 12)
     cut = dot_product_attention(
         *ask[:3], AttentionMask(*ask[3:6]), ask.score, kernel=kernel, want=kernel == "reference"
     )
@@ -247,8 +246,8 @@ def test_no_matrix_of_a_whole_long_step_is_made(
     fault: bool, logits: str, heads: str, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """320 queries by 320 keys by 6 heads: nothing made exceeds the budgets, with a NaN in sight or without."""
-    monkeypatch.setattr(ops, "MASK_BUDGET", 1 << 13)
-    monkeypatch.setattr(ops, "SCORE_BUDGET", 1 << 15)
+    monkeypatch.setattr(attention, "MASK_BUDGET", 1 << 13)
+    monkeypatch.setattr(attention, "SCORE_BUDGET", 1 << 15)
     ask = long_question(logits, heads, new := 320)
     if fault:
         ask.k[0, 0, 300] = math.nan  # the fused kernel's output is of no use there
@@ -382,8 +381,8 @@ def test_a_sink_far_above_every_score_leaves_finite_gradients() -> None:
 def test_gradients_survive_blocks_of_queries(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     ask = question({"logits": "t5"})
     whole = gradients(ask, kernel)
-    monkeypatch.setattr(ops, "MASK_BUDGET", 1)
-    monkeypatch.setattr(ops, "SCORE_BUDGET", 1)
+    monkeypatch.setattr(attention, "MASK_BUDGET", 1)
+    monkeypatch.setattr(attention, "SCORE_BUDGET", 1)
     for cut, full in zip(gradients(ask, kernel), whole, strict=True):
         torch.testing.assert_close(cut, full, rtol=0, atol=1e-12)
 
@@ -659,8 +658,8 @@ def test_mass_reads_a_sequence_twice_and_keeps_a_generator() -> None:
 def test_parts_of_a_long_step_make_no_matrix_of_it(
     logits: str, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ops, "MASK_BUDGET", 1 << 13)
-    monkeypatch.setattr(ops, "SCORE_BUDGET", 1 << 15)
+    monkeypatch.setattr(attention, "MASK_BUDGET", 1 << 13)
+    monkeypatch.setattr(attention, "SCORE_BUDGET", 1 << 15)
     ask = long_question(logits, "gqa", 320)
     keys = ask.keys.position.unsqueeze(1).expand(1, 3, -1)
     parts = [

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvad.ops import entropy
-from kvad.ops.entropy import cross_entropy_backward
+from kvad.ops import cross_entropy
+from kvad.ops.cross_entropy import cross_entropy_backward
 
 POSITIONS, WIDTH, ANSWERS, TOTAL = 23, 7, 11, 40.0
 
@@ -35,7 +35,7 @@ def plain(x, weight, bias, targets, scale, smoothing):
     list(itertools.product((False, True), (1.0, 0.3), (0.0, 0.1), (1, 5))),
 )
 def test_it_is_the_plain_form(monkeypatch, with_bias, scale, smoothing, slices):
-    monkeypatch.setattr(entropy, "CHUNK_ELEMENTS", -(-POSITIONS // slices) * ANSWERS)
+    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", -(-POSITIONS // slices) * ANSWERS)
     x, weight, bias, targets = question(with_bias=with_bias)
     expected, gradients = plain(x, weight, bias, targets, scale, smoothing)
     loss, of_x = cross_entropy_backward(x, weight, bias, targets, TOTAL, scale=scale, smoothing=smoothing)
@@ -57,12 +57,12 @@ def test_what_is_there_is_added_to_and_what_is_frozen_left_alone():
 
 
 def test_slices_are_of_like_length_and_cover_every_position(monkeypatch):
-    monkeypatch.setattr(entropy, "CHUNK_ELEMENTS", 700 * 1000)
-    cut = entropy._slices(2048, 1000)
+    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", 700 * 1000)
+    cut = cross_entropy._slices(2048, 1000)
     assert [at.stop - at.start for at in cut] == [682, 683, 683]
-    assert entropy._slices(3, 10**9) == [slice(0, 1), slice(1, 2), slice(2, 3)] and entropy._slices(0, 5) == [
-        slice(0, 0)
-    ]
+    assert cross_entropy._slices(3, 10**9) == [slice(0, 1), slice(1, 2), slice(2, 3)] and cross_entropy._slices(
+        0, 5
+    ) == [slice(0, 0)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

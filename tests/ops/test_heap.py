@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from kvad.ops import heap
-from kvad.ops.heap import keep_freed_memory, trim_heap
+from kvad.ops import malloc
+from kvad.ops.malloc import keep_freed_memory, trim_heap
 
 
 def fragmented():
@@ -18,18 +18,18 @@ def fragmented():
     return stay
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux") or heap._libc() is None, reason="asks glibc")
+@pytest.mark.skipif(not sys.platform.startswith("linux") or malloc._libc() is None, reason="asks glibc")
 def test_kept_memory_is_returned_when_it_is_worth_it():
     trim_heap(0)
     stay = fragmented()
-    kept = heap._libc().mallinfo2().fordblks
-    assert kept > heap.MIN_TRIM_BYTES and len(stay) == 600
+    kept = malloc._libc().mallinfo2().fordblks
+    assert kept > malloc.MIN_TRIM_BYTES and len(stay) == 600
     assert not trim_heap(worth=1 << 40)
     assert trim_heap() and trim_heap(0)
 
 
 def test_without_glibc_nothing_is_done(monkeypatch):
-    monkeypatch.setattr(heap, "_libc", lambda: None)
+    monkeypatch.setattr(malloc, "_libc", lambda: None)
     assert trim_heap(0) is False
 
 
@@ -40,18 +40,18 @@ def new_pages():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux") or heap._libc() is None, reason="asks glibc")
+@pytest.mark.skipif(not sys.platform.startswith("linux") or malloc._libc() is None, reason="asks glibc")
 def test_memory_that_is_taken_again_and_again_is_not_made_anew():
     new_pages()
     assert new_pages() > 1000
     with keep_freed_memory():
         new_pages()
         assert new_pages() < 100
-        assert heap._libc().mallinfo2().fordblks > 60 << 20
+        assert malloc._libc().mallinfo2().fordblks > 60 << 20
     assert new_pages() > 1000  # it went back
 
 
 def test_without_glibc_nothing_is_kept(monkeypatch):
-    monkeypatch.setattr(heap, "_libc", lambda: None)
+    monkeypatch.setattr(malloc, "_libc", lambda: None)
     with keep_freed_memory():
         pass

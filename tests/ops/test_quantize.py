@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvad.cache.formats import FORMATS
+from kvad.cache.quantization import FORMATS
 from kvad.errors import ConfigError
 from kvad.ops import quantize
 from kvad.ops.quantize import CODECS, get_codec

@@ -12,8 +12,8 @@ from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb 
 from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj_rotary
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rotary
 
+from kvad.model_input import Rotary
 from kvad.ops.rotary import RotaryCache, rotate
-from kvad.step import Rotary
 
 POSITIONS = torch.tensor([0, 1, 2, 17, 400, 3])
 
@@ -131,7 +131,7 @@ def test_rotation_has_a_gradient_and_it_is_the_rotation_back() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_few_tokens_are_turned_by_the_same_sums(few: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The form for few tokens and the general one: bit for bit the same."""
-    monkeypatch.setattr("kvad.ops.rotary.FEW", few)
+    monkeypatch.setattr("kvad.ops.rotary.SMALL_TOKEN_COUNT", few)
     x, freq = random(6, 3, 8).to(dtype), table(4)
     angle = POSITIONS.double()[:, None, None] * freq
     expected = rotate(x, (angle.cos() * 1.5).to(dtype), (angle.sin() * 1.5).to(dtype), False)

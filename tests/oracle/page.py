@@ -23,18 +23,18 @@ from typing import Any
 from xml.etree import ElementTree
 
 from kvad.checkpoint import families
+from kvad.checkpoint.conversion import HFConfigReader
 from kvad.checkpoint.families import FAMILIES, UNSUPPORTED
-from kvad.checkpoint.hf import HFConfigReader
-from kvad.config import (
+from kvad.config.layers import (
     AlibiConfig,
     AttentionConfig,
     LearnedPositionsConfig,
-    ModelConfig,
     RopeConfig,
     SinusoidalPositionsConfig,
     StackConfig,
     T5BiasConfig,
 )
+from kvad.config.model import ModelConfig
 from kvad.errors import KvadError
 from tests.oracle import checkpoint
 

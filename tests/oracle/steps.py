@@ -16,20 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvad.checkpoint.conversion import HFConfigReader
 from kvad.checkpoint.families import find_family
 from kvad.checkpoint.folder import list_steps
-from kvad.checkpoint.generation import GenerationConfig
-from kvad.checkpoint.hf import HFConfigReader
+from kvad.checkpoint.generation_config import GenerationConfig
+from kvad.checkpoint.hf_layout import choose_layout
+from kvad.checkpoint.loader import load_model
 from kvad.checkpoint.native import save_step
-from kvad.checkpoint.open import load_model
-from kvad.checkpoint.theirs import choose_layout
-from kvad.config import ModelConfig, to_dict
-from kvad.lab.replay import run_uncached, run_whole_sequence
+from kvad.config.model import ModelConfig
+from kvad.config.serialization import to_dict
 from kvad.llm import LLM
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import train_tokenizer
-from kvad.train.config import RunConfig
-from kvad.train.job import train_model
+from kvad.train.config.run import RunConfig
+from kvad.train.loop.run import train_model
+from kvad.verify.replay import run_uncached, run_whole_sequence
 from tests.models import randomise
 from tests.trained import T5, configs
 

@@ -37,10 +37,11 @@ from typing import Any
 
 import torch
 
-# ---------------------------------------------------------------- names of kvad: edit this half when they change
-from kvad import LLM
 from kvad.cli.main import main as run_cli
 from kvad.errors import KvadError
+
+# ---------------------------------------------------------------- names of kvad: edit this half when they change
+from kvad.llm import LLM
 from tests.oracle import checkpoint as family_goldens
 
 # Keys of the record -> keys of today. A key may be qualified by the keys around it ("cache.rows"; list indices are

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvad.text.tokenizer import Tokenizer, train_tokenizer
+from kvad.text.base import Tokenizer
+from kvad.text.tokenizer import train_tokenizer
 
 MODULES = ("argparse", "ast", "bisect", "calendar", "codecs", "heapq", "locale", "textwrap", "threading", "this")
 OTHER = "안녕하세요 세계. naïve café, Ελληνικά 🙂👩‍👩‍👧 e\u0301 हिन्दी「日本」\r\n\tend"

@@ -13,12 +13,11 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from kvad.errors import TokenizerError
-from kvad.text import library
-from kvad.text.base import split_text
-from kvad.text.detokenize import Detokenizer
-from kvad.text.library import HFTokenizer
-from kvad.text.pieces import byte_alphabet
-from kvad.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from kvad.text import hf_tokenizer
+from kvad.text.base import Tokenizer, split_text
+from kvad.text.detokenizer import Detokenizer
+from kvad.text.hf_tokenizer import HFTokenizer, byte_alphabet
+from kvad.text.tokenizer import load_tokenizer, train_tokenizer
 
 
 def save(folder: Path, backend: Backend, **config: Any) -> Path:
@@ -112,8 +111,8 @@ def test_batches_keep_their_order(
         encode(self, backend, waiting, unknown)
 
     monkeypatch.setattr(HFTokenizer, "_encode_pieces", watched)
-    monkeypatch.setattr(library, "BATCH_CHARS", 4 * limit)
-    monkeypatch.setattr(library, "cut", lambda text: split_text(text, limit))
+    monkeypatch.setattr(hf_tokenizer, "BATCH_CHARS", 4 * limit)
+    monkeypatch.setattr(hf_tokenizer, "cut", lambda text: split_text(text, limit))
     assert tokenizers["bpe"].encode_batch(documents) == expected
     assert len(sizes) > 10 and max(sizes) <= 5 * limit + 200
 
@@ -197,7 +196,7 @@ def test_a_long_text_is_not_cut_where_that_would_show(monkeypatch: pytest.Monkey
     prefixed, spaced = gpt2_like(), gpt2_like()
     prefixed.normalizer = normalizers.Prepend("_")
     spaced.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    monkeypatch.setattr(library, "cut", lambda text: split_text(text, 1))
+    monkeypatch.setattr(hf_tokenizer, "cut", lambda text: split_text(text, 1))
     text = "a\nb\nc"
     for backend in (llama(), prefixed, spaced):
         expected = backend.encode(text, add_special_tokens=False).ids

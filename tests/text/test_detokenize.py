@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvad.errors import TokenizerError
-from kvad.text.detokenize import Detokenizer
-from kvad.text.tokenizer import Tokenizer, train_tokenizer
+from kvad.text.base import Tokenizer
+from kvad.text.detokenizer import Detokenizer
+from kvad.text.tokenizer import train_tokenizer
 
 HARD = ["🙂", "👩‍👩‍👧", "한국어", "각", "e\u0301", "\ufeff", "\ufffd", "\x00", "\r\n", "ð", "\U0010ffff"]
 

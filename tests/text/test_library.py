@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from kvad.errors import TokenizerError
-from kvad.text import families
-from kvad.text.detokenize import Detokenizer
-from kvad.text.library import HFTokenizer
+from kvad.text import sentencepiece_tokenizer
+from kvad.text.detokenizer import Detokenizer
+from kvad.text.hf_tokenizer import HFTokenizer
 from kvad.text.tokenizer import load_tokenizer
 from tests.text import zoo
 
@@ -294,9 +294,9 @@ def test_a_template_without_the_text_is_refused(tmp_path: Path) -> None:
 
 
 CODES = {
-    "MBart": families._MBART,
-    "MBart50": families._MBART + families._MBART50,
-    "Nllb": families._NLLB,
+    "MBart": sentencepiece_tokenizer._MBART,
+    "MBart50": sentencepiece_tokenizer._MBART + sentencepiece_tokenizer._MBART50,
+    "Nllb": sentencepiece_tokenizer._NLLB,
 }
 LANGUAGES = {"MBart": ["en_XX", "de_DE", "ro_RO"], "MBart50": ["en_XX", "pl_PL"], "Nllb": ["eng_Latn", "deu_Latn"]}
 

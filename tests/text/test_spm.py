@@ -16,12 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvad.errors import TokenizerError
-from kvad.text import families
-from kvad.text.detokenize import Detokenizer
-from kvad.text.families import TOKENIZER_FAMILIES
-from kvad.text.settings import read_settings
-from kvad.text.spm import SentencePieceTokenizer
-from kvad.text.spm_model import SentencePieceModel
+from kvad.text import sentencepiece_tokenizer
+from kvad.text.detokenizer import Detokenizer
+from kvad.text.hf_config import read_settings
+from kvad.text.sentencepiece_tokenizer import TOKENIZER_FAMILIES, SentencePieceModel, SentencePieceTokenizer
 from kvad.text.tokenizer import load_tokenizer
 from tests.text import zoo
 
@@ -37,7 +35,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {
         name: zoo.spm_folder(base / name, name) for name in FAMILY_NAMES if name not in ("Gemma", "M2M100", "Nllb")
     }
-    codes = [f"__{code}__" for code in families._M2M100]
+    codes = [f"__{code}__" for code in sentencepiece_tokenizer._M2M100]
     found["M2M100"] = zoo.spm_folder(base / "M2M100", "M2M100", additional_special_tokens=codes)
     found["Gemma"] = base / "Gemma"
     found["Gemma"].mkdir()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvad.errors import RequestError
-from kvad.text.stop import StopStringMatcher
+from kvad.text.detokenizer import StopStringMatcher
 
 
 def naive(text: str, stops: list[str]) -> tuple[str, str | None]:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvad.errors import DataError, SaveError, TokenizerError
-from kvad.text.base import NAMES
-from kvad.text.tokenizer import KINDS, Tokenizer, load_tokenizer, train_tokenizer
+from kvad.text.base import NAMES, Tokenizer
+from kvad.text.tokenizer import KINDS, load_tokenizer, train_tokenizer
 
 LOSSLESS = ("bpe", "byte", "char")
 
@@ -109,7 +109,7 @@ def test_training_is_deterministic_between_processes(kind: str, documents: list[
 
 def test_text_imports_no_torch_and_no_library() -> None:
     program = (
-        "import sys, kvad.text.tokenizer, kvad.text.detokenize, kvad.text.stop;"
+        "import sys, kvad.text.tokenizer, kvad.text.detokenizer, kvad.text.detokenizer;"
         "bad = {'torch', 'tokenizers', 'numpy'} & set(sys.modules); assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": str(Path.cwd())}, check=True)

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvad.errors import DataError, TokenizerError
-from kvad.text.plain import CharTokenizer
+from kvad.text.simple_tokenizers import CharTokenizer, WordTokenizer, _patterns, split_words
 from kvad.text.tokenizer import train_tokenizer
-from kvad.text.words import WordTokenizer, _patterns, split_words
 
 
 def test_char_ids_are_in_code_point_order() -> None:

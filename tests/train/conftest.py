@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kvad.train.config import OptimConfig, RunConfig
-from kvad.train.reports import Callback
+from kvad.train.config.optim import OptimConfig
+from kvad.train.config.run import RunConfig
+from kvad.train.monitoring.callbacks import Callback
 
 SHAPE = {"width": 32, "decoder.num_layers": 2, "decoder.layer_types.L.mlp.intermediate_size": 48}
 

@@ -7,9 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvad.errors import ChatTemplateError, ConfigError, DataError
-from kvad.text.chat import ChatTemplate
+from kvad.text.chat_template import ChatTemplate
 from kvad.text.tokenizer import train_tokenizer
-from kvad.train.chats import (
+from kvad.train.config.run import RunConfig
+from kvad.train.data.token_store import open_store
+from kvad.train.setup.dataset_factory import open_examples
+from kvad.train.sources.chat import (
     CHATML,
     CHATML_TOKENS,
     Conversation,
@@ -18,10 +21,7 @@ from kvad.train.chats import (
     render_with_spans,
     with_tokenizer_specials,
 )
-from kvad.train.config import RunConfig
-from kvad.train.feeds import open_examples
-from kvad.train.pairs import PairPaths
-from kvad.train.store import open_store
+from kvad.train.sources.pairs import PairPaths
 
 GENERATION = CHATML.replace(
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}",

@@ -11,7 +11,7 @@ import pytest
 
 from kvad.checkpoint.native import open_folder
 from kvad.cli.main import main
-from kvad.train.objective import CrossEntropyObjective, EvalResult
+from kvad.train.objectives.cross_entropy import CrossEntropyObjective, EvalResult
 
 SMALL = [
     "--set",
@@ -200,15 +200,15 @@ def test_what_cannot_fit_is_refused_before_anything_is_allocated(corpus, tmp_pat
 
 
 def test_the_batch_that_would_fit_is_named(corpus, tmp_path, monkeypatch):
-    from kvad.cache import available
+    from kvad.cache.sizing import system_memory
 
-    monkeypatch.setattr(available, "available_bytes", lambda: 3_000_000)
+    monkeypatch.setattr(system_memory, "available_bytes", lambda: 3_000_000)
     code, _, stderr = kvad("train", corpus, "--out", tmp_path / "run", *QUICK, "--batch", "5000")
     assert code == 2 and "2.9 MiB is available" in stderr
     batch = stderr.partition("what would fit: --batch ")[2].split()[0]
     code, _, stderr = kvad("train", corpus, "--out", tmp_path / "run", *QUICK, "--batch", batch, "--steps", "1")
     assert code == 0 and int(batch) > 1, stderr
-    monkeypatch.setattr(available, "available_bytes", lambda: 30_000)
+    monkeypatch.setattr(system_memory, "available_bytes", lambda: 30_000)
     code, _, stderr = kvad("train", "--resume", "--out", tmp_path / "run")
     assert code == 2 and "not even --batch 1 fits" in stderr
 

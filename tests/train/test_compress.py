@@ -5,24 +5,24 @@ import json
 import pytest
 import torch
 
-from kvad import LLM
-from kvad.checkpoint.compressor import load_summarizer, open_summarizer, sampled_fingerprint
 from kvad.checkpoint.export import export_hf
 from kvad.checkpoint.folder import list_steps
-from kvad.checkpoint.open import load_model, open_checkpoint
-from kvad.config import attention_specs
+from kvad.checkpoint.loader import load_model, open_checkpoint
+from kvad.checkpoint.summarizer import load_summarizer, open_summarizer, sampled_fingerprint
+from kvad.config.model import attention_specs
 from kvad.errors import CheckpointError, ConfigError, UsageError
-from kvad.model.compress import Summarizer
-from kvad.model.fresh import NoCache
-from kvad.step import ModelInput, SubBatch
-from kvad.train import job
-from kvad.train.compress import read_summarizer_run, resume_summarizer, train_summarizer
-from kvad.train.config import RunConfig, SummarizerConfig
-from kvad.train.data import Batch
-from kvad.train.distil import SummaryDistillation, _Recorder, _Rows
-from kvad.train.material import RunData
-from kvad.train.metrics import read_metrics
-from kvad.train.objective import Autocast
+from kvad.llm import LLM
+from kvad.model.no_cache import NoCache
+from kvad.model.summarizer import Summarizer
+from kvad.model_input import ModelInput, SubBatch
+from kvad.train.config.run import RunConfig, SummarizerConfig
+from kvad.train.data.collate import Batch
+from kvad.train.loop import run as job
+from kvad.train.loop.run import read_summarizer_run, resume_summarizer, train_summarizer
+from kvad.train.monitoring.metrics import read_metrics
+from kvad.train.objectives.cross_entropy import Autocast
+from kvad.train.objectives.summary_distillation import SummaryDistillation, _Recorder, _Rows
+from kvad.train.setup.run_data import RunData
 from tests.train.test_cli import kvad
 from tests.train.test_job import StopAt
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvad.cache.weights import weight_shapes
-from kvad.checkpoint.generation import GenerationConfig
-from kvad.checkpoint.theirs import choose_family, choose_layout
-from kvad.config import (
+from kvad.checkpoint.generation_config import GenerationConfig
+from kvad.checkpoint.hf_layout import choose_family, choose_layout
+from kvad.config.layers import (
     EmbeddingConfig,
     GatedMLPConfig,
     LearnedPositionsConfig,
@@ -19,21 +18,17 @@ from kvad.config import (
     PlainMLPConfig,
     RopeConfig,
     SinusoidalPositionsConfig,
-    canonical_config,
 )
+from kvad.config.model import canonical_config
+from kvad.config.parameter_shapes import weight_shapes
 from kvad.errors import ConfigError
 from kvad.model.transformer import Transformer
-from kvad.train import encoder_presets, presets
-from kvad.train.config import (
-    RESUMABLE_KEYS,
-    DataConfig,
-    OptimConfig,
-    RunConfig,
-    TrainConfig,
-    apply_overrides,
-    config_differences,
-)
-from kvad.train.presets import MODEL_PRESETS
+from kvad.train.config import presets
+from kvad.train.config import presets as encoder_presets
+from kvad.train.config.data import DataConfig
+from kvad.train.config.optim import OptimConfig
+from kvad.train.config.presets import MODEL_PRESETS
+from kvad.train.config.run import RESUMABLE_KEYS, RunConfig, TrainConfig, apply_overrides, config_differences
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,8 +5,8 @@ import os
 import pytest
 
 from kvad.errors import DataError
-from kvad.train.corpus import open_corpus
-from kvad.train.readers import read_blocks
+from kvad.train.sources.documents import open_corpus
+from kvad.train.sources.formats import read_blocks
 
 
 @pytest.fixture

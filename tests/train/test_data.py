@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from kvad.errors import DataError
-from kvad.model.fresh import NoCache
-from kvad.train.data import RowOrder, TokenSpans, build_batch, evaluation_rows, split_validation
+from kvad.model.no_cache import NoCache
+from kvad.train.data.document_dataset import RowOrder, TokenSpans, build_batch, evaluation_rows, split_validation
 from tests.models import build, model_config
 
 SEPARATOR = 9

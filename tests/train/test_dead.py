@@ -3,11 +3,12 @@
 import pytest
 
 from kvad.errors import CheckpointError, DataError, MemoryPlanError, NumericalError
-from kvad.lab.runs import comparison_warnings, read_run, read_runs
-from kvad.train import compress, trainer
-from kvad.train.job import resume_model, train_model
-from kvad.train.metrics import read_metrics
-from kvad.train.reports import Callback
+from kvad.evaluation.compare_runs import comparison_warnings, read_run, read_runs
+from kvad.train.loop import run as compress
+from kvad.train.loop.run import resume_model, train_model
+from kvad.train.monitoring.callbacks import Callback
+from kvad.train.monitoring.metrics import read_metrics
+from kvad.train.optim.optimizer import OptimizersContainer
 
 
 class FailAfter(Callback):
@@ -34,10 +35,10 @@ def config_of(run_config, **changes):
     ],
 )
 def test_what_is_left_and_what_to_do_is_true(corpus, tmp_path, run_config, monkeypatch, precision, step, hint):
-    real = trainer.OptimizersContainer.clip_grad_norm
+    real = OptimizersContainer.clip_grad_norm
     calls = iter(range(1, 100))
     monkeypatch.setattr(
-        trainer.OptimizersContainer, "clip_grad_norm", lambda self: float("nan") if next(calls) == step else real(self)
+        OptimizersContainer, "clip_grad_norm", lambda self: float("nan") if next(calls) == step else real(self)
     )
     with pytest.raises(NumericalError, match=f"step {step}: ") as caught:
         train_model(config_of(run_config, precision=precision), [corpus], tmp_path / "run")
@@ -84,7 +85,7 @@ def test_a_failure_is_forgotten_when_the_run_goes_on(corpus, tmp_path, run_confi
 
 
 def test_one_that_failed_in_its_first_step_says_so(corpus, tmp_path, run_config, monkeypatch):
-    monkeypatch.setattr(trainer.OptimizersContainer, "clip_grad_norm", lambda self: float("nan"))
+    monkeypatch.setattr(OptimizersContainer, "clip_grad_norm", lambda self: float("nan"))
     with pytest.raises(NumericalError):
         train_model(config_of(run_config), [corpus], tmp_path / "run")
     with pytest.raises(DataError, match="failed before it had logged a step: step 1: "):

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from kvad.train.divergence import PATIENCE, DivergenceDetector
-from kvad.train.job import resume_model, train_model
-from kvad.train.metrics import read_metrics
+from kvad.train.loop.divergence import PATIENCE, DivergenceDetector
+from kvad.train.loop.run import resume_model, train_model
+from kvad.train.monitoring.metrics import read_metrics
 
 
 def told(losses, norms=None):

@@ -6,19 +6,20 @@ import json
 import pytest
 import torch
 
-from kvad.checkpoint.hf import HFConfigReader
+from kvad.checkpoint.conversion import HFConfigReader
+from kvad.checkpoint.hf_layout import choose_family
 from kvad.checkpoint.native import save_checkpoint
-from kvad.checkpoint.theirs import choose_family
-from kvad.config import ModelConfig, override
+from kvad.config.model import ModelConfig
+from kvad.config.serialization import override
 from kvad.errors import ConfigError
-from kvad.model.fresh import NoCache
-from kvad.model.parts import apply_dropout
+from kvad.model.layers import apply_dropout
+from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
-from kvad.ops import compiled
-from kvad.ops.attend import AttentionMask, dot_product_attention
-from kvad.step import AttentionParams, AttentionPattern, ModelInput, SubBatch, TokenPositions
-from kvad.train.config import RunConfig, TrainConfig
-from kvad.train.speed import apply_acceleration
+from kvad.model_input import AttentionParams, AttentionPattern, ModelInput, SubBatch, TokenPositions
+from kvad.ops import compile
+from kvad.ops.attention import AttentionMask, dot_product_attention
+from kvad.train.config.run import RunConfig, TrainConfig
+from kvad.train.loop.acceleration import apply_acceleration
 from tests.models import build, model_config, pair_config
 
 EVERY = {"embedding": 0.1, "residual": 0.2, "attention": 0.3, "hidden": 0.25, "output": 0.15}
@@ -156,7 +157,7 @@ def test_a_family_carries_what_it_has_a_name_for(family, shares, fields):
 
 def written():
     """A small model of each family."""
-    from kvad.train.presets import MODEL_PRESETS
+    from kvad.train.config.presets import MODEL_PRESETS
 
     known = {
         name: MODEL_PRESETS[preset](64, 32)
@@ -320,7 +321,7 @@ def test_no_compiler_is_said_in_a_line(monkeypatch):
     def missing(function):
         raise RuntimeError("No working C++ compiler found\nmore of it")
 
-    monkeypatch.setattr(compiled.torch, "compile", missing)
+    monkeypatch.setattr(compile.torch, "compile", missing)
     with pytest.raises(ConfigError, match=r"train.compile: torch compiles nothing for cpu here: No working C\+\+ "):
         apply_acceleration(Transformer(model_config()), TrainConfig(compile=True))
 
@@ -328,7 +329,7 @@ def test_no_compiler_is_said_in_a_line(monkeypatch):
 @pytest.mark.long(minutes=1)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_compiled_gradients_are_near(recompute):
-    if compiled.compile_error("cpu") is not None:
+    if compile.compile_error("cpu") is not None:
         pytest.skip("no compiler here")
     model = build(model_config(), dtype=torch.float32).train()
     step = packed(model.config)

@@ -6,8 +6,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from kvad.cli.main import main
-from kvad.train.job import resume_model, train_model
-from kvad.train.reports import Callback
+from kvad.train.loop.run import resume_model, train_model
+from kvad.train.monitoring.callbacks import Callback
 
 
 class Stop(Callback):

@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvad.config import ClassificationHeadConfig, LanguageHeadConfig
+from kvad.config.layers import ClassificationHeadConfig, LanguageHeadConfig
 from kvad.errors import ConfigError, UsageError
-from kvad.model.fresh import NoCache
-from kvad.train.config import RunConfig
-from kvad.train.material import RunData, resolve_corpus
-from kvad.train.objective import Autocast
-from kvad.train.objectives import OBJECTIVE_TOPOLOGY, build_objective, resolve_objective, with_head
-from kvad.train.pairs import PairPaths
-from kvad.train.plan import plan_training
-from kvad.train.presets import MODEL_PRESETS
+from kvad.model.no_cache import NoCache
+from kvad.train.config.presets import MODEL_PRESETS
+from kvad.train.config.run import RunConfig
+from kvad.train.loop.dry_run import plan_training
+from kvad.train.objectives.cross_entropy import Autocast
+from kvad.train.setup.objective_factory import OBJECTIVE_TOPOLOGY, build_objective, resolve_objective, with_head
+from kvad.train.setup.run_data import RunData, resolve_corpus
+from kvad.train.sources.pairs import PairPaths
 from tests.models import build
 
 EXACT = Autocast("fp32", "cpu")

@@ -8,12 +8,11 @@ import pytest
 
 from kvad.errors import ConfigError, DataError, UsageError
 from kvad.text.tokenizer import train_tokenizer
-from kvad.train.config import RunConfig
-from kvad.train.labelled import open_labeled
-from kvad.train.pairs import PairPaths
-from kvad.train.store import TokenStore, open_store
-from kvad.train.tagging import open_tagging, word_separator
-from kvad.train.text_data import ExampleDataset, ExampleRows
+from kvad.train.config.run import RunConfig
+from kvad.train.data.example_dataset import ExampleDataset, ExampleRows
+from kvad.train.data.token_store import TokenStore, open_store
+from kvad.train.sources.examples import open_labeled, open_tagging, word_separator
+from kvad.train.sources.pairs import PairPaths
 
 TAGS = "Ada\tPROPN\nsees\tVERB\nBob\tPROPN\n\nBob\tPROPN\nran\tVERB\n\n\nWho\tPRON\n?\tPUNCT"
 ROLES = ("pad", "unk", "cls", "sep", "mask")

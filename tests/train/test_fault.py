@@ -10,18 +10,18 @@ import torch
 
 from kvad.checkpoint.native import open_folder
 from kvad.errors import NumericalError
-from kvad.model.parts import GatedMLP
+from kvad.model.layers import GatedMLP
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import train_tokenizer
-from kvad.train.config import RunConfig
-from kvad.train.fault import RandomState, locate_nonfinite
-from kvad.train.job import train_model
-from kvad.train.material import RunData, resolve_corpus
-from kvad.train.objective import Autocast, CrossEntropyObjective
-from kvad.train.objectives import resolve_objective
-from kvad.train.pairs import PairPaths
-from kvad.train.reports import Callback
-from kvad.train.rows import CollateConfig, Segment, collate_rows, row_provenance
+from kvad.train.config.run import RunConfig
+from kvad.train.data.collate import CollateConfig, Segment, collate_rows, row_provenance
+from kvad.train.loop.nonfinite import RandomState, locate_nonfinite
+from kvad.train.loop.run import train_model
+from kvad.train.monitoring.callbacks import Callback
+from kvad.train.objectives.cross_entropy import Autocast, CrossEntropyObjective
+from kvad.train.setup.objective_factory import resolve_objective
+from kvad.train.setup.run_data import RunData, resolve_corpus
+from kvad.train.sources.pairs import PairPaths
 
 SHAPE = {"width": 32, "decoder.num_layers": 2, "decoder.layer_types.L.mlp.intermediate_size": 48}
 

@@ -12,19 +12,19 @@ import pytest
 import torch
 
 from kvad.checkpoint.folder import list_steps
+from kvad.checkpoint.loader import load_model
 from kvad.checkpoint.native import open_folder
-from kvad.checkpoint.open import load_model
 from kvad.errors import CheckpointError, ConfigError, DataError, NumericalError, SaveError, UsageError
-from kvad.lab.runs import loss_panels, read_run
+from kvad.evaluation.compare_runs import loss_panels, read_run
 from kvad.text.tokenizer import train_tokenizer
-from kvad.train.corpus import open_corpus
-from kvad.train.job import read_model_run, resume_model, train_model
-from kvad.train.metrics import MetricsFile, read_metrics
-from kvad.train.objective import CrossEntropyObjective
-from kvad.train.objectives import resolve_objective
-from kvad.train.optim import OptimizersContainer
-from kvad.train.reports import Callback
-from kvad.train.store import open_store
+from kvad.train.data.token_store import open_store
+from kvad.train.loop.run import read_model_run, resume_model, train_model
+from kvad.train.monitoring.callbacks import Callback
+from kvad.train.monitoring.metrics import MetricsFile, read_metrics
+from kvad.train.objectives.cross_entropy import CrossEntropyObjective
+from kvad.train.optim.optimizer import OptimizersContainer
+from kvad.train.setup.objective_factory import resolve_objective
+from kvad.train.sources.documents import open_corpus
 
 
 def losses(out):
@@ -67,7 +67,7 @@ def test_the_loss_falls_and_the_run_is_a_checkpoint(corpus, tmp_path, run_config
 
 
 def test_three_line_face_loads_a_run(corpus, tmp_path, run_config):
-    from kvad import LLM
+    from kvad.llm import LLM
 
     train_model(run_config(steps=2), [corpus], tmp_path / "run")
     with LLM.load(tmp_path / "run", rows=1) as llm:
@@ -275,7 +275,7 @@ def test_a_step_is_theirs_where_a_family_can_hold_the_model(corpus, tmp_path, ru
 
 def test_a_run_of_kvads_own_layout_goes_on_to_the_bit(corpus, tmp_path, run_config, monkeypatch, listener):
     """Steps that were saved before, or that no family could hold; what follows them may be of the other layout."""
-    from kvad.train import job
+    from kvad.train.loop import run as job
 
     def none(*_):
         raise CheckpointError("no class can hold it", "it says why")

@@ -5,10 +5,17 @@ import pytest
 import torch
 
 from kvad.errors import DataError
-from kvad.step import ModelInput, SubBatch
+from kvad.model_input import ModelInput, SubBatch
 from kvad.text.tokenizer import train_tokenizer
-from kvad.train.data import Batch
-from kvad.train.masking import EVAL_STREAM, TRAIN_STREAM, InputMaskingDataset, MaskedLMDataset, mask_row, row_rng
+from kvad.train.data.collate import Batch
+from kvad.train.objectives.masked_lm import (
+    EVAL_STREAM,
+    TRAIN_STREAM,
+    InputMaskingDataset,
+    MaskedLMDataset,
+    mask_row,
+    row_rng,
+)
 
 TOKENIZER = train_tokenizer("byte", [], specials=("pad", "cls", "sep", "mask"))
 MASK, CLS, SEP, PAD = (getattr(TOKENIZER.special_tokens, role) for role in ("mask", "cls", "sep", "pad"))

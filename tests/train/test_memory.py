@@ -7,12 +7,16 @@ import pytest
 import torch
 
 from kvad.errors import MemoryPlanError
-from kvad.model.fresh import NoCache
+from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
-from kvad.ops import entropy
-from kvad.step import ModelInput, SubBatch
-from kvad.train.config import CallbacksConfig, RunConfig
-from kvad.train.memory import (
+from kvad.model_input import ModelInput, SubBatch
+from kvad.ops import cross_entropy
+from kvad.train.config.presets import MODEL_PRESETS
+from kvad.train.config.run import CallbacksConfig, RunConfig
+from kvad.train.loop.acceleration import apply_acceleration
+from kvad.train.objectives.cross_entropy import Autocast
+from kvad.train.optim.optimizer import OptimizersContainer
+from kvad.train.setup.memory_estimate import (
     LOGIT_CHUNK_ELEMENTS,
     out_of_memory_error,
     require_training_memory,
@@ -21,10 +25,6 @@ from kvad.train.memory import (
     training_parts,
     translate_oom,
 )
-from kvad.train.objective import Autocast
-from kvad.train.optim import OptimizersContainer
-from kvad.train.presets import MODEL_PRESETS
-from kvad.train.speed import apply_acceleration
 from tests.lab.models import CONFIGS
 
 ROWS, CONTEXT = 4, 64
@@ -96,7 +96,7 @@ def test_the_estimate_of_an_encoder_decoder_is_near_it_too(precision):
 
 @pytest.mark.parametrize("name", ["plain", "gated bias", "pattern", "t5"])
 def test_the_estimate_beside_frozen_weights_is_near_it_too(name):
-    from kvad.checkpoint.linears import match_targets
+    from kvad.checkpoint.peft import match_targets
     from kvad.model.lora import add_adapters
 
     model = Transformer(CONFIGS[name])
@@ -173,7 +173,7 @@ def test_the_estimate_of_a_recomputed_pass_is_near_what_autograd_keeps(name):
 
 
 def test_the_budget_is_that_of_the_slices():
-    assert LOGIT_CHUNK_ELEMENTS == entropy.CHUNK_ELEMENTS
+    assert LOGIT_CHUNK_ELEMENTS == cross_entropy.CHUNK_ELEMENTS
 
 
 def of_batch(batch):

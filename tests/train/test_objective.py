@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvad.model.fresh import NoCache
-from kvad.ops import entropy
-from kvad.step import ModelInput, SubBatch
-from kvad.train.data import Batch
-from kvad.train.objective import Autocast, accumulate_gradients, evaluate_loss, resolve_precision
+from kvad.model.no_cache import NoCache
+from kvad.model_input import ModelInput, SubBatch
+from kvad.ops import cross_entropy
+from kvad.train.data.collate import Batch
+from kvad.train.objectives.cross_entropy import Autocast, accumulate_gradients, evaluate_loss, resolve_precision
 from tests.models import VOCAB, build, model_config
 
 EXACT = Autocast("fp32", "cpu")
@@ -74,7 +74,7 @@ def test_slices_of_positions_change_nothing(model, monkeypatch):
     whole = gradients(model, [batch], [len(batch.targets)])
     shapes = []
     real = torch.Tensor.log_softmax
-    monkeypatch.setattr(entropy, "CHUNK_ELEMENTS", 4 * VOCAB)
+    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", 4 * VOCAB)
     monkeypatch.setattr(torch.Tensor, "log_softmax", lambda x, **k: (shapes.append(tuple(x.shape)), real(x, **k))[1])
     sliced = gradients(model, [batch], [len(batch.targets)])
     assert len(shapes) > 3 and max(shape[0] for shape in shapes) == 4

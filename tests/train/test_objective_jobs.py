@@ -5,15 +5,15 @@ import random
 
 import pytest
 
-from kvad import LLM
 from kvad.checkpoint.native import open_folder
-from kvad.config import ClassificationHeadConfig
+from kvad.config.layers import ClassificationHeadConfig
 from kvad.errors import ConfigError, DataError
-from kvad.text.chat import ChatTemplate
-from kvad.train.config import RunConfig
-from kvad.train.job import read_model_run, resume_model, train_model
-from kvad.train.metrics import read_metrics
-from kvad.train.pairs import PairPaths
+from kvad.llm import LLM
+from kvad.text.chat_template import ChatTemplate
+from kvad.train.config.run import RunConfig
+from kvad.train.loop.run import read_model_run, resume_model, train_model
+from kvad.train.monitoring.metrics import read_metrics
+from kvad.train.sources.pairs import PairPaths
 from tests.train.test_pair_job import StopAt
 
 WORDS = {"NOUN": ["cat", "dog", "fish", "bird"], "VERB": ["eats", "sees", "likes"], "ADV": ["often", "never"]}

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from kvad.errors import CheckpointError
-from kvad.train.config import OptimConfig, TrainConfig
-from kvad.train.optim import OptimizersContainer, uses_weight_decay
-from kvad.train.schedules import learning_rate
+from kvad.train.config.optim import OptimConfig
+from kvad.train.config.run import TrainConfig
+from kvad.train.optim.optimizer import OptimizersContainer, uses_weight_decay
+from kvad.train.optim.schedules import learning_rate
 from tests.models import build, model_config
 
 

@@ -8,15 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from kvad.checkpoint.loader import load_model
 from kvad.checkpoint.native import open_folder
-from kvad.checkpoint.open import load_model
 from kvad.errors import ConfigError, NumericalError
-from kvad.train.job import resume_model, train_model
-from kvad.train.metrics import read_metrics
-from kvad.train.objective import CrossEntropyObjective
-from kvad.train.optim import OptimizersContainer
-from kvad.train.reports import Callback
-from kvad.train.scaling import LossScale
+from kvad.train.loop.run import resume_model, train_model
+from kvad.train.monitoring.callbacks import Callback
+from kvad.train.monitoring.metrics import read_metrics
+from kvad.train.objectives.cross_entropy import CrossEntropyObjective
+from kvad.train.optim.optimizer import LossScale, OptimizersContainer
 
 SMALL = {"width": 32, "decoder.num_layers": 1, "decoder.layer_types.L.mlp.intermediate_size": 32}
 DROPS = {f"dropout.{name}": 0.2 for name in ("embedding", "residual", "attention", "hidden")}

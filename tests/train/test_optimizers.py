@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from kvad.config import ModelConfig, override
+from kvad.config.model import ModelConfig
+from kvad.config.serialization import override
 from kvad.errors import CheckpointError, ConfigError
-from kvad.train.config import OptimConfig, TrainConfig
-from kvad.train.optim import OptimizersContainer, uses_muon, uses_weight_decay
-from kvad.train.scaling import LossScale
+from kvad.train.config.optim import OptimConfig
+from kvad.train.config.run import TrainConfig
+from kvad.train.optim.optimizer import LossScale, OptimizersContainer, uses_muon, uses_weight_decay
 from tests.models import build, model_config
 
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from kvad.errors import ConfigError, DataError
-from kvad.model.fresh import NoCache
-from kvad.train import packing
-from kvad.train.config import RunConfig
-from kvad.train.data import DocumentDataset
-from kvad.train.objective import Autocast, accumulate_gradients
-from kvad.train.packing import pack_rows, split_windows
-from kvad.train.pair_data import PairDataset
-from kvad.train.rows import CollateConfig, Segment, collate_rows, split_segments
+from kvad.model.no_cache import NoCache
+from kvad.train.config.run import RunConfig
+from kvad.train.data import packing
+from kvad.train.data.collate import CollateConfig, Segment, collate_rows, split_segments
+from kvad.train.data.document_dataset import DocumentDataset
+from kvad.train.data.packing import pack_rows, split_windows
+from kvad.train.data.pair_dataset import PairDataset
+from kvad.train.objectives.cross_entropy import Autocast, accumulate_gradients
 from tests.models import build, model_config
 from tests.train.test_data import Tokens
 from tests.train.test_pair_data import MANY, PAD, SMALL, Pairs, model  # noqa: F401
@@ -277,7 +277,7 @@ def test_the_switches_are_a_mask_by_document_and_position(decoder, fit, reset, i
 
 
 def test_a_window_counts_the_tokens_of_the_row_where_documents_are_not_isolated():
-    from kvad.step import AttentionPattern, TokenPositions
+    from kvad.model_input import AttentionPattern, TokenPositions
 
     rows = [[Segment(np.arange(3), np.arange(3)), Segment(np.arange(4), np.arange(4))]]
     step = collate_rows(rows, CollateConfig(16, isolate=False)).model_input

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from kvad.errors import ConfigError, DataError
-from kvad.model.fresh import NoCache
-from kvad.ops.attend import AttentionMask, dot_product_attention
-from kvad.step import AttentionParams, AttentionPattern, TokenPositions
-from kvad.train.config import RunConfig
-from kvad.train.objective import Autocast, accumulate_gradients
-from kvad.train.pair_data import PairDataset, PairRows
-from kvad.train.presets import MODEL_PRESETS
+from kvad.model.no_cache import NoCache
+from kvad.model_input import AttentionParams, AttentionPattern, TokenPositions
+from kvad.ops.attention import AttentionMask, dot_product_attention
+from kvad.train.config.presets import MODEL_PRESETS
+from kvad.train.config.run import RunConfig
+from kvad.train.data.pair_dataset import PairDataset, PairRows
+from kvad.train.objectives.cross_entropy import Autocast, accumulate_gradients
 from tests.models import build
 
 BOS, EOS, PAD, VOCAB = 1, 2, 3, 40

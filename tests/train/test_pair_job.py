@@ -8,19 +8,19 @@ import signal
 
 import pytest
 
-from kvad import LLM
+from kvad.checkpoint.loader import load_model
 from kvad.checkpoint.native import open_folder
-from kvad.checkpoint.open import load_model
 from kvad.cli.main import main
 from kvad.errors import ConfigError, DataError, UsageError
+from kvad.llm import LLM
 from kvad.text.tokenizer import train_tokenizer
-from kvad.train.config import RunConfig
-from kvad.train.initial import init_weights
-from kvad.train.job import read_model_run, resume_model, train_model
-from kvad.train.metrics import read_metrics
-from kvad.train.pairs import PairPaths, pair_generation_config
-from kvad.train.reports import Callback
-from kvad.train.samples import greedy_decode
+from kvad.train.config.run import RunConfig
+from kvad.train.loop.run import read_model_run, resume_model, train_model
+from kvad.train.monitoring.callbacks import Callback
+from kvad.train.monitoring.metrics import read_metrics
+from kvad.train.monitoring.samples import greedy_decode
+from kvad.train.setup.initialize import init_weights
+from kvad.train.sources.pairs import PairPaths, pair_generation_config
 from tests.train.conftest import parted
 
 SMALL = {
@@ -180,7 +180,7 @@ def test_an_encoder_decoder_begins_as_glorot_and_the_paper_do():
     import torch
 
     from kvad.model.transformer import Transformer
-    from kvad.train.presets import MODEL_PRESETS
+    from kvad.train.config.presets import MODEL_PRESETS
 
     torch.manual_seed(0)
     model = Transformer(MODEL_PRESETS["transformer-tiny"](500, 64))

@@ -5,7 +5,7 @@ import pytest
 from kvad.cli.main import main
 from kvad.errors import DataError
 from kvad.text.tokenizer import train_tokenizer
-from kvad.train.pairs import ROLES, PairPaths, open_pairs, pair_generation_config
+from kvad.train.sources.pairs import ROLES, PairPaths, open_pairs, pair_generation_config
 
 BYTE = train_tokenizer("byte", [], specials=ROLES)
 

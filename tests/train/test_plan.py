@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from kvad.checkpoint.folder import TRAINING, list_steps
+from kvad.cli.commands.train import training_plan_text
 from kvad.cli.main import main
-from kvad.cli.train_plan import training_plan_text
 from kvad.errors import ConfigError
-from kvad.train.config import RunConfig
-from kvad.train.job import train_model
-from kvad.train.plan import first_rows, plan_training
+from kvad.train.config.run import RunConfig
+from kvad.train.loop.dry_run import first_rows, plan_training
+from kvad.train.loop.run import train_model
 
 GIB = 1 << 30
 ROOM = 64 * GIB
@@ -144,8 +144,8 @@ def test_adapters_are_planned_as_what_is_trained(corpus, tmp_path, run_config):
 
 
 def test_rows_of_a_micro_batch_are_its_first(corpus, tmp_path, run_config):
-    from kvad.train.data import DocumentDataset
-    from kvad.train.material import RunData
+    from kvad.train.data.document_dataset import DocumentDataset
+    from kvad.train.setup.run_data import RunData
 
     config = run_config()
     material = RunData(replace(config, objective=replace(config.objective, kind="next-token")), [corpus], print)

@@ -9,14 +9,14 @@ import pytest
 
 from kvad.cli.main import main
 from kvad.errors import ConfigError, DataError, UsageError
-from kvad.step import AttentionPattern
+from kvad.model_input import AttentionPattern
 from kvad.text.tokenizer import train_tokenizer
-from kvad.train import job
-from kvad.train.config import RunConfig
-from kvad.train.material import RunData
-from kvad.train.pairs import PairPaths
-from kvad.train.prepared import PreparedData
-from kvad.train.store import is_prepared
+from kvad.train.config.run import RunConfig
+from kvad.train.data.token_store import is_prepared
+from kvad.train.loop import run as job
+from kvad.train.setup.prepared import PreparedData
+from kvad.train.setup.run_data import RunData
+from kvad.train.sources.pairs import PairPaths
 from tests.train.conftest import Listener
 from tests.train.test_cli import QUICK, kvad
 from tests.train.test_job import hashes
@@ -210,7 +210,7 @@ def test_ctrl_c_says_that_nothing_was_written(prepared, corpus, tmp_path, monkey
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvad.train.prepared.fill_store", interrupt)
+    monkeypatch.setattr("kvad.train.setup.prepared.fill_store", interrupt)
     out = prepared if there else tmp_path / "new"
     before = hashlib.sha256((prepared / "tokens-00000.bin").read_bytes()).hexdigest()
     code, _, err = kvad("data", "prepare", corpus, "--tokenizer", "byte", "--out", out, "--overwrite")
@@ -338,7 +338,7 @@ def test_a_damaged_shard_is_named(prepared, run, monkeypatch):
     tokens = bytearray((prepared / "tokens-00000.bin").read_bytes())
     tokens[40] ^= 1
     (prepared / "tokens-00000.bin").write_bytes(tokens)
-    monkeypatch.setattr("kvad.train.check.check_data", lambda *_: pytest.fail("no proof"))
+    monkeypatch.setattr("kvad.train.setup.data_check.check_packing", lambda *_: pytest.fail("no proof"))
     code, out, _ = kvad("data", "check", run(), prepared)
     assert (code, out) == (1, f"damaged: {prepared / 'tokens-00000.bin'}: prepare it again\n")
     code, out, _ = kvad("data", "check", run(), prepared, "--json")

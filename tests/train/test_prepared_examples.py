@@ -10,9 +10,11 @@ import pytest
 from rich.console import Console
 
 from kvad.checkpoint.folder import file_digest
-from kvad.step import AttentionPattern
+from kvad.model_input import AttentionPattern
 from kvad.text.tokenizer import load_tokenizer
-from kvad.train import examples, progress, store
+from kvad.train.data import token_store
+from kvad.train.monitoring import console
+from kvad.train.sources import examples
 from tests.train.test_cli import kvad
 from tests.train.test_every_objective import OBJECTIVE_TOPOLOGY, PRESET, SMALL, files  # noqa: F401  (a fixture)
 from tests.train.test_job import hashes
@@ -141,8 +143,8 @@ def in_batches(monkeypatch):
     """Texts are encoded a few at a time, and every batch takes four seconds."""
     seconds = count(0, 4)
     monkeypatch.setattr(examples, "ENCODE_BATCH", 5)
-    monkeypatch.setattr(store, "BATCH_CHARS", 100)
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr(token_store, "BATCH_CHARS", 100)
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
 
 
 TOLD = [*(("prepare", kind) for kind in ("next-token", "seq2seq", *FED)), ("train", "next-token"), ("train", "tag")]
@@ -170,7 +172,7 @@ def test_texts_that_become_tokens_say_how_far_they_are(command, kind, files, tmp
 def test_the_last_word_of_examples_is_all_of_them(kind, files, tmp_path, in_batches, monkeypatch):  # noqa: F811
     """In a terminal it is one live line."""
     shown, told = io.StringIO(), []
-    monkeypatch.setattr("kvad.cli.data.console", lambda: Console(file=shown, force_terminal=True, width=120))
+    monkeypatch.setattr("kvad.cli.commands.data.console", lambda: Console(file=shown, force_terminal=True, width=120))
     monkeypatch.setattr("rich.status.Status.update", lambda _, text: told.append(text))
     code, _, err = kvad("data", "prepare", run_file(kind, tmp_path), files / kind, "--out", tmp_path / "out")
     assert code == 0 and "a second" not in err, err

@@ -8,17 +8,16 @@ import pytest
 import torch
 from rich.console import Console
 
+from kvad.config.flops import training_pass
 from kvad.errors import NumericalError
-from kvad.flops import training_pass
-from kvad.step import ModelInput, SubBatch
-from kvad.train.board import ConsoleDashboard, make_progress
-from kvad.train.gauge import ThroughputMeter
-from kvad.train.job import train_model
-from kvad.train.metrics import MetricsFile, SpeedMeter, read_metrics
-from kvad.train.presets import MODEL_PRESETS
-from kvad.train.progress import PlainProgress, format_seconds
-from kvad.train.reports import EvalReport, StartReport, StepReport, TrainingResult, WarningReport
-from kvad.train.rows import Batch
+from kvad.model_input import ModelInput, SubBatch
+from kvad.train.config.presets import MODEL_PRESETS
+from kvad.train.data.collate import Batch
+from kvad.train.loop.run import train_model
+from kvad.train.monitoring.callbacks import EvalReport, StartReport, StepReport, TrainingResult, WarningReport
+from kvad.train.monitoring.console import ConsoleDashboard, PlainProgress, format_seconds, make_progress
+from kvad.train.monitoring.metrics import MetricsFile, SpeedMeter, read_metrics
+from kvad.train.monitoring.throughput import ThroughputMeter
 from tests.train.conftest import Listener
 
 START = StartReport(0, 2000, None, 804_224, 10, 10, 768, "fp32", "cpu", 2, "2.13")

@@ -15,20 +15,20 @@ import pytest
 import torch
 from torch import nn
 
+from kvad.checkpoint.handle import CheckpointSnapshot, TrainingState, read_training_state
 from kvad.checkpoint.native import open_folder
-from kvad.checkpoint.opened import TrainingState, read_training_state
 from kvad.errors import ConfigError, EngineError, NumericalError, UsageError
-from kvad.train.config import RunConfig, TrainConfig
-from kvad.train.job import resume_model, train_model
-from kvad.train.material import RunData, resolve_corpus
-from kvad.train.metrics import read_metrics
-from kvad.train.objective import Autocast, EvalResult
-from kvad.train.objectives import build_objective, resolve_objective
-from kvad.train.optim import OptimizersContainer
-from kvad.train.peers import DataParallelGroup, init_data_parallel
-from kvad.train.reports import Callback
-from kvad.train.saver import AsyncCheckpointer, CheckpointSnapshot
-from kvad.train.trainer import Trainer, TrainerState
+from kvad.train.config.run import RunConfig, TrainConfig
+from kvad.train.loop.checkpointer import AsyncCheckpointer
+from kvad.train.loop.data_parallel import DataParallelGroup, init_data_parallel
+from kvad.train.loop.run import resume_model, train_model
+from kvad.train.loop.trainer import Trainer, TrainerState
+from kvad.train.monitoring.callbacks import Callback
+from kvad.train.monitoring.metrics import read_metrics
+from kvad.train.objectives.cross_entropy import Autocast, EvalResult
+from kvad.train.optim.optimizer import OptimizersContainer
+from kvad.train.setup.objective_factory import build_objective, resolve_objective
+from kvad.train.setup.run_data import RunData, resolve_corpus
 from tests.models import build
 
 SMALL = {"width": 32, "decoder.num_layers": 1, "decoder.layer_types.L.mlp.intermediate_size": 32}

@@ -8,10 +8,10 @@ import pytest
 
 from kvad.errors import DataError
 from kvad.text.base import split_text
-from kvad.train import readers
-from kvad.train.corpus import open_corpus
-from kvad.train.pairs import PairPaths, open_pairs
-from kvad.train.readers import FORMATS, ReadOptions, read_blocks, read_lines
+from kvad.train.sources import formats
+from kvad.train.sources.documents import open_corpus
+from kvad.train.sources.formats import FORMATS, ReadOptions, read_blocks, read_lines
+from kvad.train.sources.pairs import PairPaths, open_pairs
 
 TEXT = "Grüße — 한국어 🙂 aus dem Märchenwald, 12 mal.\n" * 40
 
@@ -27,7 +27,7 @@ PACK = {".txt": lambda x: x, ".txt.gz": gzip.compress, ".txt.zst": zstd}
 @pytest.mark.parametrize("suffix", PACK)
 @pytest.mark.parametrize("block", [1, 7, 1 << 20])
 def test_compressed_or_not_a_text_is_the_same_in_blocks_of_any_size(tmp_path, monkeypatch, suffix, block):
-    monkeypatch.setattr(readers, "READ_CHUNK", block)
+    monkeypatch.setattr(formats, "READ_CHUNK", block)
     path = tmp_path / f"x{suffix}"
     path.write_bytes(PACK[suffix](b"\xef\xbb\xbf" + TEXT.encode()))
     assert "".join(read_blocks(path, "strict")) == TEXT
@@ -54,9 +54,9 @@ def test_without_zstandard_one_line_says_what_to_install(tmp_path, monkeypatch):
 
 
 def test_pieces_are_those_of_the_whole_text_and_their_ends_are_known(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "CUT_CHARS", 50)
-    monkeypatch.setattr(readers, "cut", lambda text: split_text(text, 50))
-    monkeypatch.setattr(readers, "READ_CHUNK", 33)
+    monkeypatch.setattr(formats, "CUT_CHARS", 50)
+    monkeypatch.setattr(formats, "cut", lambda text: split_text(text, 50))
+    monkeypatch.setattr(formats, "READ_CHUNK", 33)
     (tmp_path / "x.txt").write_text(TEXT)
     found = list(FORMATS["text"](tmp_path / "x.txt", ReadOptions()))
     assert [piece.text for piece in found] == list(split_text(TEXT, 50)) and len(found) > 20
@@ -68,7 +68,7 @@ def test_pieces_are_those_of_the_whole_text_and_their_ends_are_known(tmp_path, m
 
 
 def test_a_broken_byte_is_named_wherever_it_stands(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "READ_CHUNK", 4)
+    monkeypatch.setattr(formats, "READ_CHUNK", 4)
     for at in range(9):
         (tmp_path / "x.txt").write_bytes(b"\xc3\xa9" * 2 + b"a" * (at % 2) + b"\n" * (at - at % 2) + b"\xe9zz")
         says = rf"x.txt, line {1 + at - at % 2}, is not UTF-8: byte 0xE9 at offset {4 + at} "

@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from kvad.cli.main import main
-from kvad.train.config import RunConfig
-from kvad.train.job import read_model_run, resume_model, train_model
+from kvad.train.config.run import RunConfig
+from kvad.train.loop.run import read_model_run, resume_model, train_model
 
 FEW = ("--steps", "2", "--batch", "2", "--precision", "fp32")
 LIMIT = 32

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from kvad.errors import ConfigError
-from kvad.model.fresh import NoCache
-from kvad.train.config import ObjectiveConfig, RunConfig
-from kvad.train.objective import Autocast, CrossEntropyObjective, accumulate_gradients
-from kvad.train.presets import MODEL_PRESETS
-from kvad.train.sampling import SampledPairDataset, ScheduledSamplingObjective, sampling_rate
+from kvad.model.no_cache import NoCache
+from kvad.train.config.presets import MODEL_PRESETS
+from kvad.train.config.run import ObjectiveConfig, RunConfig
+from kvad.train.objectives.cross_entropy import Autocast, CrossEntropyObjective, accumulate_gradients
+from kvad.train.objectives.scheduled_sampling import SampledPairDataset, ScheduledSamplingObjective, sampling_rate
 from tests.models import build
 from tests.train.test_pair_data import PAD, SMALL, VOCAB, Pairs
 

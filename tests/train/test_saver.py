@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvad import LLM
 from kvad.checkpoint.folder import list_steps, locate
+from kvad.checkpoint.handle import CheckpointSnapshot, TrainingState, read_training_state
 from kvad.checkpoint.native import open_folder
-from kvad.checkpoint.opened import TrainingState, read_training_state
 from kvad.errors import CheckpointError, MemoryPlanError, NumericalError, SaveError
-from kvad.train.job import resume_model, train_model
-from kvad.train.objective import CrossEntropyObjective, EvalResult
-from kvad.train.optim import OptimizersContainer
-from kvad.train.reports import Callback
-from kvad.train.saver import AsyncCheckpointer, CheckpointSnapshot
+from kvad.llm import LLM
+from kvad.train.loop.checkpointer import AsyncCheckpointer
+from kvad.train.loop.run import resume_model, train_model
+from kvad.train.monitoring.callbacks import Callback
+from kvad.train.objectives.cross_entropy import CrossEntropyObjective, EvalResult
+from kvad.train.optim.optimizer import OptimizersContainer
 
 
 class Disk:
@@ -295,8 +295,9 @@ def test_a_resume_goes_on_from_the_newest_and_remembers_the_best(corpus, tmp_pat
 
 
 def test_the_best_of_adapters(corpus, tmp_path, run_config, judged):
-    from kvad.checkpoint.open import open_checkpoint
-    from kvad.train.config import LoraConfig, TokenizerConfig
+    from kvad.checkpoint.loader import open_checkpoint
+    from kvad.train.config.data import TokenizerConfig
+    from kvad.train.config.run import LoraConfig
 
     base = train_model(run_config(steps=1), [corpus], tmp_path / "base").checkpoint
     config = replace(

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from kvad.errors import ConfigError
-from kvad.train.config import OptimConfig, RunConfig, TrainConfig
-from kvad.train.schedules import Plateau, Schedule, learning_rate
+from kvad.train.config.optim import OptimConfig
+from kvad.train.config.run import RunConfig, TrainConfig
+from kvad.train.optim.schedules import Plateau, Schedule, learning_rate
 
 
 def rates(config, train, steps, width=None):

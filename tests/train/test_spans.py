@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from kvad.errors import ConfigError, DataError
 from kvad.text.tokenizer import train_tokenizer
-from kvad.train.config import ObjectiveConfig
-from kvad.train.masking import row_rng
-from kvad.train.spans import (
+from kvad.train.config.run import ObjectiveConfig
+from kvad.train.objectives.masked_lm import row_rng
+from kvad.train.objectives.span_corruption import (
     SENTINELS,
     SpanTokens,
     build_pair_batch,

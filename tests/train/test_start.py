@@ -11,19 +11,19 @@ import torch
 
 from kvad.checkpoint.adapter import merge_adapter, open_adapter, write_merged
 from kvad.checkpoint.folder import list_steps
+from kvad.checkpoint.loader import load_model, load_weights, open_checkpoint
 from kvad.checkpoint.native import open_folder, save_checkpoint
-from kvad.checkpoint.open import load_model, load_weights, open_checkpoint
 from kvad.errors import CheckpointError, ConfigError, MemoryPlanError, UsageError
 from kvad.llm import LLM
-from kvad.model.fresh import NoCache
 from kvad.model.lora import adapter_factors
-from kvad.step import ModelInput, SubBatch
-from kvad.train.config import LoraConfig, RunConfig
-from kvad.train.job import read_model_run, resume_model, train_model
-from kvad.train.memory import training_bytes
-from kvad.train.metrics import read_metrics
-from kvad.train.reports import Callback
-from kvad.train.start import load_adapted, load_initial
+from kvad.model.no_cache import NoCache
+from kvad.model_input import ModelInput, SubBatch
+from kvad.train.config.run import LoraConfig, RunConfig
+from kvad.train.loop.run import read_model_run, resume_model, train_model
+from kvad.train.monitoring.callbacks import Callback
+from kvad.train.monitoring.metrics import read_metrics
+from kvad.train.setup.initialize import load_adapted, load_initial
+from kvad.train.setup.memory_estimate import training_bytes
 
 SHAPE = {"width": 32, "decoder.num_layers": 2, "decoder.layer_types.L.mlp.intermediate_size": 48}
 TOKENS = [5, 9, 40, 100, 7, 7, 61, 30]
@@ -372,8 +372,8 @@ class Framing:
     ids=["t5", "bart", "own"],
 )
 def test_pairs_are_framed_as_the_model_reads_and_writes_them(tokenizer, said, source, target):
-    from kvad.checkpoint.generation import GenerationConfig
-    from kvad.train.pairs import PairCorpus
+    from kvad.checkpoint.generation_config import GenerationConfig
+    from kvad.train.sources.pairs import PairCorpus
 
     frame = PairCorpus((), 1, 0, 0, "strict", generation=GenerationConfig(**said)).framer(tokenizer)
     assert frame(0, [7, 8]) == source and frame(1, [7, 8]) == target

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from kvad.checkpoint.open import open_checkpoint
-from kvad.text.chat import ChatTemplate
-from kvad.train.config import LoraConfig, RunConfig
-from kvad.train.job import resume_model, train_model
-from kvad.train.pairs import PairPaths
+from kvad.checkpoint.loader import open_checkpoint
+from kvad.text.chat_template import ChatTemplate
+from kvad.train.config.run import LoraConfig, RunConfig
+from kvad.train.loop.run import resume_model, train_model
+from kvad.train.sources.pairs import PairPaths
 from tests.train.test_cli import kvad
 from tests.train.test_every_objective import files  # noqa: F401  (a fixture)
 from tests.train.test_job import hashes

@@ -10,17 +10,17 @@ import torch
 
 from kvad.checkpoint.export import read_tokenizer_files
 from kvad.checkpoint.folder import list_steps
+from kvad.checkpoint.hf_layout import choose_layout
+from kvad.checkpoint.loader import load_model, open_checkpoint
 from kvad.checkpoint.native import save_checkpoint
-from kvad.checkpoint.open import load_model, open_checkpoint
-from kvad.checkpoint.theirs import choose_layout
-from kvad.config import ClassificationHeadConfig, HeadTransformConfig, PoolingHeadConfig
+from kvad.config.layers import ClassificationHeadConfig, HeadTransformConfig, PoolingHeadConfig
 from kvad.errors import ConfigError
 from kvad.llm import LLM
 from kvad.model.transformer import Transformer
-from kvad.train.config import LoraConfig, RunConfig
-from kvad.train.job import resume_model, train_model
-from kvad.train.pairs import PairPaths
-from kvad.train.start import load_initial
+from kvad.train.config.run import LoraConfig, RunConfig
+from kvad.train.loop.run import resume_model, train_model
+from kvad.train.setup.initialize import load_initial
+from kvad.train.sources.pairs import PairPaths
 from tests.train.test_cli import kvad
 from tests.train.test_every_objective import SMALL, WORDS, files  # noqa: F401  (a fixture)
 from tests.train.test_job import hashes

@@ -7,9 +7,9 @@ import pytest
 
 from kvad.errors import DataError, SaveError
 from kvad.text.tokenizer import train_tokenizer
-from kvad.train import store as store_module
-from kvad.train.corpus import open_corpus
-from kvad.train.store import find_changed_sources, open_store, store_fingerprint
+from kvad.train.data import token_store
+from kvad.train.data.token_store import find_changed_sources, open_store, store_fingerprint
+from kvad.train.sources.documents import open_corpus
 
 BYTE = train_tokenizer("byte", [])
 SEPARATOR = BYTE.special_tokens.separator
@@ -33,7 +33,7 @@ EXPECTED = [SEPARATOR, *b"first", SEPARATOR, *b"2", SEPARATOR, *b"third one"]
 
 @pytest.mark.parametrize("shard_tokens", [1 << 27, 12, 1])
 def test_every_document_is_opened_by_the_separator(texts, tmp_path, monkeypatch, shard_tokens):
-    monkeypatch.setattr(store_module, "SHARD_TOKENS", shard_tokens)
+    monkeypatch.setattr(token_store, "SHARD_TOKENS", shard_tokens)
     store, found = open_store(tmp_path / "data", open_corpus([texts]), BYTE)
     assert not found and stream(store) == EXPECTED
     assert store.offsets.tolist() == [0, 6, 8, 18]
@@ -42,7 +42,7 @@ def test_every_document_is_opened_by_the_separator(texts, tmp_path, monkeypatch,
 
 
 def test_batches_of_documents_do_not_change_the_tokens(texts, tmp_path, monkeypatch):
-    monkeypatch.setattr(store_module, "BATCH_CHARS", 1)
+    monkeypatch.setattr(token_store, "BATCH_CHARS", 1)
     assert stream(open_store(tmp_path / "data", open_corpus([texts]), BYTE)[0]) == EXPECTED
 
 
@@ -94,7 +94,7 @@ def test_a_full_disk_leaves_the_old_store(texts, tmp_path, monkeypatch):
 
 
 def test_wide_vocabularies_take_four_bytes():
-    assert store_module._dtype(1 << 16) == "uint16" and store_module._dtype((1 << 16) + 1) == "uint32"
+    assert token_store._dtype(1 << 16) == "uint16" and token_store._dtype((1 << 16) + 1) == "uint32"
 
 
 def test_a_tokenizer_without_a_separator_is_refused(texts, tmp_path):

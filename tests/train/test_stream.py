@@ -8,15 +8,15 @@ import pytest
 
 from kvad.errors import ConfigError, DataError
 from kvad.text.tokenizer import train_tokenizer
-from kvad.train import readers
-from kvad.train import store as store_module
-from kvad.train.config import RunConfig
-from kvad.train.corpus import open_corpus
-from kvad.train.data import DocumentDataset, MixtureSource
-from kvad.train.mixture import BLOCK, MixtureRows
-from kvad.train.pairs import PairPaths, open_pairs
-from kvad.train.store import open_store
-from kvad.train.stream import Cursor, StreamingDataset, stream_store, stream_texts
+from kvad.train.config.run import RunConfig
+from kvad.train.data import token_store
+from kvad.train.data.document_dataset import DocumentDataset, MixtureSource
+from kvad.train.data.packing import BLOCK, MixtureRows
+from kvad.train.data.streaming import Cursor, StreamingDataset, stream_store, stream_texts
+from kvad.train.data.token_store import open_store
+from kvad.train.sources import formats
+from kvad.train.sources.documents import open_corpus
+from kvad.train.sources.pairs import PairPaths, open_pairs
 from tests.train.test_data import Tokens
 
 BYTE = train_tokenizer("byte", [])
@@ -47,11 +47,11 @@ def texts(tmp_path):
 @pytest.fixture
 def small(monkeypatch):
     """Pieces of 300 characters, blocks of 64 bytes, batches of 500: the seams are everywhere."""
-    monkeypatch.setattr(readers, "CUT_CHARS", 300)
-    monkeypatch.setattr(readers, "cut", lambda text: readers.__dict__["_real_cut"](text, 300))
-    monkeypatch.setattr(readers, "_real_cut", __import__("kvad.text.base", fromlist=["cut"]).cut, raising=False)
-    monkeypatch.setattr(readers, "READ_CHUNK", 64)
-    monkeypatch.setattr(store_module, "BATCH_CHARS", 500)
+    monkeypatch.setattr(formats, "CUT_CHARS", 300)
+    monkeypatch.setattr(formats, "cut", lambda text: formats.__dict__["_real_cut"](text, 300))
+    monkeypatch.setattr(formats, "_real_cut", __import__("kvad.text.base", fromlist=["cut"]).cut, raising=False)
+    monkeypatch.setattr(formats, "READ_CHUNK", 64)
+    monkeypatch.setattr(token_store, "BATCH_CHARS", 500)
 
 
 def sources(kind, texts, tmp_path):

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvad.checkpoint.native import open_folder
-from kvad.train.config import RunConfig
-from kvad.train.job import resume_model, train_model
-from kvad.train.toml import RUN_FILE, dumps, format_run_file
+from kvad.train.config.run import RunConfig
+from kvad.train.config.toml import RUN_FILE, dumps, format_run_file
+from kvad.train.loop.run import resume_model, train_model
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 KEYS = TEXTS | st.text(string.ascii_letters + "_-", min_size=1, max_size=5)

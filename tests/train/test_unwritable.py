@@ -3,8 +3,8 @@
 import pytest
 
 from kvad.cli.main import main
-from kvad.train import material
-from kvad.train.refusals import check_writable
+from kvad.train.setup import run_data
+from kvad.train.setup.preflight import check_writable
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def unread(monkeypatch):
     def read(*_, **__):
         raise AssertionError("it was read before its place was looked at")
 
-    monkeypatch.setattr(material.RunData, "__init__", read)
+    monkeypatch.setattr(run_data.RunData, "__init__", read)
 
 
 COMMANDS = (("train",), ("train", "--objective", "compress", "--init", "no-model"), ("data", "prepare"))

@@ -6,11 +6,11 @@ from __future__ import annotations
 import importlib
 import os
 
-from kvad.checkpoint.hf import Family
+from kvad import config
+from kvad.checkpoint.conversion import Family
 from kvad.errors import CheckpointError, suggest
-from kvad.own import load_plugin
 
-__all__ = ["FAMILIES", "ENV_VARIABLE", "UNSUPPORTED", "find_family"]
+__all__ = ["ENV_VARIABLE", "FAMILIES", "UNSUPPORTED", "find_family"]
 
 ENV_VARIABLE = "KVAD_FAMILIES"
 
@@ -83,7 +83,7 @@ def find_family(model_type: str) -> Family:
     """The family of a ``model_type``; CheckpointError offers the nearest known one."""
     own = _own().get(model_type)
     if own is not None:
-        family = load_plugin(own, ENV_VARIABLE)
+        family = config.plugins.load_plugin(own, ENV_VARIABLE)
         if not isinstance(family, Family):
             raise CheckpointError(f"{ENV_VARIABLE}: {own} is no Family")
         return family

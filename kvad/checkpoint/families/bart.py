@@ -5,8 +5,6 @@ LayerNorm after each half of a layer and after the embedding, none at the end.  
 
 from __future__ import annotations
 
-from kvad.checkpoint.families.fairseq import BartFamily, learned_positions
-
-__all__ = ["FAMILY"]
+from kvad.checkpoint.families._bart import BartFamily, learned_positions
 
 FAMILY = BartFamily("bart", "BartForConditionalGeneration", learned_positions(2), embed_norm=True).family()

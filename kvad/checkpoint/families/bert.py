@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families import encoders
-from kvad.checkpoint.families.common import ACTIVATIONS, read_dropout
-from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, tensor_rule
+from kvad.checkpoint.conversion import Family, HFConfigReader, TensorRule, tensor_rule
+from kvad.checkpoint.families import _encoder
+from kvad.checkpoint.families._common import ACTIVATIONS, read_dropout
 from kvad.config import (
     AttentionConfig,
     ClassificationHeadConfig,
@@ -28,13 +28,11 @@ from kvad.config import (
     StackConfig,
 )
 
-__all__ = ["FAMILY"]
-
 _DECODER, _BIAS = "cls.predictions.decoder", "cls.predictions.bias"
 
 
 def read(fields: HFConfigReader) -> ModelConfig:
-    encoders.encoder_only(fields)
+    _encoder.encoder_only(fields)
     limit = fields.integer("max_position_embeddings", default=512)
     activation = fields.choice("hidden_act", ACTIVATIONS, "gelu")
     norm = NormConfig("layer", fields.number("layer_norm_eps", default=1e-12), bias=True)
@@ -42,12 +40,12 @@ def read(fields: HFConfigReader) -> ModelConfig:
         fields.integer("num_attention_heads"), position=None, causal=False, qkv_bias=True, out_bias=True
     )
     layer = LayerConfig(mixer, PlainMLPConfig(fields.integer("intermediate_size"), activation, bias=True), norm)
-    names = encoders.read_labels(fields)
-    heads: dict[str, encoders.TaskHead] = {
+    names = _encoder.read_labels(fields)
+    heads: dict[str, _encoder.TaskHead] = {
         "ForMaskedLM": LanguageHeadConfig(bias=True, transform=HeadTransformConfig(activation, norm=norm)),
         "ForTokenClassification": ClassificationHeadConfig(names),
         "ForSequenceClassification": ClassificationHeadConfig(names, "row", transform=HeadTransformConfig("tanh")),
-        "Model": encoders.read_pooler(fields),
+        "Model": _encoder.read_pooler(fields),
     }
     return ModelConfig(
         hidden_size=fields.integer("hidden_size"),
@@ -57,26 +55,26 @@ def read(fields: HFConfigReader) -> ModelConfig:
         embedding=EmbeddingConfig(
             LearnedPositionsConfig(limit), norm=norm, num_token_types=fields.integer("type_vocab_size", default=2)
         ),
-        head=encoders.read_task_head(fields, heads),
+        head=_encoder.read_task_head(fields, heads),
         tie_embeddings=fields.flag("tie_word_embeddings", True),
-        dropout=read_dropout(fields, **encoders.DROPOUT),
+        dropout=read_dropout(fields, **_encoder.DROPOUT),
     )
 
 
 def rules(config: ModelConfig) -> Iterator[TensorRule]:
     base = "" if isinstance(config.head, PoolingHeadConfig) else "bert."
-    yield from encoders.bert_rules(config, base)
+    yield from _encoder.bert_rules(config, base)
     if isinstance(config.head, LanguageHeadConfig):
         yield tensor_rule("head.transform.dense", "cls.predictions.transform.dense")
         yield tensor_rule("head.transform.norm", "cls.predictions.transform.LayerNorm")
-        yield from encoders.head_bias(config, _DECODER, _BIAS)
+        yield from _encoder.head_bias(config, _DECODER, _BIAS)
     else:
         yield tensor_rule("head.transform.dense", f"{base}pooler.dense")
         yield tensor_rule("head", "classifier")
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    return encoders.bert_fields(config, "bert", "Bert")
+    return _encoder.bert_fields(config, "bert", "Bert")
 
 
 FAMILY = Family(
@@ -92,7 +90,7 @@ FAMILY = Family(
         r"cls\.predictions\.decoder\.weight",
     ),
     head=(f"{_DECODER}.weight", "bert.embeddings.word_embeddings.weight"),
-    name_variants=encoders.LEGACY_NORMS,
-    resolve=encoders.head_resolver("cls.predictions.transform.dense.weight", "bert.pooler.dense.weight"),
-    copies=encoders.bias_rules(_DECODER, _BIAS),
+    name_variants=_encoder.LEGACY_NORMS,
+    resolve=_encoder.head_resolver("cls.predictions.transform.dense.weight", "bert.pooler.dense.weight"),
+    copies=_encoder.bias_rules(_DECODER, _BIAS),
 )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from kvad.checkpoint.families.fairseq import BartFamily, learned_positions
-
-__all__ = ["FAMILY"]
+from kvad.checkpoint.families._bart import BartFamily, learned_positions
 
 FAMILY = BartFamily(
     "blenderbot", "BlenderbotForConditionalGeneration", learned_positions(0), pre_norm=True, limit=128

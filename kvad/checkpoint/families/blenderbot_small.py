@@ -5,9 +5,7 @@ Its decoder alone normalises the embedding before positions are added.
 
 from __future__ import annotations
 
-from kvad.checkpoint.families.fairseq import BartFamily, learned_positions
-
-__all__ = ["FAMILY"]
+from kvad.checkpoint.families._bart import BartFamily, learned_positions
 
 FAMILY = BartFamily(
     "blenderbot-small",

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import single_layer_type
-from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, grouped_transform, prefix_rules, tensor_rule
+from kvad.checkpoint.conversion import Family, HFConfigReader, TensorRule, grouped_transform, prefix_rules, tensor_rule
+from kvad.checkpoint.families._common import single_layer_type
 from kvad.config import (
     AlibiConfig,
     AttentionConfig,
@@ -21,8 +21,6 @@ from kvad.config import (
     PlainMLPConfig,
     StackConfig,
 )
-
-__all__ = ["FAMILY"]
 
 _LAYER = {
     "attention.out": "self_attention.dense",

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from kvad.checkpoint.conversion import TensorRule, grouped_transform, tensor_rule
 from kvad.checkpoint.families import gptj
-from kvad.checkpoint.families.common import check_expressible
-from kvad.checkpoint.hf import TensorRule, grouped_transform, tensor_rule
+from kvad.checkpoint.families._common import check_expressible
 from kvad.config import ModelConfig
-
-__all__ = ["FAMILY"]
 
 _CORES = 4
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, hf_activation, require_rope, rope_fields
-from kvad.checkpoint.families.decoders import (
+from kvad.checkpoint.conversion import HFConfigReader
+from kvad.checkpoint.families._common import ACTIVATIONS, hf_activation, require_rope, rope_fields
+from kvad.checkpoint.families._decoder import (
     LAYER,
     QK_NORM,
     attention_config,
@@ -27,7 +28,6 @@ from kvad.checkpoint.families.decoders import (
     with_defaults,
     write_layer_types,
 )
-from kvad.checkpoint.hf import HFConfigReader
 from kvad.config import (
     AttentionConfig,
     GatedMLPConfig,
@@ -38,8 +38,6 @@ from kvad.config import (
     RopeConfig,
 )
 from kvad.errors import CheckpointError
-
-__all__ = ["FAMILY"]
 
 _CLASSES = {"cohere": "CohereForCausalLM", "cohere2": "Cohere2ForCausalLM"}
 

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvad.checkpoint.families import encoders
-from kvad.checkpoint.families.common import ACTIVATIONS, hf_activation, single_layer_type
-from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad import model
+from kvad.checkpoint.conversion import Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad.checkpoint.families import _encoder
+from kvad.checkpoint.families._common import ACTIVATIONS, hf_activation, single_layer_type
 from kvad.config import (
     AttentionConfig,
     ClassificationHeadConfig,
@@ -31,9 +32,6 @@ from kvad.config import (
     SinusoidalPositionsConfig,
     StackConfig,
 )
-from kvad.model.positions import sinusoidal_embedding
-
-__all__ = ["FAMILY"]
 
 _NORM = NormConfig("layer", 1e-12, bias=True)
 _TABLE = "embeddings.position_embeddings.weight"
@@ -55,13 +53,13 @@ _LAYER = {
 
 
 def read(fields: HFConfigReader) -> ModelConfig:
-    encoders.encoder_only(fields)
+    _encoder.encoder_only(fields)
     limit = fields.integer("max_position_embeddings", default=512)
     activation = fields.choice("activation", ACTIVATIONS, "gelu")
     mixer = AttentionConfig(fields.integer("n_heads"), position=None, causal=False, qkv_bias=True, out_bias=True)
     layer = LayerConfig(mixer, PlainMLPConfig(fields.integer("hidden_dim"), activation, bias=True), _NORM)
-    names = encoders.read_labels(fields)
-    heads: dict[str, encoders.TaskHead] = {
+    names = _encoder.read_labels(fields)
+    heads: dict[str, _encoder.TaskHead] = {
         "ForMaskedLM": LanguageHeadConfig(bias=True, transform=HeadTransformConfig(activation, norm=_NORM)),
         "ForTokenClassification": ClassificationHeadConfig(names),
         "ForSequenceClassification": ClassificationHeadConfig(names, "row", transform=HeadTransformConfig("relu")),
@@ -74,7 +72,7 @@ def read(fields: HFConfigReader) -> ModelConfig:
         max_seq_len=limit,
         encoder=StackConfig(fields.integer("n_layers"), {"L": layer}, norm_position="post", final_norm=False),
         embedding=EmbeddingConfig(SinusoidalPositionsConfig() if sines else LearnedPositionsConfig(limit), norm=_NORM),
-        head=encoders.read_task_head(fields, heads),
+        head=_encoder.read_task_head(fields, heads),
         tie_embeddings=fields.flag("tie_word_embeddings", True),
     )
 
@@ -101,7 +99,7 @@ def _base(config: ModelConfig) -> str:
 def write(config: ModelConfig) -> dict[str, Any]:
     layer = single_layer_type(config, "distilbert")
     fields = {
-        **encoders.task_fields(config, "DistilBert"),
+        **_encoder.task_fields(config, "DistilBert"),
         "model_type": "distilbert",
         "vocab_size": config.vocab_size,
         "dim": config.hidden_size,
@@ -121,17 +119,19 @@ def table(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     if isinstance(config.embedding.position, SinusoidalPositionsConfig):
         yield (
             _base(config) + _TABLE,
-            sinusoidal_embedding(torch.arange(config.max_seq_len), config.hidden_size, config.embedding.position),
+            model.positions.sinusoidal_embedding(
+                torch.arange(config.max_seq_len), config.hidden_size, config.embedding.position
+            ),
         )
 
 
-_heads = encoders.head_resolver("vocab_transform.weight")
+_heads = _encoder.head_resolver("vocab_transform.weight")
 
 
 def resolve(config: ModelConfig, look: Callable[[str], Tensor | None]) -> ModelConfig:
     found = look(f"distilbert.{_TABLE}")
     for _, ours in table(config):
-        if found is not None and not encoders.tables_equal(found, ours):
+        if found is not None and not _encoder.tables_equal(found, ours):
             config = replace(
                 config, embedding=replace(config.embedding, position=LearnedPositionsConfig(config.max_seq_len))
             )
@@ -147,6 +147,6 @@ FAMILY = Family(
     ignored=(r"embeddings\.position_(ids|embeddings\.weight)", r"vocab_projector\.weight"),
     extra=table,
     head=("vocab_projector.weight", "distilbert.embeddings.word_embeddings.weight"),
-    name_variants=encoders.LEGACY_NORMS,
+    name_variants=_encoder.LEGACY_NORMS,
     resolve=resolve,
 )

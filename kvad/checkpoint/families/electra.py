@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from kvad.checkpoint.families import bert, encoders
-from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, tensor_rule
+from kvad.checkpoint.conversion import Family, HFConfigReader, TensorRule, tensor_rule
+from kvad.checkpoint.families import _encoder, bert
 from kvad.config import (
     ClassificationHeadConfig,
     HeadTransformConfig,
@@ -22,17 +22,15 @@ from kvad.config import (
     embedding_size,
 )
 
-__all__ = ["FAMILY"]
-
 _REPLACED = ("replaced",)
 
 
 def read(fields: HFConfigReader) -> ModelConfig:
-    config, names = bert.read(encoders.base_model_config(fields)), encoders.read_labels(fields)
+    config, names = bert.read(_encoder.base_model_config(fields)), _encoder.read_labels(fields)
     size, mlp = fields.integer("embedding_size", default=128), config.stack.layer_types["L"].mlp
     assert isinstance(mlp, PlainMLPConfig)
     narrow = None if size == config.hidden_size else size
-    heads: dict[str, encoders.TaskHead] = {
+    heads: dict[str, _encoder.TaskHead] = {
         "ForMaskedLM": LanguageHeadConfig(
             bias=True, transform=HeadTransformConfig("gelu", norm=config.embedding.norm, output_size=narrow)
         ),
@@ -42,13 +40,13 @@ def read(fields: HFConfigReader) -> ModelConfig:
         "Model": PoolingHeadConfig(),
     }
     return replace(
-        config, embedding=replace(config.embedding, embedding_size=narrow), head=encoders.read_task_head(fields, heads)
+        config, embedding=replace(config.embedding, embedding_size=narrow), head=_encoder.read_task_head(fields, heads)
     )
 
 
 def rules(config: ModelConfig) -> Iterator[TensorRule]:
     head = config.head
-    yield from encoders.bert_rules(config, "" if isinstance(head, PoolingHeadConfig) else "electra.")
+    yield from _encoder.bert_rules(config, "" if isinstance(head, PoolingHeadConfig) else "electra.")
     if isinstance(head, LanguageHeadConfig):
         yield tensor_rule("head.transform.dense", "generator_predictions.dense")
         yield tensor_rule("head.transform.norm", "generator_predictions.LayerNorm")
@@ -64,7 +62,7 @@ def rules(config: ModelConfig) -> Iterator[TensorRule]:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    fields = {**encoders.bert_fields(config, "electra", "Electra"), "embedding_size": embedding_size(config)}
+    fields = {**_encoder.bert_fields(config, "electra", "Electra"), "embedding_size": embedding_size(config)}
     head = config.head
     if isinstance(head, ClassificationHeadConfig) and head.labels == _REPLACED and head.level == "token":
         fields = {**fields, "architectures": ["ElectraForPreTraining"], "id2label": None, "label2id": None}
@@ -79,6 +77,6 @@ FAMILY = Family(
     prefix="electra.",
     ignored=(r"embeddings\.position_ids", r"generator_lm_head\.weight"),
     head=("generator_lm_head.weight", "electra.embeddings.word_embeddings.weight"),
-    name_variants=encoders.LEGACY_NORMS,
-    resolve=encoders.head_resolver("generator_predictions.dense.weight"),
+    name_variants=_encoder.LEGACY_NORMS,
+    resolve=_encoder.head_resolver("generator_predictions.dense.weight"),
 )

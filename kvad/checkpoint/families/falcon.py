@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, hf_activation, read_rope, rope_fields, single_layer_type
-from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, grouped_transform, prefix_rules, tensor_rule
+from kvad.checkpoint.conversion import Family, HFConfigReader, TensorRule, grouped_transform, prefix_rules, tensor_rule
+from kvad.checkpoint.families._common import ACTIVATIONS, hf_activation, read_rope, rope_fields, single_layer_type
 from kvad.config import (
     AlibiConfig,
     AttentionConfig,
@@ -25,8 +25,6 @@ from kvad.config import (
     StackConfig,
 )
 from kvad.errors import CheckpointError
-
-__all__ = ["FAMILY"]
 
 _LAYER = {"attention.out": "self_attention.dense", "mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h"}
 _NORMS = {

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, hf_activation, optional, require_rope, rope_fields
-from kvad.checkpoint.families.decoders import (
+from kvad.checkpoint.conversion import HFConfigReader, TensorRule
+from kvad.checkpoint.families._common import ACTIVATIONS, hf_activation, optional, require_rope, rope_fields
+from kvad.checkpoint.families._decoder import (
     LAYER,
     QK_NORM,
     attention_config,
@@ -30,7 +31,6 @@ from kvad.checkpoint.families.decoders import (
     with_defaults,
     write_layer_types,
 )
-from kvad.checkpoint.hf import HFConfigReader, TensorRule
 from kvad.config import (
     AttentionConfig,
     EmbeddingConfig,
@@ -42,8 +42,6 @@ from kvad.config import (
     head_dim,
 )
 from kvad.errors import CheckpointError
-
-__all__ = ["FAMILY", "named", "read", "write"]
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma": {"num_key_value_heads": 16, "max_position_embeddings": 8192},

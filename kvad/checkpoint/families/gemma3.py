@@ -5,11 +5,9 @@ The vision tower and its projector are left out by name: what kvad loads answers
 
 from __future__ import annotations
 
+from kvad.checkpoint.conversion import Family, HFConfigReader
 from kvad.checkpoint.families import gemma
-from kvad.checkpoint.hf import Family, HFConfigReader
 from kvad.config import ModelConfig
-
-__all__ = ["FAMILY"]
 
 
 def read(fields: HFConfigReader) -> ModelConfig:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, check_expressible, dropout_fields, hf_activation, read_dropout
-from kvad.checkpoint.hf import (
+from kvad.checkpoint.conversion import (
     STACKED_COLUMNS,
     TRANSPOSED,
     Family,
@@ -17,6 +16,7 @@ from kvad.checkpoint.hf import (
     prefix_rules,
     tensor_rule,
 )
+from kvad.checkpoint.families._common import ACTIVATIONS, check_expressible, dropout_fields, hf_activation, read_dropout
 from kvad.config import (
     AttentionConfig,
     EmbeddingConfig,
@@ -28,9 +28,6 @@ from kvad.config import (
     StackConfig,
 )
 from kvad.errors import CheckpointError
-
-__all__ = ["FAMILY", "layer_rules"]
-
 
 _DROPOUT = {"embedding": "embd_pdrop", "residual": "resid_pdrop", "attention": "attn_pdrop"}
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, hf_activation, shortest_pattern
-from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad.checkpoint.conversion import Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad.checkpoint.families._common import ACTIVATIONS, hf_activation, shortest_pattern
 from kvad.config import (
     AttentionConfig,
     EmbeddingConfig,
@@ -22,8 +22,6 @@ from kvad.config import (
     StackConfig,
 )
 from kvad.errors import CheckpointError
-
-__all__ = ["FAMILY"]
 
 _LAYER = {
     "attention.q": "attn.attention.q_proj",

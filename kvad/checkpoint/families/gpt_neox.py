@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import (
+from kvad.checkpoint.conversion import Family, HFConfigReader, TensorRule, grouped_transform, prefix_rules, tensor_rule
+from kvad.checkpoint.families._common import (
     ACTIVATIONS,
     hf_activation,
     read_rope,
@@ -18,10 +19,7 @@ from kvad.checkpoint.families.common import (
     rope_fields,
     single_layer_type,
 )
-from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, grouped_transform, prefix_rules, tensor_rule
 from kvad.config import AttentionConfig, LayerConfig, ModelConfig, NormConfig, PlainMLPConfig, StackConfig
-
-__all__ = ["FAMILY"]
 
 _LAYER = {
     "attention.out": "attention.dense",

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvad.checkpoint.families.common import require_rope, rope_fields
-from kvad.checkpoint.families.decoders import (
+from kvad.checkpoint.conversion import HFConfigReader, TensorRule, TensorTransform, prefix_rules, tensor_rule
+from kvad.checkpoint.families._common import require_rope, rope_fields
+from kvad.checkpoint.families._decoder import (
     LAYER,
     attention_config,
     build_model_config,
@@ -29,11 +30,8 @@ from kvad.checkpoint.families.decoders import (
     with_defaults,
     write_layer_types,
 )
-from kvad.checkpoint.hf import HFConfigReader, TensorRule, TensorTransform, prefix_rules, tensor_rule
 from kvad.config import LayerConfig, ModelConfig, MoEConfig, head_dim
 from kvad.errors import CheckpointError
-
-__all__ = ["FAMILY"]
 
 _DEFAULTS = {
     "max_position_embeddings": 131072,

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, hf_activation, require_rope, single_layer_type
-from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad.checkpoint.conversion import Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad.checkpoint.families._common import ACTIVATIONS, hf_activation, require_rope, single_layer_type
 from kvad.config import (
     AttentionConfig,
     LanguageHeadConfig,
@@ -21,8 +21,6 @@ from kvad.config import (
     StackConfig,
     head_dim,
 )
-
-__all__ = ["FAMILY", "rules_but_qkv"]
 
 _LAYER = {"attention.out": "attn.out_proj", "mlp.up": "mlp.fc_in", "mlp.down": "mlp.fc_out", "norm1": "ln_1"}
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from kvad.checkpoint.families.common import (
+from kvad.checkpoint.conversion import HFConfigReader
+from kvad.checkpoint.families._common import (
     ACTIVATIONS,
     dropout_fields,
     hf_activation,
@@ -17,7 +18,7 @@ from kvad.checkpoint.families.common import (
     require_rope,
     rope_fields,
 )
-from kvad.checkpoint.families.decoders import (
+from kvad.checkpoint.families._decoder import (
     LAYER,
     attention_config,
     build_model_config,
@@ -31,10 +32,7 @@ from kvad.checkpoint.families.decoders import (
     size_fields,
     with_defaults,
 )
-from kvad.checkpoint.hf import HFConfigReader
 from kvad.config import EmbeddingConfig, GatedMLPConfig, LanguageHeadConfig, LayerConfig, ModelConfig, head_dim
-
-__all__ = ["FAMILY"]
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},

@@ -6,10 +6,8 @@ Norms before each half, ReLU, sinusoidal positions with the frequencies of tenso
 
 from __future__ import annotations
 
-from kvad.checkpoint.families.fairseq import BartFamily
+from kvad.checkpoint.families._bart import BartFamily
 from kvad.config import SinusoidalPositionsConfig
-
-__all__ = ["FAMILY"]
 
 FAMILY = BartFamily(
     "m2m_100",

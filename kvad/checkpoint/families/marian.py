@@ -7,10 +7,8 @@ in older files, but are no weights.  ``share_encoder_decoder_embeddings`` false:
 
 from __future__ import annotations
 
-from kvad.checkpoint.families.fairseq import BartFamily, concat_tables
+from kvad.checkpoint.families._bart import BartFamily, concat_tables
 from kvad.config import SinusoidalPositionsConfig
-
-__all__ = ["FAMILY"]
 
 FAMILY = BartFamily(
     "marian",

@@ -5,9 +5,7 @@ Embeddings are scaled by sqrt(width) in its checkpoints.  mBART's target starts 
 
 from __future__ import annotations
 
-from kvad.checkpoint.families.fairseq import BartFamily, learned_positions
-
-__all__ = ["FAMILY"]
+from kvad.checkpoint.families._bart import BartFamily, learned_positions
 
 FAMILY = BartFamily(
     "mbart", "MBartForConditionalGeneration", learned_positions(2), pre_norm=True, embed_norm=True

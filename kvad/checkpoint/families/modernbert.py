@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families import encoders
-from kvad.checkpoint.families.common import ACTIVATIONS, hf_activation, read_rope, require_rope, rope_fields
-from kvad.checkpoint.hf import STACKED, Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad.checkpoint.conversion import STACKED, Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad.checkpoint.families import _encoder
+from kvad.checkpoint.families._common import ACTIVATIONS, hf_activation, read_rope, require_rope, rope_fields
 from kvad.config import (
     AttentionConfig,
     ClassificationHeadConfig,
@@ -29,14 +29,12 @@ from kvad.config import (
 )
 from kvad.errors import CheckpointError
 
-__all__ = ["FAMILY"]
-
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _POOLING = {"cls": "first", "mean": "mean"}
 
 
 def read(fields: HFConfigReader) -> ModelConfig:
-    encoders.encoder_only(fields)
+    _encoder.encoder_only(fields)
     types = _types(fields)
     first = {_FULL: "F", _SLIDING: "S"}[types[0]]  # its kind alone has no first norm
     pattern = first + "".join({_FULL: "G", _SLIDING: "L"}[kind] for kind in types[1:])
@@ -47,7 +45,7 @@ def read(fields: HFConfigReader) -> ModelConfig:
         max_seq_len=_limit(fields),
         encoder=StackConfig(len(types), kinds, pattern),
         embedding=EmbeddingConfig(norm=_norm(fields)),
-        head=encoders.read_task_head(fields, _heads(fields)),
+        head=_encoder.read_task_head(fields, _heads(fields)),
         tie_embeddings=fields.flag("tie_word_embeddings", True),
     )
 
@@ -93,8 +91,8 @@ def _norm(fields: HFConfigReader) -> NormConfig:
     return NormConfig("layer", fields.number("norm_eps", default=1e-5), bias=fields.flag("norm_bias"))
 
 
-def _heads(fields: HFConfigReader) -> dict[str, encoders.TaskHead]:
-    names, pool = encoders.read_labels(fields), fields.choice("classifier_pooling", _POOLING, "cls")
+def _heads(fields: HFConfigReader) -> dict[str, _encoder.TaskHead]:
+    names, pool = _encoder.read_labels(fields), fields.choice("classifier_pooling", _POOLING, "cls")
     activation = fields.choice("classifier_activation", ACTIVATIONS, "gelu")
     transform = HeadTransformConfig(activation, fields.flag("classifier_bias"), _norm(fields))
     return {
@@ -130,7 +128,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         kind: require_rope(each.attention.position, "modernbert") for kind, each in zip(types, layers, strict=True)
     }
     fields = {
-        **encoders.task_fields(config, "ModernBert"),
+        **_encoder.task_fields(config, "ModernBert"),
         "model_type": "modernbert",
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -184,5 +182,5 @@ FAMILY = Family(
     prefix="model.",
     ignored=(r"decoder\.weight",),
     head=("decoder.weight", "model.embeddings.tok_embeddings.weight"),
-    resolve=encoders.head_resolver("head.dense.weight"),
+    resolve=_encoder.head_resolver("head.dense.weight"),
 )

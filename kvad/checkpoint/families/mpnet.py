@@ -10,22 +10,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from kvad.checkpoint.families import encoders, roberta
-from kvad.checkpoint.hf import HFConfigReader, TensorRule, tensor_rule
+from kvad.checkpoint.conversion import HFConfigReader, TensorRule, tensor_rule
+from kvad.checkpoint.families import _encoder, roberta
 from kvad.config import ModelConfig, PoolingHeadConfig, T5BiasConfig
-
-__all__ = ["FAMILY"]
 
 _ATTENTION = {"attention.q": "attn.q", "attention.k": "attn.k", "attention.v": "attn.v", "attention.out": "attn.o"}
 _NAMES = {mine: f"attention.{other}" for mine, other in {**_ATTENTION, "norm1": "LayerNorm"}.items()}
-_LAYER = {**encoders.BERT_LAYER, **_NAMES}
+_LAYER = {**_encoder.BERT_LAYER, **_NAMES}
 
 
 def read(fields: HFConfigReader) -> ModelConfig:
     fields.require_one_of(
         "relative_attention_num_buckets", 32, why="transformers computes 32 buckets whatever the table's size"
     )
-    config = roberta.read(encoders.with_changes(fields, pad_token_id=1, type_vocab_size=0))
+    config = roberta.read(_encoder.with_changes(fields, pad_token_id=1, type_vocab_size=0))
     layer = config.stack.layer_types["L"]
     mixer = replace(layer.attention, position=T5BiasConfig(32, 128, bidirectional=True))
     return replace(config, encoder=replace(config.stack, layer_types={"L": replace(layer, attention=mixer)}))
@@ -33,13 +31,13 @@ def read(fields: HFConfigReader) -> ModelConfig:
 
 def rules(config: ModelConfig) -> Iterator[TensorRule]:
     base = "" if isinstance(config.head, PoolingHeadConfig) else "mpnet."
-    yield from encoders.bert_rules(config, base, layer=_LAYER)
+    yield from _encoder.bert_rules(config, base, layer=_LAYER)
     yield tensor_rule("encoder.relative_bias.L", f"{base}encoder.relative_attention_bias.weight")
     yield from roberta.head_rules(config, base)
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    fields = {**encoders.bert_fields(config, "mpnet", "MPNet"), **roberta.offset_fields(config)}
+    fields = {**_encoder.bert_fields(config, "mpnet", "MPNet"), **roberta.offset_fields(config)}
     buckets = {"relative_attention_num_buckets": 32}
     return {**fields, **buckets}
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import single_layer_type
-from kvad.checkpoint.hf import STACKED, Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad.checkpoint.conversion import STACKED, Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad.checkpoint.families._common import single_layer_type
 from kvad.config import (
     AlibiConfig,
     AttentionConfig,
@@ -22,8 +22,6 @@ from kvad.config import (
     PlainMLPConfig,
     StackConfig,
 )
-
-__all__ = ["FAMILY"]
 
 _LAYER = {
     "attention.out": "attn.out_proj",

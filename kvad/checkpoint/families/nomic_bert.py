@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from kvad.checkpoint.families import bert, encoders
-from kvad.checkpoint.families.common import read_rope, require_rope, rope_fields
-from kvad.checkpoint.hf import STACKED, Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad.checkpoint.conversion import STACKED, Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad.checkpoint.families import _encoder, bert
+from kvad.checkpoint.families._common import read_rope, require_rope, rope_fields
 from kvad.config import (
     AttentionConfig,
     ClassificationHeadConfig,
@@ -25,8 +25,6 @@ from kvad.config import (
     PoolingHeadConfig,
     head_dim,
 )
-
-__all__ = ["FAMILY"]
 
 _DECODER, _BIAS = "cls.predictions.decoder", "cls.predictions.bias"
 _EMBEDDING = {
@@ -47,10 +45,10 @@ _LAYER = {
 def read(fields: HFConfigReader) -> ModelConfig:
     limit = fields.integer("max_position_embeddings", default=2048)
     activation = fields.get("hidden_act", "silu")
-    config = bert.read(encoders.base_model_config(fields, max_position_embeddings=limit, hidden_act=activation))
-    layer, names = config.stack.layer_types["L"], encoders.read_labels(fields)
+    config = bert.read(_encoder.base_model_config(fields, max_position_embeddings=limit, hidden_act=activation))
+    layer, names = config.stack.layer_types["L"], _encoder.read_labels(fields)
     assert isinstance(layer.mlp, PlainMLPConfig)
-    heads: dict[str, encoders.TaskHead] = {
+    heads: dict[str, _encoder.TaskHead] = {
         "ForMaskedLM": LanguageHeadConfig(
             bias=True, transform=HeadTransformConfig(layer.mlp.activation, norm=layer.norm)
         ),
@@ -66,7 +64,7 @@ def read(fields: HFConfigReader) -> ModelConfig:
         config,
         encoder=replace(config.stack, layer_types={"L": changed}),
         embedding=replace(config.embedding, position=None),
-        head=encoders.read_task_head(fields, heads),
+        head=_encoder.read_task_head(fields, heads),
     )
 
 
@@ -81,7 +79,7 @@ def rules(config: ModelConfig) -> Iterator[TensorRule]:
     if isinstance(config.head, LanguageHeadConfig):
         yield tensor_rule("head.transform.dense", "cls.predictions.transform.dense")
         yield tensor_rule("head.transform.norm", "cls.predictions.transform.layer_norm")
-        yield from encoders.head_bias(config, _DECODER, _BIAS)
+        yield from _encoder.head_bias(config, _DECODER, _BIAS)
     else:
         yield tensor_rule("head.transform.dense", f"{base}pooler.dense")
         yield tensor_rule("head", "classifier")
@@ -90,7 +88,7 @@ def rules(config: ModelConfig) -> Iterator[TensorRule]:
 def write(config: ModelConfig) -> dict[str, Any]:
     mixer = config.stack.layer_config(0).attention
     fields = {
-        **encoders.bert_fields(config, "nomic_bert", "NomicBert"),
+        **_encoder.bert_fields(config, "nomic_bert", "NomicBert"),
         "head_dim": head_dim(config, mixer),
         **rope_fields(require_rope(mixer.position, "nomic_bert")),
     }
@@ -105,6 +103,6 @@ FAMILY = Family(
     prefix="nomic_bert.",
     ignored=(r"cls\.predictions\.decoder\.weight",),
     head=(f"{_DECODER}.weight", "nomic_bert.embeddings.word_embeddings.weight"),
-    resolve=encoders.head_resolver("cls.predictions.transform.dense.weight"),
-    copies=encoders.bias_rules(_DECODER, _BIAS),
+    resolve=_encoder.head_resolver("cls.predictions.transform.dense.weight"),
+    copies=_encoder.bias_rules(_DECODER, _BIAS),
 )

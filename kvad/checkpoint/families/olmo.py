@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, hf_activation, optional, require_rope, rope_fields
-from kvad.checkpoint.families.decoders import (
+from kvad.checkpoint.conversion import HFConfigReader
+from kvad.checkpoint.families._common import ACTIVATIONS, hf_activation, optional, require_rope, rope_fields
+from kvad.checkpoint.families._decoder import (
     LAYER,
     QK_NORM,
     attention_config,
@@ -23,10 +24,7 @@ from kvad.checkpoint.families.decoders import (
     with_defaults,
     with_rope_type,
 )
-from kvad.checkpoint.hf import HFConfigReader
 from kvad.config import GatedMLPConfig, LayerConfig, ModelConfig, NormConfig
-
-__all__ = ["FAMILY"]
 
 _CLASSES = {"olmo": "OlmoForCausalLM", "olmo2": "Olmo2ForCausalLM"}
 _NORMS = {"norm1": "post_attention_layernorm", "norm2": "post_feedforward_layernorm"}  # the first has no weights

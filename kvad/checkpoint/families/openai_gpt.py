@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import single_layer_type
+from kvad.checkpoint.conversion import Family, HFConfigReader, TensorRule, tensor_rule
+from kvad.checkpoint.families._common import single_layer_type
 from kvad.checkpoint.families.gpt2 import layer_rules
-from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, tensor_rule
 from kvad.config import (
     AttentionConfig,
     EmbeddingConfig,
@@ -21,8 +21,6 @@ from kvad.config import (
     PlainMLPConfig,
     StackConfig,
 )
-
-__all__ = ["FAMILY"]
 
 _ACTIVATIONS = {"gelu": "gelu_tanh", "relu": "relu", "silu": "silu", "swish": "silu"}  # theirs -> ours
 

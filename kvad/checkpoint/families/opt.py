@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, FAIRSEQ_LAYER, hf_activation, single_layer_type
-from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad.checkpoint.conversion import Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad.checkpoint.families._common import ACTIVATIONS, FAIRSEQ_LAYER, hf_activation, single_layer_type
 from kvad.config import (
     AttentionConfig,
     EmbeddingConfig,
@@ -24,8 +24,6 @@ from kvad.config import (
     StackConfig,
     embedding_size,
 )
-
-__all__ = ["FAMILY"]
 
 
 def read(fields: HFConfigReader) -> ModelConfig:

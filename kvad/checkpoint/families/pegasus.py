@@ -5,10 +5,8 @@ The table stands in their files, but is no weight.
 
 from __future__ import annotations
 
-from kvad.checkpoint.families.fairseq import BartFamily, concat_tables
+from kvad.checkpoint.families._bart import BartFamily, concat_tables
 from kvad.config import SinusoidalPositionsConfig
-
-__all__ = ["FAMILY"]
 
 FAMILY = BartFamily(
     "pegasus",

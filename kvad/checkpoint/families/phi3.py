@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, hf_activation, read_rope, require_rope, rope_fields
-from kvad.checkpoint.families.decoders import (
+from kvad.checkpoint.conversion import STACKED, HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad.checkpoint.families._common import ACTIVATIONS, hf_activation, read_rope, require_rope, rope_fields
+from kvad.checkpoint.families._decoder import (
     LAYER,
     attention_config,
     build_model_config,
@@ -19,11 +20,8 @@ from kvad.checkpoint.families.decoders import (
     with_defaults,
     with_rope_type,
 )
-from kvad.checkpoint.hf import STACKED, HFConfigReader, TensorRule, prefix_rules, tensor_rule
 from kvad.config import GatedMLPConfig, LayerConfig, LongRopeScalingConfig, ModelConfig
 from kvad.errors import CheckpointError
-
-__all__ = ["FAMILY"]
 
 _DEFAULTS = {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096}
 _NAMES = {mine: LAYER[mine] for mine in ("attention.out", "mlp.down", "norm1", "norm2")}

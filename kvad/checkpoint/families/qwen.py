@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, hf_activation, require_rope, rope_fields
-from kvad.checkpoint.families.decoders import (
+from kvad.checkpoint.conversion import HFConfigReader
+from kvad.checkpoint.families._common import ACTIVATIONS, hf_activation, require_rope, rope_fields
+from kvad.checkpoint.families._decoder import (
     LAYER,
     QK_NORM,
     attention_config,
@@ -25,10 +26,7 @@ from kvad.checkpoint.families.decoders import (
     with_defaults,
     write_layer_types,
 )
-from kvad.checkpoint.hf import HFConfigReader
 from kvad.config import GatedMLPConfig, LayerConfig, ModelConfig, head_dim
-
-__all__ = ["FAMILY"]
 
 _DEFAULTS = {
     "max_position_embeddings": 32768,

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from kvad.checkpoint.families import bert, encoders
-from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, tensor_rule
+from kvad.checkpoint.conversion import Family, HFConfigReader, TensorRule, tensor_rule
+from kvad.checkpoint.families import _encoder, bert
 from kvad.config import (
     ClassificationHeadConfig,
     HeadTransformConfig,
@@ -23,26 +23,24 @@ from kvad.config import (
 )
 from kvad.errors import CheckpointError
 
-__all__ = ["FAMILY", "family", "head_rules", "offset_fields", "read"]
-
 
 def read(fields: HFConfigReader) -> ModelConfig:
-    offset, config = fields.integer("pad_token_id", default=1) + 1, bert.read(encoders.base_model_config(fields))
+    offset, config = fields.integer("pad_token_id", default=1) + 1, bert.read(_encoder.base_model_config(fields))
     if not 0 <= offset < config.max_seq_len:
         raise CheckpointError(f"{fields.where}: pad_token_id {offset - 1} leaves no positions of {config.max_seq_len}")
-    names, norm = encoders.read_labels(fields), config.embedding.norm
-    heads: dict[str, encoders.TaskHead] = {
+    names, norm = _encoder.read_labels(fields), config.embedding.norm
+    heads: dict[str, _encoder.TaskHead] = {
         "ForMaskedLM": LanguageHeadConfig(bias=True, transform=HeadTransformConfig("gelu", norm=norm)),
         "ForTokenClassification": ClassificationHeadConfig(names),
         "ForSequenceClassification": ClassificationHeadConfig(names, "row", transform=HeadTransformConfig("tanh")),
-        "Model": encoders.read_pooler(fields),
+        "Model": _encoder.read_pooler(fields),
     }
     positions = LearnedPositionsConfig(config.max_seq_len, offset=offset)
     return replace(
         config,
         max_seq_len=config.max_seq_len - offset,
         embedding=replace(config.embedding, position=positions),
-        head=encoders.read_task_head(fields, heads),
+        head=_encoder.read_task_head(fields, heads),
     )
 
 
@@ -51,7 +49,7 @@ def head_rules(config: ModelConfig, base: str) -> Iterator[TensorRule]:
     if isinstance(config.head, LanguageHeadConfig):
         yield tensor_rule("head.transform.dense", "lm_head.dense")
         yield tensor_rule("head.transform.norm", "lm_head.layer_norm")
-        yield from encoders.head_bias(config, "lm_head.decoder", "lm_head.bias")
+        yield from _encoder.head_bias(config, "lm_head.decoder", "lm_head.bias")
     elif isinstance(config.head, PoolingHeadConfig):
         yield tensor_rule("head.transform.dense", f"{base}pooler.dense")
     elif config.head.level == "row":
@@ -63,7 +61,7 @@ def head_rules(config: ModelConfig, base: str) -> Iterator[TensorRule]:
 
 def rules(config: ModelConfig) -> Iterator[TensorRule]:
     base = "" if isinstance(config.head, PoolingHeadConfig) else "roberta."
-    yield from encoders.bert_rules(config, base)
+    yield from _encoder.bert_rules(config, base)
     yield from head_rules(config, base)
 
 
@@ -76,7 +74,7 @@ def offset_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    return {**encoders.bert_fields(config, "roberta", "Roberta"), **offset_fields(config)}
+    return {**_encoder.bert_fields(config, "roberta", "Roberta"), **offset_fields(config)}
 
 
 def family(types: tuple[str, ...], base: str, read: Any, rules: Any, write: Any) -> Family:
@@ -89,9 +87,9 @@ def family(types: tuple[str, ...], base: str, read: Any, rules: Any, write: Any)
         prefix=base,
         ignored=(r"embeddings\.position_ids", r"pooler\..*", r"lm_head\.decoder\.weight"),
         head=("lm_head.decoder.weight", f"{base}embeddings.word_embeddings.weight"),
-        name_variants=encoders.LEGACY_NORMS,
-        resolve=encoders.head_resolver("lm_head.dense.weight", f"{base}pooler.dense.weight"),
-        copies=encoders.bias_rules("lm_head.decoder", "lm_head.bias"),
+        name_variants=_encoder.LEGACY_NORMS,
+        resolve=_encoder.head_resolver("lm_head.dense.weight", f"{base}pooler.dense.weight"),
+        copies=_encoder.bias_rules("lm_head.decoder", "lm_head.bias"),
     )
 
 

@@ -9,14 +9,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from kvad.checkpoint.families import encoders, roberta
-from kvad.checkpoint.hf import HFConfigReader, TensorRule, tensor_rule
+from kvad.checkpoint.conversion import HFConfigReader, TensorRule, tensor_rule
+from kvad.checkpoint.families import _encoder, roberta
 from kvad.config import ModelConfig, PoolingHeadConfig
 
-__all__ = ["FAMILY"]
-
 _BASE = "roberta_prelayernorm."
-_LAYER = {**encoders.BERT_LAYER, "norm1": "attention.LayerNorm", "norm2": "intermediate.LayerNorm"}
+_LAYER = {**_encoder.BERT_LAYER, "norm1": "attention.LayerNorm", "norm2": "intermediate.LayerNorm"}
 
 
 def read(fields: HFConfigReader) -> ModelConfig:
@@ -26,13 +24,13 @@ def read(fields: HFConfigReader) -> ModelConfig:
 
 def rules(config: ModelConfig) -> Iterator[TensorRule]:
     base = "" if isinstance(config.head, PoolingHeadConfig) else _BASE
-    yield from encoders.bert_rules(config, base, layer=_LAYER)
+    yield from _encoder.bert_rules(config, base, layer=_LAYER)
     yield tensor_rule("encoder.norm", f"{base}LayerNorm")
     yield from roberta.head_rules(config, base)
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    fields = encoders.bert_fields(config, "roberta-prelayernorm", "RobertaPreLayerNorm")
+    fields = _encoder.bert_fields(config, "roberta-prelayernorm", "RobertaPreLayerNorm")
     return {**fields, **roberta.offset_fields(config)}
 
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvad.checkpoint.families import bert, encoders
-from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, tensor_rule
+from kvad import model
+from kvad.checkpoint.conversion import Family, HFConfigReader, TensorRule, tensor_rule
+from kvad.checkpoint.families import _encoder, bert
 from kvad.config import (
     ClassificationHeadConfig,
     HeadTransformConfig,
@@ -28,9 +29,6 @@ from kvad.config import (
     head_dim,
 )
 from kvad.errors import CheckpointError
-from kvad.model.positions import sinusoidal_embedding
-
-__all__ = ["FAMILY"]
 
 _DECODER, _BIAS = "cls.predictions.decoder", "cls.predictions.bias"
 _TABLE = "encoder.embed_positions.weight"
@@ -44,15 +42,15 @@ def read(fields: HFConfigReader) -> ModelConfig:
             f"{fields.where}: is_decoder {causal} of {fields.architecture} is not supported",
             "RoFormerForCausalLM is a decoder, the other classes are encoders",
         )
-    config = bert.read(encoders.base_model_config(fields, is_decoder=False, max_position_embeddings=_limit(fields)))
-    layer, names = config.stack.layer_types["L"], encoders.read_labels(fields)
+    config = bert.read(_encoder.base_model_config(fields, is_decoder=False, max_position_embeddings=_limit(fields)))
+    layer, names = config.stack.layer_types["L"], _encoder.read_labels(fields)
     assert isinstance(layer.mlp, PlainMLPConfig)
     size, activation = fields.integer("embedding_size", default=config.hidden_size), layer.mlp.activation
     narrow = None if size == config.hidden_size else size
     language = LanguageHeadConfig(
         bias=True, transform=HeadTransformConfig(activation, norm=layer.norm, output_size=narrow)
     )
-    heads: dict[str, encoders.TaskHead] = {
+    heads: dict[str, _encoder.TaskHead] = {
         "ForMaskedLM": language,
         "ForCausalLM": language,
         "ForTokenClassification": ClassificationHeadConfig(names),
@@ -66,7 +64,7 @@ def read(fields: HFConfigReader) -> ModelConfig:
         encoder=None if causal else stack,
         decoder=stack if causal else None,
         embedding=replace(config.embedding, position=None, embedding_size=narrow),
-        head=encoders.read_task_head(fields, heads),
+        head=_encoder.read_task_head(fields, heads),
     )
 
 
@@ -76,11 +74,11 @@ def _limit(fields: HFConfigReader) -> int:
 
 def rules(config: ModelConfig) -> Iterator[TensorRule]:
     base = "" if isinstance(config.head, PoolingHeadConfig) else "roformer."
-    yield from encoders.bert_rules(config, base, "encoder" if config.decoder is None else "decoder")
+    yield from _encoder.bert_rules(config, base, "encoder" if config.decoder is None else "decoder")
     if isinstance(config.head, LanguageHeadConfig):
         yield tensor_rule("head.transform.dense", "cls.predictions.transform.dense")
         yield tensor_rule("head.transform.norm", "cls.predictions.transform.LayerNorm")
-        yield from encoders.head_bias(config, _DECODER, _BIAS)
+        yield from _encoder.head_bias(config, _DECODER, _BIAS)
     elif isinstance(config.head, ClassificationHeadConfig) and config.head.level == "row":
         yield tensor_rule("head.transform.dense", "classifier.dense")
         yield tensor_rule("head", "classifier.out_proj")
@@ -90,7 +88,7 @@ def rules(config: ModelConfig) -> Iterator[TensorRule]:
 
 def write(config: ModelConfig) -> dict[str, Any]:
     fields = {
-        **encoders.bert_fields(config, "roformer", "RoFormer"),
+        **_encoder.bert_fields(config, "roformer", "RoFormer"),
         "embedding_size": embedding_size(config),
         "rotary_value": False,
         "is_decoder": config.decoder is not None,
@@ -106,11 +104,13 @@ def table(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     base = "" if isinstance(config.head, PoolingHeadConfig) else "roformer."
     yield (
         base + _TABLE,
-        sinusoidal_embedding(torch.arange(config.max_seq_len), dim, SinusoidalPositionsConfig(form="concat")),
+        model.positions.sinusoidal_embedding(
+            torch.arange(config.max_seq_len), dim, SinusoidalPositionsConfig(form="concat")
+        ),
     )
 
 
-_heads = encoders.head_resolver("cls.predictions.transform.dense.weight")
+_heads = _encoder.head_resolver("cls.predictions.transform.dense.weight")
 
 
 def resolve(config: ModelConfig, look: Callable[[str], Tensor | None]) -> ModelConfig:
@@ -127,7 +127,7 @@ FAMILY = Family(
     ignored=(r"encoder\.embed_positions\.weight", r"cls\.predictions\.decoder\.weight"),
     extra=table,
     head=(f"{_DECODER}.weight", "roformer.embeddings.word_embeddings.weight"),
-    name_variants=encoders.LEGACY_NORMS,
+    name_variants=_encoder.LEGACY_NORMS,
     resolve=resolve,
-    copies=encoders.bias_rules(_DECODER, _BIAS),
+    copies=_encoder.bias_rules(_DECODER, _BIAS),
 )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, hf_activation, require_rope, rope_fields
-from kvad.checkpoint.families.decoders import (
+from kvad.checkpoint.conversion import HFConfigReader
+from kvad.checkpoint.families._common import ACTIVATIONS, hf_activation, require_rope, rope_fields
+from kvad.checkpoint.families._decoder import (
     LAYER,
     attention_config,
     build_model_config,
@@ -21,11 +22,8 @@ from kvad.checkpoint.families.decoders import (
     with_defaults,
     write_layer_types,
 )
-from kvad.checkpoint.hf import HFConfigReader
 from kvad.config import GatedMLPConfig, LayerConfig, ModelConfig
 from kvad.errors import CheckpointError
-
-__all__ = ["FAMILY"]
 
 _DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 4, "no_rope_layer_interval": 4}
 _NOPE = {"G": "N", "L": "M"}  # the letters of layers without positions, whole and with a window

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, hf_activation, read_rope, require_rope, rope_fields
-from kvad.checkpoint.families.decoders import (
+from kvad.checkpoint.conversion import HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad.checkpoint.families._common import ACTIVATIONS, hf_activation, read_rope, require_rope, rope_fields
+from kvad.checkpoint.families._decoder import (
     LAYER,
     STACKED,
     attention_config,
@@ -18,10 +19,7 @@ from kvad.checkpoint.families.decoders import (
     size_fields,
     with_defaults,
 )
-from kvad.checkpoint.hf import HFConfigReader, TensorRule, prefix_rules, tensor_rule
 from kvad.config import GatedMLPConfig, LayerConfig, ModelConfig, NormConfig
-
-__all__ = ["FAMILY"]
 
 
 def read(fields: HFConfigReader) -> ModelConfig:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, hf_activation, require_rope, rope_fields
-from kvad.checkpoint.families.decoders import (
+from kvad.checkpoint.conversion import HFConfigReader
+from kvad.checkpoint.families._common import ACTIVATIONS, hf_activation, require_rope, rope_fields
+from kvad.checkpoint.families._decoder import (
     LAYER,
     attention_config,
     build_model_config,
@@ -17,10 +18,7 @@ from kvad.checkpoint.families.decoders import (
     size_fields,
     with_defaults,
 )
-from kvad.checkpoint.hf import HFConfigReader
 from kvad.config import LayerConfig, ModelConfig, NormConfig, PlainMLPConfig
-
-__all__ = ["FAMILY"]
 
 _DEFAULTS = {"max_position_embeddings": 4096, "num_key_value_heads": 2}
 _NAMES = {**LAYER, "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}

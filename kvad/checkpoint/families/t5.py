@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from kvad.checkpoint.families.common import (
+from kvad.checkpoint.conversion import Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad.checkpoint.families._common import (
     ACTIVATIONS,
     check_expressible,
     dropout_fields,
@@ -28,7 +29,6 @@ from kvad.checkpoint.families.common import (
     read_dropout,
     single_layer_type,
 )
-from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
 from kvad.config import (
     AttentionConfig,
     EmbeddingConfig,
@@ -45,8 +45,6 @@ from kvad.config import (
     head_dim,
 )
 from kvad.errors import CheckpointError
-
-__all__ = ["FAMILY"]
 
 _ATTENTION = {"q": "q", "k": "k", "v": "v", "out": "o"}
 _DROPOUT = dict.fromkeys(("embedding", "residual", "attention", "hidden", "output"), "dropout_rate")

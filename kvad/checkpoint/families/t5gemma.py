@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, hf_activation, optional, require_rope, rope_fields
-from kvad.checkpoint.families.decoders import (
+from kvad.checkpoint.conversion import Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad.checkpoint.families._common import ACTIVATIONS, hf_activation, optional, require_rope, rope_fields
+from kvad.checkpoint.families._decoder import (
     attention_config,
     build_stack,
     full_rope,
@@ -21,7 +22,6 @@ from kvad.checkpoint.families.decoders import (
     window_pattern,
     with_defaults,
 )
-from kvad.checkpoint.hf import Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
 from kvad.config import (
     AttentionConfig,
     EmbeddingConfig,
@@ -35,8 +35,6 @@ from kvad.config import (
     head_dim,
 )
 from kvad.errors import CheckpointError
-
-__all__ = ["FAMILY"]
 
 _DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": 4,

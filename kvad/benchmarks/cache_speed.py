@@ -1,0 +1,443 @@
+"""``kvad bench cache``: generation with the cache, by recomputation, and with a cache that is grown by ``torch.cat``.
+
+The three generate the same tokens greedily, in one process, taking turns between marks (64, 128, ... tokens), so that
+what slows the machine slows all of them; every number is a median over repeats.  The first is the real engine, with
+its scheduler, sampler and detokenizer; the other two run nothing but the model and an argmax.  ``torch.cat`` lives
+here only: it is how a cache is often written first, and it copies everything once per token.
+
+A small chart for the terminal: several series on logarithmic axes, in plain ASCII.
+
+Promises: every point is drawn within the frame, a later series never hides a legend, and the text fits in ``width``
+columns plus the labels at its left.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvad import config, ops
+from kvad.cache import CacheGroup, group_bytes
+from kvad.config import attention_specs
+from kvad.engine import Engine, StepTimes
+from kvad.engine.scheduling import SamplingParams
+from kvad.errors import EngineError, RequestError
+from kvad.llm import LLM
+from kvad.model import NoCache, Transformer
+from kvad.model_input import (
+    AttentionParams,
+    AttentionPattern,
+    CacheProtocol,
+    CacheView,
+    ModelInput,
+    SubBatch,
+    TokenPositions,
+)
+
+CURVE_NAMES = ("cache", "recompute", "cat")
+MEDIAN_WINDOW = 15  # tokens to each side, whose median is the time of one token
+Progress = Callable[[str, int, int], None]  # (curve, tokens done over all repeats, of so many)
+
+
+@dataclass(frozen=True)
+class TimingCurve:
+    """One way to generate.  ``seconds``: in all, up to each of the marks; ``fastest``, ``slowest``: over the repeats.
+    ``exponent``: the slope of log seconds over log tokens.  ``early``, ``late``: milliseconds of one token at the
+    32nd and at the last."""
+
+    seconds: tuple[float, ...]
+    fastest: tuple[float, ...]
+    slowest: tuple[float, ...]
+    exponent: float
+    early: float
+    late: float
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """FLOPs and bytes of generating ``tokens`` tokens, and how many times more recomputation takes: counted from the
+    shapes, and by document 004's formula, which starts from one token."""
+
+    tokens: int
+    cached: config.flops.Cost
+    recomputed: config.flops.Cost
+    gain: config.flops.Gain
+    formula: config.flops.Gain
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """``speedup``: seconds of recomputation over seconds with the cache, at each of ``tokens``.  ``engine_ms`` and
+    ``model_ms``: of one decoding step.  ``flatness``: the last token's time over the 32nd's, with
+    the cache.  ``agree``: how many tokens all curves have in common, from the first."""
+
+    what: str
+    machine: str
+    commit: str
+    dtype: str
+    cache_dtype: str
+    layout: str
+    parameters: int
+    prompt: int
+    repeats: int
+    tokens: tuple[int, ...]
+    curves: dict[str, TimingCurve]
+    speedup: tuple[float, ...]
+    engine_ms: float
+    model_ms: float
+    flatness: float
+    outputs_agree: int
+    counted: tuple[FlopCount, ...]
+
+    def lines(self) -> list[dict[str, object]]:
+        """One flat object per curve and mark, each with machine and commit: what ``kvad plot`` reads."""
+        run = {"what": self.what, "machine": self.machine, "commit": self.commit, "parameters": self.parameters}
+        run |= {"dtype": self.dtype, "cache_dtype": self.cache_dtype, "layout": self.layout, "repeats": self.repeats}
+        found: list[dict[str, object]] = []
+        for name, curve in self.curves.items():
+            for at, counted in enumerate(self.counted):
+                cost = counted.recomputed if name == "recompute" else counted.cached
+                numbers = {"tokens": counted.tokens, "seconds": curve.seconds[at], "exponent": curve.exponent}
+                numbers |= {"fastest": curve.fastest[at], "slowest": curve.slowest[at]}
+                found.append({**run, "curve": name, **numbers, "flops": cost.flops, "bytes": cost.bytes})
+        return found
+
+
+def bench_cache(
+    llm: LLM,
+    tokens: Sequence[int] = (64, 128, 256, 512),
+    repeats: int = 3,
+    progress: Progress | None = None,
+    *,
+    prompt: str | Sequence[int] = "",
+) -> BenchResult:
+    """Time and count the generation of ``tokens`` tokens after ``prompt`` (empty: the opening token).
+
+    The engine is one of its own, with one row and the layout, dtype and block size of ``llm``'s cache; ``llm`` goes on
+    undisturbed.  RequestError for marks that cannot be, or beyond the model's limit.
+    """
+    marks = tuple(sorted(set(tokens)))
+    start = _start(llm, prompt)
+    _check(llm, marks, len(start), repeats)
+    bench = _Bench(llm, start, marks)
+    bench.run(min(2 * MEDIAN_WINDOW, marks[-1]))  # warm
+    bench.engine.times = StepTimes()
+    runs: list[dict[str, list[float]]] = []
+    for number in range(repeats):
+        runs.append(bench.run(marks[-1], number, repeats, progress))
+    curves = {name: _curve([run[name] for run in runs], marks) for name in CURVE_NAMES}
+    times = bench.engine.times
+    return BenchResult(
+        what="bench cache",
+        machine=machine_info(),
+        commit=commit_id(),
+        dtype=_dtype(llm),
+        cache_dtype=llm.cache_config.format_name,
+        layout=llm.cache_config.layout,
+        parameters=sum(parameter.numel() for parameter in llm.model.parameters()),
+        prompt=len(start),
+        repeats=repeats,
+        tokens=marks,
+        curves=curves,
+        speedup=tuple(a / b for a, b in zip(curves["recompute"].seconds, curves["cache"].seconds, strict=True)),
+        engine_ms=1e3 * (times.total - times.model) / times.steps,
+        model_ms=1e3 * times.model / times.steps,
+        flatness=curves["cache"].late / curves["cache"].early,
+        outputs_agree=bench.agree,
+        counted=tuple(_count(llm, len(start), mark) for mark in marks),
+    )
+
+
+def _start(llm: LLM, prompt: str | Sequence[int]) -> list[int]:
+    """The prompt's ids; a model without an opening token starts from token 0."""
+    if len(prompt) or (llm.tokenizer is not None and llm.tokenizer.special_tokens.separator is not None):
+        return llm.encode(prompt)
+    return [0]
+
+
+def _check(llm: LLM, marks: Sequence[int], prompt: int, repeats: int) -> None:
+    if len(marks) < 2 or marks[0] < 2:
+        raise RequestError("tokens: a curve needs two different numbers of tokens, each at least 2")
+    if repeats < 1:
+        raise RequestError(f"repeats: {repeats} is out of range, must be at least 1")
+    if prompt + marks[-1] > llm.model.config.max_seq_len:
+        raise RequestError(
+            f"{prompt} prompt tokens and {marks[-1]} new ones exceed the model's limit of {llm.model.config.max_seq_len}",
+            f"--tokens up to {llm.model.config.max_seq_len - prompt}",
+        )
+
+
+def _count(llm: LLM, prompt: int, mark: int) -> FlopCount:
+    stored = _stored(llm.engine.kv_cache.groups)
+    cached, fresh = config.flops.generation_cost(
+        llm.model.config, prompt, mark, element=config.DTYPE_BYTES[_dtype(llm)], stored=stored
+    )
+    gain = config.flops.Gain(fresh.attention / cached.attention, fresh.projections / cached.projections)
+    return FlopCount(mark, cached, fresh, gain, config.flops.closed_form_flops(mark))
+
+
+def _stored(groups: Sequence[CacheGroup]) -> float:
+    """Bytes per number in the cache, with its share of the scales."""
+    sizes = [group_bytes(group) for group in groups]
+    numbers = sum(len(g.layers) * g.spec.num_kv_heads * (g.spec.head_dim + g.spec.value_dim) for g in groups)
+    return sum(size.per_token_payload + size.per_token_scales for size in sizes) / numbers
+
+
+def _dtype(llm: LLM) -> str:
+    return str(llm.model.token_embedding.dtype).removeprefix("torch.")
+
+
+# ---------------------------------------------------------------- running
+
+
+class _Bench:
+    """Runs the curves side by side; every run of the engine has a prefix salt of its own, so nothing is reused."""
+
+    def __init__(self, llm: LLM, start: list[int], marks: Sequence[int]) -> None:
+        self.model, self.start, self.marks = llm.model, start, marks
+        cache = replace(llm.cache_config, max_num_seqs=1, max_seq_len=len(start) + marks[-1], num_blocks=None)
+        self.engine = Engine(llm.model, cache, tokenizer=llm.tokenizer)
+        self.agree = marks[-1]
+        self._runs = 0
+
+    def run(
+        self, total: int, number: int = 0, repeats: int = 1, progress: Progress | None = None
+    ) -> dict[str, list[float]]:
+        """Seconds of each token, by curve."""
+        order = CURVE_NAMES[number % len(CURVE_NAMES) :] + CURVE_NAMES[: number % len(CURVE_NAMES)]
+        steps = {name: self._steps(name, total) for name in order}
+        seconds: dict[str, list[float]] = {name: [] for name in order}
+        ids: dict[str, list[int]] = {name: [] for name in order}
+        done = 0
+        for mark in sorted({*(m for m in self.marks if m < total), total}):
+            for name in order:
+                for _ in range(mark - done):
+                    began = time.perf_counter()
+                    ids[name].append(next(steps[name]))
+                    seconds[name].append(time.perf_counter() - began)
+                if progress is not None:
+                    progress(name, number * total + mark, repeats * total)
+            done = mark
+        same = (one == two == three for one, two, three in zip(*ids.values(), strict=True))
+        self.agree = min(self.agree, next((at for at, equal in enumerate(same) if not equal), self.agree))
+        return seconds
+
+    def _steps(self, name: str, total: int) -> Iterator[int]:
+        if name == "cache":
+            return self._cached(total)
+        return self._recomputed(total) if name == "recompute" else self._grown(total)
+
+    def _cached(self, total: int) -> Iterator[int]:
+        self._runs += 1
+        sampling = SamplingParams(max_tokens=total, temperature=0, ignore_eos=True)
+        request = self.engine.add_request(self.start, sampling, salt=f"bench {self._runs}")
+        try:
+            while not self.engine.idle:
+                for piece in self.engine.step():
+                    if piece.error is not None:
+                        raise EngineError(f"bench: {piece.error}")
+                    if piece.token_id is not None:
+                        yield piece.token_id
+        finally:
+            self.engine.abort_request(request)
+
+    @torch.inference_mode()
+    def _next(self, tokens: Sequence[int], first: int, memory: CacheProtocol, limit: int) -> int:
+        """Run ``tokens``, at positions from ``first`` on, and choose what follows."""
+        device = self.engine.device
+        ids = torch.tensor(tokens, device=device)
+        at = torch.arange(first, first + len(tokens), device=device)
+        lane = SubBatch(1, len(tokens), first + len(tokens))
+        step = ModelInput(
+            ids, at, (lane,), torch.tensor([len(tokens) - 1], device=device), max_seq_lens=torch.full_like(at, limit)
+        )
+        return int(self.model.logits(self.model(step, memory), step.logit_indices).argmax())
+
+    def _recomputed(self, total: int) -> Iterator[int]:
+        tokens, memory = list(self.start), NoCache(self.model.config)
+        for _ in range(total):
+            tokens.append(self._next(tokens, 0, memory, len(self.start) + total))
+            yield tokens[-1]
+
+    def _grown(self, total: int) -> Iterator[int]:
+        memory, new, length = ConcatCache(self.model), list(self.start), 0
+        for _ in range(total):
+            token = self._next(new, length, memory, len(self.start) + total)
+            length, new = length + len(new), [token]
+            yield token
+
+
+class ConcatCache:
+    """One row's keys and values, [1, K, S, D] per layer, made anew by ``torch.cat`` for every token."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.specs = attention_specs(model.config)
+        dtype, device = model.token_embedding.dtype, model.token_embedding.device
+        self.keys = [torch.empty(1, s.num_kv_heads, 0, s.head_dim, dtype=dtype, device=device) for s in self.specs]
+        self.values = [torch.empty(1, s.num_kv_heads, 0, s.value_dim, dtype=dtype, device=device) for s in self.specs]
+        self.positions = torch.empty(1, 0, dtype=torch.int64, device=device)
+
+    def open(self, step: ModelInput) -> Sequence[CacheView]:
+        angles, queries = ops.rotary.RotaryCache(step.positions), TokenPositions(step.positions.unsqueeze(0))
+        self.positions = torch.cat((self.positions, queries.position), dim=1)
+        reaches = {AttentionPattern.from_spec(spec) for spec in self.specs}
+        readings = {
+            reach: ops.attention.AttentionMask(queries, TokenPositions(self.positions), reach) for reach in reaches
+        }
+        return [
+            _ConcatView(self, at, readings[AttentionPattern.from_spec(s)], angles) for at, s in enumerate(self.specs)
+        ]
+
+
+class _ConcatView:
+    def __init__(
+        self, memory: ConcatCache, layer: int, reading: ops.attention.AttentionMask, angles: ops.rotary.RotaryCache
+    ) -> None:
+        self._memory, self._layer, self._reading, self._angles = memory, layer, reading, angles
+
+    def write(self, k: Tensor, v: Tensor) -> None:
+        raise AssertionError("self-attention reads no source")
+
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: AttentionParams) -> Tensor:
+        assert k is not None and v is not None
+        if score.rotary is not None:
+            q, k = self._angles.rotate(q, score.rotary), self._angles.rotate(k, score.rotary)
+        keys, values, layer = self._memory.keys, self._memory.values, self._layer
+        keys[layer] = torch.cat((keys[layer], k.transpose(0, 1).unsqueeze(0)), dim=2)
+        values[layer] = torch.cat((values[layer], v.transpose(0, 1).unsqueeze(0)), dim=2)
+        return ops.attention.dot_product_attention(
+            q.unsqueeze(0), keys[layer], values[layer], self._reading, score
+        ).out.squeeze(0)
+
+
+# ---------------------------------------------------------------- what it means
+
+
+def _curve(runs: Sequence[Sequence[float]], marks: Sequence[int]) -> TimingCurve:
+    totals = [[math.fsum(run[:mark]) for run in runs] for mark in marks]
+    seconds = tuple(statistics.median(each) for each in totals)
+    early = min(32, marks[-1])
+    return TimingCurve(
+        seconds=seconds,
+        fastest=tuple(min(each) for each in totals),
+        slowest=tuple(max(each) for each in totals),
+        exponent=loglog_slope(marks, seconds),
+        early=_milliseconds(runs, early),
+        late=_milliseconds(runs, marks[-1]),
+    )
+
+
+def _milliseconds(runs: Sequence[Sequence[float]], at: int) -> float:
+    """Of the token number ``at`` (from 1): the median of those around it, over all runs."""
+    return 1e3 * statistics.median(t for run in runs for t in run[max(1, at - 1 - MEDIAN_WINDOW) : at + MEDIAN_WINDOW])
+
+
+def loglog_slope(x: Sequence[float], y: Sequence[float]) -> float:
+    """Of the straight line nearest to (log x, log y), by least squares: 1 for a linear cost, 2 for a quadratic one."""
+    return statistics.linear_regression([math.log(v) for v in x], [math.log(v) for v in y]).slope
+
+
+def machine_info() -> str:
+    """The processor, how many cores this process may use, torch's threads and version."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return f"{_processor()}, {cores} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def commit_id() -> str:
+    """The commit of kvad's own checkout, ``-dirty`` with changes on top; "" where it is installed without one."""
+    here = Path(__file__).resolve().parent
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return found.stdout.strip() if found.returncode == 0 else ""
+
+
+POINT_CHARS = "o*x+#@"
+
+ChartPoints = Sequence[tuple[float, float]]
+
+
+def ascii_chart(series: Mapping[str, ChartPoints], *, x: str, y: str, width: int = 60, height: int = 14) -> str:
+    """``{"cache": [(64, 0.2), (128, 0.4)], ...}`` as lines of text; x and y name the axes, all values are above 0."""
+    points = [point for line in series.values() for point in line]
+    assert points and all(a > 0 and b > 0 for a, b in points), "a logarithmic axis has no zero"
+    across = _Axis([a for a, _ in points], width)
+    up = _Axis([b for _, b in points], height)
+    grid = [[" "] * width for _ in range(height)]
+    for mark, line in zip(POINT_CHARS, series.values(), strict=False):
+        cells = [(across.cell(a), up.cell(b)) for a, b in line]
+        for one, two in pairwise(cells):
+            _dots(grid, one, two)
+        for column, row in cells:
+            grid[height - 1 - row][column] = mark
+    return "\n".join([y, *_rows(grid, up), *_below(across, sorted({a for a, _ in points}), x), _legend(series)])
+
+
+class _Axis:
+    """Values spread over ``cells`` cells by their logarithms."""
+
+    def __init__(self, values: Sequence[float], cells: int) -> None:
+        self.low, self.high, self.cells = min(values), max(values), cells
+
+    def cell(self, value: float) -> int:
+        if self.high == self.low:
+            return self.cells // 2
+        return round((self.cells - 1) * math.log(value / self.low) / math.log(self.high / self.low))
+
+    def value(self, cell: int) -> float:
+        return self.low * math.exp(math.log(self.high / self.low) * cell / max(1, self.cells - 1))
+
+
+def _dots(grid: list[list[str]], one: tuple[int, int], two: tuple[int, int]) -> None:
+    """A dotted line between two cells, under whatever stands there already."""
+    steps = max(abs(two[0] - one[0]), abs(two[1] - one[1]))
+    for step in range(1, steps):
+        column = round(one[0] + (two[0] - one[0]) * step / steps)
+        row = len(grid) - 1 - round(one[1] + (two[1] - one[1]) * step / steps)
+        if grid[row][column] == " ":
+            grid[row][column] = "."
+
+
+def _rows(grid: list[list[str]], up: _Axis) -> list[str]:
+    last = len(grid) - 1
+    labels = {at: f"{up.value(last - at):.3g}" for at in (0, last // 2, last)}
+    return [f"{labels.get(at, ''):>8} |{''.join(cells).rstrip()}" for at, cells in enumerate(grid)]
+
+
+def _below(across: _Axis, values: Sequence[float], name: str) -> list[str]:
+    ticks = [" "] * (across.cells + 8)
+    for value in values:
+        text, at = f"{value:g}", across.cell(value)
+        start = max(0, min(at - len(text) // 2, len(ticks) - len(text)))
+        if all(cell == " " for cell in ticks[max(0, start - 1) : start + len(text) + 1]):
+            ticks[start : start + len(text)] = text
+    return [" " * 9 + "+" + "-" * across.cells, (" " * 10 + "".join(ticks)).rstrip() + f"  {name}"]
+
+
+def _legend(series: Mapping[str, ChartPoints]) -> str:
+    return " " * 10 + "   ".join(f"{mark} {name}" for mark, name in zip(POINT_CHARS, series, strict=False))

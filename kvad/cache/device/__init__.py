@@ -1,0 +1,37 @@
+"""kvad.cache.device"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvad._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from kvad.cache.device import host_copy as host_copy
+    from kvad.cache.device import slot_copy as slot_copy
+    from kvad.cache.device import tensor_bytes as tensor_bytes
+    from kvad.cache.device.eviction import EvictionEvent as EvictionEvent
+    from kvad.cache.device.kv_cache import KVCache as KVCache
+    from kvad.cache.device.offload_reader import OffloadReader as OffloadReader
+    from kvad.cache.device.offload_reader import OffloadStats as OffloadStats
+
+__all__ = [
+    "EvictionEvent",
+    "KVCache",
+    "OffloadReader",
+    "OffloadStats",
+    "host_copy",
+    "slot_copy",
+    "tensor_bytes",
+]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "EvictionEvent": "eviction",
+        "KVCache": "kv_cache",
+        "OffloadReader": "offload_reader",
+        "OffloadStats": "offload_reader",
+    },
+    ("host_copy", "slot_copy", "tensor_bytes"),
+)

@@ -1,0 +1,200 @@
+"""``kvad demo`` (``make run``): train a small model on text that every machine has, sing from its cache, prove it.
+
+Corpus, training, a streamed completion, ``verify``, ``bench cache``, and what to do next: each part is the command of
+that name, called as a function.  Everything is kept in ``--out``: the model, ``demo.json``, two figures.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvad.cli.options import console, emit_json, format_bytes, json_option
+from kvad.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvad import benchmarks
+    from kvad import verify as verify_lib
+    from kvad.llm import LLM
+    from kvad.train.monitoring import TrainingResult
+
+RESULT = "demo.json"
+CONTEXT, LIMIT = 256, 4096  # tokens of a training row; tokens of the longest row that the model may hold
+PRESET = "demo"
+BENCH_LENGTHS = (64, 128, 256, 512)
+PROMPT = "def "
+
+
+@click.command()
+@click.option("--minutes", type=float, default=2.0, show_default=True, help="How long to train.")
+@click.option("--out", metavar="FOLDER", type=click.Path(path_type=Path), default=Path("runs/demo"), show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the weights, the data's order, the sample.")
+@click.option("--repeats", type=int, default=2, show_default=True, help="Of every timing.")
+@json_option
+@click.pass_context
+def demo_command(ctx: click.Context, minutes: float, out: Path, seed: int, repeats: int, as_json: bool) -> None:
+    """Train a small model, generate from its KV cache, prove the cache, and show what it saves.
+
+    \b
+    kvad demo
+    kvad demo --minutes 0.5 --out runs/quick
+    """
+    _check_free(out)
+    page = _Page(as_json)
+    began = time.perf_counter()
+    outcome = _train(page, minutes, out, seed)
+    if outcome.reason == "interrupted":
+        page.say(f"stopped; the model of step {outcome.step} is in {out}")
+        ctx.exit(130)
+    from kvad.llm import LLM
+
+    with LLM.load(out, rows=4) as llm:
+        completion = _generate(page, llm, seed)
+        report = _verify(page, llm)
+        bench = _time(page, llm, repeats, out)
+    result = _result(outcome, completion, report, bench, time.perf_counter() - began)
+    (out / RESULT).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    page.title("next")
+    page.say(_next_steps(out))
+    if as_json:
+        emit_json(result)
+    if report.broken:
+        ctx.exit(1)
+
+
+def _check_free(out: Path) -> None:
+    """A run that the demo did not make is somebody's work: it is not written over."""
+    if (out / "checkpoints").exists() and not (out / RESULT).exists():
+        raise UsageError(f"{out} holds a run that the demo did not make", "choose another folder: --out runs/mine")
+
+
+@dataclass
+class _Page:
+    """Text goes to stdout, or to stderr where stdout is for JSON."""
+
+    to_stderr: bool
+
+    def say(self, text: str = "", *, end: str = "\n") -> None:
+        click.echo(text, nl=end == "\n", err=self.to_stderr)
+
+    def title(self, text: str) -> None:
+        self.say()
+        self.say(click.style(f"— {text} —", bold=True))
+
+
+def _train(page: _Page, minutes: float, out: Path, seed: int) -> TrainingResult:
+    from kvad import datasets
+    from kvad.cli.commands.train import draw_loss_curve
+    from kvad.train.config import DataConfig, OptimConfig, RunConfig, TrainConfig
+    from kvad.train.loop import train_model
+    from kvad.train.monitoring import make_progress
+
+    sources = datasets.stdlib_sources.find_sources()
+    page.title("train")
+    page.say(
+        f"corpus: {sources.description} ({sources.root}): {len(sources.files)} files, {format_bytes(sources.num_bytes)}"
+    )
+    config = RunConfig(
+        model={"preset": PRESET, "limit": LIMIT},
+        data=DataConfig(seq_len=CONTEXT, encoding_errors="replace"),
+        optim=OptimConfig(lr=2e-3, min_lr=1e-4),
+        train=TrainConfig(minutes=minutes, batch_size=4, eval_interval=200, eval_tokens=16384, seed=seed),
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    (out / RESULT).write_text("{}\n", encoding="utf-8")  # from here on the folder is the demo's
+    progress = make_progress(console())
+    try:
+        outcome = train_model(config, sources.files, out, overwrite=True, callbacks=[progress])
+    finally:
+        progress.close()
+    page.say(
+        f"{outcome.step} steps, {outcome.tokens:,} tokens in {outcome.elapsed:.0f} s: loss {outcome.loss:.3f}, "
+        f"validation loss {outcome.val_loss:.3f}"
+    )
+    for path in draw_loss_curve(out):
+        click.echo(f"curve: {path}", err=True)
+    return outcome
+
+
+def _generate(page: _Page, llm: LLM, seed: int) -> dict[str, Any]:
+    page.title(f"{PROMPT!r} continued, from the paged cache")
+    page.say(PROMPT, end="")
+    began, tokens, text = time.perf_counter(), 0, ""
+    for piece in llm.stream(PROMPT, max_tokens=160, temperature=0.7, top_p=0.95, seed=seed, min_tokens=80):
+        tokens += piece.token_id is not None
+        text += piece.text
+        page.say(piece.text, end="")
+    seconds = time.perf_counter() - began
+    stats = llm.engine.kv_cache_manager.stats()
+    page.say()
+    page.say(f"({tokens} tokens, {tokens / seconds:.0f} tokens/s; {stats.evictable[0]} blocks stay for a next time)")
+    return {"prompt": PROMPT, "text": text, "tokens": tokens, "seconds": seconds}
+
+
+def _verify(page: _Page, llm: LLM) -> verify_lib.report.VerifyReport:
+    from kvad.verify import ScenarioOptions, build_prompts, verify
+
+    page.title("does the cache change anything?  (kvad verify)")
+    options = ScenarioOptions()
+    report = verify(llm.model, build_prompts(llm.model.config, options, llm.tokenizer), options)
+    for memory in report.cases:
+        page.say(
+            f"{memory.layout + ' ' + memory.dtype:<22} max |dlogit| {memory.max_dlogit:.1e}  "
+            f"greedy {memory.agree}/{memory.compared}  {memory.verdict}"
+        )
+    page.say(f"verdict: {report.verdict()}")
+    return report
+
+
+def _time(page: _Page, llm: LLM, repeats: int, out: Path) -> benchmarks.cache_speed.BenchResult:
+    from kvad.benchmarks import bench_cache
+    from kvad.cli.commands.bench import bench_lines, write_results
+
+    page.title("what does it save?  (kvad bench cache)")
+    result = bench_cache(llm, BENCH_LENGTHS, repeats)
+    page.say("\n".join(bench_lines(result)))
+    for path in write_results(result, out):
+        click.echo(f"figure: {path}", err=True)
+    return result
+
+
+def _result(
+    outcome: TrainingResult,
+    completion: dict[str, Any],
+    report: verify_lib.report.VerifyReport,
+    bench: benchmarks.cache_speed.BenchResult,
+    seconds: float,
+) -> dict[str, Any]:
+    return {
+        "steps": outcome.step,
+        "tokens": outcome.tokens,
+        "train_seconds": outcome.elapsed,
+        "loss": outcome.loss,
+        "val_loss": outcome.val_loss,
+        "completion": completion,
+        "verdict": report.verdict(),
+        "exact": not report.broken,
+        "speedup": dict(zip(map(str, bench.tokens), bench.speedup, strict=True)),
+        "flatness": bench.flatness,
+        "engine_ms": bench.engine_ms,
+        "model_ms": bench.model_ms,
+        "seconds": seconds,
+    }
+
+
+def _next_steps(out: Path) -> str:
+    return "\n".join(
+        [
+            f"  kvad generate {out} 'class ' --stats          continue your own text",
+            f"  kvad chat {out}                               talk to it (/kv shows the cache)",
+            f"  kvad verify {out} --break mask                break the cache on purpose: verify names the fault",
+            f"  kvad plan {out} --context 4096 --rows 8       how much memory would that take?",
+            f"  kvad inspect {out} --attention 'def f(x):'    look at a head",
+            "  kvad train FILES --out runs/mine              train on your own text",
+        ]
+    )

@@ -1,0 +1,141 @@
+"""kvad.config.model"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvad._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from kvad.config import flops as flops
+    from kvad.config import parameter_shapes as parameter_shapes
+    from kvad.config import plugins as plugins
+    from kvad.config import serialization as serialization
+    from kvad.config.layers import Activation as Activation
+    from kvad.config.layers import AlibiConfig as AlibiConfig
+    from kvad.config.layers import AttentionConfig as AttentionConfig
+    from kvad.config.layers import ClassificationHeadConfig as ClassificationHeadConfig
+    from kvad.config.layers import CustomPositionsConfig as CustomPositionsConfig
+    from kvad.config.layers import DropoutConfig as DropoutConfig
+    from kvad.config.layers import DynamicScalingConfig as DynamicScalingConfig
+    from kvad.config.layers import EmbeddingConfig as EmbeddingConfig
+    from kvad.config.layers import GatedMLPConfig as GatedMLPConfig
+    from kvad.config.layers import HeadTransformConfig as HeadTransformConfig
+    from kvad.config.layers import LanguageHeadConfig as LanguageHeadConfig
+    from kvad.config.layers import LayerConfig as LayerConfig
+    from kvad.config.layers import LearnedPositionsConfig as LearnedPositionsConfig
+    from kvad.config.layers import LinearScalingConfig as LinearScalingConfig
+    from kvad.config.layers import Llama3ScalingConfig as Llama3ScalingConfig
+    from kvad.config.layers import LongRopeScalingConfig as LongRopeScalingConfig
+    from kvad.config.layers import MoEConfig as MoEConfig
+    from kvad.config.layers import NormConfig as NormConfig
+    from kvad.config.layers import PlainMLPConfig as PlainMLPConfig
+    from kvad.config.layers import Pooling as Pooling
+    from kvad.config.layers import PoolingHeadConfig as PoolingHeadConfig
+    from kvad.config.layers import RopeConfig as RopeConfig
+    from kvad.config.layers import RopeScalingConfig as RopeScalingConfig
+    from kvad.config.layers import SinusoidalPositionsConfig as SinusoidalPositionsConfig
+    from kvad.config.layers import StackConfig as StackConfig
+    from kvad.config.layers import T5BiasConfig as T5BiasConfig
+    from kvad.config.layers import YarnScalingConfig as YarnScalingConfig
+    from kvad.config.model import AttentionSpec as AttentionSpec
+    from kvad.config.model import EncoderInputConfig as EncoderInputConfig
+    from kvad.config.model import ModelConfig as ModelConfig
+    from kvad.config.model import attention_specs as attention_specs
+    from kvad.config.model import canonical_config as canonical_config
+    from kvad.config.model import embedding_size as embedding_size
+    from kvad.config.model import encoder_attention_specs as encoder_attention_specs
+    from kvad.config.model import encoder_hidden_size as encoder_hidden_size
+    from kvad.config.model import head_dim as head_dim
+    from kvad.config.model import head_input_size as head_input_size
+    from kvad.config.parameter_shapes import DTYPE_BYTES as DTYPE_BYTES
+
+__all__ = [
+    "DTYPE_BYTES",
+    "Activation",
+    "AlibiConfig",
+    "AttentionConfig",
+    "AttentionSpec",
+    "ClassificationHeadConfig",
+    "CustomPositionsConfig",
+    "DropoutConfig",
+    "DynamicScalingConfig",
+    "EmbeddingConfig",
+    "EncoderInputConfig",
+    "GatedMLPConfig",
+    "HeadTransformConfig",
+    "LanguageHeadConfig",
+    "LayerConfig",
+    "LearnedPositionsConfig",
+    "LinearScalingConfig",
+    "Llama3ScalingConfig",
+    "LongRopeScalingConfig",
+    "MoEConfig",
+    "ModelConfig",
+    "NormConfig",
+    "PlainMLPConfig",
+    "Pooling",
+    "PoolingHeadConfig",
+    "RopeConfig",
+    "RopeScalingConfig",
+    "SinusoidalPositionsConfig",
+    "StackConfig",
+    "T5BiasConfig",
+    "YarnScalingConfig",
+    "attention_specs",
+    "canonical_config",
+    "embedding_size",
+    "encoder_attention_specs",
+    "encoder_hidden_size",
+    "flops",
+    "head_dim",
+    "head_input_size",
+    "parameter_shapes",
+    "plugins",
+    "serialization",
+]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "DTYPE_BYTES": "parameter_shapes",
+        "Activation": "layers",
+        "AlibiConfig": "layers",
+        "AttentionConfig": "layers",
+        "AttentionSpec": "model",
+        "ClassificationHeadConfig": "layers",
+        "CustomPositionsConfig": "layers",
+        "DropoutConfig": "layers",
+        "DynamicScalingConfig": "layers",
+        "EmbeddingConfig": "layers",
+        "EncoderInputConfig": "model",
+        "GatedMLPConfig": "layers",
+        "HeadTransformConfig": "layers",
+        "LanguageHeadConfig": "layers",
+        "LayerConfig": "layers",
+        "LearnedPositionsConfig": "layers",
+        "LinearScalingConfig": "layers",
+        "Llama3ScalingConfig": "layers",
+        "LongRopeScalingConfig": "layers",
+        "MoEConfig": "layers",
+        "ModelConfig": "model",
+        "NormConfig": "layers",
+        "PlainMLPConfig": "layers",
+        "Pooling": "layers",
+        "PoolingHeadConfig": "layers",
+        "RopeConfig": "layers",
+        "RopeScalingConfig": "layers",
+        "SinusoidalPositionsConfig": "layers",
+        "StackConfig": "layers",
+        "T5BiasConfig": "layers",
+        "YarnScalingConfig": "layers",
+        "attention_specs": "model",
+        "canonical_config": "model",
+        "embedding_size": "model",
+        "encoder_attention_specs": "model",
+        "encoder_hidden_size": "model",
+        "head_dim": "model",
+        "head_input_size": "model",
+    },
+    ("flops", "parameter_shapes", "plugins", "serialization"),
+)

@@ -1,0 +1,18 @@
+"""kvad.datasets"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvad._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from kvad.datasets import stdlib_sources as stdlib_sources
+    from kvad.datasets import synthetic as synthetic
+
+__all__ = [
+    "stdlib_sources",
+    "synthetic",
+]
+
+__getattr__, __dir__ = lazy_names(__name__, {}, ("stdlib_sources", "synthetic"))

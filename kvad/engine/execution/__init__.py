@@ -1,0 +1,31 @@
+"""kvad.engine.execution"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvad._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from kvad.engine.execution.model_runner import ManagedCache as ManagedCache
+    from kvad.engine.execution.model_runner import ModelRunner as ModelRunner
+    from kvad.engine.execution.sampler import NONFINITE_ERROR as NONFINITE_ERROR
+    from kvad.engine.execution.sampler import sample_outputs as sample_outputs
+
+__all__ = [
+    "NONFINITE_ERROR",
+    "ManagedCache",
+    "ModelRunner",
+    "sample_outputs",
+]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "ManagedCache": "model_runner",
+        "ModelRunner": "model_runner",
+        "NONFINITE_ERROR": "sampler",
+        "sample_outputs": "sampler",
+    },
+    (),
+)

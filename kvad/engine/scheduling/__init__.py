@@ -1,0 +1,52 @@
+"""kvad.engine.scheduling"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvad._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from kvad.engine.scheduling import preemption as preemption
+    from kvad.engine.scheduling import request as request
+    from kvad.engine.scheduling import sequence as sequence
+    from kvad.engine.scheduling.beam_search import num_candidates as num_candidates
+    from kvad.engine.scheduling.limits import LengthLimits as LengthLimits
+    from kvad.engine.scheduling.request import SamplingParams as SamplingParams
+    from kvad.engine.scheduling.request import SequenceOutput as SequenceOutput
+    from kvad.engine.scheduling.request import TokenLogprob as TokenLogprob
+    from kvad.engine.scheduling.scheduler import Scheduler as Scheduler
+    from kvad.engine.scheduling.sequence import RequestMetrics as RequestMetrics
+    from kvad.engine.scheduling.sequence import ScheduledSequence as ScheduledSequence
+    from kvad.engine.scheduling.sequence import SchedulerOutput as SchedulerOutput
+
+__all__ = [
+    "LengthLimits",
+    "RequestMetrics",
+    "SamplingParams",
+    "ScheduledSequence",
+    "Scheduler",
+    "SchedulerOutput",
+    "SequenceOutput",
+    "TokenLogprob",
+    "num_candidates",
+    "preemption",
+    "request",
+    "sequence",
+]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "LengthLimits": "limits",
+        "RequestMetrics": "sequence",
+        "SamplingParams": "request",
+        "ScheduledSequence": "sequence",
+        "Scheduler": "scheduler",
+        "SchedulerOutput": "sequence",
+        "SequenceOutput": "request",
+        "TokenLogprob": "request",
+        "num_candidates": "beam_search",
+    },
+    ("preemption", "request", "sequence"),
+)

@@ -1,0 +1,34 @@
+"""kvad.evaluation"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvad._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from kvad.evaluation import bleu as bleu
+    from kvad.evaluation import compare_runs as compare_runs
+    from kvad.evaluation import extrapolation as extrapolation
+    from kvad.evaluation import metrics as metrics
+    from kvad.evaluation import objectives as objectives
+    from kvad.evaluation import readers as readers
+    from kvad.evaluation import text as text
+    from kvad.evaluation.training_callbacks import build_callbacks as build_callbacks
+
+__all__ = [
+    "bleu",
+    "build_callbacks",
+    "compare_runs",
+    "extrapolation",
+    "metrics",
+    "objectives",
+    "readers",
+    "text",
+]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {"build_callbacks": "training_callbacks"},
+    ("bleu", "compare_runs", "extrapolation", "metrics", "objectives", "readers", "text"),
+)

@@ -1,0 +1,319 @@
+"""Training runs held against each other: what differs in their configurations, what came of it, and their curves.
+
+A run is read from its folder: ``metrics.jsonl``, and the newest checkpoint's ``training/state.json`` for what it was
+configured as (before there is one: ``run.toml``), on what texts and with which tokenizer.  Models are held against each
+other as what they are, however they were written; one that began as a checkpoint is what ``model.init`` names.  No
+torch, and no weight is read.
+
+A loss is nats per token, and a token is what the tokenizer makes of a text: losses of two tokenizers, or of two
+objectives, say nothing about each other, and :func:`cautions` says so.  Smoothed is a moving average of the logged
+losses that starts without a bias (Kingma & Ba 2015, sec. 3), over about a fortieth of them where nobody says more.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvad import checkpoint, inspection
+from kvad.config import ModelConfig, canonical_config
+from kvad.errors import ConfigError, DataError, KvadError
+from kvad.text import load_tokenizer
+from kvad.train.config import RunConfig, read_toml
+
+X_AXES = {"steps": "step", "tokens": "tokens", "seconds": "elapsed"}  # of a figure -> their key in metrics.jsonl
+LABELS = {"steps": "step", "tokens": "tokens learned", "seconds": "seconds of training"}
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What came of a run, as far as it has come.  ``loss``: smoothed; ``best``: the lowest validation loss, after
+    ``best_step`` steps; ``tokens_per_second`` over the whole run, evaluations and saves among its seconds; ``failed``:
+    by what error it ended."""
+
+    parameters: int
+    steps: int
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    loss: float
+    validation: float | None
+    best: float | None
+    best_step: int | None
+    mfu: float | None
+    memory_peak: int | None
+    precision: str
+    device: str
+    threads: int
+    finished: bool
+    failed: str | None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """``config``: its tables, by dotted key, and ``corpus``; ``model``: what its [model] means (vocab 1 unless it says
+    another), None where that cannot be told from it.  ``tokenizer``: its fingerprint, None where no checkpoint holds
+    one; ``data``: the fingerprint of its tokens, None before there is a checkpoint."""
+
+    name: str
+    path: Path
+    start: Mapping[str, Any]
+    steps: Sequence[Mapping[str, Any]]
+    evals: Sequence[Mapping[str, Any]]
+    finished: bool
+    failed: str | None
+    config: Mapping[str, Any]
+    model: ModelConfig | None
+    tokenizer: str | None
+    data: str | None
+
+    def summary(self, smooth: float) -> RunSummary:
+        last = self.steps[-1]
+        best = min(self.evals, key=lambda line: line["val_loss"], default=None)
+        seconds = float(last["elapsed"])
+        return RunSummary(
+            parameters=self.start.get("parameters", 0),
+            steps=last["step"],
+            tokens=last["tokens"],
+            seconds=seconds,
+            tokens_per_second=last["tokens"] / seconds if seconds else 0.0,
+            loss=smooth_curve([line["loss"] for line in self.steps], smooth)[-1],
+            validation=self.evals[-1]["val_loss"] if self.evals else None,
+            best=None if best is None else best["val_loss"],
+            best_step=None if best is None else best["step"],
+            mfu=last.get("mfu"),
+            memory_peak=last.get("memory_peak"),
+            precision=self.start.get("precision", ""),
+            device=self.start.get("device", ""),
+            threads=self.start.get("threads", 0),
+            finished=self.finished,
+            failed=self.failed,
+        )
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
+    """Named by as much of their paths as tells them apart.  Raises as :func:`read_run`, and for the same run twice."""
+    places = [path.resolve() for path in paths]
+    if twice := next((path for at, path in enumerate(paths) if places[at] in places[:at]), None):
+        raise DataError(f"{twice} is named twice")
+    return [read_run(path, name) for path, name in zip(paths, _names(places), strict=True)]
+
+
+def _names(places: Sequence[Path]) -> list[str]:
+    for depth in range(1, max(len(place.parts) for place in places) + 1):
+        names = ["/".join(place.parts[-depth:]) for place in places]
+        if len(set(names)) == len(names):
+            return names
+    return [str(place) for place in places]
+
+
+def read_run(path: Path, name: str = "") -> RunRecord:
+    """Raises DataError for a folder that is no run, or whose run has logged no step yet."""
+    if not path.is_dir():
+        raise DataError(f"{path} is no folder", "name the --out of a kvad train")
+    if not (path / "metrics.jsonl").is_file():
+        raise DataError(f"{path} is no run: it holds no metrics.jsonl", "name the --out of a kvad train")
+    lines = inspection.plot.read_jsonl(path / "metrics.jsonl")
+    steps = [line for line in lines if line.get("kind") == "step" and _finite(line.get("loss"))]
+    failed = next((str(line.get("text", "")) for line in lines if line.get("kind") == "failed"), None)
+    if not steps and failed is not None:
+        raise DataError(f"{path} failed before it had logged a step: {failed}", "start it again")
+    if not steps:
+        raise DataError(f"{path} has logged no step yet", "wait for its first one")
+    evals = [line for line in lines if line.get("kind") == "eval" and _finite(line.get("val_loss"))]
+    start = next((line for line in lines if line.get("kind") == "run"), {})
+    done = any(line.get("kind") == "end" for line in lines)
+    config, model, tokenizer, data = _saved(path)
+    return RunRecord(name or path.name, path, start, steps, evals, done, failed, config, model, tokenizer, data)
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _saved(path: Path) -> tuple[dict[str, Any], ModelConfig | None, str | None, str | None]:
+    """Configuration, model, tokenizer and tokens, as the newest checkpoint has them."""
+    found = checkpoint.folder.list_steps(path)
+    if not found or not (found[-1] / checkpoint.folder.TRAINING / "state.json").is_file():
+        file = path / "run.toml"
+        return (*(_read(read_toml(file)) if file.is_file() else ({}, None)), None, None)
+    state = checkpoint.folder.read_json(found[-1] / checkpoint.folder.TRAINING / "state.json")
+    config, model = _read(state.get("run", {}))
+    config["corpus"] = state.get("corpus")
+    try:
+        tokenizer: str | None = load_tokenizer(found[-1]).fingerprint()
+    except KvadError:  # of adapters and compressors: it lies with their model
+        tokenizer = None
+    return config, model, tokenizer, state.get("data")
+
+
+def _read(tables: Mapping[str, Any]) -> tuple[dict[str, Any], ModelConfig | None]:
+    """Tables by dotted key, what nobody said too, and the model that they mean."""
+    model: ModelConfig | None = None
+    try:
+        run = RunConfig.from_dict(tables)
+        tables = run.to_dict()
+        if run.objective.kind != "compress" and run.init is None:
+            model = run.resolve(vocab=1)
+    except ConfigError:  # of another version of kvad
+        pass
+    config = {key: _null(value) if key.startswith("model.") else value for key, value in _flat(tables)}
+    if config.get("objective.kind") != "compress":  # as run.toml leaves it out
+        config = {key: value for key, value in config.items() if not key.startswith("compress.")}
+    return config, model
+
+
+def _null(value: Any) -> Any:
+    """As run.toml writes it: in [model] null is a value, and not the same as nothing."""
+    return "null" if value is None else value
+
+
+def _flat(table: Mapping[str, Any], where: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{where}{key}.")
+        else:
+            yield f"{where}{key}", value
+
+
+# ---------------------------------------------------------------- what differs
+
+
+def run_differences(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
+    """Key -> each run's value, where they are not all the same; None where a run has no such key."""
+    tables = _tables(runs)
+    keys = dict.fromkeys(key for table in tables for key in table)
+    known = [table for table in tables if table]
+    values = {key: [table.get(key) for table in tables] for key in keys}
+    if len(known) < len(runs):  # of what nobody knows, nobody knows whether it differs
+        values = {key: each for key, each in values.items() if len({str(table.get(key)) for table in known}) > 1}
+    if any(run.data is None for run in runs):
+        values.pop("corpus", None)
+    return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
+
+
+def _tables(runs: Sequence[RunRecord]) -> list[Mapping[str, Any]]:
+    """Each run's keys and values: of the models what they are, where that is known of all, else what was written."""
+    models = [run.model for run in runs if run.config]
+    found = [canonical_config(model) for model in models if model is not None]
+    if len(found) < len(models):
+        return [run.config for run in runs]
+    same = all(means == found[0] for means in found)  # in however many spellings
+    return [_built(run, same) for run in runs]
+
+
+def _built(run: RunRecord, same: bool) -> dict[str, Any]:
+    """A run's table with its model as it is, and the preset's name; without either where all are the ``same``."""
+    others = {key: value for key, value in run.config.items() if not key.startswith("model.")}
+    if same or run.model is None:
+        return others
+    preset = {key: value for key, value in run.config.items() if key == "model.preset"}
+    parts = {f"model.{key}": value for key, value in _flat(run.model.to_dict()) if value is not None}
+    if run.model.max_seq_len == run.config["data.seq_len"]:
+        del parts["model.max_seq_len"]
+    return {**preset, **parts, **others}
+
+
+def comparison_warnings(runs: Sequence[RunRecord]) -> list[str]:
+    """Which of them failed, and why losses, or validation losses, of these runs say nothing about each other."""
+    found = [f"{run.name} failed: {run.failed}" for run in runs if run.failed is not None]
+    if unsaved := [run.name for run in runs if run.data is None]:
+        found.append(f"no checkpoint of {', '.join(unsaved)} yet: its tokenizer and its texts are not known")
+    if len({run.tokenizer for run in runs if run.tokenizer is not None}) > 1:
+        found.append(
+            "tokenizers differ: losses are nats per token of each, and NOT comparable (kvad eval says bits per byte)"
+        )
+    if len({run.config["objective.kind"] for run in runs if "objective.kind" in run.config}) > 1:
+        found.append("objectives differ: their losses are NOT comparable")
+    if len({_validation_key(run) for run in runs if run.data is not None}) > 1:
+        found.append("texts, or what is held out of them, differ: validation losses are of different texts")
+    return found
+
+
+def _validation_key(run: RunRecord) -> tuple[object, ...]:
+    keys = ("data.validation_fraction", "data.seq_len", "data.order", "train.seed", "train.eval_tokens")
+    return (run.data, *(str(run.config.get(key)) for key in keys))
+
+
+# ---------------------------------------------------------------- curves
+
+
+def draw_runs(
+    runs: Sequence[RunRecord], out: Sequence[Path], x: str = "steps", smooth: float | None = None
+) -> list[Path]:
+    """Their curves, into every file of ``out``.  Raises as ``plot.draw``."""
+    return inspection.plot.draw_panels(loss_panels(runs, x, smooth), out, x_label=LABELS[x])
+
+
+def plot_run(path: Path) -> list[Path]:
+    """``loss`` and ``curves`` of a run's folder, each as PNG and SVG; ``[]`` where no step was logged yet."""
+    loss = inspection.plot.draw_loss(path / "metrics.jsonl", [path / "loss.png", path / "loss.svg"])
+    return loss and [*loss, *draw_runs([read_run(path)], [path / "curves.png", path / "curves.svg"])]
+
+
+def smooth_curve(values: Sequence[float], keep: float) -> list[float]:
+    """A moving average in which a value keeps ``keep`` of its weight with each one after it."""
+    found, average = list[float](), 0.0
+    for count, value in enumerate(values, 1):
+        average = keep * average + (1 - keep) * value
+        found.append(average / (1 - keep**count))
+    return found
+
+
+def default_smoothing(runs: Sequence[RunRecord]) -> float:
+    """How much is smoothed where nobody says: the same for all, nothing of a few points."""
+    return max(0.0, 1 - 40 / max(len(run.steps) for run in runs))
+
+
+def loss_panels(
+    runs: Sequence[RunRecord], x: str = "steps", smooth: float | None = None
+) -> list[inspection.plot.PlotPanel]:
+    """Loss (raw, smoothed, validation), learning rate and gradient norm, a colour for each run."""
+    key, several = X_AXES[x], len(runs) > 1
+    keep = default_smoothing(runs) if smooth is None else smooth
+    loss, rate, norm = (
+        list[inspection.plot.PlotSeries](),
+        list[inspection.plot.PlotSeries](),
+        list[inspection.plot.PlotSeries](),
+    )
+    for colour, run in enumerate(runs):
+        at = [float(line[key]) for line in run.steps]
+        raw = [line["loss"] for line in run.steps]
+        loss.append(inspection.plot.PlotSeries("" if several else "training", at, raw, faint=True, color=colour))
+        label = run.name if several else "training, smoothed"
+        loss.append(inspection.plot.PlotSeries(label, at, smooth_curve(raw, keep), color=colour))
+        if run.evals:
+            held = [float(_at(run.steps, key, line["step"])) for line in run.evals]
+            losses = [line["val_loss"] for line in run.evals]
+            other = colour if several else colour + 1
+            loss.append(
+                inspection.plot.PlotSeries(
+                    "" if several else "validation", held, losses, dots=True, dashed=several, color=other
+                )
+            )
+        rate.append(inspection.plot.PlotSeries("", at, [line["lr"] for line in run.steps], color=colour))
+        norms = [(a, line["grad_norm"]) for a, line in zip(at, run.steps, strict=True) if _finite(line["grad_norm"])]
+        norm.append(inspection.plot.PlotSeries("", [a for a, _ in norms], [value for _, value in norms], color=colour))
+    said = "loss (nats per token)"
+    title = "thin: raw; line: smoothed; dots: validation" if several else ""
+    return [
+        inspection.plot.PlotPanel(said, loss, title),
+        inspection.plot.PlotPanel("learning rate", rate),
+        inspection.plot.PlotPanel("gradient norm", norm, log_y=True),
+    ]
+
+
+def _at(steps: Sequence[Mapping[str, Any]], key: str, step: int) -> float:
+    """Where a step lies on an axis: between the logged ones on its sides."""
+    numbers = [int(line["step"]) for line in steps]
+    high = min(bisect_left(numbers, step), len(steps) - 1)
+    low = max(high - 1, 0)
+    ends = float(steps[low][key]), float(steps[high][key])
+    if numbers[high] <= step or low == high:
+        return float(step) if key == "step" else ends[1]
+    share = (step - numbers[low]) / (numbers[high] - numbers[low])
+    return ends[0] * (1 - share) + ends[1] * share

@@ -1,0 +1,181 @@
+"""What an evaluation counts, and the numbers that follow: no model, no torch.
+
+Conventions.  *loss*: mean nats per scored token.  *perplexity* = exp(loss).  *bits per byte* = loss * tokens / (ln 2 *
+bytes): ``tokens`` and UTF-8 ``bytes`` are those of the whole text, so tokens that were not scored (a window's first,
+where nothing stands before it) count as the mean does, and models with different tokenizers can be compared.
+*Perplexity per word* = exp(loss * tokens / words), words being what stands between white space; published word-level
+figures (WikiText, Penn Treebank) count the end of every line as a word too.  *Macro-F1*: the plain mean of F1 over the
+labels that occur in the gold labels or in the predictions, 0 where precision or recall has nothing to divide by
+(scikit-learn's ``f1_score(average="macro", zero_division=0)``).
+
+Labelled texts to judge by, from the files that training reads (``train/tagging.py``, ``train/labelled.py``).  No
+torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvad.errors import DataError
+from kvad.train import sources
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """Sums over the tokens that were scored, and the size of the whole text.
+
+    ``nats``: their negative log-likelihood; ``hits``: where the likeliest token was the right one; ``scored``: how
+    many.  ``tokens``, ``bytes`` (UTF-8), ``words`` and ``lines``: of the text, without the tokens that open it.
+    ``unknown``: tokens of the text that are UNK, and so stand for something else.
+    """
+
+    nats: float
+    hits: int
+    scored: int
+    tokens: int
+    bytes: int
+    words: int
+    lines: int
+    unknown: int = 0
+
+    @property
+    def loss(self) -> float:
+        """Mean nats per scored token."""
+        return self.nats / self.scored
+
+    @property
+    def perplexity(self) -> float:
+        return _exp(self.loss)
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the scored tokens that were the likeliest."""
+        return self.hits / self.scored
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.loss * self.tokens / (math.log(2) * self.bytes) if self.bytes else math.nan
+
+    @property
+    def word_perplexity(self) -> float:
+        """Per word, what ends a line being none."""
+        return _exp(self.loss * self.tokens / self.words) if self.words else math.nan
+
+    @property
+    def word_perplexity_eos(self) -> float:
+        """Per word, the end of every line being one."""
+        words = self.words + self.lines
+        return _exp(self.loss * self.tokens / words) if words else math.nan
+
+
+def _exp(x: float) -> float:
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return math.inf
+
+
+# ---------------------------------------------------------------- labels
+
+
+@dataclass(frozen=True)
+class LabelScore:
+    """``support``: how often it is right; ``predicted``: how often it was said; ``hits``: both at once."""
+
+    label: str
+    support: int
+    num_predicted: int
+    hits: int
+
+    @property
+    def precision(self) -> float:
+        return self.hits / self.num_predicted if self.num_predicted else 0.0
+
+    @property
+    def recall(self) -> float:
+        return self.hits / self.support if self.support else 0.0
+
+    @property
+    def f1(self) -> float:
+        """2 hits / (support + predicted): the harmonic mean of precision and recall."""
+        return 2 * self.hits / (self.support + self.num_predicted)
+
+
+@dataclass(frozen=True)
+class LabelScores:
+    """Of ``count`` labels, ``hits`` were right; ``each``: by label, the most frequent first."""
+
+    count: int
+    hits: int
+    by_label: tuple[LabelScore, ...]
+
+    @property
+    def accuracy(self) -> float:
+        return self.hits / self.count
+
+    @property
+    def macro_f1(self) -> float:
+        return math.fsum(one.f1 for one in self.by_label) / len(self.by_label)
+
+
+def score_labels(gold: Sequence[str], said: Sequence[str]) -> LabelScores:
+    """Gold labels and predicted ones, place by place (of all sentences, one behind the other); at least one.
+
+    A label that is in neither has no line and no part in the mean.
+    """
+    assert len(gold) == len(said) > 0, "a prediction for every gold label"
+    support, predicted = Counter(gold), Counter(said)
+    hits = Counter(true for true, have in zip(gold, said, strict=True) if true == have)
+    each = [LabelScore(label, support[label], predicted[label], hits[label]) for label in {*support, *predicted}]
+    each.sort(key=lambda one: (-one.support, one.label))
+    return LabelScores(len(gold), sum(hits.values()), tuple(each))
+
+
+# ---------------------------------------------------------------- whole texts
+
+
+@dataclass(frozen=True)
+class ExactMatch:
+    """``hits`` of ``count`` texts are what they should be."""
+
+    hits: int
+    count: int
+
+    @property
+    def accuracy(self) -> float:
+        return self.hits / self.count
+
+
+def count_exact_matches(said: Sequence[str], wanted: Sequence[str], *, lower: bool = False) -> ExactMatch:
+    """Equal after white space at both ends is cut off; ``lower``: and in lower case.  At least one text."""
+
+    def plain(text: str) -> str:
+        return text.strip().lower() if lower else text.strip()
+
+    assert len(said) == len(wanted) > 0, "an answer for every text"
+    return ExactMatch(sum(plain(a) == plain(b) for a, b in zip(said, wanted, strict=True)), len(said))
+
+
+Sentence = tuple[list[str], list[str]]  # words, tags
+
+
+def read_tagged(paths: Sequence[Path], errors: str = "strict") -> list[Sentence]:
+    """``WORD<tab>TAG`` lines, an empty line between sentences.  Raises DataError naming file and line."""
+    found = [each.content for path in paths for each in sources.examples.read_sentences(path, errors)]
+    if not found:
+        raise DataError(f"no tagged words in {', '.join(map(str, paths))}")
+    return [(list(each.words), list(each.tags)) for each in found]
+
+
+def read_labeled(paths: Sequence[Path], errors: str = "strict") -> list[tuple[str, str]]:
+    """(text, label) of ``LABEL<tab>TEXT`` lines or of JSON lines.  Raises DataError naming file and line."""
+    found = [
+        each.content for path in paths for each in sources.examples.read_labeled_lines(path, errors) if each is not None
+    ]
+    if not found:
+        raise DataError(f"no labelled texts in {', '.join(map(str, paths))}")
+    return [(each.text, each.label) for each in found]

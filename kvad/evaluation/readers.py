@@ -1,0 +1,199 @@
+"""What a model says of tokens that are given (teacher forcing), by any memory: one question, two answerers.
+
+:class:`Uncached` runs whole rows through the model without a cache; :class:`Cached` sends the same rows through an
+engine and whatever cache it has, so that a policy or a format is judged by the very numbers that the model is.  Both
+give, for every token of a row but the first, its nats and whether it was the likeliest.  A row's last token is read by
+nobody, so a model of limit n can be given rows of n + 1 without a cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvad import benchmarks
+from kvad.config import LearnedPositionsConfig, ModelConfig
+from kvad.engine import Engine
+from kvad.engine.scheduling import SamplingParams, SchedulerOutput
+from kvad.errors import EngineError, NumericalError, RequestError, UsageError
+from kvad.model import NoCache, Transformer
+from kvad.model_input import ModelInput, SubBatch
+
+BATCH = 8192  # tokens of rows that run side by side
+LOGITS = 1 << 22  # elements of [positions, V] made at a time
+
+
+class ScoredRow(NamedTuple):
+    """``tokens`` [n] int64 on the host; ``source`` [m], what an encoder reads before them."""
+
+    tokens: Tensor
+    source: Tensor | None = None
+
+
+class RowScores(NamedTuple):
+    """Of a row of n tokens, the n - 1 that stand behind another: ``nats`` [n - 1] float64, ``hits`` [n - 1] bool."""
+
+    nats: Tensor
+    correct: Tensor
+
+
+class TokenScorer(Protocol):
+    """Reads rows; what it says of them comes in their order."""
+
+    def score(self, rows: Sequence[ScoredRow]) -> list[RowScores]: ...
+
+
+def max_row_length(config: ModelConfig) -> int | None:
+    """Tokens of the longest row that the model can compute at all, whatever its limit says; None: there is no such
+    number.  Learned positions end with their table; every other encoding is a function of positions."""
+    position = config.embedding.position
+    return position.num_positions - position.offset if isinstance(position, LearnedPositionsConfig) else None
+
+
+# ---------------------------------------------------------------- without a cache
+
+
+class UncachedScorer:
+    """``longest``: rows may have so many tokens, beyond the model's limit (None: its limit).  UsageError where its
+    positions end before."""
+
+    def __init__(self, model: Transformer, longest: int | None = None) -> None:
+        self._model, self._limit = model, max(model.config.max_seq_len, longest or 0)
+        most = max_row_length(model.config)
+        if most is not None and self._limit > max(most, model.config.max_seq_len):
+            raise UsageError(
+                f"a row of {self._limit:,} tokens: the table of learned positions ends at {most:,}",
+                "ask for shorter rows; only encodings that are functions of positions go on",
+            )
+        # A layer's own window that reaches the limit is none to a model of that limit; of longer rows it is one.
+        self._memory = NoCache(dataclasses.replace(model.config, max_seq_len=self._limit), kernel=model.kernel)
+
+    @torch.no_grad()
+    def score(self, rows: Sequence[ScoredRow]) -> list[RowScores]:
+        """Rows of like shape run side by side, :data:`BATCH` tokens at a time."""
+        nothing = RowScores(torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.bool))
+        found = {number: nothing for number, row in enumerate(rows) if len(row.tokens) < 2}
+        order = sorted((n for n in range(len(rows)) if n not in found), key=lambda n: _shape(rows[n]))
+        for batch in _batches(rows, order):
+            found |= dict(zip(batch, self._score([rows[number] for number in batch]), strict=True))
+        return [found[number] for number in range(len(rows))]
+
+    def _score(self, rows: Sequence[ScoredRow]) -> list[RowScores]:
+        model = self._model
+        longest = max(len(row.tokens) for row in rows)
+        assert longest <= self._limit + 1, f"a row of {longest} tokens, and the limit is {self._limit}"
+        step = self._step([row.tokens[:-1] for row in rows], rows, 1)
+        if rows[0].source is not None:
+            sources = [row.source for row in rows if row.source is not None]
+            step = step._replace(encoder_input=self._step(sources, rows, 0))
+        hidden = model(step, self._memory)
+        nats, hits = _score_logits(model, hidden, torch.cat([row.tokens[1:] for row in rows]).to(hidden.device))
+        sizes = [len(row.tokens) - 1 for row in rows]
+        return [RowScores(*both) for both in zip(nats.split(sizes), hits.split(sizes), strict=True)]
+
+    def _step(self, parts: Sequence[Tensor], rows: Sequence[ScoredRow], more: int) -> ModelInput:
+        """``parts``: of each row, its tokens or its source, and how many ``more`` it has; rows of one shape share a
+        lane."""
+        device = self._model.token_embedding.device
+        lanes, shapes = list[SubBatch](), [_shape(row) for row in rows]
+        for number, part in enumerate(parts):
+            if number and shapes[number] == shapes[number - 1]:
+                lanes[-1] = lanes[-1]._replace(num_seqs=lanes[-1].num_seqs + 1)
+            else:
+                lanes.append(SubBatch(1, len(part), len(part)))
+        lengths = torch.tensor([len(part) for part in parts])
+        tokens = torch.cat(list(parts)).to(device)
+        positions = torch.cat([torch.arange(len(part)) for part in parts]).to(device)
+        limits = (lengths + more).repeat_interleave(lengths).to(device)  # of each token's row
+        return ModelInput(tokens, positions, tuple(lanes), positions[:0], max_seq_lens=limits)
+
+
+def _shape(row: ScoredRow) -> tuple[int, int]:
+    return len(row.tokens), 0 if row.source is None else len(row.source)
+
+
+def _batches(rows: Sequence[ScoredRow], order: Sequence[int]) -> Iterator[list[int]]:
+    batch, size = list[int](), 0
+    for number in order:
+        more = sum(_shape(rows[number]))
+        if batch and size + more > BATCH:
+            yield batch
+            batch, size = [], 0
+        batch.append(number)
+        size += more
+    if batch:
+        yield batch
+
+
+def _score_logits(model: Transformer, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """hidden [T, E], targets [T] -> nats [T] (float64) and hits [T], on the host; a slice of positions at a time."""
+    size, at = max(1, LOGITS // model.config.vocab_size), torch.arange(len(hidden), device=hidden.device)
+    both = [
+        _score(model.logits(hidden, some), true) for some, true in zip(at.split(size), targets.split(size), strict=True)
+    ]
+    return torch.cat([nats for nats, _ in both]), torch.cat([hits for _, hits in both])
+
+
+def _score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [N, V], targets [N] -> nats [N] in float64, hits [N]; in float32 at least.  NumericalError for NaN."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    nats = F.cross_entropy(wide, targets, reduction="none").double().cpu()
+    if bool(nats.isnan().any()):
+        raise NumericalError("the model's logits are NaN", "kvad doctor looks its weights over")
+    return nats, (wide.argmax(-1) == targets).cpu()
+
+
+# ---------------------------------------------------------------- through a cache
+
+
+class CachedScorer:
+    """Through an engine, which from then on is this reader's own: rows are prompts, read in the cache's chunks, so that
+    a token sees what the cache has kept, and at most so many tokens of its own chunk.  What a row's last token but one
+    is followed by is sampled, and thrown away: so its logits are computed, too."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._rows: dict[int, tuple[Tensor, RowScores]] = {}
+        benchmarks.cache_quality.attach_logit_hook(engine, self._hear)
+
+    @torch.no_grad()
+    def score(self, rows: Sequence[ScoredRow]) -> list[RowScores]:
+        """RequestError for a row that its cache cannot hold; EngineError where a row fails."""
+        found, asked = list[RowScores](), SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+        most = self._engine.limits.max_len_for(asked)[0]
+        for row in rows:
+            count = len(row.tokens) - 1
+            if count >= most:
+                raise RequestError(
+                    f"a row of {count + 1:,} tokens, and the cache's rows end at {most:,}", "read in shorter windows"
+                )
+            found.append(RowScores(torch.full((count,), torch.nan, dtype=torch.float64), torch.zeros(count).bool()))
+            if count:
+                source = None if row.source is None else row.source.tolist()
+                number = self._engine.add_request(row.tokens[:-1].tolist(), asked, source=source)
+                self._rows[number] = row.tokens, found[-1]
+        while not self._engine.idle:
+            for piece in self._engine.step():
+                if piece.error is not None:
+                    raise EngineError(f"through the cache: {piece.error}")
+        self._rows.clear()
+        assert not any(bool(one.nats.isnan().any()) for one in found), "every position was computed"
+        return found
+
+    def _hear(self, plan: SchedulerOutput, logits: Tensor) -> None:
+        start = 0
+        for work in plan.scheduled:
+            share, start = logits[start : start + len(work.logit_offsets)], start + len(work.logit_offsets)
+            if work.sequence.request_id not in self._rows or not len(work.logit_offsets):
+                continue
+            tokens, read = self._rows[work.sequence.request_id]
+            first = work.start + work.logit_offsets[0]
+            last = min(first + len(work.logit_offsets), len(tokens) - 1)
+            if last > first:
+                targets = tokens[first + 1 : last + 1].to(share.device)
+                read.nats[first:last], read.correct[first:last] = _score(share[: last - first], targets)

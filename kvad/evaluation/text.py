@@ -1,0 +1,331 @@
+"""How well a model does on texts, pairs and labels: the numbers of ``kvad eval``, by conventions that are said.
+
+**Text.**  A document is read in windows of ``window`` tokens that begin every ``stride`` tokens.  The first window
+scores all of its tokens that have one before them; every later window scores only what the one before did not, its
+last ``stride`` tokens, each with at least ``window - stride`` tokens before it (Hugging Face's "perplexity of
+fixed-length models")::
+
+    window 4, stride 2, tokens 0..6     reads 0 1 2 3   scores   1 2 3
+                                        reads 2 3 4 5   scores   4 5
+                                        reads 4 5 6     scores   6
+
+With ``stride = window`` nothing overlaps and the first token of every window is scored by nobody.  ``opening``: the
+token that opens a text (a document's separator, BOS) stands at the ``start`` of each document, so that its first token
+is scored too; or in front of every ``window``, of which it takes one place; or nowhere (``none``).  It is read and
+never scored.  Positions count from 0 in every window.  What a mean over windows or over lines would be is not computed:
+a token weighs the same wherever it stands.
+
+**Pairs.**  The target is given token by token behind what opens it, and its end is scored as the token that it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvad.errors import DataError, RequestError, UsageError
+from kvad.evaluation.bleu import BleuOptions, BleuScores, compute_bleu
+from kvad.evaluation.metrics import ExactMatch, LabelScores, Likelihood, count_exact_matches, score_labels
+from kvad.evaluation.readers import RowScores, ScoredRow, TokenScorer
+from kvad.llm import LLM
+from kvad.text import Tokenizer
+
+OpeningMode = Literal["none", "start", "window"]
+ProgressFn = Callable[[int, int], None]  # (done, of so many)
+AnswerT = TypeVar("AnswerT")
+BATCH_LINES = 64  # lines that an engine is given at once
+MAX_BATCH_TOKENS = 1 << 16  # tokens of windows that a reader is given at once
+
+
+def _quiet(_done: int, _total: int) -> None: ...
+
+
+# ---------------------------------------------------------------- texts
+
+
+class EvalDocument(NamedTuple):
+    """``tokens`` [n] int64; of its text the UTF-8 bytes, the words between white space and the lines."""
+
+    tokens: Tensor
+    bytes: int
+    words: int
+    lines: int
+
+
+class EvalWindow(NamedTuple):
+    """Tokens ``start`` to ``stop`` of a document are read, those from ``scored`` on are scored."""
+
+    start: int
+    stop: int
+    scored: int
+
+
+@dataclass(frozen=True)
+class WindowOptions:
+    """How documents are cut; see the module.  UsageError for what cannot be."""
+
+    window: int
+    stride: int
+    opening: OpeningMode = "none"
+
+    def __post_init__(self) -> None:
+        if self.window < 2:
+            raise UsageError(f"--window {self.window}: a token is scored behind at least one other", "2 or more")
+        if self.opening == "window" and self.stride == self.window:
+            raise UsageError("--stride: of a window that begins with BOS one token fewer is text", "a smaller --stride")
+        if not 1 <= self.stride <= self.window:
+            raise UsageError(f"--stride {self.stride}: must be from 1 to the window of {self.window}")
+
+
+def sliding_windows(tokens: int, window: int, stride: int) -> Iterator[EvalWindow]:
+    """Of a document of so many tokens, until its last one is scored."""
+    known = 0
+    for start in range(0, tokens, stride):
+        stop = min(start + window, tokens)
+        yield EvalWindow(start, stop, max(known, start + 1))
+        known = stop
+        if stop == tokens:
+            return
+
+
+def opening_token(llm: LLM) -> int | None:
+    """The token that opens a text for this model: the separator of documents, else BOS; None where it has neither."""
+    specials = None if llm.tokenizer is None else llm.tokenizer.special_tokens
+    if specials is not None and specials.separator is not None:
+        return specials.separator
+    return (
+        llm.generation.bos_token_id
+        if llm.generation.bos_token_id is not None
+        else None
+        if specials is None
+        else specials.bos
+    )
+
+
+def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[EvalDocument]:
+    """Empty texts are left out.  Raises TokenizerError for a text that cannot be encoded."""
+    kept = [text for text in texts if text]
+    return [
+        EvalDocument(torch.tensor(ids, dtype=torch.int64), len(text.encode()), len(text.split()), _lines(text))
+        for text, ids in zip(kept, tokenizer.encode_batch(kept), strict=True)
+        if ids
+    ]
+
+
+def _lines(text: str) -> int:
+    return text.count("\n") + (not text.endswith("\n"))
+
+
+class _Span(NamedTuple):
+    """One window of one document, to be read behind the opening token or not; ``scored``: within the row."""
+
+    row: ScoredRow
+    scored: int
+
+
+def evaluate_text(
+    reader: TokenScorer,
+    documents: Sequence[EvalDocument],
+    how: WindowOptions,
+    opening: int | None = None,
+    *,
+    most: int | None = None,
+    unknown: int | None = None,
+    tick: ProgressFn = _quiet,
+) -> Likelihood:
+    """Documents, each apart.
+
+    ``opening``: the token that ``how.opening`` puts before documents or windows.  ``most``: score about so many tokens,
+    in windows evenly spread over the text (None: all).  ``unknown``: the id of UNK, which is counted.
+    Raises DataError where there is nothing to score, UsageError for an opening that this model lacks.
+    """
+    if how.opening != "none" and opening is None:
+        raise UsageError(f"--bos {how.opening}: this model has no token that opens a text", "--bos none")
+    spans = [span for document in documents for span in _spans(document.tokens, how, opening)]
+    spans = [span for span in spans if span.scored < len(span.row.tokens)]
+    if not spans:
+        raise DataError("the text has no token that stands behind another: there is nothing to score")
+    spans = _spread(spans, most)
+    nats, hits, scored = 0.0, 0, 0
+    for some in _portions(spans, tick):
+        for span, read in zip(some, reader.score([span.row for span in some]), strict=True):
+            own = span.scored - 1
+            nats += float(read.nats[own:].sum())
+            hits += int(read.correct[own:].sum())
+            scored += len(read.nats) - own
+    tokens = sum(len(document.tokens) for document in documents)
+    unk = 0 if unknown is None else sum(int((document.tokens == unknown).sum()) for document in documents)
+    return Likelihood(
+        nats,
+        hits,
+        scored,
+        tokens,
+        bytes=sum(document.bytes for document in documents),
+        words=sum(document.words for document in documents),
+        lines=sum(document.lines for document in documents),
+        unknown=unk,
+    )
+
+
+def _spans(tokens: Tensor, how: WindowOptions, opening: int | None) -> Iterator[_Span]:
+    if how.opening == "window":
+        first = torch.tensor([opening])
+        for window in sliding_windows(len(tokens), how.window - 1, how.stride):
+            known = window.scored - window.start if window.start else 0
+            yield _Span(ScoredRow(torch.cat([first, tokens[window.start : window.stop]])), known + 1)
+        return
+    if how.opening == "start":
+        tokens = torch.cat([torch.tensor([opening]), tokens])
+    for window in sliding_windows(len(tokens), how.window, how.stride):
+        yield _Span(ScoredRow(tokens[window.start : window.stop]), window.scored - window.start)
+
+
+def _spread(spans: list[_Span], most: int | None) -> list[_Span]:
+    """As many of them, evenly spread, as score about ``most`` tokens; at least one."""
+    total = sum(len(span.row.tokens) - span.scored for span in spans)
+    if most is None or most >= total:
+        return spans
+    count = max(1, len(spans) * most // total)
+    return [spans[number * len(spans) // count] for number in range(count)]
+
+
+def _portions(spans: Sequence[_Span], tick: ProgressFn) -> Iterator[list[_Span]]:
+    """Windows for one call of the reader, :data:`ROOM` tokens; ``tick`` is told tokens read."""
+    total = sum(len(span.row.tokens) for span in spans)
+    some, size, done = list[_Span](), 0, 0
+    for span in spans:
+        some.append(span)
+        size += len(span.row.tokens)
+        if size >= MAX_BATCH_TOKENS:
+            yield some
+            done += size
+            tick(done, total)
+            some, size = [], 0
+    if some:
+        yield some
+        tick(total, total)
+
+
+# ---------------------------------------------------------------- pairs
+
+
+def build_pair_row(llm: LLM, source: str, target: str) -> tuple[ScoredRow, int]:
+    """(an encoder-decoder's row, how many of its tokens are given): what opens a target, its text, and its end where
+    the checkpoint has a token for it.  RequestError for a side that is longer than the model's limit."""
+    said = llm.generation
+    first = [*llm.texts.encode_target(None), *([] if said.forced_bos_token_id is None else [said.forced_bos_token_id])]
+    assert llm.tokenizer is not None
+    tokens = [*first, *llm.tokenizer.encode(target), *said.eos_token_ids[:1]]
+    read = llm.texts.encode_source(source)
+    if len(tokens) - 1 > llm.model.config.max_seq_len:
+        raise RequestError(
+            f"a target has {len(tokens) - 1} tokens and the model's limit is {llm.model.config.max_seq_len}",
+            "shorten it",
+        )
+    return ScoredRow(torch.tensor(tokens), torch.tensor(read)), len(first)
+
+
+def evaluate_pairs(
+    llm: LLM, reader: TokenScorer, pairs: Sequence[tuple[str, str]], *, tick: ProgressFn = _quiet
+) -> Likelihood:
+    """Targets behind their sources, teacher-forced.  ``tokens`` is ``scored``: all of a target's and its end; ``lines``
+    is the pairs, so that the perplexity per word counts a target's end as one or not.  Raises as :func:`pair_row`."""
+    rows = [build_pair_row(llm, source, target) for source, target in pairs]
+    nats, hits, scored, done = 0.0, 0, 0, 0
+    for some in (rows[low : low + BATCH_LINES * 4] for low in range(0, len(rows), BATCH_LINES * 4)):
+        for (_, given), read in zip(some, reader.score([row for row, _ in some]), strict=True):
+            own = RowScores(read.nats[given - 1 :], read.correct[given - 1 :])
+            nats, hits, scored = nats + float(own.nats.sum()), hits + int(own.correct.sum()), scored + len(own.nats)
+        done += len(some)
+        tick(done, len(rows))
+    targets = [target for _, target in pairs]
+    unknown = None if llm.tokenizer is None else llm.tokenizer.special_tokens.unk
+    return Likelihood(
+        nats,
+        hits,
+        scored,
+        tokens=scored,
+        bytes=sum(len(target.encode()) for target in targets),
+        words=sum(len(target.split()) for target in targets),
+        lines=len(targets),
+        unknown=0 if unknown is None else sum(int((row.tokens == unknown).sum()) for row, _ in rows),
+    )
+
+
+def generate_answers(
+    llm: LLM, prompts: Sequence[str], sampling: dict[str, Any], *, tick: ProgressFn = _quiet
+) -> list[str]:
+    """What the model answers to each prompt or source through its engine, lines of like length side by side.
+
+    ``sampling``: options of :meth:`LLM.generate`.  An empty prompt is answered by an empty text.
+    """
+    found = [""] * len(prompts)
+    order = sorted((n for n, text in enumerate(prompts) if text.strip()), key=lambda n: (len(prompts[n]), n))
+    for low in range(0, len(order), BATCH_LINES):
+        some = order[low : low + BATCH_LINES]
+        done = answer_all(
+            lambda texts: llm.generate(texts, **sampling), [prompts[n] for n in some], [n + 1 for n in some]
+        )
+        for number, answer in zip(some, done, strict=True):
+            found[number] = answer.text
+        tick(low + len(some), len(order))
+    return found
+
+
+def answer_all(
+    ask: Callable[[list[str]], Sequence[AnswerT]], texts: list[str], numbers: Sequence[int]
+) -> Sequence[AnswerT]:
+    """What is answered to all of them; DataError with the number of the one that cannot be read."""
+    try:
+        return ask(texts)
+    except RequestError:
+        for number, text in zip(numbers, texts, strict=True):
+            try:
+                ask([text])
+            except RequestError as error:
+                hint = "nothing is cut: leave it out, or train with a longer --context"
+                raise DataError(f"text {number}: {error.message}", hint) from error
+        raise
+
+
+def evaluate_answers(
+    said: Sequence[str], references: Sequence[str], form: BleuOptions, *, compare: bool = True
+) -> tuple[ExactMatch, BleuScores | None]:
+    """Exact match, and where ``compare`` BLEU and chrF."""
+    match = count_exact_matches(said, references, lower=form.lowercase)
+    return match, compute_bleu(said, references, form) if compare else None
+
+
+# ---------------------------------------------------------------- labels
+
+
+def predict_tags(llm: LLM, sentences: Sequence[Sequence[str]], *, tick: ProgressFn = _quiet) -> list[list[str]]:
+    """A label for every word of every sentence, that of the word's first token; words are joined by spaces.
+
+    Raises DataError for a sentence that the tokenizer cuts at other places than between its words, and for one that is
+    longer than the model's limit.
+    """
+    found = list[list[str]]()
+    for low in range(0, len(sentences), BATCH_LINES):
+        some = sentences[low : low + BATCH_LINES]
+        numbers = range(low + 1, low + 1 + len(some))
+        said = answer_all(llm.tag, [" ".join(s) for s in some], numbers)
+        for number, words, tagged in zip(numbers, some, said, strict=True):
+            if len(tagged) != len(words):
+                raise DataError(
+                    f"sentence {number}: the model labels {len(tagged)} words and the file has {len(words)}",
+                    "words must hold no spaces and be known to the tokenizer as words",
+                )
+            found.append([one.label for one in tagged])
+        tick(len(found), len(sentences))
+    return found
+
+
+def evaluate_tags(gold: Sequence[Sequence[str]], said: Sequence[Sequence[str]]) -> LabelScores:
+    """Gold labels and predicted ones of sentences, word by word."""
+    assert [len(one) for one in gold] == [len(one) for one in said], "a prediction for every word"
+    return score_labels([label for one in gold for label in one], [label for one in said for label in one])

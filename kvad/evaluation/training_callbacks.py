@@ -1,0 +1,245 @@
+"""What is looked at while a model is trained, through the engine: is the cache exact, what does it say, how well.
+
+Listeners of ``kvad.train``, handed to it by whoever starts a run; training itself imports neither engine nor cache.
+Each works on a copy of the weights, made for the evaluation and dropped after it, so that nothing here can change what
+is trained: a run says the same losses, bit for bit, with them and without.  They take once more the weights' memory
+while they work.
+
+    train(config, corpus, out, callbacks=[CheckCache(), Continue(["def "]), Translate(200)])
+    train(config, corpus, out, callbacks=watchers(config.watch))     # what a run file asks for
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from kvad import benchmarks
+from kvad.cache import CacheConfig
+from kvad.engine import Engine, PromptEncoder
+from kvad.engine.scheduling import SamplingParams, SchedulerOutput
+from kvad.errors import EngineError, UsageError
+from kvad.evaluation import bleu
+from kvad.evaluation.metrics import count_exact_matches
+from kvad.evaluation.readers import ScoredRow
+from kvad.llm import LLM
+from kvad.model import NoCache, Transformer
+from kvad.model_input import ModelInput, SubBatch
+from kvad.train import monitoring
+from kvad.train.config import CallbacksConfig
+from kvad.train.data import PairDataset
+from kvad.train.monitoring import Callback, TrainingContext
+from kvad.verify import tolerance
+
+
+def build_callbacks(watch: CallbacksConfig) -> list[Callback]:
+    """What a run file's [watch] asks for."""
+    found: list[Callback] = [CheckCache()] if watch.check_cache else []
+    found += [SamplePrompts(watch.prompts, watch.max_tokens, watch.temperature)] if watch.prompts else []
+    return [*found, *([TranslationBleu(watch.bleu_samples)] if watch.bleu_samples is not None else [])]
+
+
+class _Watcher(Callback):
+    """Keeps what is trained, and copies it when it is to be run."""
+
+    subject: TrainingContext
+
+    def on_model(self, subject: TrainingContext) -> None:
+        self.subject = subject
+
+    def _copy(self) -> Transformer:
+        return copy.deepcopy(self.subject.model).eval().requires_grad_(False)
+
+    def _llm(self, rows: int, capacity: int) -> LLM:
+        """The copy behind the three-line face, with a cache of so many rows; to be closed."""
+        model, config = self._copy(), self.subject.model.config
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        source = 0 if config.encoder_input is None else config.encoder_input.max_seq_len
+        cache = CacheConfig(
+            max_num_seqs=rows, max_seq_len=min(config.max_seq_len, capacity), dtype=dtype, max_source_len=source
+        )
+        return LLM(model, self.subject.tokenizer, cache, generation=self.subject.generation)
+
+    def _measured(self, step: int, what: str, values: dict[str, float | str], words: str) -> None:
+        self.subject.log("on_measured", monitoring.callbacks.CallbackReport(step, what, values, words))
+
+
+# ---------------------------------------------------------------- the cache
+
+
+class CheckCache(_Watcher):
+    """At every evaluation: held-out rows token by token through a paged cache, beside the same rows without one.
+
+    ``rows`` rows of at most ``tokens`` tokens.  Tells the largest difference of a logit, and how far rounding goes
+    (``lab.compare.tolerance``); beyond it the line says so.  UsageError, before training, for an encoder.
+    """
+
+    handles = "check_cache"
+
+    def __init__(self, rows: int = 2, tokens: int = 64) -> None:
+        self._rows, self._tokens = rows, tokens
+
+    def on_model(self, subject: TrainingContext) -> None:
+        if subject.model.config.kind == "encoder":
+            raise UsageError("callbacks.check_cache (--check-cache): an encoder keeps no cache", "leave it out")
+        super().on_model(subject)
+
+    def on_eval(self, report: monitoring.callbacks.EvalReport) -> None:
+        rows = self._held_out()
+        worst, largest, agree, count = _incremental(self._copy(), rows)
+        dtype = str(next(self.subject.model.parameters()).dtype).removeprefix("torch.")
+        most = tolerance(dtype, largest, 0.0)
+        values: dict[str, float | str] = {"max_dlogit": worst, "largest_logit": largest, "tolerance": most}
+        values |= {"tokens": count, "greedy": agree}
+        said = f"cache: {agree} of {count} greedy tokens, max |dlogit| {worst:.1e} of {largest:.3g}"
+        if not worst <= most:
+            said += f": BEYOND ROUNDING ({most:.1e}); kvad verify says where"
+        self._measured(report.step, "cache", values, said)
+
+    def _held_out(self) -> list[ScoredRow]:
+        data, most = self.subject.data, min(self._tokens, self.subject.model.config.max_seq_len - 1)
+        if isinstance(data, PairDataset):
+            pairs = data.examples(self._rows)
+            return [ScoredRow(torch.tensor(target[:most]), torch.tensor(source)) for source, target in pairs]
+        pieces = _pieces(next(iter(data.evaluation())).model_input)
+        longest = sorted(pieces, key=len, reverse=True)[: self._rows]  # of equal ones, the first
+        return [ScoredRow(piece[:most].cpu()) for piece in longest]
+
+
+def _pieces(step: ModelInput) -> Iterator[Tensor]:
+    """The documents of a packed step: a position of 0 begins one."""
+    begins = (step.positions == 0).nonzero().view(-1).tolist()
+    for low, high in zip(begins, [*begins[1:], len(step.token_ids)], strict=True):
+        yield step.token_ids[low:high]
+
+
+@torch.no_grad()
+def _incremental(model: Transformer, rows: Sequence[ScoredRow]) -> tuple[float, float, int, int]:
+    """(largest |difference| of a logit, largest |logit|, likeliest tokens in common, tokens): a cache that is given one
+    token at a time, beside the model without a cache.  NaN on either side is an infinite difference."""
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    true = [_at_once(model, row) for row in rows]
+    longest = max(len(row.tokens) for row in rows)
+    source = max((len(row.source) for row in rows if row.source is not None), default=0)
+    cache = CacheConfig(
+        max_num_seqs=len(rows),
+        max_seq_len=longest + 1,
+        dtype=dtype,
+        prefill_chunk_size=1,
+        enable_prefix_caching=False,
+        max_source_len=source,
+    )
+    found: dict[int, list[Tensor]] = {}
+
+    def hear(plan: SchedulerOutput, logits: Tensor) -> None:
+        start = 0
+        for work in plan.scheduled:
+            found.setdefault(work.sequence.request_id, []).append(
+                logits[start : start + len(work.logit_offsets)].clone()
+            )
+            start += len(work.logit_offsets)
+
+    engine = Engine(model, cache)
+    try:
+        benchmarks.cache_quality.attach_logit_hook(engine, hear)
+        asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+        for row in rows:
+            engine.add_request(row.tokens.tolist(), asked, source=None if row.source is None else row.source.tolist())
+        while not engine.idle:
+            for piece in engine.step():
+                if piece.error is not None:
+                    raise EngineError(f"callbacks.check_cache: {piece.error}")
+    finally:
+        engine.close()
+    have = [torch.cat(found[number])[: len(row.tokens)].double() for number, row in enumerate(rows)]
+    assert [len(one) for one in have] == [len(one) for one in true], "every position was computed"
+    both = list(zip(have, true, strict=True))
+    worst = max(float((a - b).abs().nan_to_num(nan=torch.inf).max()) for a, b in both)
+    agree = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in both)
+    return worst, max(float(b.abs().max()) for b in true), agree, sum(map(len, true))
+
+
+def _at_once(model: Transformer, row: ScoredRow) -> Tensor:
+    """[T, V] in float64, without a cache; T below the model's limit."""
+    step = _step(row.tokens, model, len(row.tokens) + 1)  # a row in the cache may reach one token more
+    if row.source is not None:
+        step = step._replace(encoder_input=_step(row.source, model, len(row.source)))
+    logits: Tensor = model.logits(model(step, NoCache(model.config)), step.logit_indices)
+    return logits.double()
+
+
+def _step(tokens: Tensor, model: Transformer, limit: int) -> ModelInput:
+    tokens = tokens.to(model.token_embedding.device)
+    every = torch.arange(len(tokens), device=tokens.device)
+    lane = SubBatch(1, len(tokens), len(tokens))
+    return ModelInput(tokens, every, (lane,), every, max_seq_lens=torch.full_like(every, limit))
+
+
+# ---------------------------------------------------------------- what it says
+
+
+class SamplePrompts(_Watcher):
+    """At every evaluation: how each prompt goes on (an encoder-decoder: what it answers), ``tokens`` tokens at most.
+
+    ``temperature`` 0 is greedy; sampled texts are the same in every run, for their numbers are a function of the seed.
+    UsageError, before training, for an encoder; RequestError for a prompt that the model cannot read whole.
+    """
+
+    handles = "prompts"
+
+    def __init__(self, prompts: Sequence[str], tokens: int = 64, temperature: float = 0.0) -> None:
+        self._prompts, self._most, self._temperature = tuple(prompts), tokens, temperature
+
+    def on_model(self, subject: TrainingContext) -> None:
+        config = subject.model.config
+        if config.kind == "encoder":
+            raise UsageError("callbacks.prompts (--prompt): an encoder continues no text", "leave it out")
+        super().on_model(subject)
+        texts = PromptEncoder(config, subject.tokenizer, subject.generation)
+        ask = texts.encode_prompt if config.kind == "decoder" else texts.encode_source
+        self._asked = [ask(prompt) for prompt in self._prompts]
+
+    def on_eval(self, report: monitoring.callbacks.EvalReport) -> None:
+        longest = max(map(len, self._asked))
+        with self._llm(len(self._asked), longest + self._most + 2) as llm:
+            done = llm.generate(self._asked, max_tokens=self._most, temperature=self._temperature)
+        pairs = zip(self._prompts, done, strict=True)
+        samples = tuple(monitoring.callbacks.TextSample(prompt, "", each.text) for prompt, each in pairs)
+        self.subject.log("on_samples", monitoring.callbacks.SamplesReport(report.step, samples))
+
+
+class TranslationBleu(_Watcher):
+    """At every evaluation: BLEU, chrF and exact match of greedy answers to the first ``pairs`` held-out sources.
+
+    Beside the targets as the tokenizer writes them: of one that loses something (case, unknown words), ``kvad eval`` on
+    the texts says less.  UsageError, before training, for what is not trained on pairs.
+    """
+
+    handles = "bleu"
+
+    def __init__(self, pairs: int = 200, rows: int = 16) -> None:
+        bleu.check_sacrebleu()
+        self._pairs, self._rows = pairs, rows
+
+    def on_model(self, subject: TrainingContext) -> None:
+        if not isinstance(subject.data, PairDataset):
+            raise UsageError(
+                "callbacks.bleu_samples (--bleu): only what is trained on pairs translates", "leave it out"
+            )
+        super().on_model(subject)
+        self._examples = subject.data.examples(self._pairs)
+
+    def on_eval(self, report: monitoring.callbacks.EvalReport) -> None:
+        sources = [source for source, _ in self._examples]
+        most = min(self.subject.model.config.max_seq_len - 1, 8 + 2 * max(map(len, sources)))
+        with self._llm(min(self._rows, len(sources)), most + 2) as llm:
+            said = [done.text for done in llm.generate(sources, max_tokens=most, beams=1, temperature=0.0)]
+        wanted = [self.subject.tokenizer.decode(target) for _, target in self._examples]
+        words, match = bleu.compute_bleu(said, wanted), count_exact_matches(said, wanted)
+        values: dict[str, float | str] = {"bleu": words.bleu, "chrf": words.chrf, "exact_match": match.accuracy}
+        values |= {"pairs": match.count, "signature": words.bleu_signature}
+        text = f"BLEU {words.bleu:.2f}, chrF {words.chrf:.2f}, {match.hits} of {match.count} exact"
+        self._measured(report.step, "bleu", values, f"{text}; {words.bleu_signature}")

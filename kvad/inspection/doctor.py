@@ -1,0 +1,336 @@
+"""Look a checkpoint over, in kvad's layout or Hugging Face's: what is right, what is not, and what to do about it.
+
+Each examination gives a finding or several; one that an earlier problem makes impossible is left out.  Every tensor is
+read, a piece at a time in memory.  Nothing is changed, and no code of the folder runs.
+
+Look a tier's folder over: which blocks are whole, which are torn, alien or orphans; and remove what is safe to
+remove.
+
+Every byte is read.  Safe to remove: what a dead writer left half written, and a block or a pin that is damaged (it
+would be refused, and can be computed again).  Never: a file of another name or version, a block of another model.  No
+torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from kvad import checkpoint, storage
+from kvad import config as config_lib
+from kvad.cache import offload
+from kvad.checkpoint import CheckpointHandle, GenerationConfig
+from kvad.config import ModelConfig
+from kvad.errors import CheckpointError, KvadError, StorageError, UsageError, format_count, with_article
+from kvad.storage import REAL_FILE_SYSTEM
+from kvad.text import Tokenizer
+
+T = TypeVar("T")
+MAX_LISTED = 8  # findings of one kind that are told one by one
+REDOWNLOAD_HINT = "copy or download it again"
+
+
+class CheckResult(NamedTuple):
+    """``check``: what was looked at; ``todo``: what to do, "" where all is well."""
+
+    check: str
+    ok: bool
+    message: str
+    advice: str = ""
+
+
+def check_checkpoint(where: str | Path) -> Iterator[CheckResult]:
+    """Findings, as they are made.  Raises CheckpointError for what is no checkpoint at all."""
+    folder = checkpoint.folder.locate(checkpoint.hub.resolve_model_path(where))
+    yield from _manifest(folder)
+    unread = set[str]()
+    tensors = yield from _try_check(
+        "headers", REDOWNLOAD_HINT, lambda: checkpoint.safetensors_io.open_tensors(folder), _headers, unread
+    )
+    opened: CheckpointHandle
+    if checkpoint.folder.is_hf(folder):
+        opened = checkpoint.hf_layout.HFCheckpoint(folder)
+        config = yield from _examine_foreign(opened, tensors)
+    else:
+        opened = checkpoint.native.NativeCheckpoint(folder)
+        config = yield from _examine_own(opened, tensors)
+    yield from _finite(tensors)
+    if config is not None:
+        yield from (finding for finding in _words(config, opened) if finding.message not in unread)
+
+
+def _manifest(folder: Path) -> Iterator[CheckResult]:
+    """Nothing of a folder that kvad did not write."""
+    try:
+        files = checkpoint.folder.list_files(folder)
+    except CheckpointError as error:
+        yield CheckResult("manifest", False, error.message, error.hint or REDOWNLOAD_HINT)
+        return
+    if files is not None:
+        yield CheckResult("manifest", True, f"it lists {format_count(len(files), 'file')}")
+        yield from _checksums(folder, files)
+
+
+def _examine_own(
+    opened: checkpoint.native.NativeCheckpoint, tensors: checkpoint.safetensors_io.ShardedTensors | None
+) -> Generator[CheckResult, None, ModelConfig | None]:
+    config = yield from _try_check("config", f"correct {checkpoint.folder.CONFIG}", lambda: opened.config, _config)
+    if config is not None and tensors is not None:
+        problems = config_lib.parameter_shapes.mismatches(config, {name: tensors.shape(name) for name in tensors})
+        yield from _problem_results("tensors", problems, "the tensors are those of the config", REDOWNLOAD_HINT)
+    return config
+
+
+def _examine_foreign(
+    opened: checkpoint.hf_layout.HFCheckpoint, tensors: checkpoint.safetensors_io.ShardedTensors | None
+) -> Generator[CheckResult, None, ModelConfig | None]:
+    def read() -> ModelConfig:
+        return opened.config if tensors is not None else opened.family.read(opened.fields)
+
+    config = yield from _try_check(
+        "config", f"correct {checkpoint.folder.CONFIG}", read, lambda made: f"{opened.origin}, {_config(made)}"
+    )
+    if config is not None and tensors is not None:
+        yield from _try_check(
+            "tensors",
+            REDOWNLOAD_HINT,
+            lambda: sum(1 for _ in opened.weights()),
+            lambda _: "the tensors are those of the config",
+        )
+    return config
+
+
+def _try_check(
+    check: str, todo: str, make: Callable[[], T], says: Callable[[T], str], failed: set[str] | None = None
+) -> Generator[CheckResult, None, T | None]:
+    """What ``make`` makes, after a finding that says it; None after one that says why not, which ``failed`` keeps."""
+    try:
+        made = make()
+    except KvadError as error:
+        if failed is not None:
+            failed.add(error.message)
+        yield CheckResult(check, False, error.message, error.hint or todo)
+        return None
+    yield CheckResult(check, True, says(made))
+    return made
+
+
+def _problem_results(check: str, problems: list[str], well: str, todo: str) -> Iterator[CheckResult]:
+    """A finding for each problem, the first of them one by one."""
+    if not problems:
+        yield CheckResult(check, True, well)
+    for problem in problems[:MAX_LISTED]:
+        yield CheckResult(check, False, problem, todo)
+    if len(problems) > MAX_LISTED:
+        yield CheckResult(check, False, f"and {len(problems) - MAX_LISTED:,} more like these", todo)
+
+
+# ---------------------------------------------------------------- files and tensors
+
+
+def _checksums(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Iterator[CheckResult]:
+    failed = False
+    for name, entry in files.items():
+        try:
+            checkpoint.folder.check_file(folder / name, entry, verify=True)
+        except CheckpointError as error:
+            failed = True
+            text = (folder / name).exists() and not name.endswith(".safetensors")
+            yield CheckResult(
+                "sha256", False, error.message, f"{error.hint or REDOWNLOAD_HINT}{', unless you edited it' * text}"
+            )
+    if not failed:
+        yield CheckResult("sha256", True, "every file is the one that was saved")
+
+
+def _headers(tensors: checkpoint.safetensors_io.ShardedTensors) -> str:
+    files = {tensors.file_name(name) for name in tensors}
+    dtypes = sorted({str(tensors.dtype(name)).removeprefix("torch.") for name in tensors})
+    where = format_count(len(files), "file")
+    return f"{format_count(len(tensors), 'tensor')} in {where}, {', '.join(dtypes)}, {format_count(tensors.total_bytes, 'byte')}"
+
+
+def _finite(tensors: checkpoint.safetensors_io.ShardedTensors | None) -> Iterator[CheckResult]:
+    if tensors is None:
+        return
+    broken = [
+        f"{name}: {format_count(count, 'element')} NaN or infinite"
+        for name, count in checkpoint.safetensors_io.find_nonfinite(tensors)
+    ]
+    todo = f"{REDOWNLOAD_HINT}; if it was trained so, go back to an older checkpoint"
+    yield from _problem_results("finite", broken, "every weight is a finite number", todo)
+
+
+# ---------------------------------------------------------------- config, tokenizer, generation
+
+
+def _config(config: ModelConfig) -> str:
+    return f"{with_article(config.kind)} of {config_lib.parameter_shapes.num_parameters(config):,} parameters, at most {format_count(config.max_seq_len, 'token')} a row"
+
+
+def _words(config: ModelConfig, opened: CheckpointHandle) -> Iterator[CheckResult]:
+    """What the folder says of text: its tokenizer and how it generates."""
+    todo = "put the model's own tokenizer files there"
+    yield from _try_check("tokenizer", todo, lambda: _fitting(config, opened.tokenizer), lambda says: says)
+    generation = yield from _try_check(
+        "generation", f"correct {checkpoint.folder.CONFIG}", lambda: opened.generation, _generation
+    )
+    if generation is not None:
+        outside = [
+            f"{name} {token} is outside the vocabulary of {config.vocab_size:,}"
+            for name, token in _ids(generation)
+            if not 0 <= token < config.vocab_size
+        ]
+        if outside:
+            yield from _problem_results("generation", outside, "", "correct it in the file that says so")
+
+
+def _fitting(config: ModelConfig, tokenizer: Tokenizer | None) -> str:
+    """What there is to say of a tokenizer that fits.  Raises CheckpointError for one that does not."""
+    if tokenizer is None:
+        return "none: prompts can only be token ids"
+    said = []
+    vocab = (
+        config.vocab_size
+        if config.encoder_input is None or config.encoder_input.vocab_size is None
+        else config.encoder_input.vocab_size
+    )
+    sides = [("", tokenizer, config.vocab_size)]
+    if tokenizer.source_tokenizer is not None:
+        sides.append((" of the source", tokenizer.source_tokenizer, vocab))
+    for side, each, places in sides:
+        if each.vocab_size > places:
+            raise CheckpointError(
+                f"the tokenizer{side} has {each.vocab_size:,} ids, the model places for {places:,}",
+                "they do not belong together: put the model's own tokenizer files there",
+            )
+        said.append(f"{each.kind}{side}, {format_count(each.vocab_size, 'id')} in {format_count(places, 'place')}")
+    return "; ".join(said)
+
+
+def _generation(generation: GenerationConfig) -> str:
+    stops = (
+        f"it ends with {', '.join(map(str, generation.eos_token_ids))}"
+        if generation.eos_token_ids
+        else "no token ends it"
+    )
+    begins = (
+        f"a target begins with {generation.decoder_start_token_id}, "
+        if generation.decoder_start_token_id is not None
+        else ""
+    )
+    return begins + stops
+
+
+def _ids(generation: GenerationConfig) -> Iterator[tuple[str, int]]:
+    singles = {"start": generation.decoder_start_token_id, "bos": generation.bos_token_id}
+    singles |= {"forced_first": generation.forced_bos_token_id, "forced_last": generation.forced_eos_token_id}
+    yield from ((name, token) for name, token in singles.items() if token is not None)
+    yield from (("end", token) for token in generation.eos_token_ids)
+    yield from (("banned", token) for token in generation.suppress_tokens)
+
+
+FIX_HINT = "kvad doctor --fix removes it"
+
+
+def is_cache_dir(folder: Path) -> bool:
+    return (folder / offload.disk_store.LOCK_NAME).is_file()
+
+
+def check_cache_dir(folder: Path, *, fix: bool = False) -> Iterator[CheckResult]:
+    """Findings, as they are made.  UsageError: it is to be fixed, and another process holds it."""
+    file = _locked(folder)
+    try:
+        if file is None:
+            if fix:
+                raise UsageError(f"{folder} is in use by another process", "stop it, or look without --fix")
+            yield CheckResult("lock", True, "another process holds it: what it writes now may look half done")
+        yield from _orphans(folder, fix)
+        yield from _entries(folder, fix)
+        yield from _check_pinned_prefixes(folder)
+    finally:
+        if file is not None:
+            REAL_FILE_SYSTEM.close(file)
+
+
+def _locked(folder: Path) -> int | None:
+    """None: another process holds it."""
+    try:
+        return REAL_FILE_SYSTEM.lock(folder / offload.disk_store.LOCK_NAME)
+    except BlockingIOError:
+        return None
+
+
+def _orphans(folder: Path, fix: bool) -> Iterator[CheckResult]:
+    dead = []
+    for each in storage.temp_paths.list_temp_paths(folder):
+        with suppress(FileNotFoundError):
+            if not each.in_use:
+                dead.append(each.path)
+    for path in dead:
+        yield from _fix_or_report("orphan", path, "a writer that died left it half written", fix)
+    if not dead:
+        yield CheckResult("orphans", True, "none")
+
+
+def _entries(folder: Path, fix: bool) -> Iterator[CheckResult]:
+    counts, models, sizes = Counter[str](), Counter[str](), 0
+    for each in sorted(REAL_FILE_SYSTEM.list_files(folder)):
+        if (
+            each.name == offload.disk_store.LOCK_NAME
+            or storage.temp_paths.parse_temp_path(folder / each.name) is not None
+        ):
+            continue
+        key, dot, ending = each.name.rpartition(".")
+        block = dot + ending == ".kv" and offload.disk_store.KEY_PATTERN.fullmatch(key) is not None
+        if not block and dot + ending != offload.pinned.FILE_SUFFIX:
+            yield CheckResult("files", False, f"{each.name} is not the tier's", "move it elsewhere")
+            continue
+        why, says = _read(folder / each.name, models)
+        counts[why if block else f"pin {why}"] += 1
+        sizes += each.size if why == "whole" else 0
+        if why == "whole":
+            continue
+        yield from _fix_or_report(why, folder / each.name, says, fix and why == "torn")
+    whole = f"{format_count(counts['whole'], 'block')} and {format_count(counts['pin whole'], 'pin')} whole, {sizes:,} bytes"
+    yield CheckResult(
+        "entries",
+        True,
+        f"{whole}, of {format_count(len(models), 'model or way of keeping', 'models or ways of keeping')}",
+    )
+
+
+def _read(path: Path, models: Counter[str]) -> tuple[str, str]:
+    try:
+        with storage.container.open_container(path) as entry:
+            entry.check()
+            models[str(sorted(entry.header.fingerprint.items()))] += 1
+    except StorageError as error:
+        return error.reason, error.message.removeprefix(f"{path}: ")
+    except OSError as error:
+        return "unread", str(error)
+    return "whole", ""
+
+
+def _fix_or_report(check: str, path: Path, says: str, fix: bool) -> Iterator[CheckResult]:
+    if not fix:
+        safe = check in ("orphan", "torn")
+        yield CheckResult(check, False, f"{path.name}: {says}", FIX_HINT if safe else "it is left as it is")
+        return
+    REAL_FILE_SYSTEM.remove(path)
+    yield CheckResult(check, True, f"{path.name}: {says}; removed")
+
+
+def _check_pinned_prefixes(folder: Path) -> Iterator[CheckResult]:
+    for pin in offload.pinned.read_pinned_prefixes(folder):
+        missing = sum(not (folder / f"{key}.kv").exists() for key in pin.keys)
+        if missing:
+            todo = f"kvad prefix add ... --name {pin.name} computes them again"
+            yield CheckResult(
+                "prefix", False, f"{pin.name}: {missing} of {format_count(len(pin.keys), 'block')} are missing", todo
+            )
+        else:
+            yield CheckResult("prefix", True, f"{pin.name}: {format_count(pin.tokens, 'token')}")

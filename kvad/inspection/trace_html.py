@@ -1,0 +1,78 @@
+"""A slide of the cache microscope as one HTML file: the map, the text and a slider over the steps.
+
+It stands alone: style and script (beside this file) are written into it, the slide is JSON in it, and its own policy
+forbids it to load anything or to run any script but that one.  What a model said is data throughout: it stands in the
+file without a single ``<``, and the script shows it as text.  Without scripts a reader gets the terminal's map.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from base64 import b64encode
+from hashlib import sha256
+from pathlib import Path
+
+from kvad.inspection.trace_report import TraceReport, trace_to_json
+from kvad.inspection.trace_text import trace_to_text
+
+BODY = """<main>
+<h1 id="title"></h1>
+<p id="facts"></p>
+<div id="groups"></div>
+<div id="places"></div>
+<div class="card">
+<div class="bar"><select id="rows" aria-label="row"></select><button id="play">Play</button>
+<input id="step" type="range" min="0" value="0" aria-label="step"><span id="now"></span></div>
+<div class="legend" id="legend"></div>
+<p class="dim" id="life"></p>
+</div>
+<div class="card"><h2>Text</h2><div id="words"></div></div>
+<div class="split">
+<div class="card"><h2>Where each token is held</h2>
+<p class="dim">Attention is that of the whole run; the red line is the prompt's end.</p>
+<div id="scroll"><canvas id="map"></canvas></div></div>
+<div class="card"><h2>Token</h2><div id="story"></div></div>
+</div>
+<div class="card"><h2>Blocks at the row's end, and the attention that their tokens got</h2>
+<div class="wide"><table><thead><tr><th>block</th><th>layers</th><th>form</th><th>tokens</th><th>counted by</th>
+<th>share</th><th></th></tr></thead><tbody id="blocks"></tbody></table></div></div>
+</main>"""
+
+
+def trace_to_html(slide: TraceReport) -> str:
+    """The whole file."""
+    style, script = (Path(__file__).with_suffix(ending).read_text(encoding="utf-8") for ending in (".css", ".js"))
+    rules = f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'"
+    title = html.escape(f"{slide.model}: {slide.policy}")
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en">',
+            "<head>",
+            '<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{rules}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{title}</title>",
+            f"<style>{style}</style>",
+            "</head>",
+            "<body>",
+            BODY,
+            f"<noscript><pre>{html.escape(trace_to_text(slide))}</pre></noscript>",
+            f'<script type="application/json" id="data">{_data(slide)}</script>',
+            f"<script>{script}</script>",
+            "</body>",
+            "</html>",
+            "",
+        ]
+    )
+
+
+def _digest(source: str) -> str:
+    return f"sha256-{b64encode(sha256(source.encode()).digest()).decode()}"
+
+
+def _data(slide: TraceReport) -> str:
+    """JSON that no HTML parser can leave: the three signs that mean something to one are escaped."""
+    said = json.dumps(trace_to_json(slide), allow_nan=False, separators=(",", ":"))
+    return said.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,0 +1,99 @@
+"""A model whose rows do not show their neighbours: what a row's tokens give is the same, bit for bit, alone and beside
+any others, in any chunks (``ops/invariant.py`` has the means, this is where a model takes them).
+
+Norms, softmax and sampling go row by row anyway.  What is left are products, activations and attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import nn
+
+from kvad import config as cfg
+from kvad import ops
+from kvad.errors import ConfigError
+from kvad.model.attention import Attention, CrossAttention
+from kvad.model.heads import ClassificationHead, LanguageHead
+from kvad.model.layers import GatedMLP, MixtureOfExperts
+from kvad.model.transformer import Transformer
+
+
+def make_batch_invariant(model: Transformer) -> ops.batch_invariant.TileSizes:
+    """Change a model, for good, to tiles that hold on this machine; -> what its memory takes as its kernel: attention
+    has tiles of its own, for what holds of its small products need not hold of the layers'.
+
+    After :meth:`Transformer.pack`, if at all.  ConfigError names what cannot be promised.
+    """
+    _check(model)
+    tiles = ops.batch_invariant.find_invariant_tiles(_products(model))
+    model.kernel = attention = ops.batch_invariant.find_invariant_tiles(_attentions(model), ops.batch_invariant.QUERIES)
+    for module in model.modules():
+        if isinstance(module, (ops.linear.Linear, LanguageHead, ClassificationHead, MixtureOfExperts)):
+            module.tiles = tiles
+        f = getattr(module, "activation", None)
+        if callable(f) and getattr(f, "func", None) is not ops.batch_invariant.elementwise:
+            module.activation = partial(ops.batch_invariant.elementwise, f)  # type: ignore[assignment]
+    return attention
+
+
+def _check(model: Transformer) -> None:
+    where, dtype = model.token_embedding.device.type, model.token_embedding.dtype
+    if where != "cpu":
+        raise ConfigError(f"deterministic: not promised on {where}: its kernels choose by the batch", "use the CPU")
+    if dtype == torch.float16:
+        raise ConfigError("deterministic: not promised in float16", "dtype=float32 or bfloat16")
+    stacks = (model.config.decoder, model.config.encoder)
+    for layer in (layer for stack in stacks if stack is not None for layer in stack.layer_types.values()):
+        mixer = layer.attention
+        name = mixer.position.name if isinstance(mixer.position, cfg.CustomPositionsConfig) else mixer.custom_class
+        if name is not None:
+            raise ConfigError(f"deterministic: not promised of {name}, a class that kvad does not know")
+
+
+def _attentions(model: Transformer) -> Iterator[ops.batch_invariant.MatmulShape]:
+    """Every shape of a product of queries and keys, or of weights and values."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            yield from _attention(module, model.token_embedding.dtype)
+
+
+def _products(model: Transformer) -> Iterator[ops.batch_invariant.MatmulShape]:
+    """Every shape of a product with weights that a step may compute."""
+    dtype, joined = model.token_embedding.dtype, set[nn.Module]()
+    packs: list[tuple[ops.linear.PackedLinear, tuple[ops.linear.Linear, ...]]]
+    for module in model.modules():
+        if isinstance(module, Attention):
+            packs = [(module.qkv, (module.q, module.k, module.v))]
+            if isinstance(module, CrossAttention):
+                packs.append((module.kv, (module.k, module.v)))
+        elif isinstance(module, GatedMLP):
+            packs = [(module.gate_up, (module.gate, module.up))]
+        else:
+            continue
+        for joint, layers in packs:
+            if joint.shape is not None:
+                yield ops.batch_invariant.MatmulShape(joint.shape[1], joint.shape[0], dtype, layers[0].bias is not None)
+                joined.update(layers)
+    for module in model.modules():
+        if isinstance(module, ops.linear.Linear) and module not in joined:
+            yield ops.batch_invariant.MatmulShape(
+                module.in_features, module.out_features, dtype, module.bias is not None
+            )
+        elif isinstance(module, MixtureOfExperts):
+            for weight, bias in ((module.gate, module.gate_bias), (module.down, module.down_bias)):
+                yield ops.batch_invariant.MatmulShape(weight.shape[2], weight.shape[1], dtype, bias is not None)
+        elif isinstance(module, (LanguageHead, ClassificationHead)):
+            head = model.token_embedding if module.weight is None else module.weight
+            yield ops.batch_invariant.MatmulShape(head.shape[1], head.shape[0], dtype, module.bias is not None)
+
+
+def _attention(layer: Attention, dtype: torch.dtype) -> Iterator[ops.batch_invariant.MatmulShape]:
+    group, wide = layer.heads // layer.kv_heads, ops.batch_invariant.compute_dtype(dtype)
+    for batch in {1, layer.kv_heads, 4 * layer.kv_heads}:
+        yield ops.batch_invariant.MatmulShape(layer.head_dim, ops.batch_invariant.KEYS, wide, batch=batch, group=group)
+        yield ops.batch_invariant.MatmulShape(
+            ops.batch_invariant.KEYS, layer.value_dim, wide, batch=batch, group=group, across=True
+        )

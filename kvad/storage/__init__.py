@@ -1,0 +1,47 @@
+"""kvad.storage"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvad._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from kvad.storage import atomic as atomic
+    from kvad.storage import byte_shuffle as byte_shuffle
+    from kvad.storage import container as container
+    from kvad.storage import filesystem as filesystem
+    from kvad.storage import temp_paths as temp_paths
+    from kvad.storage.container import ContainerFile as ContainerFile
+    from kvad.storage.container import Section as Section
+    from kvad.storage.filesystem import REAL_FILE_SYSTEM as REAL_FILE_SYSTEM
+    from kvad.storage.filesystem import FileSystem as FileSystem
+    from kvad.storage.fingerprint import CacheFingerprint as CacheFingerprint
+    from kvad.storage.io_thread import IoThread as IoThread
+
+__all__ = [
+    "REAL_FILE_SYSTEM",
+    "CacheFingerprint",
+    "ContainerFile",
+    "FileSystem",
+    "IoThread",
+    "Section",
+    "atomic",
+    "byte_shuffle",
+    "container",
+    "filesystem",
+    "temp_paths",
+]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "CacheFingerprint": "fingerprint",
+        "ContainerFile": "container",
+        "FileSystem": "filesystem",
+        "IoThread": "io_thread",
+        "REAL_FILE_SYSTEM": "filesystem",
+        "Section": "container",
+    },
+    ("atomic", "byte_shuffle", "container", "filesystem", "temp_paths"),
+)

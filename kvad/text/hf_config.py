@@ -1,0 +1,342 @@
+"""What lies beside a vocabulary in a Hugging Face folder: its class, its special and added tokens, its options.
+
+``tokenizer_config.json`` says most of it; older folders have ``special_tokens_map.json`` and ``added_tokens.json``
+instead, and where no class is named the model's ``config.json`` tells it.  The rules are those of transformers'
+``PreTrainedTokenizerBase._from_pretrained``.  Standard library only.
+
+Tokenizers of folders older than ``tokenizer.json``: ``vocab.json`` + ``merges.txt``, and ``vocab.txt``.
+
+The first is byte-level BPE in three dialects: GPT-2's (OPT and others), RoBERTa's (``<s> x </s>``; BART too) and
+Qwen2's.  The second is BERT's WordPiece.  Both become what transformers' ``convert_slow_tokenizer.py`` makes of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvad.errors import TokenizerError
+from kvad.text.base import NAMES
+
+if TYPE_CHECKING:
+    import tokenizers  # type: ignore[import-untyped]
+
+CONFIG_NAME = "tokenizer_config.json"
+SPECIAL_ROLES = (*NAMES, "cls", "sep", "mask")
+
+_CLASS_OF_MODEL = {  # config.json's model_type -> class, where nothing else names it
+    "bart": "Bart",
+    "bert": "Bert",
+    "distilbert": "Bert",
+    "electra": "Bert",
+    "gemma": "Gemma",
+    "gpt2": "GPT2",
+    "gpt_neo": "GPT2",
+    "llama": "Llama",
+    "m2m_100": "M2M100",
+    "marian": "Marian",
+    "mbart": "MBart",
+    "mistral": "Llama",
+    "mt5": "T5",
+    "opt": "GPT2",
+    "qwen2": "Qwen2",
+    "roberta": "Roberta",
+    "t5": "T5",
+    "umt5": "T5",
+    "xglm": "XGLM",
+    "xlm-roberta": "XLMRoberta",
+}
+_CLS_SEP = {"cls": "<s>", "sep": "</s>"}
+_CLASS_ROLES = {  # what a class's constructor assumes where the files are silent, of the roles that no name tells
+    **dict.fromkeys(
+        ("Bart", "LED", "Longformer", "MBart", "MBart50", "Nllb", "Roberta", "XGLM", "XLMRoberta"), _CLS_SEP
+    ),
+    "M2M100": {"sep": "</s>"},
+}
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token found in the text before any model sees it.  ``lstrip``, ``rstrip``: it swallows the spaces beside it."""
+
+    content: str
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = False
+    special: bool = True
+
+
+@dataclass(frozen=True)
+class TokenizerSettings:
+    """``family``: the class without ``Tokenizer`` and ``Fast`` (``"T5"``; ``""``: nobody says).
+
+    ``roles``: role -> name as written; ``marked``: these tokens and the additional special ones, as they are spelled;
+    ``added``: id -> token.
+    """
+
+    family: str = ""
+    roles: Mapping[str, str | None] = field(default_factory=dict)
+    marked: tuple[AddedToken, ...] = ()
+    added: Mapping[int, AddedToken] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def flag(self, name: str, default: bool | None = None) -> bool | None:
+        value = self.options.get(name)
+        return value if isinstance(value, bool) else default
+
+    def text(self, name: str) -> str | None:
+        value = self.options.get(name)
+        return value if isinstance(value, str) else None
+
+    def number(self, name: str, default: int) -> int:
+        value = self.options.get(name)
+        return value if type(value) is int and value >= 0 else default
+
+    def roles_in(self, vocabulary: Container[str]) -> dict[str, str | None]:
+        """The roles; names that the vocabulary lacks are nobody's: such files often keep the defaults of a class."""
+        defaults = {role: name for role, name in _CLASS_ROLES.get(self.family, {}).items() if name in vocabulary}
+        found = {role: name if name is not None and name in vocabulary else None for role, name in self.roles.items()}
+        return {**defaults, **found}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "family": self.family,
+            "roles": dict(self.roles),
+            "marked": [vars(token) for token in self.marked],
+            "added": {str(token_id): vars(token) for token_id, token in self.added.items()},
+            "options": dict(self.options),
+        }
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> TokenizerSettings:
+        return cls(
+            content["family"],
+            content["roles"],
+            tuple(AddedToken(**token) for token in content["marked"]),
+            {int(token_id): AddedToken(**token) for token_id, token in content["added"].items()},
+            content["options"],
+        )
+
+
+def read_text(path: Path) -> str:
+    """Raises TokenizerError naming the file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise TokenizerError(
+            f"there is no {path.name} in {path.parent}", "name a folder with a tokenizer.json, or the file itself"
+        ) from None
+    except OSError as error:
+        raise TokenizerError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{path}: not UTF-8 at byte {error.start}", f"a {path.name} is text") from None
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise TokenizerError(f"not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise TokenizerError("not JSON that can be read: it is nested too deeply") from None
+    if not isinstance(content, dict):
+        raise TokenizerError(f"expected a JSON object, found a {type(content).__name__}")
+    return content
+
+
+def read_settings(folder: Path) -> TokenizerSettings:
+    """Of a folder without any of the files: the empty settings.  Raises TokenizerError naming a file that is broken."""
+    config = _read_companion_file(folder, CONFIG_NAME)
+    spelled = dict(config)
+    added: dict[int, AddedToken] = {}
+    if "added_tokens_decoder" in config:
+        listed = config["added_tokens_decoder"]
+        for token_id, value in (listed if isinstance(listed, dict) else {}).items():
+            if token_id.isdecimal() and (token := _token(value, special=False)) is not None:
+                added[int(token_id)] = token
+    else:
+        spelled.update(_read_companion_file(folder, "special_tokens_map.json"))
+    marked = _marked_tokens(spelled)
+    if "added_tokens_decoder" not in config:
+        special = {token.content for token in marked}
+        for name, token_id in _read_companion_file(folder, "added_tokens.json").items():
+            if type(token_id) is int:
+                added[token_id] = AddedToken(name, special=name in special, normalized=name not in special)
+    roles = {role: _name(spelled[f"{role}_token"]) for role in SPECIAL_ROLES if f"{role}_token" in spelled}
+    taken = {f"{role}_token" for role in SPECIAL_ROLES} | {
+        "added_tokens_decoder",
+        "additional_special_tokens",
+        "chat_template",
+    }
+    options = {key: value for key, value in config.items() if key not in taken and _is_plain(value)}
+    return TokenizerSettings(_family(folder, config), roles, marked, added, options)
+
+
+def _read_companion_file(folder: Path, name: str) -> dict[str, Any]:
+    path = folder / name
+    if not path.is_file():
+        return {}
+    try:
+        return parse_object(read_text(path))
+    except TokenizerError as error:
+        message = error.message if str(path) in error.message else f"{path}: {error.message}"
+        raise TokenizerError(message, error.hint) from None
+
+
+def _family(folder: Path, config: Mapping[str, Any]) -> str:
+    name = config.get("tokenizer_class")
+    if isinstance(name, str):
+        return name.removesuffix("Fast").removesuffix("Tokenizer")
+    try:
+        model = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return ""  # another floor's file: whoever reads the model says what is wrong with it
+    kind = model.get("model_type") if isinstance(model, dict) else None
+    return _CLASS_OF_MODEL.get(kind, "") if isinstance(kind, str) else ""
+
+
+def _marked_tokens(spelled: Mapping[str, Any]) -> tuple[AddedToken, ...]:
+    more = spelled.get("additional_special_tokens")
+    values = [spelled.get(f"{role}_token") for role in SPECIAL_ROLES] + (more if isinstance(more, list) else [])
+    tokens = (_token(value, special=True) for value in values)
+    return tuple({token.content: token for token in tokens if token is not None}.values())
+
+
+def _token(value: object, *, special: bool) -> AddedToken | None:
+    name = _name(value)
+    if name is None:
+        return None
+    flags = value if isinstance(value, dict) else {}
+    known = {
+        key: flags[key] for key in ("lstrip", "rstrip", "single_word", "normalized") if type(flags.get(key)) is bool
+    }
+    special = special or flags.get("special") is True
+    return AddedToken(name, special=special, **{"normalized": not special, **known})
+
+
+def _name(value: object) -> str | None:
+    name = value.get("content") if isinstance(value, dict) else value
+    return name if isinstance(name, str) and name else None
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, str | bool | int)
+
+
+_ROBERTA = ("Bart", "Blenderbot", "LED", "Longformer", "Mvp", "Roberta")
+_ROBERTA_ROLES = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "sep": "</s>", "pad": "<pad>", "cls": "<s>"}
+_GPT2_ROLES = {"bos": "<|endoftext|>", "eos": "<|endoftext|>"}
+_BERT_ROLES = {"unk": "[UNK]", "sep": "[SEP]", "pad": "[PAD]", "cls": "[CLS]", "mask": "[MASK]"}
+_QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def read_vocabulary(path: Path) -> dict[str, int]:
+    """``{"piece": id}``.  Raises TokenizerError naming the file."""
+    try:
+        vocabulary = parse_object(read_text(path))
+        if not vocabulary or not all(type(token_id) is int and token_id >= 0 for token_id in vocabulary.values()):
+            raise TokenizerError("expected an object of pieces and their ids")
+    except TokenizerError as error:
+        raise TokenizerError(_named(path, error.message), error.hint) from None
+    return vocabulary
+
+
+def _named(path: Path, message: str) -> str:
+    return message if path.name in message else f"{path}: {message}"
+
+
+def _read_merges(path: Path) -> list[tuple[str, str]]:
+    if not path.is_file():
+        raise TokenizerError(f"there is no {path.name} in {path.parent}, beside vocab.json", "copy both files")
+    merges = []
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if not line or (number == 1 and line.startswith("#version:")):
+            continue
+        pair = line.split()
+        if len(pair) != 2:
+            raise TokenizerError(f"{path}: line {number} is not a merge of two pieces: {line[:40]!r}")
+        merges.append((pair[0], pair[1]))
+    return merges
+
+
+def byte_level_bpe(folder: Path, settings: TokenizerSettings) -> tuple[tokenizers.Tokenizer, dict[str, str | None]]:
+    """The backend of ``vocab.json`` and ``merges.txt``, and the roles of its special tokens."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+    path = folder / "vocab.json"
+    vocabulary, merges = read_vocabulary(path), _read_merges(folder / "merges.txt")
+    if any(second.endswith("</w>") for _, second in merges[:100]):
+        raise TokenizerError(f"{path}: BPE over words (CLIP, GPT-1) is not known", "convert it to a tokenizer.json")
+    try:
+        backend = Tokenizer(models.BPE(vocabulary, merges))
+    except Exception as error:  # the library raises nothing more special
+        raise TokenizerError(f"{path} and merges.txt do not belong together: {error}") from None
+    spaced = settings.flag("add_prefix_space", False)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=spaced)
+    backend.decoder = decoders.ByteLevel()
+    if settings.family == "Qwen2":
+        backend.normalizer = normalizers.NFC()
+        split = pre_tokenizers.Split(Regex(_QWEN2), behavior="isolated")
+        level = pre_tokenizers.ByteLevel(add_prefix_space=spaced, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    is_roberta = settings.family in _ROBERTA
+    roles = _roles(settings, _ROBERTA_ROLES if is_roberta else _GPT2_ROLES, vocabulary)
+    _add_special(backend, roles, mask="<mask>" if is_roberta else None)
+    if is_roberta:
+        cls, sep = (_needed(path, vocabulary, roles, role) for role in ("cls", "sep"))
+        backend.post_processor = processors.RobertaProcessing(sep, cls, add_prefix_space=spaced)
+    return backend, roles
+
+
+def wordpiece(folder: Path, settings: TokenizerSettings) -> tuple[tokenizers.Tokenizer, dict[str, str | None]]:
+    """The backend of BERT's ``vocab.txt``, and the roles of its special tokens."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+    path = folder / "vocab.txt"
+    lines = read_text(path).split("\n")
+    vocabulary = {piece.rstrip("\r"): i for i, piece in enumerate(lines if lines[-1] else lines[:-1])}
+    roles = _roles(settings, _BERT_ROLES, vocabulary)
+    unk, cls, sep = (_needed(path, vocabulary, roles, role) for role in ("unk", "cls", "sep"))
+    backend = Tokenizer(models.WordPiece(vocabulary, unk_token=unk[0]))
+    backend.normalizer = normalizers.BertNormalizer(
+        clean_text=True,
+        handle_chinese_chars=settings.flag("tokenize_chinese_chars", True),
+        strip_accents=settings.flag("strip_accents"),
+        lowercase=settings.flag("do_lower_case", True),
+    )
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece(prefix="##")
+    _add_special(backend, roles, mask=None)
+    backend.post_processor = processors.BertProcessing(sep, cls)
+    return backend, roles
+
+
+def _roles(
+    settings: TokenizerSettings, usual: Mapping[str, str], vocabulary: Mapping[str, int]
+) -> dict[str, str | None]:
+    """Those of the class, where they are in the vocabulary, under those that the folder's files name."""
+    return {**{role: name for role, name in usual.items() if name in vocabulary}, **settings.roles_in(vocabulary)}
+
+
+def _add_special(backend: tokenizers.Tokenizer, roles: Mapping[str, str | None], *, mask: str | None) -> None:
+    """``mask``: RoBERTa's, which swallows the space before it."""
+    from tokenizers import AddedToken
+
+    names = dict.fromkeys(name for name in roles.values() if name is not None)
+    backend.add_special_tokens([AddedToken(name, normalized=False) for name in names if name != mask])
+    if mask is not None and backend.token_to_id(mask) is not None:
+        backend.add_special_tokens([AddedToken(mask, lstrip=True, normalized=False)])
+
+
+def _needed(path: Path, vocabulary: Mapping[str, int], roles: Mapping[str, str | None], role: str) -> tuple[str, int]:
+    name = roles.get(role)
+    if name is None:
+        raise TokenizerError(f"{path}: there is no {role} token", "is it the vocabulary that its class names?")
+    return name, vocabulary[name]

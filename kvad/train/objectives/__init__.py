@@ -1,0 +1,41 @@
+"""kvad.train.setup.objective_factory"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvad._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from kvad.train.objectives import cross_entropy as cross_entropy
+    from kvad.train.objectives import masked_lm as masked_lm
+    from kvad.train.objectives import scheduled_sampling as scheduled_sampling
+    from kvad.train.objectives import span_corruption as span_corruption
+    from kvad.train.objectives import summary_distillation as summary_distillation
+    from kvad.train.objectives.cross_entropy import Autocast as Autocast
+    from kvad.train.objectives.cross_entropy import EvalResult as EvalResult
+    from kvad.train.objectives.cross_entropy import Objective as Objective
+    from kvad.train.objectives.cross_entropy import evaluate as evaluate
+
+__all__ = [
+    "Autocast",
+    "EvalResult",
+    "Objective",
+    "cross_entropy",
+    "evaluate",
+    "masked_lm",
+    "scheduled_sampling",
+    "span_corruption",
+    "summary_distillation",
+]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "Autocast": "cross_entropy",
+        "EvalResult": "cross_entropy",
+        "Objective": "cross_entropy",
+        "evaluate": "cross_entropy",
+    },
+    ("cross_entropy", "masked_lm", "scheduled_sampling", "span_corruption", "summary_distillation"),
+)

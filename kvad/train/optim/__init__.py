@@ -1,0 +1,18 @@
+"""kvad.train.optim.optimizer"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvad._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from kvad.train.optim import schedules as schedules
+    from kvad.train.optim.optimizer import OptimizersContainer as OptimizersContainer
+
+__all__ = [
+    "OptimizersContainer",
+    "schedules",
+]
+
+__getattr__, __dir__ = lazy_names(__name__, {"OptimizersContainer": "optimizer"}, ("schedules",))

@@ -1,0 +1,107 @@
+"""Adafactor (Shazeer & Stern 2018, Algorithms 4 and 5): a second moment of rows and columns, and clipped updates.
+
+Of a matrix X with gradient G at its step t, with beta = 1 - t^-decay_rate and all means over one dimension::
+
+    R <- beta R + (1 - beta) mean over columns of (G^2 + 1e-30)        C likewise, over rows
+    U <- G / sqrt(R C^T / mean(R))                                     of a vector: G / sqrt(V)
+    U <- U / max(1, rms(U) / update_clip)
+    X <- X - a U,  a = lr max(1e-3, rms(X))                            without scale_by_parameter: a = lr
+
+So n x m numbers are remembered by n + m.  ``beta1`` keeps a moving average of a U too, as T5's code has it.  Weight
+decay takes ``a weight_decay X`` off before.  A tensor of more dimensions is factored over its last two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SQUARE, LEAST = 1e-30, 1e-3  # eps1 and eps2 of the paper
+
+
+class Adafactor(torch.optim.Optimizer):
+    """``params`` as torch's optimizers take them; ``lr`` is the group's, whatever its schedule.
+
+    State of a parameter [.., n, m]: ``step`` [], ``row`` [.., n], ``column`` [.., m]; of a vector ``square`` in the
+    place of both; ``average`` of the parameter's shape with ``beta1``.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float,
+        beta1: float | None = None,
+        decay_rate: float = 0.8,
+        update_clip: float = 1.0,
+        scale_by_parameter: bool = True,
+        weight_decay: float = 0.0,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "beta1": beta1,
+            "decay_rate": decay_rate,
+            "update_clip": update_clip,
+            "scale_by_parameter": scale_by_parameter,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One step of every parameter that has a gradient."""
+        assert closure is None, "kvad's loop makes the gradients"
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._one(parameter, parameter.grad, group)
+
+    def _one(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            _begin(state, grad, group["beta1"] is not None)
+        state["step"] += 1
+        beta = 1 - state["step"].item() ** -group["decay_rate"]
+        update = _scaled(state, grad, beta)
+        update.div_((_rms(update) / group["update_clip"]).clamp_(min=1.0))
+        rate = group["lr"]
+        if group["scale_by_parameter"]:
+            rate *= max(LEAST, _rms(parameter).item())
+        update.mul_(rate)
+        if group["beta1"] is not None:
+            update = state["average"].lerp_(update, 1 - group["beta1"])
+        if group["weight_decay"]:
+            parameter.mul_(1 - group["weight_decay"] * rate)
+        parameter.sub_(update)
+
+
+def _begin(state: dict[str, Tensor], grad: Tensor, averaged: bool) -> None:
+    state["step"] = torch.zeros((), dtype=torch.float32)
+    if grad.dim() >= 2:
+        state["row"] = grad.new_zeros(grad.shape[:-1])
+        state["column"] = grad.new_zeros((*grad.shape[:-2], grad.shape[-1]))
+    else:
+        state["square"] = torch.zeros_like(grad)
+    if averaged:
+        state["average"] = torch.zeros_like(grad)
+
+
+def _scaled(state: dict[str, Tensor], grad: Tensor, beta: float) -> Tensor:
+    """The gradient over the root of its second moment, which is brought up to date."""
+    square = grad.square().add_(SQUARE)
+    if "square" in state:
+        return state["square"].lerp_(square, 1 - beta).rsqrt().mul_(grad)
+    row = state["row"].lerp_(square.mean(dim=-1), 1 - beta)
+    column = state["column"].lerp_(square.mean(dim=-2), 1 - beta)
+    row = (row / row.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
+    update: Tensor = row * column.rsqrt().unsqueeze(-2) * grad
+    return update
+
+
+def _rms(x: Tensor) -> Tensor:
+    norm: Tensor = x.norm()
+    return norm / math.sqrt(x.numel())
