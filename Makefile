@@ -1,7 +1,7 @@
 # make run        train a small model on real text, generate from its cache, verify it, time it (about 8 minutes, install included)
 # make test       the tests                       make test-long   the full product (SAMPLE=40: that many of its tests)
-# make check      format, lint, types, house      make install     what make test needs, and nothing else
-# make oracle     transformers 4.57.6 and 5.x, asked anew (tests/oracle)
+# make check      format, lint, types, imports    make install     what make test needs
+# make oracle     compute the reference outputs of transformers 4.57.6 and 5.x again (tests/oracle)
 #
 # TORCH_INDEX=URL  where torch comes from; its CPU build on Linux is  TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # PYTHON=python3.12  VENV=.venv  DEMO_ARGS="--minutes 1 --out runs/mine"  TEST_ARGS="-k sampler"  JOBS=2
@@ -19,8 +19,8 @@ TORCH := torch==2.13.0
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
-# An install is done when a stamp with the checksum of all that decides it lies in the environment. The test set holds
-# the run set, so `make run` is content with either; a changed pyproject.toml or constraints.txt installs again.
+# A stamp in the environment marks a finished installation; its name has a checksum of pyproject.toml and constraints.txt,
+# so a change installs again. The test set includes the run set, so `make run` accepts either.
 KEY := $(shell { pwd; cat pyproject.toml constraints.txt; } | cksum | cut -d' ' -f1)
 TEST_STAMP := $(VENV)/.kvad-test-$(KEY)
 RUN_STAMP := $(firstword $(wildcard $(TEST_STAMP)) $(VENV)/.kvad-run-$(KEY))
@@ -37,8 +37,8 @@ test: $(TEST_STAMP)
 test-long: $(TEST_STAMP)
 	$(PY) -m pytest -n $(JOBS) --maxprocesses 8 -m long $(if $(SAMPLE),--sample $(SAMPLE)) $(TEST_ARGS)
 
-# Both versions of transformers, each in an environment of its own, compute the goldens anew (the same but for
-# rounding, if nothing changed), and read what kvad trains and exports.
+# Both versions of transformers, each in a separate environment, compute the reference outputs again (equal up to
+# rounding if nothing changed), and load what kvad trains and exports.
 oracle: $(TEST_STAMP)
 	VENV=$(VENV) tests/oracle/environments.sh $(ORACLES)
 	for version in 4.57 5; do $(ORACLES)/$$version/bin/python -m tests.oracle.make --out $(ORACLES)/goldens || exit 1; done
@@ -55,8 +55,8 @@ install: $(TEST_STAMP)
 $(VENV)/.kvad-run-$(KEY): EXTRAS := plot
 $(TEST_STAMP): EXTRAS := plot,dev,oracle
 
-# torch comes alone and first: its index holds no other package at the versions of constraints.txt. hatchling is
-# installed beside it, so that the build of kvad itself uses pinned packages too.
+# torch is installed first and alone: its index has no other package at the versions of constraints.txt. hatchling is
+# installed too, so that the build of kvad uses pinned packages.
 $(VENV)/.kvad-%-$(KEY): $(VENV)/bin/activate
 	$(PIP) install --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	$(PIP) install -c constraints.txt hatchling editables

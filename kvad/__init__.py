@@ -1,12 +1,12 @@
-"""kvad: train and run Transformers from one small codebase, with a KV cache that can prove itself.
+"""Train, run and serve Transformers, with a KV cache that is verified against the uncached model.
 
-The public names, guarded by ``tests/test_house.py``::
+The public names::
 
     from kvad import LLM
     with LLM.load("runs/demo") as llm:
         print(llm.generate("def ", max_tokens=64, temperature=0).text)
 
-``import kvad`` imports no torch: each name below is fetched from its module when it is first asked for.
+``import kvad`` imports no torch: each name is loaded at its first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m kvad`` is ``kvad``."""
+"""Entry point of ``python -m kvad``."""
 
 from __future__ import annotations
 

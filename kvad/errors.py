@@ -1,23 +1,23 @@
-"""The tree of errors that a user may meet.  Each one says what is wrong, where, and what to do.
+"""Errors that users may see. Each names the problem, its place and a fix.
 
 ::
 
-    KvadError                     everything below; the CLI prints it as one line
-    ├── UsageError                a value, a flag or a path that cannot be right      exit code 2
+    KvadError                     base class; the CLI prints it as one line
+    ├── UsageError                an invalid value, flag or path                          exit code 2
     │   ├── ConfigError           a configuration key or value
     │   ├── DataError             a corpus: missing, empty, binary, not UTF-8, too short
     │   ├── CheckpointError       a folder that is not, or is no longer, a checkpoint
     │   ├── TokenizerError        text that cannot be encoded, ids that cannot be decoded
-    │   ├── ChatTemplateError     a chat template that is missing, wrong or too expensive, or refuses the messages
-    │   ├── EntryError            a stored piece of a cache that is torn, not ours, or of another model
+    │   ├── ChatTemplateError     a chat template that is missing, wrong or too expensive, or rejects the messages
+    │   ├── StorageError          a stored file of the cache that is damaged, foreign or of another model
     │   └── RequestError          a prompt or a sampling value
-    ├── MemoryPlanError           it would not fit; refused before anything is allocated   exit code 2
-    ├── SaveError                 the disk refused; what was there before is whole         exit code 2
-    └── EngineError               something failed while running                           exit code 1
-        ├── NumericalError        NaN or infinite logits: that request fails, the others go on
-        └── CacheError            the cache was asked for what it cannot do (by name)
+    ├── MemoryPlanError           the model does not fit; raised before any allocation    exit code 2
+    ├── SaveError                 a failed write; existing files are unchanged            exit code 2
+    └── EngineError               a failure at run time                                   exit code 1
+        ├── NumericalError        NaN or infinite logits: the request fails, others continue
+        └── CacheError            an operation that this cache does not support
 
-Our own bugs are ``assert``; theirs are these.  Nothing here imports torch.
+Bugs in kvad are ``assert``s; errors of users are these. No torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from pathlib import Path
 class KvadError(Exception):
     """Base of every error that kvad raises on purpose.
 
-    ``message`` is one line that says what is wrong and where; ``hint`` is what to do next.
+    Args:
+        message: One line with the problem and its place.
+        hint: A fix.
     """
 
     exit_code = 1
@@ -46,74 +48,85 @@ class KvadError(Exception):
 
 
 class UsageError(KvadError):
+    """An invalid value, flag or path."""
+
     exit_code = 2
 
 
 class ConfigError(UsageError):
-    pass
+    """An invalid configuration key or value."""
 
 
 class DataError(UsageError):
-    pass
+    """An unusable corpus."""
 
 
 class CheckpointError(UsageError):
-    pass
+    """An unusable checkpoint folder."""
 
 
 class TokenizerError(UsageError):
-    pass
+    """Text or ids that a tokenizer cannot convert."""
 
 
 class ChatTemplateError(UsageError):
-    pass
+    """An unusable chat template, or messages that it rejects."""
 
 
 class StorageError(UsageError):
-    """``why``: "missing" (there is none), "torn" (it was damaged or cut), "alien" (not a file of ours, or of another
-    version), "other" (it belongs to another model, or another way of keeping things), "unread" (the disk refused)."""
+    """A stored file that cannot be used.
 
-    def __init__(self, message: str, hint: str = "", *, reason: str = "torn") -> None:
+    ``reason``: "missing", "damaged" (or truncated), "foreign" (no kvad file, or of another version), "mismatch" (of
+    another model or cache configuration), "unread" (the disk failed).
+    """
+
+    def __init__(self, message: str, hint: str = "", *, reason: str = "damaged") -> None:
         super().__init__(message, hint)
         self.reason = reason
 
 
 class RequestError(UsageError):
-    pass
+    """An invalid prompt or sampling value."""
 
 
 class MemoryPlanError(KvadError):
+    """A model or cache that does not fit into memory."""
+
     exit_code = 2
 
 
 class SaveError(KvadError):
+    """A failed write; existing files are unchanged."""
+
     exit_code = 2
 
 
 class EngineError(KvadError):
+    """A failure at run time."""
+
     exit_code = 1
 
 
 class NumericalError(EngineError):
-    pass
+    """NaN or infinite logits of one request."""
 
 
 class CacheError(EngineError):
-    pass
+    """An operation that the cache does not support."""
 
 
 def format_count(number: int, noun: str, plural: str = "") -> str:
-    """``1 token``, ``2,048 tokens``; ``plural`` where it does not end in a plain s."""
+    """Format a count with its noun: ``1 token``, ``2,048 tokens``; ``plural`` if it is irregular."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def with_article(noun: str) -> str:
-    """``a decoder``, ``an encoder``: by its first letter."""
+    """Add the indefinite article: ``a decoder``, ``an encoder``."""
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def suggest_path(missing: Path) -> Path | None:
-    """The file or folder beside it with the name that is most like its own; None where none is, or nobody can look."""
+    """Return the most similar name in the same folder, or None if there is none or the folder is unreadable."""
     try:
         close = difflib.get_close_matches(missing.name, os.listdir(missing.parent), n=1)
     except OSError:
@@ -122,7 +135,7 @@ def suggest_path(missing: Path) -> Path | None:
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """``"did you mean 'x'?"`` for the nearest known word, or the list of them."""
+    """Return ``"did you mean 'x'?"`` for the nearest known word, or the list of known words."""
     choices = list(known)
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(choices))}"

@@ -1,21 +1,21 @@
-"""The contract between the host, the model and the memory: types only, no behaviour but the mask's definition.
+"""Types shared by the host, the model and the cache; the only behavior is the definition of the attention mask.
 
-Letters, everywhere in kvad:
+Shape letters, everywhere in kvad:
 
 ==  =====================================  ==  ==========================================
-B   rows (live sequences)                  N   positions whose logits are wanted
-R   rows of one lane                       P   blocks that a row may read
-L   new tokens of each row of a lane       H   query heads
-T   new tokens in the step (all lanes)     K   key-value heads
-S   slots that a row may read              D   head dim (``Dv`` where values differ)
-V   vocabulary                             E   model width
+B   running sequences                      N   positions whose logits are computed
+R   sequences of one sub-batch             P   blocks that a sequence may read
+L   new tokens per sequence of it          H   query heads
+T   new tokens of the step                 K   key-value heads
+S   slots that a sequence may read         D   head dim (``Dv`` if values differ)
+V   vocabulary                             E   hidden size
 ==  =====================================  ==  ==========================================
 
-Tokens travel flat: ``[T]``, ``[T, E]``, ``[T, H, D]``.  A step's lanes cut the flat tokens into rectangles, so
-``x[start : start + rows * new].view(rows, new, ...)`` is a view and there is no padding to get wrong.
+Tokens are flat: ``[T]``, ``[T, E]``, ``[T, H, D]``. Sub-batches divide them into rectangles, so
+``x[start : start + num_seqs * num_new_tokens].view(num_seqs, num_new_tokens, ...)`` is a view, without padding.
 
-    lanes = (Lane(rows=2, new=1, read=48), Lane(rows=1, new=5, read=16))      # T = 2 + 5 = 7
-    flat  =  a  b | c0 c1 c2 c3 c4                                            # two rows decode, one prefills
+    sub_batches = (SubBatch(2, 1, 48), SubBatch(1, 5, 16))      # T = 2 + 5 = 7
+    flat        =  a  b | c0 c1 c2 c3 c4                        # two sequences decode, one prefills
 
 torch is imported for type checkers only.
 """
@@ -29,81 +29,68 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-NULL_BLOCK = 0  # pads tables; never written, so its positions stay -1 and nothing in it is visible
-PADDING_BLOCK = 1  # takes the writes of padding tokens; stands in no table
+NULL_BLOCK = 0  # pads block tables; never written, so its positions stay -1 and its slots are invisible
+PADDING_BLOCK = 1  # takes the writes of padding tokens; in no block table
 RESERVED_BLOCKS = 2
 
 
 class SubBatch(NamedTuple):
-    """A rectangle of the step: ``rows`` rows of ``new`` tokens each, that read ``read`` slots each."""
+    """Sequences of a step with equally many new tokens."""
 
     num_seqs: int
-    num_new_tokens: int
-    num_read_slots: int
+    num_new_tokens: int  # per sequence
+    num_read_slots: int  # per sequence
 
 
 class TokenPositions(NamedTuple):
-    """What decides visibility: ``position`` (int64, -1 = nothing there) and, in packed training, ``document``.
+    """Positions of tokens, which determine visibility."""
 
-    ``order``: the place in the row, where positions restart and documents see those before them; -1 = never seen.
-    """
-
-    position: Tensor
-    document_id: Tensor | None = None
-    causal_order: Tensor | None = None
+    position: Tensor  # int64; -1: empty slot
+    document_id: Tensor | None = None  # int64, in packed training
+    causal_order: Tensor | None = (
+        None  # index in the row, if positions restart and documents are visible; -1: invisible
+    )
 
     @property
     def causal_index(self) -> Tensor:
-        """What says who comes before whom: by (document, position), where a row's documents stand one after another."""
+        """The index that causal masks compare: ``causal_order`` if given, else ``position``."""
         return self.position if self.causal_order is None else self.causal_order
 
 
 class SlotMapping(NamedTuple):
-    """Where one cache group keeps a step's tokens.
+    """Slots and block tables of one cache group in one step."""
 
-    ``slots`` [T] int64: the slot (block * block_size + offset) that each new token is written to; None: read only.
-    ``tables``: one per lane, [rows, P] int64, the blocks that each row may read, padded with :data:`EMPTY_BLOCK`.
-    ``lanes``: how this group cuts the step's tokens, where it is another way than the step's: a lane of cross-attention
-    takes rows that share a source as one row of ``rows of it * new`` tokens, so that k and v are read once per source.
-    """
-
-    slots: Tensor | None
-    block_tables: tuple[Tensor, ...]
+    slots: Tensor | None  # [T] int64, block * block_size + offset of each new token; None: read only
+    block_tables: tuple[Tensor, ...]  # per sub-batch [R, P] int64, padded with NULL_BLOCK
+    # The group's own sub-batches, if they differ from the step's: in cross-attention, sequences that share an encoder
+    # input are one sequence with all their new tokens, so k and v are read once per encoder input.
     sub_batches: tuple[SubBatch, ...] | None = None
 
 
 class ModelInput(NamedTuple):
-    """All inputs of one forward pass: plain tensors, and the lanes as Python integers.
+    """All inputs of one forward pass; tensors are int64."""
 
-    ``tokens`` [T] int64; ``positions`` [T] int64; ``documents`` [T] int64 in packed training, else None;
-    ``wanted`` [N] int64, indices in T whose logits are wanted; ``limits`` [T] int64, the length that each token's row
-    may reach, fixed at admission (it decides the rotary regime of dynamic and longrope scaling; None = the model's
-    own limit); ``places``: one per cache group, ``()`` for Fresh.
-
-    ``segments`` [T] int64: rows of the segment table, where an encoder has one (None: row 0 for all).
-
-    ``order`` [T] int64: who comes before whom, where ``positions`` do not say it: packed documents whose positions
-    restart and that are not isolated.  Encodings read positions, masks read this (:class:`Mark`).
-
-    ``source``: an encoder's tokens, encoded whole before the decoder's.  In Fresh its lanes stand beside the decoder's,
-    one for one, and row r of a lane attends to the source row ``r // (rows / source rows)``.  In a cache a source is
-    written in a step without decoder tokens, and its ``places`` are those of the cross-attention groups.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
+    token_ids: Tensor  # [T]
+    positions: Tensor  # [T]
     sub_batches: tuple[SubBatch, ...]
-    logit_indices: Tensor
-    document_ids: Tensor | None = None
+    logit_indices: Tensor  # [N] indices in T
+    document_ids: Tensor | None = None  # [T] in packed training
+    # [T] maximum length of each token's sequence, fixed at admission; it determines the frequencies of dynamic and
+    # longrope scaling. None: the model's max_seq_len.
     max_seq_lens: Tensor | None = None
-    slot_mappings: tuple[SlotMapping, ...] = ()
+    slot_mappings: tuple[SlotMapping, ...] = ()  # one per cache group; () for NoCache
+    # The encoder's tokens, encoded whole before the decoder's. With NoCache its sub-batches match the decoder's one by
+    # one, and sequence r attends to the encoder's sequence r // (num_seqs / encoder's num_seqs). With a cache it is
+    # written in a step without decoder tokens, and its slot_mappings are those of the cross-attention groups.
     encoder_input: ModelInput | None = None
-    token_type_ids: Tensor | None = None
+    token_type_ids: Tensor | None = None  # [T] rows of an encoder's token type table; None: 0
+    # [T] order of tokens if positions do not give it: packed documents whose positions restart and that are visible to
+    # later ones. Position encodings use positions, masks use this.
     causal_order: Tensor | None = None
 
 
 class AttentionSpecLike(Protocol):
-    """What says who an attention layer's queries may see (``config.MixerSpec``)."""
+    """The fields of ``config.AttentionSpec`` that determine visibility."""
 
     @property
     def causal(self) -> bool: ...
@@ -121,53 +108,50 @@ class AttentionSpecLike(Protocol):
 
 @dataclass(frozen=True)
 class AttentionPattern:
-    """Who may see whom: the one definition of truth for masks.
+    """Visibility of keys to queries: the only definition of masks.
 
-    ``causal``: a query sees keys at its own position and before.  ``window`` counts visible keys, oneself included:
-    causal ``0 <= q - k < window``, bidirectional ``|q - k| < window``.  A key at position < 0 is never visible, and
-    tokens of different documents never see each other.  Where marks have an ``order``, it stands for "position" here.
+    Causal: ``0 <= q - k < window``; bidirectional: ``|q - k| < window``. A key at a position < 0 is never visible, and
+    tokens of different documents never see each other. If ``causal_order`` is given, it replaces positions here.
 
-    What a policy lets go is a rule of the same kind, so every query of a chunk sees what it would see alone.
-    ``sinks``: the first so many positions stay visible beside the window (Xiao et al. 2023, StreamingLLM).  ``grain``:
-    the window begins at a multiple of it, so that whole blocks leave at once.  ``renumber``: distances are those of a
-    row whose kept tokens are numbered without a gap: a sink is at most ``sinks + window - 1`` away.  ``outer``: the
-    layer's own window, where a policy's is narrower.
+    Sinks and windows of cache policies are rules of the same kind, so each query of a chunk sees the same keys as in a
+    step of its own.
 
         window 4, sinks 2, q = 9:  sees 0 1 | 6 7 8 9;  renumbered, q is 5, and its keys are 0 1 2 3 4 5
     """
 
     causal: bool = True
-    window: int | None = None
-    num_sinks: int = 0
-    window_step: int = 1
-    layer_window: int | None = None
-    renumber_positions: bool = False
+    window: int | None = None  # number of visible keys, the query's own included
+    num_sinks: int = 0  # first positions that stay visible outside the window (Xiao et al. 2023, StreamingLLM)
+    window_step: int = 1  # the window begins at a multiple of it, so that whole blocks are freed
+    layer_window: int | None = None  # the layer's window, if a policy's is narrower
+    renumber_positions: bool = False  # number retained tokens without gaps: a sink is at most sinks + window - 1 away
 
     @staticmethod
-    def from_spec(mixer: AttentionSpecLike) -> AttentionPattern:
+    def from_spec(spec: AttentionSpecLike) -> AttentionPattern:
+        """Return the pattern of an attention layer."""
         return AttentionPattern(
-            mixer.causal, mixer.window, mixer.num_sinks, mixer.window_step, mixer.layer_window, mixer.renumber_positions
+            spec.causal, spec.window, spec.num_sinks, spec.window_step, spec.layer_window, spec.renumber_positions
         )
 
     @property
     def renumbers_sinks(self) -> bool:
-        """Whether a sink's distance is another than the difference of positions."""
+        """True if the distance to a sink differs from the difference of positions."""
         return self.renumber_positions and self.num_sinks > 0 and self.window is not None
 
     def first_visible(self, query: int) -> int:
-        """The first position behind the sinks that a query at ``query`` may see."""
+        """Return the first position after the sinks that a query at position ``query`` may see."""
         if self.window is None:
             return 0
         first = max(0, query - self.window + 1)
         return -(-first // self.window_step) * self.window_step
 
     def renumbered_query(self, query: Tensor) -> Tensor:
-        """What a query's position counts as, seen from a sink."""
+        """Return the queries' positions relative to the sinks."""
         assert self.window is not None
         return query.clamp(max=self.num_sinks + self.window - 1)
 
     def visible(self, q: TokenPositions, k: TokenPositions) -> Tensor:
-        """Visibility [..., L, S] of keys ``k`` ([..., S]) to queries ``q`` ([..., L])."""
+        """Return the visibility [..., L, S] of keys ``k`` [..., S] to queries ``q`` [..., L]."""
         queries, keys = q.causal_index, k.causal_index
         ahead = queries.unsqueeze(-1) - keys.unsqueeze(-2)
         seen = (keys >= 0).unsqueeze(-2)
@@ -196,119 +180,109 @@ class AttentionPattern:
         return recent | (keys < self.num_sinks).unsqueeze(-2) if self.num_sinks else recent
 
     def distance(self, q: Tensor, k: Tensor) -> Tensor:
-        """q - k [..., L, S] as a position encoding is to see it, of positions q [..., L] and k [..., S]."""
-        behind = q.unsqueeze(-1) - k.unsqueeze(-2)
+        """Return q - k [..., L, S] for position encodings, from positions q [..., L] and k [..., S]."""
+        difference = q.unsqueeze(-1) - k.unsqueeze(-2)
         if not self.renumbers_sinks:
-            return behind
-        far = self.renumbered_query(q).unsqueeze(-1) - k.unsqueeze(-2)
-        return far.where((k < self.num_sinks).unsqueeze(-2), behind)
+            return difference
+        to_sinks = self.renumbered_query(q).unsqueeze(-1) - k.unsqueeze(-2)
+        return to_sinks.where((k < self.num_sinks).unsqueeze(-2), difference)
 
 
 class Rotary(NamedTuple):
-    """RoPE as data (Su et al. 2021, sec. 3.2.2): pair i of a head turns by ``position * inv_freq[i]`` radians.
+    """RoPE as data (Su et al. 2021, sec. 3.2.2): pair i of a head is rotated by ``position * inv_freq[i]`` radians."""
 
-    ``inv_freq`` [D_rot/2], or [T, D_rot/2] where the regime depends on the row; the first ``D_rot`` dimensions turn.
-    ``interleaved``: pairs are (0,1), (2,3), ... (GPT-J) instead of (0, D_rot/2), (1, D_rot/2 + 1), ... (GPT-NeoX).
-    ``factor`` multiplies cos and sin (YaRN, longrope).
-    """
-
-    inv_freq: Tensor
-    interleaved: bool
-    factor: float
+    inv_freq: Tensor  # [D_rot/2], or [T, D_rot/2] if it depends on the sequence; the first D_rot dims are rotated
+    interleaved: bool  # pairs (0,1), (2,3), ... (GPT-J) instead of (0, D_rot/2), (1, D_rot/2 + 1), ... (GPT-NeoX)
+    factor: float  # multiplies cos and sin (YaRN, longrope)
 
 
 class AlibiSlopes(NamedTuple):
-    """ALiBi (Press et al. 2021, sec. 3): the logit gets ``-factor * slopes[h] * |q - k|``. ``slopes`` [H].
+    """ALiBi (Press et al. 2021, sec. 3): adds ``-factor * slopes[h] * |q - k|`` to the logit."""
 
-    ``rounded``: the product of slope and k is a bfloat16 number, as Falcon has it: beyond position 256 neighbours share
-    one.  What a query adds to all of its logits alike counts for nothing.
-    """
-
-    slopes: Tensor
+    slopes: Tensor  # [H]
     factor: float = 1.0
+    # Round slope * k to bfloat16, as Falcon does: beyond position 256 neighbors share a value. A term that a query adds
+    # to all its logits has no effect.
     round_to_bfloat16: bool = False
 
 
 class RelativeBuckets(NamedTuple):
-    """T5 relative bias (Raffel et al. 2020, sec. 2.1): ``table`` [num_buckets, H] indexed by the bucket of k - q."""
+    """T5 relative bias (Raffel et al. 2020, sec. 2.1), indexed by the bucket of k - q."""
 
-    table: Tensor
+    table: Tensor  # [num_buckets, H]
     max_distance: int
     bidirectional: bool
 
 
 class PositionBias(Protocol):
-    """What a position encoding of one's own adds to the logits: data, with one function of positions."""
+    """Bias of a custom position encoding: data, with one function of positions."""
 
     def compute(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Positions [R, L] and [R, S] -> [R, H, L, S]."""
+        """Compute the bias [R, H, L, S] from positions [R, L] and [R, S]."""
         ...
 
 
 class AttentionParams(NamedTuple):
-    """How q.k becomes a logit, as data: ``softcap(scale * rotate(q).rotate(k)) + bias``; ``sink_logits`` [H] join the
-    softmax's denominator only (a head may attend to nothing).  ``dropout``: the share of the softmax's weights that
-    training sets to zero; 0 wherever a cache reads."""
+    """Parameters that turn q.k into a logit: ``softcap(scale * rotate(q).rotate(k)) + bias``."""
 
     scale: float
     logit_softcap: float | None = None
     rotary: Rotary | None = None
     bias: AlibiSlopes | RelativeBuckets | PositionBias | None = None
-    sink_logits: Tensor | None = None
-    dropout: float = 0.0
+    sink_logits: Tensor | None = None  # [H], added to the softmax's denominator only
+    dropout: float = 0.0  # rate of softmax weights set to zero in training; 0 with a cache
 
 
 class CacheView(Protocol):
-    """What one attention layer sees of a memory."""
+    """One layer's access to the cache in one step."""
 
-    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: AttentionParams) -> Tensor:
-        """q [T, H, D], k [T, K, D], v [T, K, Dv] -> [T, H, Dv].  Rotates, writes, reads, attends.
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
+        """Rotate, write, read and attend: q [T, H, D], k [T, K, D], v [T, K, Dv] -> [T, H, Dv].
 
-        k = v = None: reads what :meth:`write` wrote (cross-attention).
+        With k = v = None, read what :meth:`write` wrote (cross-attention).
         """
         ...
 
     def write(self, k: Tensor, v: Tensor) -> None:
-        """k [T, K, D], v [T, K, Dv] of the step's source: once per source, for every step that reads it."""
+        """Write k [T, K, D], v [T, K, Dv] of the encoder's output, once for all steps that read it."""
         ...
 
 
 class EvictOp(NamedTuple):
-    """A row of ``length`` tokens keeps ``kept`` of the ``held`` slots in ``blocks``: which of them, the policy ranks on
-    the device, head by head.  They fill ``targets`` from the front, in their order.  ``row`` is its seat."""
+    """Eviction of tokens of one sequence; the policy ranks them on the device, per head."""
 
     seq_index: int
-    length: int
+    length: int  # tokens of the sequence
     blocks: tuple[int, ...]
-    num_held: int
-    num_retained: int
-    target_blocks: tuple[int, ...]
+    num_held: int  # slots in use before
+    num_retained: int  # slots that stay
+    target_blocks: tuple[int, ...]  # filled with the retained slots from the front, in their order
 
 
 class MergeOp(NamedTuple):
-    """The tokens of block ``source`` become few slots of block ``target``, from ``slot`` on.  Slots before it are those
-    of block ``base`` (the target itself, but for copy-on-write); those behind are empty."""
+    """Summarization of a block's tokens into a few slots of another block."""
 
     source_block: int
     target_block: int
-    first_slot: int
-    base_block: int
+    first_slot: int  # the first slot written; later slots of the target are empty
+    base_block: int  # provides the slots before first_slot: the target itself, but for copy-on-write
 
 
 class BlockOps(NamedTuple):
-    """Edits of bytes between two steps; plain integers from the ledger.  Applied in this order, which lets a block that
-    one move has read be another's in the same step:
+    """Edits of blocks between two steps, as integers from the KVCacheManager.
 
-    ``store``: (number, per group a block or none): copied out to the host, for the tiers, which know the number.
-    ``park``: (key, per group the blocks of a row): copied out to the host, and kept under the key.
-    ``wake``: (key, per group as many blocks): what was parked comes back, whole.
-    ``drop``: keys of parked rows that will not come back.
-    ``load``: (number, per group a block or none): what the tiers lend under the number comes in, whole.
-    ``compact``: per group, :class:`Compact`: a policy's cut of one row.
-    ``pack``: per group, (source block, target block): whole blocks of the group above, in the group's own formats.
-    ``fold``: per group, :class:`Fold`: blocks of the group above, summarised.
-    ``clear``: per group, blocks that change hands: their positions become -1 and their contents zero.
-    ``copy``: per group, (source block, target block, slots kept): copy-on-write; the target's other slots are empty.
+    They are applied in this order, so a block that one operation has read can be the target of a later one:
+
+    ``store``: (number, per group a block or none): copied to the host for the block store.
+    ``swap_out``: (key, per group the blocks of a sequence): copied to the host under the key.
+    ``swap_in``: (key, per group as many blocks): copied back from the host.
+    ``drop_swapped``: keys of swapped sequences that are discarded.
+    ``load``: (number, per group a block or none): copied from the block store.
+    ``evict``: per group, :class:`EvictOp`.
+    ``quantize``: per group, (source block, target block): a block of the upper level, in this group's formats.
+    ``merge``: per group, :class:`MergeOp`: a block of the upper level, summarized.
+    ``clear``: per group, blocks with a new owner: positions become -1 and contents zero.
+    ``copy``: per group, (source block, target block, slots copied): copy-on-write; the target's other slots are empty.
     """
 
     clear: tuple[tuple[int, ...], ...]
@@ -324,8 +298,8 @@ class BlockOps(NamedTuple):
 
 
 class CacheProtocol(Protocol):
-    """Fresh (forgets) or a cache: the model does not know which."""
+    """The interface of KVCache and NoCache."""
 
-    def open(self, step: ModelInput) -> Sequence[CacheView]:
-        """One view per decoder layer, then one per cross-attention, for this step only."""
+    def open(self, model_input: ModelInput) -> Sequence[CacheView]:
+        """Return one view per decoder layer, then one per cross-attention, for this step only."""
         ...

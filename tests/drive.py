@@ -80,7 +80,7 @@ def drive(
                 asked = SamplingParams(
                     max_tokens=len(stream.continuations[0]), n=len(stream.continuations), temperature=0
                 )
-                ids[engine.add_request(stream.prompt, asked, source=stream.source)] = number
+                ids[engine.add_request(stream.prompt, asked, encoder_token_ids=stream.source)] = number
                 del waiting[number]
         plan = engine.scheduler.schedule()
         if plan is None:

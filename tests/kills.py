@@ -28,42 +28,52 @@ from kvad.checkpoint import adapter, native, summarizer
 from kvad.checkpoint.folder import TRAINING, check_file, list_steps, read_json, read_manifest
 from kvad.train.config.run import RunConfig
 from kvad.train.loop import checkpointer
-from kvad.train.loop import run as compress
-from kvad.train.loop import run as job
+from kvad.train.loop import run as loop
 from kvad.train.monitoring.metrics import read_metrics
 from kvad.train.objectives import cross_entropy, scheduled_sampling, summary_distillation
 from kvad.train.sources.pairs import PairPaths
 from tests import mortal
 
 STEPS = 24
-SMALL = {"width": 32, "decoder.num_layers": 1, "decoder.layer_types.L.mlp.intermediate_size": 32}
+SMALL = {"hidden_size": 32, "decoder.num_layers": 1, "decoder.layer_types.L.mlp.intermediate_size": 32}
 BOTH = {**SMALL, "encoder.num_layers": 1, "encoder.layer_types.L.mlp.intermediate_size": 32}
 DROPOUT = {"dropout.residual": 0.2, "dropout.hidden": 0.1}
-TRAIN = {"steps": STEPS, "batch": 3, "accumulate": 3, "log_every": 1, "eval_every": 7, "save_every": 2}
-BYTES = {"data": {"context": 16}, "tokenizer": {"kind": "byte"}}
+TRAIN = {
+    "steps": STEPS,
+    "batch_size": 3,
+    "gradient_accumulation_steps": 3,
+    "log_interval": 1,
+    "eval_interval": 7,
+    "save_interval": 2,
+}
+BYTES = {"data": {"seq_len": 16}, "tokenizer": {"kind": "byte"}}
 DECODER = {"preset": "tiny", "set": SMALL}
 
 SETUPS: dict[str, dict[str, Any]] = {
     "plain": {"model": DECODER, **BYTES},
-    "at-once": {"model": DECODER, **BYTES, "train": {"save_beside": False}},
-    "ema": {"model": {"preset": "tiny", "set": {**SMALL, **DROPOUT}}, **BYTES, "optim": {"ema": 0.9}},
+    "at-once": {"model": DECODER, **BYTES, "train": {"async_save": False}},
+    "ema": {"model": {"preset": "tiny", "set": {**SMALL, **DROPOUT}}, **BYTES, "optim": {"ema_decay": 0.9}},
     "muon": {
         "model": {"preset": "tiny", "set": {**SMALL, **DROPOUT}},
-        "data": {"context": 16, "order": "stream", "shuffle": 8},
+        "data": {"seq_len": 16, "order": "stream", "shuffle_buffer": 8},
         "tokenizer": {"kind": "byte"},
-        "optim": {"name": "muon", "average": 3, "average_every": 4, "schedule": "plateau"},
+        "optim": {"name": "muon", "average_last": 3, "average_interval": 4, "schedule": "plateau"},
     },
     "pairs": {
         "model": {"preset": "transformer-tiny", "set": {**BOTH, **DROPOUT}},
-        "data": {"context": 12},
+        "data": {"seq_len": 12},
         "tokenizer": {"kind": "char"},
-        "objective": {"smoothing": 0.1, "sampling": 0.3},
+        "objective": {"label_smoothing": 0.1, "scheduled_sampling": 0.3},
     },
-    "lora": {"model": {"init": "BASE"}, "data": {"context": 16}, "lora": {"rank": 2, "targets": "all", "dropout": 0.2}},
-    "compress": {
-        "objective": {"kind": "compress"},
-        "compress": {"model": "BASE", "ratio": 2, "recent": 2, "every": 2, "hidden": 4},
-        "data": {"context": 16},
+    "lora": {
+        "model": {"init": "BASE"},
+        "data": {"seq_len": 16},
+        "lora": {"rank": 2, "target_modules": "all", "dropout": 0.2},
+    },
+    "summarizer": {
+        "objective": {"kind": "summarizer"},
+        "summarizer": {"model": "BASE", "ratio": 2, "recent": 2, "interval": 2, "hidden_size": 4},
+        "data": {"seq_len": 16},
     },
 }
 
@@ -91,19 +101,19 @@ class Run:
         (self.folder / "pairs.tsv").write_text("".join(f"{word}\t{word[::-1]}\n" for word in words))
 
     def make_base(self) -> None:
-        content = {"model": DECODER, **BYTES, "train": {"steps": 2, "batch": 2, "precision": "fp32"}}
-        job.train_model(RunConfig.from_dict(content), self.corpus, self.folder / "base")
+        content = {"model": DECODER, **BYTES, "train": {"steps": 2, "batch_size": 2, "precision": "fp32"}}
+        loop.train_model(RunConfig.from_dict(content), self.corpus, self.folder / "base")
 
     def go(self, out: Path, death: mortal.Death) -> None:
         """A life: from the newest checkpoint, or from the beginning."""
         ticking(death)
         if self.uncopied and out.name == "parts":
             checkpointer.AsyncCheckpointer._copied = lambda self, moment: moment  # type: ignore[method-assign]
-        module = compress if self.setup == "compress" else job
+        summarizes = self.setup == "summarizer"
         if list_steps(out):
-            module.resume(out)
+            (loop.resume_summarizer if summarizes else loop.resume_model)(out)
         else:
-            module.train(self.config, self.corpus, out)
+            (loop.train_summarizer if summarizes else loop.train_model)(self.config, self.corpus, out)
 
 
 def ticking(death: mortal.Death) -> None:
@@ -128,7 +138,7 @@ def ticking(death: mortal.Death) -> None:
 
 def manifest(path: Path) -> dict[str, Any]:
     """Of a step, whichever kind; every file is what it says."""
-    tensors = next(name for name in ("model", "adapter_model", "compressor") if (path / f"{name}.safetensors").exists())
+    tensors = next(name for name in ("model", "adapter_model", "summarizer") if (path / f"{name}.safetensors").exists())
     files = read_manifest(path, f"{tensors}.safetensors")
     for name, entry in files.items():
         check_file(path / name, entry, verify=True)
@@ -136,7 +146,7 @@ def manifest(path: Path) -> dict[str, Any]:
 
 
 def progress(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = read_json(path / TRAINING / "state.json")["progress"]
+    found: dict[str, Any] = read_json(path / TRAINING / "state.json")["trainer_state"]
     return {key: value for key, value in found.items() if key != "elapsed"}
 
 

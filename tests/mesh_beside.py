@@ -44,13 +44,13 @@ def beside(case: Case, rank: int, store: Store) -> Result | None:
             run_follower(model, build_follower_cache(model, case.cache, links))
         return None
     whole = build(case.config)
-    known = {"weights": weights_fingerprint(whole)}
+    known = {"weights_fingerprint": weights_fingerprint(whole)}
     right = greedy(Engine(whole, case.cache), case)
 
     def engine(cache: CacheConfig, **options: Any) -> Engine:
         return Engine(model, cache, cache_factory=leader_cache_factory(model, links), **options)
 
-    made = engine(replace(case.cache, swap_space=ROOM), costs=Swaps())
+    made = engine(replace(case.cache, swap_space=ROOM), cost_model=Swaps())
     result: Result = {"parked": greedy(made, case) == right, "swaps": made.preemption.stats().to_ram}
     made.close()
     made = engine(replace(case.cache, prefix_cache_ram=ROOM))
@@ -69,8 +69,10 @@ def beside(case: Case, rank: int, store: Store) -> Result | None:
         )
         made.close()
         result["unknown"] = _refused(engine, replace(case.cache, prefix_cache_dir=folder))
-        result["park_dir"] = _refused(engine, case.cache, park_dir=folder)
-        result["spill"] = _refused(engine, replace(case.cache, overflow="spill", max_seq_len=24, offload_dir=folder))
+        result["swap_dir"] = _refused(engine, case.cache, swap_dir=folder)
+        result["offload"] = _refused(
+            engine, replace(case.cache, overflow="offload", max_seq_len=24, offload_dir=folder)
+        )
     result["said"] = sum(map(len, right.values()))
     return result
 

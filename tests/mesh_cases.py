@@ -36,14 +36,14 @@ def shaped(position: str = "rope", kv_heads: int = 4, layers: int = 2, **mixer: 
     config = model_config(position, "post" if position == "learned" else "pre", "gqa", layers)
     assert config.decoder is not None
     layer = config.decoder.layer_types["L"]
-    given = {"heads": HEADS, "kv_heads": kv_heads, "bias": True, "out_bias": True, **mixer}
+    given = {"num_heads": HEADS, "num_kv_heads": kv_heads, "qkv_bias": True, "out_bias": True, **mixer}
     return with_layer(config, replace(layer, attention=replace(layer.attention, **given)))
 
 
 def with_layer(config: ModelConfig, layer: cfg.LayerConfig, **stack: Any) -> ModelConfig:
     assert config.decoder is not None
     return replace(
-        config, decoder=replace(config.decoder, **{"kinds": {**config.decoder.layer_types, "L": layer}, **stack})
+        config, decoder=replace(config.decoder, **{"layer_types": {**config.decoder.layer_types, "L": layer}, **stack})
     )
 
 
@@ -58,7 +58,7 @@ def mixed(position: str = "rope") -> ModelConfig:
     assert config.decoder is not None
     layer = config.decoder.layer_types["L"]
     near = replace(layer, attention=replace(layer.attention, window=7))
-    return with_layer(config, layer, pattern="LWW", layers=4, kinds={"L": layer, "W": near})
+    return with_layer(config, layer, layer_pattern="LWW", num_layers=4, layer_types={"L": layer, "W": near})
 
 
 def pair(position: str = "rope", kv_heads: int = 4) -> ModelConfig:
@@ -130,12 +130,19 @@ def replace_source(stream: Stream, source: list[int]) -> Stream:
 
 def tight(**given: Any) -> CacheConfig:
     """Blocks for about two rows of four: rows are preempted, prefixes evicted."""
-    fields = {"block_size": 4, "rows": 4, "capacity": 44, "chunk": 5, "blocks": 17, "dtype": "float64"}
+    fields = {
+        "block_size": 4,
+        "max_num_seqs": 4,
+        "max_seq_len": 44,
+        "prefill_chunk_size": 5,
+        "num_blocks": 17,
+        "dtype": "float64",
+    }
     return CacheConfig(**{**fields, **given})  # type: ignore[arg-type]
 
 
 def roomy(**given: Any) -> CacheConfig:
-    return tight(**{"blocks": None, **given})
+    return tight(**{"num_blocks": None, **given})
 
 
 # Those that others come close to run with the long tests.
@@ -144,11 +151,11 @@ LONG = {
     "beside 1x2",
     "contiguous 2x1",
     "encoder 1x2",
-    "hierarchy 1x2",
-    "hierarchy 2x1",
+    "tiered 1x2",
+    "tiered 2x1",
     "int8/int4 1x2",
     "learned 1x2",
-    "norm replicated 2x1",
+    "key-norm replicated 2x1",
     "norms of all heads 4x1",
     "norms of each head 2x1",
     "pair t5 1x2",
@@ -172,7 +179,7 @@ def case(name: str, mesh: str, config: ModelConfig, cache: CacheConfig, **given:
     return Case(known, mesh, config, cache, rows, long=known in LONG, **given)
 
 
-SUMMED = "hierarchy(8, packed=8, every=4, sinks=4, summaries=8, ratio=2)"
+SUMMED = "tiered(8, quantized=8, interval=4, num_sinks=4, summaries=8, ratio=2)"
 EXPERTS = cfg.MoEConfig(24, 4, 2, bias=True, router_bias=True)
 
 
@@ -188,45 +195,45 @@ def of_two() -> list[Case]:
         case("norms of each head", "2x1", shaped(qk_norm="each"), tight()),
         case("norms of all heads", "2x1", shaped(qk_norm="full"), tight()),
         case("norms of all heads, replicated", "2x1", shaped("rope", 1, qk_norm="full"), tight()),
-        case("sinks and softcap", "2x1", shaped(sinks=True, softcap=3.0), tight()),
-        case("values", "2x1", shaped(value_dim=6, clip=2.0), tight()),
+        case("sinks and softcap", "2x1", shaped(sink_logits=True, logit_softcap=3.0), tight()),
+        case("values", "2x1", shaped(value_dim=6, clip_qkv=2.0), tight()),
         case("experts", "2x1", with_mlp(shaped(), EXPERTS), tight()),
         case("odd widths", "2x1", with_mlp(shaped(), cfg.GatedMLPConfig(41, bias=True)), tight()),
         case("windows", "1x2", mixed(), tight()),
         case("windows", "2x1", mixed("alibi"), tight()),
-        case("copied", "2x1", shaped(), roomy(prefix=False)),
+        case("copied", "2x1", shaped(), roomy(enable_prefix_caching=False)),
         case(
             "contiguous",
             "2x1",
             mixed(),
             CacheConfig(layout="contiguous", max_num_seqs=4, max_seq_len=44, prefill_chunk_size=5, dtype="float64"),
         ),
-        case("pair", "2x1", pair(), tight(source_capacity=24), texts=True),
-        case("pair t5", "1x2", pair("t5"), tight(source_capacity=24)),
+        case("pair", "2x1", pair(), tight(max_source_len=24), texts=True),
+        case("pair t5", "1x2", pair("t5"), tight(max_source_len=24)),
         case("sinks", "2x1", shaped(), roomy(policy="sinks(3, 9)")),
-        case("endless", "1x2", shaped(), roomy(policy="sinks(3, 9)", endless=True, capacity=20)),
-        case("heavy", "2x1", shaped(), roomy(policy="0: full; heavy-hitters(8, every=4)", blocks=13)),
-        case("tova", "2x1", shaped(), roomy(policy="tova(8, every=4)")),
-        case("tova", "1x2", shaped("alibi"), roomy(policy="tova(8, every=4)")),
-        case("random", "2x1", shaped(), roomy(policy="random(8, every=4)")),
-        case("random", "1x2", shaped(), roomy(policy="random(8, every=4)")),
-        case("norm replicated", "2x1", shaped(kv_heads=1), roomy(policy="norm(8, every=4)")),
-        case("quest", "2x1", shaped(), tight(policy="quest(12)", rotate="write")),
+        case("endless", "1x2", shaped(), roomy(policy="sinks(3, 9)", endless=True, max_seq_len=20)),
+        case("heavy", "2x1", shaped(), roomy(policy="0: full; heavy-hitters(8, interval=4)", num_blocks=13)),
+        case("tova", "2x1", shaped(), roomy(policy="tova(8, interval=4)")),
+        case("tova", "1x2", shaped("alibi"), roomy(policy="tova(8, interval=4)")),
+        case("random", "2x1", shaped(), roomy(policy="random(8, interval=4)")),
+        case("random", "1x2", shaped(), roomy(policy="random(8, interval=4)")),
+        case("key-norm replicated", "2x1", shaped(kv_heads=1), roomy(policy="key-norm(8, interval=4)")),
+        case("quest", "2x1", shaped(), tight(policy="quest(12)", rope_at="write")),
         case("int8", "2x1", shaped(), tight(dtype="int8")),
-        case("int8/int4", "1x2", shaped(), tight(keys="int8", values="int4")),
-        case("channels", "2x1", shaped(), roomy(keys="int8-channel", residual=8)),
-        case("hierarchy", "2x1", shaped(), roomy(policy=SUMMED)),
-        case("hierarchy", "1x2", shaped(), roomy(policy=SUMMED)),
+        case("int8/int4", "1x2", shaped(), tight(key_dtype="int8", value_dtype="int4")),
+        case("channels", "2x1", shaped(), roomy(key_dtype="int8-channel", residual_length=8)),
+        case("tiered", "2x1", shaped(), roomy(policy=SUMMED)),
+        case("tiered", "1x2", shaped(), roomy(policy=SUMMED)),
         case("learned", "2x1", shaped(), roomy(policy=SUMMED), learned=True),
         case("learned", "1x2", shaped(), roomy(policy=SUMMED), learned=True),
         case("deserted", "2x1", shaped(), roomy(), run=deserted),
         case("own positions", "2x1", own_positions(), tight()),
         case("encoder", "2x1", encoder(), roomy(), run=answers),
         case("encoder", "1x2", encoder(), roomy(), run=answers),
-        case("source alone", "2x1", pair(), tight(source_capacity=64), run=answers),
-        case("read", "2x1", shaped(), tight(rotate="read")),
+        case("source alone", "2x1", pair(), tight(max_source_len=64), run=answers),
+        case("read", "2x1", shaped(), tight(rope_at="read")),
         case("beside", "2x1", mixed(), tight(), run=beside),
-        case("beside", "1x2", shaped(kv_heads=1), tight(keys="int8", values="int4"), run=beside),
+        case("beside", "1x2", shaped(kv_heads=1), tight(key_dtype="int8", value_dtype="int4"), run=beside),
     ]
     return every
 
@@ -249,9 +256,9 @@ def of_four() -> list[Case]:
         case("alibi", "4x1", shaped("alibi"), tight()),
         case("rope", "1x4", mixed(), tight()),
         case("replicated", "4x1", shaped(kv_heads=2), tight()),
-        case("pair alibi", "2x2", pair("alibi"), tight(source_capacity=24)),
-        case("tova int8", "2x2", shaped(), roomy(policy="tova(8, every=4)", dtype="int8")),
-        case("hierarchy", "4x1", shaped(), roomy(policy="hierarchy(8, packed=8, every=4, summaries=8, ratio=2)")),
+        case("pair alibi", "2x2", pair("alibi"), tight(max_source_len=24)),
+        case("tova int8", "2x2", shaped(), roomy(policy="tova(8, interval=4)", dtype="int8")),
+        case("tiered", "4x1", shaped(), roomy(policy="tiered(8, quantized=8, interval=4, summaries=8, ratio=2)")),
         case("norms of all heads", "4x1", shaped("rope", 2, qk_norm="full"), tight()),
         *restored(),
         *travelling(),
@@ -260,9 +267,9 @@ def of_four() -> list[Case]:
 
 def restored() -> list[Case]:
     """Rows whose state is more than keys and values: ranks and attention, packed blocks and summaries."""
-    levels = "hierarchy(8, packed=8, every=4, summaries=8, ratio=2)"
+    levels = "tiered(8, quantized=8, interval=4, summaries=8, ratio=2)"
     return [
-        case("kept by rank", "2x1", shaped(), alone("0: full; heavy-hitters(8, every=4)"), run=restore),
+        case("kept by rank", "2x1", shaped(), alone("0: full; heavy-hitters(8, interval=4)"), run=restore),
         case("kept in levels", "2x1", shaped(kv_heads=2), alone(levels), run=restore),
         case("kept on replicas", "4x1", shaped(kv_heads=2), alone(levels, dtype="int8"), run=restore),
     ]
@@ -272,15 +279,15 @@ def travelling() -> list[Case]:
     """Sessions from mesh to mesh: every kind of thing that a file may have."""
     return [
         case("session", "4x1", mixed(), roomy(), run=travel),
-        case("session by rank", "4x1", shaped(), roomy(policy="0: full; heavy-hitters(8, every=4)"), run=travel),
+        case("session by rank", "4x1", shaped(), roomy(policy="0: full; heavy-hitters(8, interval=4)"), run=travel),
         case("session in levels", "4x1", shaped(layers=4), roomy(policy=SUMMED, dtype="int8"), run=travel),
-        case("session of bounds", "4x1", shaped(kv_heads=4), roomy(policy="quest(12)", rotate="write"), run=travel),
-        case("session of a pair", "4x1", pair(), roomy(source_capacity=24), run=travel),
+        case("session of bounds", "4x1", shaped(kv_heads=4), roomy(policy="quest(12)", rope_at="write"), run=travel),
+        case("session of a pair", "4x1", pair(), roomy(max_source_len=24), run=travel),
     ]
 
 
 def alone(policy: str, **given: Any) -> CacheConfig:
-    return roomy(policy=policy, rows=1, prefix=False, **given)
+    return roomy(policy=policy, max_num_seqs=1, enable_prefix_caching=False, **given)
 
 
 # ---------------------------------------------------------------- broken on purpose
@@ -325,7 +332,9 @@ def broken() -> list[Case]:
         case("broken sum", "2x1", shaped(), tight(), wrong=without_sum),
         case("broken slopes", "2x1", shaped("alibi"), tight(), wrong=slopes_of_the_first),
         case("broken layers", "1x2", shaped(layers=4), tight(), wrong=layers_swapped),
-        case("broken ranks", "2x1", shaped(), roomy(policy="tova(8, every=4)"), wrong=heads_alone),  # the last of all
+        case(
+            "broken ranks", "2x1", shaped(), roomy(policy="tova(8, interval=4)"), wrong=heads_alone
+        ),  # the last of all
     ]
 
 

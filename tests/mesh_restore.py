@@ -39,7 +39,7 @@ class Alone:
 
     @property
     def blocks(self) -> tuple[tuple[int, ...], ...]:
-        seat = self.ledger._seat(0)
+        seat = self.ledger._sequence(0)
         return tuple(tuple(hold.blocks) for hold in seat.all_groups)
 
     @torch.inference_mode()

@@ -39,7 +39,7 @@ def travel(case: Case, rank: int, store: Store) -> Result | None:
     if rank == 0:
         whole = build(case.config)
         weights = weights_fingerprint(whole)
-        _, tokens, scores = run(Engine(whole, case.cache), prompt, EACH * len(HOPS), source=source)
+        _, tokens, scores = run(Engine(whole, case.cache), prompt, EACH * len(HOPS), encoder_token_ids=source)
         result: Result = {"far": {}, "tokens": True, "cached": True, "lost": 0.0, "unknown": False}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.session"
@@ -85,7 +85,9 @@ def _said(
     state: SequenceState | None,
     path: Path | None = None,
 ) -> tuple[list[int], Any]:
-    request, came, found = run(engine, tokens, EACH, source=source, resume=state, keep=path is not None)
+    request, came, found = run(
+        engine, tokens, EACH, encoder_token_ids=source, resume=state, keep_state=path is not None
+    )
     if path is not None:
         left = engine.pop_state(request)
         save_session(path, left, engine.cache_fingerprint(left.regime), left.tokens, {})
@@ -93,13 +95,13 @@ def _said(
 
 
 def _load(engine: Engine, path: Path) -> SequenceState:
-    known = lambda regime, salt: engine.cache_fingerprint(regime, salt=salt)  # noqa: E731
+    known = lambda regime, salt: engine.cache_fingerprint(regime, cache_salt=salt)  # noqa: E731
     return load_session(path, known, engine.kv_cache, engine.state_keeper.engine_id).state
 
 
 def _cache(case: Case, hop: int) -> CacheConfig:
     """Every other mesh has blocks of another size, where a policy does not go by them."""
-    fixed = "hierarchy" in case.cache.policy or "quest" in case.cache.policy
+    fixed = "tiered" in case.cache.policy or "quest" in case.cache.policy
     return case.cache if fixed or hop % 2 == 0 else replace(case.cache, block_size=8)
 
 

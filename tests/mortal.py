@@ -1,8 +1,7 @@
-"""Children that die by SIGKILL at a chosen operation: what a crash leaves on disk, without waiting and without luck.
+"""Child processes that die by SIGKILL at a chosen operation, to test what a crash leaves on disk.
 
-Run in a process of its own (``python -c "import mortal; ..."``): it must have imported torch and computed nothing with
-it, so that a fork is safe.  Operations are flushes, renames, new folders, and whatever the caller counts with
-``Death.tick``.
+Run in a separate process (``python -c "import mortal; ..."``) that has imported torch but computed nothing with it, so
+that a fork is safe.  Operations are flushes, renames, new folders, and calls of ``Death.tick``.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 
 
 class Death:
-    """Counts operations and kills this process at the ``at``-th (0: never)."""
+    """Counts operations and kills this process at the ``at``-th one (0: never)."""
 
     def __init__(self, at: int) -> None:
         self.at, self.count = at, 0
@@ -37,7 +36,16 @@ class Death:
 
 
 def live(work: Callable[[Death], None], at: int, within: float | None = None) -> bool:
-    """Run ``work`` in a child that dies at operation ``at``, or ``within`` seconds; whether it came to its end."""
+    """Run ``work`` in a child process that is killed at an operation or after a time.
+
+    Args:
+        work: Function to run.
+        at: Operation at which the child dies.
+        within: Seconds after which the child is killed.
+
+    Returns:
+        True if the child finished.
+    """
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -48,7 +56,7 @@ def live(work: Callable[[Death], None], at: int, within: float | None = None) ->
             os._exit(code)
     if within is not None:
         time.sleep(within)
-        os.kill(pid, signal.SIGKILL)  # if it has ended, it waits to be asked for, and nothing happens
+        os.kill(pid, signal.SIGKILL)  # no effect if the child has exited and is not yet reaped
     status = os.waitpid(pid, 0)[1]
     if os.WIFSIGNALED(status):
         assert os.WTERMSIG(status) == signal.SIGKILL, f"died of signal {os.WTERMSIG(status)}"

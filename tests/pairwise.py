@@ -14,14 +14,20 @@ def full(axes: Mapping[str, Sequence[str]]) -> list[Case]:
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
-def pairwise(axes: Mapping[str, Sequence[str]], seed: int = 0, tries: int = 50) -> list[Case]:
-    """Greedy: each case is the one, of ``tries`` random ones grown around an open pair, that closes the most pairs."""
+def pairwise(
+    axes: Mapping[str, Sequence[str]], seed: int = 0, tries: int = 50, order: Sequence[str] = ()
+) -> list[Case]:
+    """Greedy: each case is the one, of ``tries`` random ones grown around an open pair, that closes the most pairs.
+
+    ``order``: values whose open pairs are taken in this order, before all others; the others follow by name.
+    """
+    ranks = {value: f"{rank:03}" for rank, value in enumerate(order)}
     draw = random.Random(seed)
     names = list(axes)
     open_pairs = {(a, x, b, y) for a, b in itertools.combinations(names, 2) for x in axes[a] for y in axes[b]}
     cases: list[Case] = []
     while open_pairs:
-        a, x, b, y = min(open_pairs)
+        a, x, b, y = min(open_pairs, key=lambda pair: [ranks.get(part, part) for part in pair])
         best: Case = {}
         gain = -1
         for _ in range(tries):

@@ -87,14 +87,14 @@ def compare(case: Case, links: ProcessGroups) -> Result | None:
     """Teacher-forced logits, and greedy tokens, of the whole model and of the cut one."""
     if links.mesh.rank:
         model = cut(case, links)
-        given = {} if not case.learned else {"compressors": compressor(case).by_layer()}
+        given = {} if not case.learned else {"summarizers": compressor(case).by_layer()}
         for _ in range(1 + case.texts):
             run_follower(model, poisoned(build_follower_cache(model, case.cache, links, **given)))
         return None
     whole, model = build(case.config, dtype=case.dtype), cut(case, links)
     options: dict[str, Any] = {"budget": case.budget}
     if case.learned:
-        options["compressor"] = compressor(case)
+        options["summarizer"] = compressor(case)
     right = drive(whole, case.cache, case.streams, **options)
     made: list[LeaderKVCache] = []
 
@@ -102,7 +102,7 @@ def compare(case: Case, links: ProcessGroups) -> Result | None:
         made.append(leader_cache_factory(model, links)(*given, **options))
         return made[-1]
 
-    got = drive(model, case.cache, case.streams, memory=memory, **options)
+    got = drive(model, case.cache, case.streams, cache_factory=memory, **options)
     made[-1].release()
     far, same = 0.0, True
     for key, positions in right.logits.items():
@@ -183,7 +183,9 @@ def greedy(engine: Engine, case: Case) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {}
     ids = [
         engine.add_request(
-            stream.prompt, SamplingParams(max_tokens=len(stream.continuations[0]), temperature=0), source=stream.source
+            stream.prompt,
+            SamplingParams(max_tokens=len(stream.continuations[0]), temperature=0),
+            encoder_token_ids=stream.source,
         )
         for stream in case.streams
     ]

@@ -60,20 +60,20 @@ def whole() -> ModelConfig:
 def plain(**changes: Any) -> dict[str, Any]:
     """A small valid config as JSON values, with dotted keys set."""
     data = {
-        "width": 24,
-        "vocab": 67,
-        "limit": 64,
-        "embed": {},
+        "hidden_size": 24,
+        "vocab_size": 67,
+        "max_seq_len": 64,
+        "embedding": {},
         "decoder": {
-            "layers": 2,
-            "kinds": {
+            "num_layers": 2,
+            "layer_types": {
                 "L": {
-                    "attention": {"heads": 6, "head_dim": 8, "position": {"kind": "rope"}},
-                    "mlp": {"kind": "gated", "hidden": 40},
+                    "attention": {"num_heads": 6, "head_dim": 8, "position": {"kind": "rope"}},
+                    "mlp": {"kind": "gated", "intermediate_size": 40},
                     "norm": {},
                 }
             },
-            "pattern": "L",
+            "layer_pattern": "L",
         },
         "head": {},
     }
@@ -96,23 +96,23 @@ def test_every_field_survives_json() -> None:
     config = whole()
     data = json.loads(json.dumps(config.to_dict()))
     assert ModelConfig.from_dict(data) == config
-    assert data["decoder"]["kinds"]["L"]["attention"]["position"]["scaling"] == {
+    assert data["decoder"]["layer_types"]["L"]["attention"]["position"]["scaling"] == {
         "kind": "longrope",
-        "short": [1.0, 1.5],
-        "long": [2.0, 3.0],
-        "original": 16,
+        "short_factor": [1.0, 1.5],
+        "long_factor": [2.0, 3.0],
+        "original_max_seq_len": 16,
         "factor": 4.0,
         "attention_factor": None,
     }
     default = ModelConfig.from_dict(plain())
     for field in dataclasses.fields(ModelConfig):
-        if field.name not in ("width", "vocab", "limit", "encoder", "source"):
+        if field.name not in ("hidden_size", "vocab_size", "max_seq_len", "encoder", "encoder_input"):
             assert getattr(config, field.name) != getattr(default, field.name)
 
 
 @pytest.mark.parametrize("cls", typing.get_args(cfg.RopeScalingConfig), ids=lambda cls: cls.__name__)
 def test_every_scaling_is_told_by_its_kind(cls: type[Any]) -> None:
-    given = {"factor": 2.0, "original": 32, "short": (1.0, 1.0), "long": (2.0, 2.0)}
+    given = {"factor": 2.0, "original_max_seq_len": 32, "short_factor": (1.0, 1.0), "long_factor": (2.0, 2.0)}
     scaling = cls(**{f.name: given[f.name] for f in dataclasses.fields(cls) if f.name in given})
     rope = cfg.RopeConfig(scaling=scaling)
     assert from_dict(cfg.RopeConfig, to_dict(rope)) == rope
@@ -130,11 +130,13 @@ def test_whole_numbers_will_do_for_floats_and_not_the_other_way() -> None:
     scale = ModelConfig.from_dict(plain(**{"embedding.scale": 2})).embedding.scale
     assert scale == 2.0 and type(scale) is float
     assert (
-        ModelConfig.from_dict(plain(**{f"{L}.attention.scale": 1})).decoder.layer_types["L"].attention.softmax_scale
+        ModelConfig.from_dict(plain(**{f"{L}.attention.softmax_scale": 1}))
+        .decoder.layer_types["L"]
+        .attention.softmax_scale
         == 1.0
     )
-    with pytest.raises(ConfigError, match=r"width: expected int, found 24\.0"):
-        ModelConfig.from_dict(plain(width=24.0))
+    with pytest.raises(ConfigError, match=r"hidden_size: must be int, got 24\.0"):
+        ModelConfig.from_dict(plain(hidden_size=24.0))
 
 
 # ---------------------------------------------------------------- files
@@ -151,11 +153,11 @@ def test_load_reads_a_config_and_a_checkpoint_s(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (None, "no such file: .*config.json"),
-        (b"{width", "config.json is not JSON"),
+        (b"{hidden_size", "config.json is not JSON"),
         (b"\xff\xfe\x00", "config.json is not JSON"),
-        (b"[1, 2]", "expected an object of keys, found list"),
-        (b"{}", "config.json: missing key width"),
-        (b'{"model": 3}', "ModelConfig: expected an object, found 3"),
+        (b"[1, 2]", "must be an object of keys, got list"),
+        (b"{}", "config.json: missing key hidden_size"),
+        (b'{"model": 3}', "ModelConfig: must be an object, got 3"),
     ],
 )
 def test_load_says_what_is_wrong_with_a_file(content: bytes | None, message: str, tmp_path: Path) -> None:
@@ -169,22 +171,31 @@ def test_load_says_what_is_wrong_with_a_file(content: bytes | None, message: str
 # ---------------------------------------------------------------- keys and types
 
 WRONG_KEYS: list[tuple[dict[str, Any], str, str]] = [  # changes, message, hint
-    ({"widht": 3}, "unknown key widht", "did you mean 'width'?"),
-    ({"decoder.layer": 3}, "unknown key decoder.layer", "did you mean 'layers'?"),
-    ({f"{L}.attention.kvheads": 3}, f"unknown key {L}.attention.kvheads", "did you mean 'kv_heads'?"),
-    ({f"{L}.mlp.kind": "gatde"}, f"{L}.mlp.kind: 'gatde' is not known", "did you mean 'gated'?"),
-    ({f"{P}.kind": "ropes"}, f"{P}.kind: 'ropes' is not known", "did you mean 'rope'?"),
-    ({f"{L}.mlp": {"hidden": 3}}, f"missing key {L}.mlp.kind", "known: experts, gated, plain"),
-    ({"embedding.position": {"size": 3}}, "missing key embedding.position.kind", "known: learned, sinusoidal"),
-    ({P: {"buckets": 3}}, f"unknown key {P}.buckets", "known: fraction, interleaved, kind, scaling, theta"),
-    ({f"{P}": {"kind": 3}}, f"{P}.kind: 3 is not known", "known: alibi, own, rope, t5"),
-    ({f"{P}.scaling": {"kind": "yarm"}}, f"{P}.scaling.kind: 'yarm' is not known", "did you mean 'yarn'?"),
-    ({f"{P}.scaling": {"kind": "yarn", "factor": 2.0}}, f"missing key {P}.scaling.original", ""),
-    ({"decoder.layer_pattern": "LG"}, "decoder.layer_pattern names kind 'G'", "known: L"),
+    ({"hiden_size": 3}, "unknown key hiden_size", "did you mean 'hidden_size'?"),
+    ({"decoder.layer": 3}, "unknown key decoder.layer", "did you mean 'num_layers'?"),
+    ({f"{L}.attention.kvheads": 3}, f"unknown key {L}.attention.kvheads", "did you mean 'num_kv_heads'?"),
+    ({f"{L}.mlp.kind": "gatde"}, f"{L}.mlp.kind: unknown kind 'gatde'", "did you mean 'gated'?"),
+    ({f"{P}.kind": "ropes"}, f"{P}.kind: unknown kind 'ropes'", "did you mean 'rope'?"),
+    ({f"{L}.mlp": {"intermediate_size": 3}}, f"missing key {L}.mlp.kind", "known: gated, moe, plain"),
+    ({"embedding.position": {"num_positions": 3}}, "missing key embedding.position.kind", "known: learned, sinusoidal"),
     (
-        {"decoder.layer_types.G": {"attention": {"heads": 6, "head_dim": 8}, "mlp": {"kind": "gated", "hidden": 40}}},
-        "decoder.layer_types.G is in no place of the pattern 'L'",
-        "leave it out",
+        {P: {"num_buckets": 3}},
+        f"unknown key {P}.num_buckets",
+        "known: interleaved, kind, partial_rotary_factor, scaling, theta",
+    ),
+    ({f"{P}": {"kind": 3}}, f"{P}.kind: unknown kind 3", "known: alibi, custom, rope, t5"),
+    ({f"{P}.scaling": {"kind": "yarm"}}, f"{P}.scaling.kind: unknown kind 'yarm'", "did you mean 'yarn'?"),
+    ({f"{P}.scaling": {"kind": "yarn", "factor": 2.0}}, f"missing key {P}.scaling.original_max_seq_len", ""),
+    ({"decoder.layer_pattern": "LG"}, "decoder.layer_pattern: unknown layer type 'G'", "known: L"),
+    (
+        {
+            "decoder.layer_types.G": {
+                "attention": {"num_heads": 6, "head_dim": 8},
+                "mlp": {"kind": "gated", "intermediate_size": 40},
+            }
+        },
+        "decoder.layer_types.G: is not used by layer_pattern 'L'",
+        "omit it",
     ),
     ({"embedding.position": {"kind": "learned"}}, "missing key embedding.position.num_positions", ""),
 ]
@@ -198,33 +209,33 @@ def test_wrong_keys_are_named_with_the_nearest_right_one(changes: dict[str, Any]
 
 
 WRONG_TYPES: list[tuple[str, Any, str]] = [
-    ("width", "24", "width: expected int, found '24'"),
-    ("width", True, "width: expected int, found True"),
-    ("width", None, "width: expected int, found None"),
-    ("tie", 1, "tie: expected bool, found 1"),
-    ("embedding.scale", float("nan"), "embedding.scale: expected a finite number, found nan"),
-    ("embedding.scale", float("inf"), "embedding.scale: expected a finite number, found inf"),
-    ("embedding.scale", True, "embedding.scale: expected float, found True"),
-    ("decoder", 3, "decoder: expected an object or null, found 3"),
-    ("decoder.layer_types", [1], "decoder.layer_types: expected an object, found [1]"),
-    ("decoder.layer_types", {"L": 5}, "decoder.layer_types.L: expected an object, found 5"),
-    (f"{L}.mlp", 5, f"{L}.mlp: expected an object, found 5"),
-    (f"{L}.mlp", None, f"{L}.mlp: expected an object, found None"),
-    (f"{L}.attention.window", "wide", f"{L}.attention.window: expected int, found 'wide'"),
-    (f"{L}.attention.scale", "nono", f"{L}.attention.scale: 'nono' is not one of 'default', 'none'"),
-    (f"{L}.mlp.activation", "swish", f"{L}.mlp.activation: 'swish' is not one of 'gelu', "),
-    (f"{P}", 4, f"{P}: expected an object or null, found 4"),
+    ("hidden_size", "24", "hidden_size: must be int, got '24'"),
+    ("hidden_size", True, "hidden_size: must be int, got True"),
+    ("hidden_size", None, "hidden_size: must be int, got None"),
+    ("tie_embeddings", 1, "tie_embeddings: must be bool, got 1"),
+    ("embedding.scale", float("nan"), "embedding.scale: must be a finite number, got nan"),
+    ("embedding.scale", float("inf"), "embedding.scale: must be a finite number, got inf"),
+    ("embedding.scale", True, "embedding.scale: must be float, got True"),
+    ("decoder", 3, "decoder: must be an object or null, got 3"),
+    ("decoder.layer_types", [1], "decoder.layer_types: must be an object, got [1]"),
+    ("decoder.layer_types", {"L": 5}, "decoder.layer_types.L: must be an object, got 5"),
+    (f"{L}.mlp", 5, f"{L}.mlp: must be an object, got 5"),
+    (f"{L}.mlp", None, f"{L}.mlp: must be an object, got None"),
+    (f"{L}.attention.window", "wide", f"{L}.attention.window: must be int, got 'wide'"),
+    (f"{L}.attention.softmax_scale", "nono", f"{L}.attention.softmax_scale: must be one of 'default', 'none'"),
+    (f"{L}.mlp.activation", "swish", f"{L}.mlp.activation: must be one of 'gelu', "),
+    (f"{P}", 4, f"{P}: must be an object or null, got 4"),
     (
         f"{P}.scaling",
-        {"kind": "longrope", "short": 1.0, "long": [], "original": 4},
-        f"{P}.scaling.short: expected a list, found 1.0",
+        {"kind": "longrope", "short_factor": 1.0, "long_factor": [], "original_max_seq_len": 4},
+        f"{P}.scaling.short_factor: must be a list, got 1.0",
     ),
     (
         f"{P}.scaling",
-        {"kind": "longrope", "short": [1.0, "x"], "long": [], "original": 4},
-        f"{P}.scaling.short[1]: expected float, found 'x'",
+        {"kind": "longrope", "short_factor": [1.0, "x"], "long_factor": [], "original_max_seq_len": 4},
+        f"{P}.scaling.short_factor[1]: must be float, got 'x'",
     ),
-    ("decoder.norm_position", "middle", "decoder.norm_position: 'middle' is not one of 'pre', 'post', "),
+    ("decoder.norm_position", "middle", "decoder.norm_position: must be one of 'pre', 'post', "),
 ]
 
 
@@ -241,7 +252,9 @@ def test_wrong_types_are_named_with_what_was_found(key: str, value: Any, message
     assert caught.value.message.startswith(message)
 
 
-@pytest.mark.parametrize("key", ["width", "vocab", "limit", "decoder.num_layers", f"{L}.attention", f"{L}.mlp"])
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "vocab_size", "max_seq_len", "decoder.num_layers", f"{L}.attention", f"{L}.mlp"]
+)
 def test_what_has_no_default_must_be_there(key: str) -> None:
     data = plain()
     *parents, last = key.split(".")
@@ -259,7 +272,9 @@ def test_what_has_no_default_must_be_there(key: str) -> None:
 def test_overrides_reach_any_depth_and_leave_the_original() -> None:
     data = whole().to_dict()
     kept = json.loads(json.dumps(data))
-    changed = override(data, {"decoder.num_layers": 9, f"{P}.theta": 7.0, "tie": True, "head": {"bias": False}})
+    changed = override(
+        data, {"decoder.num_layers": 9, f"{P}.theta": 7.0, "tie_embeddings": True, "head": {"bias": False}}
+    )
     assert data == kept
     config = ModelConfig.from_dict(changed)
     assert (config.decoder.num_layers, config.tie_embeddings, config.head) == (9, True, cfg.LanguageHeadConfig())
@@ -270,9 +285,13 @@ def test_overrides_reach_any_depth_and_leave_the_original() -> None:
 @pytest.mark.parametrize(
     ("key", "message", "hint"),
     [
-        ("decodr.layers", "unknown key 'decodr'", "did you mean 'decoder'?"),
-        ("decoder.layer_types.L.mixr.num_heads", "unknown key 'decoder.layer_types.L.mixr'", "did you mean 'mixer'?"),
-        ("width.x", "unknown key 'width'", "did you mean 'width'?"),
+        ("decodr.num_layers", "unknown key 'decodr'", "did you mean 'decoder'?"),
+        (
+            "decoder.layer_types.L.attn.num_heads",
+            "unknown key 'decoder.layer_types.L.attn'",
+            "did you mean 'attention'?",
+        ),
+        ("hidden_size.x", "unknown key 'hidden_size'", "did you mean 'hidden_size'?"),
     ],
 )
 def test_overrides_of_what_is_not_there(key: str, message: str, hint: str) -> None:
@@ -282,19 +301,27 @@ def test_overrides_of_what_is_not_there(key: str, message: str, hint: str) -> No
 
 
 def test_an_override_of_an_unknown_last_key_is_found_when_read() -> None:
-    with pytest.raises(ConfigError, match=r"unknown key decoder\.layrs \(did you mean 'layers'\?\)"):
-        ModelConfig.from_dict(override(plain(), {"decoder.layrs": 3}))
+    with pytest.raises(ConfigError, match=r"unknown key decoder\.num_layrs \(did you mean 'num_layers'\?\)"):
+        ModelConfig.from_dict(override(plain(), {"decoder.num_layrs": 3}))
 
 
 # ---------------------------------------------------------------- what cannot be right
 
 
 def yarn(**more: Any) -> dict[str, Any]:
-    return {f"{P}.scaling": {"kind": "yarn", "factor": 2.0, "original": 16, **more}}
+    return {f"{P}.scaling": {"kind": "yarn", "factor": 2.0, "original_max_seq_len": 16, **more}}
 
 
 def longrope(**more: Any) -> dict[str, Any]:
-    return {f"{P}.scaling": {"kind": "longrope", "short": [1.0] * 4, "long": [1.0] * 4, "original": 16, **more}}
+    return {
+        f"{P}.scaling": {
+            "kind": "longrope",
+            "short_factor": [1.0] * 4,
+            "long_factor": [1.0] * 4,
+            "original_max_seq_len": 16,
+            **more,
+        }
+    }
 
 
 def t5(**more: Any) -> dict[str, Any]:
@@ -302,78 +329,96 @@ def t5(**more: Any) -> dict[str, Any]:
 
 
 IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
-    *(({key: 0}, f"{key}: must be at least 1, found 0") for key in ("width", "vocab", "limit", "decoder.num_layers")),
-    ({"decoder.layer_pattern": ""}, "decoder.layer_pattern is empty"),
-    ({f"{L}.attention.heads": 0}, f"{L}.attention.heads: must be at least 1, found 0"),
-    ({f"{L}.attention.kv_heads": 0}, f"{L}.attention.kv_heads: must be at least 1, found 0"),
-    ({f"{L}.attention.kv_heads": 4}, f"{L}.attention.kv_heads: 4 does not divide heads 6"),
-    ({f"{L}.attention.head_dim": None, "width": 25}, f"{L}.attention.heads: 6 does not divide width 25"),
-    ({f"{L}.attention.head_dim": 0}, f"{L}.attention.head_dim: must be at least 1, found 0"),
-    ({f"{L}.attention.value_dim": 0}, f"{L}.attention.value_dim: must be at least 1, found 0"),
-    ({f"{L}.attention.window": 0}, f"{L}.attention.window: must be at least 1, found 0"),
-    ({f"{L}.attention.softcap": 0.0}, f"{L}.attention.softcap: must be above 0, found 0.0"),
-    ({f"{L}.attention.norm": {}}, f"{L}.attention.norm: of q and k, which qk_norm none leaves as they are"),
+    *(
+        ({key: 0}, f"{key}: must be at least 1, got 0")
+        for key in ("hidden_size", "vocab_size", "max_seq_len", "decoder.num_layers")
+    ),
+    ({"decoder.layer_pattern": ""}, "decoder.layer_pattern: must not be empty"),
+    ({f"{L}.attention.num_heads": 0}, f"{L}.attention.num_heads: must be at least 1, got 0"),
+    ({f"{L}.attention.num_kv_heads": 0}, f"{L}.attention.num_kv_heads: must be at least 1, got 0"),
+    ({f"{L}.attention.num_kv_heads": 4}, f"{L}.attention.num_kv_heads: must divide num_heads 6, got 4"),
     (
-        {f"{L}.attention.norm": {"eps": -1.0}, f"{L}.attention.qk_norm": "head"},
-        f"{L}.attention.norm.eps: must not be negative, found -1.0",
+        {f"{L}.attention.head_dim": None, "hidden_size": 25},
+        f"{L}.attention.num_heads: must divide hidden_size 25, got 6",
+    ),
+    ({f"{L}.attention.head_dim": 0}, f"{L}.attention.head_dim: must be at least 1, got 0"),
+    ({f"{L}.attention.value_dim": 0}, f"{L}.attention.value_dim: must be at least 1, got 0"),
+    ({f"{L}.attention.window": 0}, f"{L}.attention.window: must be at least 1, got 0"),
+    ({f"{L}.attention.logit_softcap": 0.0}, f"{L}.attention.logit_softcap: must be above 0, got 0.0"),
+    ({f"{L}.attention.qk_norm_config": {}}, f"{L}.attention.qk_norm_config: must be null with qk_norm none"),
+    (
+        {f"{L}.attention.qk_norm_config": {"eps": -1.0}, f"{L}.attention.qk_norm": "head"},
+        f"{L}.attention.qk_norm_config.eps: must not be negative, got -1.0",
     ),
     (
-        {P: {"kind": "alibi", "rounded": True}, f"{L}.attention.causal": False},
-        f"{P}.rounded: only a causal layer rounds by the key's position",
+        {P: {"kind": "alibi", "round_to_bfloat16": True}, f"{L}.attention.causal": False},
+        f"{P}.round_to_bfloat16: must be false in a layer that is not causal",
     ),
-    ({f"{L}.mlp.hidden": 0}, f"{L}.mlp.hidden: must be at least 1, found 0"),
-    ({f"{L}.norm.eps": -1.0}, f"{L}.norm.eps: must not be negative, found -1.0"),
-    ({"embedding.norm": {"eps": -1.0}}, "embedding.norm.eps: must not be negative, found -1.0"),
-    ({"head.softcap": 0.0}, "head.softcap: must be above 0, found 0.0"),
-    ({f"{P}.fraction": 0.0}, f"{P}.fraction: 0.0 of head_dim 8 is 0 dims, not an even number"),
-    ({f"{P}.fraction": 1.5}, f"{P}.fraction: 1.5 of head_dim 8 is 12 dims, not an even number"),
-    ({f"{P}.fraction": 0.4}, f"{P}.fraction: 0.4 of head_dim 8 is 3 dims, not an even number"),
-    ({f"{P}.theta": 0.0}, f"{P}.theta: must be above 0, found 0.0"),
-    ({f"{P}.scaling": {"kind": "linear", "factor": 0.0}}, f"{P}.scaling.factor: must be above 0, found 0.0"),
+    ({f"{L}.mlp.intermediate_size": 0}, f"{L}.mlp.intermediate_size: must be at least 1, got 0"),
+    ({f"{L}.norm.eps": -1.0}, f"{L}.norm.eps: must not be negative, got -1.0"),
+    ({"embedding.norm": {"eps": -1.0}}, "embedding.norm.eps: must not be negative, got -1.0"),
+    ({"head.logit_softcap": 0.0}, "head.logit_softcap: must be above 0, got 0.0"),
     (
-        {f"{P}.scaling": {"kind": "dynamic", "factor": 2.0, "original": 0}},
-        f"{P}.scaling.original: must be at least 1, found 0",
+        {f"{P}.partial_rotary_factor": 0.0},
+        f"{P}.partial_rotary_factor: must rotate an even number of dims, got 0.0 of head_dim 8 = 0",
     ),
     (
-        {f"{P}.fraction": 0.25, f"{P}.scaling": {"kind": "dynamic", "factor": 2.0, "original": 8}},
-        f"{P}.scaling.kind: dynamic needs more than 2 rotated dims",
+        {f"{P}.partial_rotary_factor": 1.5},
+        f"{P}.partial_rotary_factor: must rotate an even number of dims, got 1.5 of head_dim 8 = 12",
     ),
     (
-        {f"{P}.scaling": {"kind": "llama3", "factor": 2.0, "original": 8, "high_freq_factor": 1.0}},
-        f"{P}.scaling.high_freq_factor: must exceed low_freq_factor 1.0",
+        {f"{P}.partial_rotary_factor": 0.4},
+        f"{P}.partial_rotary_factor: must rotate an even number of dims, got 0.4 of head_dim 8 = 3",
     ),
-    (yarn(beta_fast=0.5), f"{P}.scaling.beta_fast: 0.5 is below beta_slow 1.0"),
-    (yarn(beta_slow=0.0), f"{P}.scaling.beta_slow: must be above 0, found 0.0"),
-    (yarn(attention_factor=-1.0), f"{P}.scaling.attention_factor: must be above 0, found -1.0"),
-    (longrope(short=[1.0] * 3), f"{P}.scaling.short: 3 factors for 4 frequencies"),
-    (longrope(long=[1.0] * 5), f"{P}.scaling.long: 5 factors for 4 frequencies"),
-    (longrope(long=[1.0, 1.0, 0.0, 1.0]), f"{P}.scaling.long[2]: must be above 0, found 0.0"),
-    (t5(buckets=1), f"{P}.buckets: must be at least 2, found 1"),
-    (t5(buckets=3, bidirectional=True), f"{P}.buckets: must be at least 4, found 3"),
-    (t5(buckets=32, max_distance=16), f"{P}.max_distance: must exceed the 16 exact buckets, found 16"),
+    ({f"{P}.theta": 0.0}, f"{P}.theta: must be above 0, got 0.0"),
+    ({f"{P}.scaling": {"kind": "linear", "factor": 0.0}}, f"{P}.scaling.factor: must be above 0, got 0.0"),
     (
-        {"embedding.position": {"kind": "learned", "size": 63}},
-        "embedding.position: limit 64 (+ offset 0) exceeds the table's 63 rows",
+        {f"{P}.scaling": {"kind": "dynamic", "factor": 2.0, "original_max_seq_len": 0}},
+        f"{P}.scaling.original_max_seq_len: must be at least 1, got 0",
     ),
     (
-        {"embedding.position": {"kind": "learned", "size": 65, "offset": 2}},
-        "embedding.position: limit 64 (+ offset 2) exceeds the table's 65 rows",
+        {
+            f"{P}.partial_rotary_factor": 0.25,
+            f"{P}.scaling": {"kind": "dynamic", "factor": 2.0, "original_max_seq_len": 8},
+        },
+        f"{P}.scaling.kind: dynamic needs more than 2 rotated dims, got 2",
     ),
     (
-        {"embedding.position": {"kind": "learned", "size": 65, "offset": -1}},
-        "embedding.position.offset: must be at least 0, found -1",
+        {f"{P}.scaling": {"kind": "llama3", "factor": 2.0, "original_max_seq_len": 8, "high_freq_factor": 1.0}},
+        f"{P}.scaling.high_freq_factor: must be above low_freq_factor 1.0, got 1.0",
+    ),
+    (yarn(beta_fast=0.5), f"{P}.scaling.beta_fast: must be at least beta_slow 1.0, got 0.5"),
+    (yarn(beta_slow=0.0), f"{P}.scaling.beta_slow: must be above 0, got 0.0"),
+    (yarn(attention_factor=-1.0), f"{P}.scaling.attention_factor: must be above 0, got -1.0"),
+    (longrope(short_factor=[1.0] * 3), f"{P}.scaling.short_factor: must have 4 factors, got 3"),
+    (longrope(long_factor=[1.0] * 5), f"{P}.scaling.long_factor: must have 4 factors, got 5"),
+    (longrope(long_factor=[1.0, 1.0, 0.0, 1.0]), f"{P}.scaling.long_factor[2]: must be above 0, got 0.0"),
+    (t5(num_buckets=1), f"{P}.num_buckets: must be at least 2, got 1"),
+    (t5(num_buckets=3, bidirectional=True), f"{P}.num_buckets: must be at least 4, got 3"),
+    (t5(num_buckets=32, max_distance=16), f"{P}.max_distance: must exceed the 16 exact buckets, got 16"),
+    (
+        {"embedding.position": {"kind": "learned", "num_positions": 63}},
+        "embedding.position.num_positions: must be at least max_seq_len 64 + offset 0, got 63",
     ),
     (
-        {"embedding.position": {"kind": "sinusoidal"}, "width": 25},
-        "embedding.position.kind sinusoidal needs an even width, found 25",
+        {"embedding.position": {"kind": "learned", "num_positions": 65, "offset": 2}},
+        "embedding.position.num_positions: must be at least max_seq_len 64 + offset 2, got 65",
+    ),
+    (
+        {"embedding.position": {"kind": "learned", "num_positions": 65, "offset": -1}},
+        "embedding.position.offset: must be at least 0, got -1",
+    ),
+    (
+        {"embedding.position": {"kind": "sinusoidal"}, "hidden_size": 25},
+        "embedding.position.kind: sinusoidal needs an even hidden_size, got 25",
     ),
     (
         {"embedding.position": {"kind": "sinusoidal", "base": 0.0}},
-        "embedding.position.base: must be above 0, found 0.0",
+        "embedding.position.base: must be above 0, got 0.0",
     ),
     (
-        {"embedding.position": {"kind": "sinusoidal", "form": "fairseq"}, "width": 2},
-        "embedding.position.form fairseq needs a width of at least 4, found 2",
+        {"embedding.position": {"kind": "sinusoidal", "form": "fairseq"}, "hidden_size": 2},
+        "embedding.position.form: fairseq needs a hidden_size of at least 4, got 2",
     ),
 ]
 
@@ -388,12 +433,12 @@ def test_what_cannot_be_right_is_refused_by_name(changes: dict[str, Any], messag
 @pytest.mark.parametrize(
     "changes",
     [
-        {f"{L}.attention.window": 1, f"{L}.attention.kv_heads": 1},
-        {f"{P}.fraction": 0.25, f"{P}.scaling": {"kind": "linear", "factor": 0.5}},
-        {"embedding.position": {"kind": "learned", "size": 66, "offset": 2}},
-        {"embedding.position": {"kind": "sinusoidal", "form": "fairseq"}, "width": 4},
-        t5(buckets=2, max_distance=2),
-        t5(buckets=4, max_distance=2, bidirectional=True),
+        {f"{L}.attention.window": 1, f"{L}.attention.num_kv_heads": 1},
+        {f"{P}.partial_rotary_factor": 0.25, f"{P}.scaling": {"kind": "linear", "factor": 0.5}},
+        {"embedding.position": {"kind": "learned", "num_positions": 66, "offset": 2}},
+        {"embedding.position": {"kind": "sinusoidal", "form": "fairseq"}, "hidden_size": 4},
+        t5(num_buckets=2, max_distance=2),
+        t5(num_buckets=4, max_distance=2, bidirectional=True),
         yarn(beta_fast=1.0),
         longrope(),
         {f"{L}.norm.eps": 0.0, f"{L}.attention.position": None},
@@ -415,7 +460,7 @@ def test_what_stands_at_the_edge_is_allowed_and_runs(changes: dict[str, Any]) ->
 
 
 def test_a_config_made_in_python_is_checked_too() -> None:
-    with pytest.raises(ConfigError, match="vocab: must be at least 1, found 0"):
+    with pytest.raises(ConfigError, match="vocab_size: must be at least 1, got 0"):
         dataclasses.replace(whole(), vocab_size=0)
 
 
@@ -443,11 +488,14 @@ E = "encoder.layer_types.L"
 def both(**changes: Any) -> dict[str, Any]:
     """A small valid encoder-decoder as JSON values, with dotted keys set."""
     data = plain()
-    kind = data["decoder"]["kinds"]["L"]
-    data["encoder"] = {"layers": 2, "kinds": {"L": {**kind, "attention": {**kind["attention"], "causal": False}}}}
-    cross = {"heads": 6, "head_dim": 8, "position": None, "causal": False}
-    data["decoder"]["kinds"]["L"] = {**kind, "cross": cross}
-    data["source"] = {"limit": 32, "embed": {}}
+    kind = data["decoder"]["layer_types"]["L"]
+    data["encoder"] = {
+        "num_layers": 2,
+        "layer_types": {"L": {**kind, "attention": {**kind["attention"], "causal": False}}},
+    }
+    cross = {"num_heads": 6, "head_dim": 8, "position": None, "causal": False}
+    data["decoder"]["layer_types"]["L"] = {**kind, "cross_attention": cross}
+    data["encoder_input"] = {"max_seq_len": 32, "embedding": {}}
     return override(data, changes)
 
 
@@ -457,7 +505,7 @@ def test_an_encoder_decoder_s_memory_holds_its_own_and_its_cross_attention() -> 
     assert config.kind == "encoder-decoder" and attention_specs(config) == (own, own, cross, cross)
     assert cfg.encoder_attention_specs(config) == (AttentionSpec(False, None, 6, 8, 8),) * 2
     alone = both()
-    del alone["decoder"], alone["source"]
+    del alone["decoder"], alone["encoder_input"]
     encoder = ModelConfig.from_dict(alone)
     assert encoder.kind == "encoder" and attention_specs(encoder) == () and encoder.stack is encoder.encoder
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
@@ -467,23 +515,29 @@ def test_an_encoder_decoder_s_memory_holds_its_own_and_its_cross_attention() -> 
     ("changes", "message"),
     [
         ({"encoder": None, "decoder": None}, "a model needs a decoder, an encoder, or both"),
-        ({"source": None}, "source is missing"),
+        ({"encoder_input": None}, "missing key encoder_input"),
         ({"encoder": None}, f"{L}.cross_attention: there is no encoder to attend to"),
-        ({f"{L}.cross_attention": None}, f"{L}.cross_attention is missing"),
-        ({f"{L}.cross_attention.causal": True}, f"{L}.cross_attention: sees the whole source, without positions"),
+        ({f"{L}.cross_attention": None}, f"missing key {L}.cross_attention"),
+        ({f"{L}.cross_attention.causal": True}, f"{L}.cross_attention: must have no mask, window or positions"),
         (
             {f"{L}.cross_attention.position": {"kind": "alibi"}},
-            f"{L}.cross_attention: sees the whole source, without positions",
+            f"{L}.cross_attention: must have no mask, window or positions",
         ),
-        ({"decoder.norm_position": "parallel"}, f"{L}.cross_attention: not known with norm_place parallel"),
-        ({"encoder_input.max_seq_len": 0}, "encoder_input.max_seq_len: must be at least 1, found 0"),
-        ({"encoder_input.vocab_size": 0}, "encoder_input.vocab_size: must be at least 1, found 0"),
-        ({"head": {"kind": "pooled"}}, "head.kind: a decoder ends in a language head, found pooled"),
-        ({"head": {"kind": "language", "transform": {"width": 8}}}, "tie: the table is 24 wide, the head reads 8"),
-        ({f"{E}.mlp": {"kind": "experts", "hidden": 8, "count": 2, "active": 3}}, f"{E}.mlp.count: must be at least 3"),
+        ({"decoder.norm_position": "parallel"}, f"{L}.cross_attention: is not supported with norm_position parallel"),
+        ({"encoder_input.max_seq_len": 0}, "encoder_input.max_seq_len: must be at least 1, got 0"),
+        ({"encoder_input.vocab_size": 0}, "encoder_input.vocab_size: must be at least 1, got 0"),
+        ({"head": {"kind": "pooling"}}, "head.kind: must be language for a decoder, got pooling"),
         (
-            {f"{E}.first_norm": False, "encoder.norm_position": "post"},
-            f"{E}.first_norm: only a layer of norm_place pre",
+            {"head": {"kind": "language", "transform": {"output_size": 8}}},
+            "tie_embeddings: the token table has 24 columns, the head needs 8",
+        ),
+        (
+            {f"{E}.mlp": {"kind": "moe", "intermediate_size": 8, "num_experts": 2, "num_experts_per_token": 3}},
+            f"{E}.mlp.num_experts: must be at least 3",
+        ),
+        (
+            {f"{E}.pre_attention_norm": False, "encoder.norm_position": "post"},
+            f"{E}.pre_attention_norm: must be true with norm_position post",
         ),
     ],
 )
@@ -494,5 +548,5 @@ def test_what_an_encoder_decoder_cannot_be(changes: dict[str, Any], message: str
 
 
 def test_a_source_belongs_to_both_alone() -> None:
-    with pytest.raises(ConfigError, match="source: only an encoder-decoder has one"):
-        ModelConfig.from_dict({**plain(), "source": {"limit": 3}})
+    with pytest.raises(ConfigError, match="encoder_input: only an encoder-decoder has one"):
+        ModelConfig.from_dict({**plain(), "encoder_input": {"max_seq_len": 3}})

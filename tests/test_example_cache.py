@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5]]
 
 
-def decoder(tie: bool = True, head_dim: int = 8, kv_heads: int = 2, norm_place: str = "pre") -> Transformer:
+def decoder(tie: bool = True, head_dim: int = 8, kv_heads: int = 2, norm_position: str = "pre") -> Transformer:
     """As ``kvad demo`` composes it, tiny; every parameter random."""
     layer = cfg.LayerConfig(
         cfg.AttentionConfig(4, kv_heads, head_dim), cfg.GatedMLPConfig(40), cfg.NormConfig(eps=1e-3)
     )
-    stack = cfg.StackConfig(3, {"L": layer}, norm_position=norm_place)  # type: ignore[arg-type]
+    stack = cfg.StackConfig(3, {"L": layer}, norm_position=norm_position)  # type: ignore[arg-type]
     return build(cfg.ModelConfig(24, 32, 96, stack, tie_embeddings=tie))
 
 
@@ -88,7 +88,7 @@ def test_the_cache_is_allocated_once() -> None:
     assert (cache.k.data_ptr(), cache.v.data_ptr()) == before
     assert cache.k.shape == (2, 3, 2, 9, 8)
     assert bool((cache.k[:, 0, :, :8] != 0).all()) and bool((cache.k[:, 0, :, 8:] == 0).all())
-    with pytest.raises(SystemExit, match="holds 9"):
+    with pytest.raises(SystemExit, match="got 9"):
         page.prefill(model, [[1] * 2, [2], [3]], cache)
 
 
@@ -115,7 +115,7 @@ def test_a_broken_page_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("model", "odd"),
     [
-        pytest.param(decoder(norm_place="post"), "'post'", id="post-norm"),
+        pytest.param(decoder(norm_position="post"), "'post'", id="post-norm"),
         pytest.param(build(model_config("rope-partial", "pre", "gqa")), "0.5", id="partial rotation"),
         pytest.param(build(model_config("alibi", "pre", "gqa")), "'alibi'", id="alibi"),
         pytest.param(build(model_config("rope", "pre", "window")), "7", id="window"),

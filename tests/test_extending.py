@@ -80,10 +80,10 @@ def run(command: str, looker: Path, capsys: pytest.CaptureFixture[str], *more: s
 
 def test_a_policy_and_a_format_of_ones_own_are_verified(looker: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run("verify", looker, capsys)
-    assert len(found["memories"]) == 4 and not found["skipped"]
-    for memory in found["memories"]:
-        assert memory["verdict"] == "lossy by design" and memory["structure"] <= 1e-10
-        assert memory["loss"]["kl_mean"] > 0 and memory["loss"]["recall"]["full"] == 1
+    assert len(found["cases"]) == 4 and not found["skipped"]
+    for case in found["cases"]:
+        assert case["verdict"] == "lossy by design" and case["structure"] <= 1e-10
+        assert case["loss"]["kl_mean"] > 0 and case["loss"]["recall"]["full"] == 1
 
 
 def test_a_format_of_ones_own_is_planned_to_the_byte(looker: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,7 +98,18 @@ def test_a_format_of_ones_own_is_planned_to_the_byte(looker: Path, capsys: pytes
 
 
 def test_a_policy_and_a_format_of_ones_own_are_priced(looker: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    few = ("--lengths", "128", "--tasks", "2", "--texts", "1", "--kinds", "single", "--depths", "0.25,0.75")
+    few = (
+        "--lengths",
+        "128",
+        "--samples-per-cell",
+        "2",
+        "--num-texts",
+        "1",
+        "--tasks",
+        "single",
+        "--depths",
+        "0.25,0.75",
+    )
     found = run("bench cache-quality", looker, capsys, *few)
     rows = {row["cache"]: row for row in found["summary"]}
     assert set(rows) == {"full", "keydiff:KeyDiff", "random", "log8:Log8"}
@@ -111,8 +122,8 @@ def test_a_policy_and_a_format_of_ones_own_are_priced(looker: Path, capsys: pyte
     [
         ("arrays = encode = None", "has no arrays"),
         ("arrays = encode = decode = lambda *_: (('scale', 'slot', 'int8', 1),)", "must be named 'data'"),
-        ("arrays = encode = decode = lambda *_: (('data', 'slot', 'int3', 1),)", "a dtype of float64"),
-        ("arrays = encode = decode = lambda *_: (('data', 'block', 'int8', 1),)", "of grain 'slot'"),
+        ("arrays = encode = decode = lambda *_: (('data', 'slot', 'int3', 1),)", "dtype one of float64"),
+        ("arrays = encode = decode = lambda *_: (('data', 'block', 'int8', 1),)", "granularity must be 'slot'"),
         ("loss = 'none at all'; arrays = encode = decode = len", "none, rounding or lossy"),
     ],
 )
@@ -141,14 +152,17 @@ def test_a_family_of_ones_own_is_read_and_verified(
     config = parrot.FAMILY.read(HFConfigReader(content, "config.json"))
     torch.manual_seed(0)
     write_sharded(folder / "model", write_tensors(parrot.FAMILY, config, Transformer(config).state_dict()))
-    assert main(["verify", str(folder / "model"), "--chunk", "8", "--block-size", "4", "--tokens", "8"]) == 0
+    assert (
+        main(["verify", str(folder / "model"), "--prefill-chunk-size", "8", "--block-size", "4", "--max-tokens", "8"])
+        == 0
+    )
     assert "verdict: exact" in capsys.readouterr().out
     assert parrot.FAMILY.write(config) == content
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("nothing", "names no class"), ("no.such:Thing", "cannot import"), ("kerple:Missing", "has no 'Missing'")],
+    [("nothing", "must name a class"), ("no.such:Thing", "cannot import"), ("kerple:Missing", "has no 'Missing'")],
 )
 def test_a_wrong_name_is_told(folder: Path, name: str, message: str) -> None:
     mixer = AttentionConfig(4, position=CustomPositionsConfig(name))

@@ -19,13 +19,14 @@ from tests.lab.models import ENCODERS, MIXTURES, PAIRS, encoder, pair, tiny
 
 NARROW = {
     "narrow table": tiny(
-        embed=EmbeddingConfig(embedding_size=10),
+        embedding=EmbeddingConfig(embedding_size=10),
         head=LanguageHeadConfig(transform=HeadTransformConfig(None, False, output_size=10)),
     ),
     "narrow encoder": encoder(
-        embed=EmbeddingConfig(embedding_size=10), head=LanguageHeadConfig(transform=HeadTransformConfig(output_size=10))
+        embedding=EmbeddingConfig(embedding_size=10),
+        head=LanguageHeadConfig(transform=HeadTransformConfig(output_size=10)),
     ),
-    "narrow source": pair(source_vocab=41, embed=EmbeddingConfig(embedding_size=10), tie=False),
+    "narrow source": pair(source_vocab=41, embedding=EmbeddingConfig(embedding_size=10), tie_embeddings=False),
 }
 COUNTED = [name for name in PAIRS if name not in ("pair t5", "pair umt5", "pair window")]
 
@@ -96,7 +97,7 @@ def test_with_a_cache_the_source_is_read_once(name):
     config = PAIRS[name]
     cache = CacheConfig(max_num_seqs=1, max_seq_len=32, block_size=1, enable_prefix_caching=False, max_source_len=9)
     engine = Engine(model_of(config), cache, kernel="reference")
-    engine.add_request([1, 2, 3, 4, 5], SamplingParams(max_tokens=6, temperature=0), source=list(range(9)))
+    engine.add_request([1, 2, 3, 4, 5], SamplingParams(max_tokens=6, temperature=0), encoder_token_ids=list(range(9)))
     seen = []
     while not engine.idle:
         seen.append(counted(engine.step))
@@ -119,7 +120,7 @@ def test_of_an_encoder(name):
 
     def answer():
         hidden = model(step, NoCache(config))
-        whole = config.head.kind == "pooled" or getattr(config.head, "level", "token") == "row"
+        whole = config.head.kind == "pooling" or getattr(config.head, "level", "token") == "row"
         return model.pooled_outputs(hidden, step) if whole else model.logits(hidden, step.logit_indices)
 
     cost = flops.uncached_pass(config, 7)
@@ -150,7 +151,7 @@ def trained(config, rows, length, source, asked):
 
     whole = step(length, torch.arange(asked))
     if source:
-        whole = whole._replace(source=step(source, torch.empty(0, dtype=torch.int64)))
+        whole = whole._replace(encoder_input=step(source, torch.empty(0, dtype=torch.int64)))
     with FlopCounterMode(display=False) as counter:
         hidden = model(whole, NoCache(config, kernel="reference"))
         model.logits(hidden, whole.logit_indices).sum().backward()

@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def llm(folder):
     """float64, so that what comes from the cache is what the model says, to 1e-10."""
-    with LLM.load(folder, dtype="float64", rows=4, block_size=4) as opened:
+    with LLM.load(folder, dtype="float64", max_num_seqs=4, block_size=4) as opened:
         yield opened
 
 
@@ -154,7 +154,9 @@ def test_stop_tokens_and_the_end_of_a_document(llm):
     kept = llm.generate(PROMPT, min_tokens=3, **biased).tokens
     assert len(kept) == 4 and end not in kept[:3]
     free = llm.generate(PROMPT, max_tokens=6, temperature=0, ignore_eos=True).tokens
-    assert llm.generate(PROMPT, max_tokens=6, temperature=0, ignore_eos=True, stop_tokens=(free[2],)).tokens == free[:3]
+    assert (
+        llm.generate(PROMPT, max_tokens=6, temperature=0, ignore_eos=True, stop_token_ids=(free[2],)).tokens == free[:3]
+    )
 
 
 def test_no_tokens_at_all(llm):
@@ -185,7 +187,7 @@ def test_logprobs_are_those_of_the_model(llm):
 
 @pytest.mark.parametrize("warm", [False, True])
 def test_prompt_logprobs_are_the_models(folder, warm):
-    with LLM.load(folder, dtype="float64", block_size=4, chunk=5) as llm:
+    with LLM.load(folder, dtype="float64", block_size=4, prefill_chunk_size=5) as llm:
         if warm:
             llm.generate(PROMPT, max_tokens=1)
         scores = llm.generate(PROMPT, max_tokens=3, prompt_logprobs=2, n=2).prompt_logprobs
@@ -198,7 +200,7 @@ def test_prompt_logprobs_are_the_models(folder, warm):
 
 
 def test_score_is_the_sum_of_log_probabilities(llm):
-    score = llm.score(PROMPT, top=3)
+    score = llm.score(PROMPT, top_logprobs=3)
     ids = llm.encode(PROMPT)
     expected = llm.logits(PROMPT).log_softmax(-1)[range(len(ids) - 1), ids[1:]]
     assert score.tokens == tuple(ids) and score.logprobs[0] is None and len(score.logprobs) == len(ids)
@@ -255,7 +257,7 @@ def test_closing_a_stream_cancels_what_is_left(llm):
     next(stream)
     assert llm.engine.kv_cache_manager.stats().used[0] > 0 and not llm.engine.idle
     stream.close()
-    assert llm.engine.kv_cache_manager.stats().used == (0,) and llm.engine.idle and not llm._client._mail
+    assert llm.engine.kv_cache_manager.stats().used == (0,) and llm.engine.idle and not llm._client._chunk_queues
     llm.engine.scheduler.check()
 
 
@@ -293,7 +295,7 @@ def test_threads_share_one_engine_and_each_gets_its_own(llm):
 
     with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(ask, range(12))) == expected
-    assert llm.engine.idle and not llm._client._mail
+    assert llm.engine.idle and not llm._client._chunk_queues
     llm.engine.scheduler.check()
 
 
@@ -333,11 +335,13 @@ def test_as_a_context_manager_it_frees_its_pool(folder):
 
 
 def test_load_takes_a_dtype_and_a_cache(folder):
-    with LLM.load(folder, dtype="float64", rows=2, capacity=32, layout="contiguous", cache_dtype="bfloat16") as llm:
+    with LLM.load(
+        folder, dtype="float64", max_num_seqs=2, max_seq_len=32, layout="contiguous", cache_dtype="bfloat16"
+    ) as llm:
         assert llm.model.embedding.tokens.weight.dtype == torch.float64
         assert llm.cache_config == CacheConfig(max_num_seqs=2, max_seq_len=32, layout="contiguous", dtype="bfloat16")
         assert llm.engine.kv_cache.keys[0].data.dtype == torch.bfloat16
-    with LLM.load(folder, memory=CacheConfig(max_seq_len=16)) as llm:
+    with LLM.load(folder, cache_config=CacheConfig(max_seq_len=16)) as llm:
         assert llm.cache_config == CacheConfig(max_seq_len=16)
     with LLM.load(folder) as llm:
         assert llm.cache_config == CacheConfig(max_seq_len=LIMIT)
@@ -346,17 +350,21 @@ def test_load_takes_a_dtype_and_a_cache(folder):
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"rows": 0}, ConfigError, "cache.max_num_seqs"),
+        ({"max_num_seqs": 0}, ConfigError, "cache.max_num_seqs"),
         ({"layout": "heap"}, ConfigError, "cache.layout"),
         ({"cache_dtype": "int3"}, ConfigError, "cache.dtype"),
         ({"row": 2}, RequestError, "row"),
-        ({"memory": CacheConfig(max_seq_len=8), "rows": 2}, RequestError, "memory= and rows= both given"),
         (
-            {"memory": CacheConfig(max_seq_len=8), "cache_dtype": "float32"},
+            {"cache_config": CacheConfig(max_seq_len=8), "max_num_seqs": 2},
             RequestError,
-            "memory= and cache_dtype= both",
+            "cache_config= and max_num_seqs= are both given",
         ),
-        ({"rows": 3_000_000_000}, MemoryPlanError, "available"),
+        (
+            {"cache_config": CacheConfig(max_seq_len=8), "cache_dtype": "float32"},
+            RequestError,
+            "cache_config= and cache_dtype= are both",
+        ),
+        ({"max_num_seqs": 3_000_000_000}, MemoryPlanError, "available"),
     ],
 )
 def test_load_refuses_what_cannot_be(folder, options, error, says):
@@ -376,11 +384,14 @@ def test_load_refuses_what_cannot_be(folder, options, error, says):
         ({"dtype": torch.float16}, "float16 is for storage only on a CPU"),
         ({"cache_dtype": 5}, "cache.dtype: unknown dtype 5"),
         ({"cache_dtype": torch.int16}, "cache.dtype: unknown dtype 'int16'"),
-        ({"cache_keys": "int5"}, "cache.key_dtype: unknown dtype 'int5' (did you mean 'int8'?)"),
-        ({"cache_values": "int8-channel"}, "cache.value_dtype: int8-channel is for keys"),
-        ({"cache_keys": "int4-channel", "layout": "contiguous"}, "cache.key_dtype: int4-channel packs whole blocks"),
-        ({"device": "cuda"}, "device 'cuda': this torch finds no CUDA device here"),
-        ({"device": "cuda:1"}, "device 'cuda:1': this torch finds no CUDA device here"),
+        ({"cache_key_dtype": "int5"}, "cache.key_dtype: unknown dtype 'int5' (did you mean 'int8'?)"),
+        ({"cache_value_dtype": "int8-channel"}, "cache.value_dtype: int8-channel is for keys"),
+        (
+            {"cache_key_dtype": "int4-channel", "layout": "contiguous"},
+            "cache.key_dtype: int4-channel packs whole blocks",
+        ),
+        ({"device": "cuda"}, "device 'cuda': this torch finds no CUDA device"),
+        ({"device": "cuda:1"}, "device 'cuda:1': this torch finds no CUDA device"),
         ({"device": "foo"}, "unknown device 'foo'"),
         ({"device": None}, "unknown device None"),
         ({"device": "meta"}, "device 'meta' cannot be used here"),
@@ -405,7 +416,7 @@ def test_load_refuses_a_folder_that_is_no_checkpoint(tmp_path):
 
 
 def test_the_pool_is_what_plan_says(folder):
-    with LLM.load(folder, rows=3, capacity=40) as llm:
+    with LLM.load(folder, max_num_seqs=3, max_seq_len=40) as llm:
         held = sum(leaf.numel() * leaf.element_size() for leaf in llm.engine.kv_cache.tensors())
         assert held == plan_memory(llm.model.config, llm.cache_config).pool
 
@@ -416,21 +427,25 @@ def test_the_pool_is_what_plan_says(folder):
 @pytest.mark.parametrize(
     ("prompt", "options", "says"),
     [
-        ("x" * (LIMIT + 1), {}, f"the prompt has {LIMIT + 1} tokens and the model's limit is {LIMIT}"),
-        ([1, 999], {}, "token id 999 is outside the vocabulary of 257"),
-        ([-1], {}, "token id -1 is outside"),
-        ("a", {"temperature": -1}, "temperature: -1 is out of range"),
+        ("x" * (LIMIT + 1), {}, f"prompt: must have at most {LIMIT} tokens, got {LIMIT + 1}"),
+        ([1, 999], {}, "token id must be below 257, got 999"),
+        ([-1], {}, "prompt: token id must be below 257, got -1"),
+        ("a", {"temperature": -1}, "temperature: must be from 0 to 100, got -1"),
         ("a", {"temperatur": 1}, "unknown sampling option 'temperatur'"),
-        ("a", {"top_p": 0}, "top_p: 0 is out of range"),
-        ("a", {"n": 0}, "n: 0 is out of range"),
-        ("a", {"stop": ("",)}, "stop: an empty string"),
-        ("a", {"logit_bias": {999: 1.0}}, "logit_bias: token id 999"),
-        ("a", {"sampling": SamplingParams(), "max_tokens": 2}, "sampling= and max_tokens= both given"),
-        ("a", {"sampling": 5}, "sampling: expected a Sampling, found 5"),
-        (5, {}, "prompt: expected text or token ids"),
-        (None, {}, "prompt: expected text or token ids"),
-        (torch.tensor(5), {}, "prompt: expected text or token ids"),
-        ([[1], 5], {}, "prompt: expected text or token ids"),
+        ("a", {"top_p": 0}, "top_p: must be above 0 and at most 1, got 0"),
+        ("a", {"n": 0}, "n: must be from 1 to 128, got 0"),
+        ("a", {"stop": ("",)}, "stop: must not contain an empty string"),
+        ("a", {"logit_bias": {999: 1.0}}, "logit_bias: token id must be below 257, got 999"),
+        (
+            "a",
+            {"sampling_params": SamplingParams(), "max_tokens": 2},
+            "sampling_params= and max_tokens= are both given",
+        ),
+        ("a", {"sampling_params": 5}, "sampling_params: must be SamplingParams, got 5"),
+        (5, {}, "prompt: must be text or token ids"),
+        (None, {}, "prompt: must be text or token ids"),
+        (torch.tensor(5), {}, "prompt: must be text or token ids"),
+        ([[1], 5], {}, "prompt: must be text or token ids"),
     ],
 )
 def test_requests_that_cannot_be(llm, prompt, options, says):
@@ -438,16 +453,18 @@ def test_requests_that_cannot_be(llm, prompt, options, says):
         with pytest.raises(RequestError) as caught:
             call(prompt, **options)
         assert says in caught.value.message
-    assert llm.engine.idle and not llm._client._mail
+    assert llm.engine.idle and not llm._client._chunk_queues
 
 
 def test_a_bad_prompt_among_good_ones_leaves_nothing_behind(llm):
     with pytest.raises(RequestError):
         llm.generate(["a", "x" * 200, "b"], max_tokens=4)
-    assert llm.engine.idle and not llm._client._mail and llm.engine.kv_cache_manager.stats().used == (0,)
+    assert llm.engine.idle and not llm._client._chunk_queues and llm.engine.kv_cache_manager.stats().used == (0,)
 
 
-@pytest.mark.parametrize(("layers", "heads", "says"), [([2], None, "layer 2 is not one of 0..1"), ([0], [4], "head 4")])
+@pytest.mark.parametrize(
+    ("layers", "heads", "says"), [([2], None, "layers: must be in 0..1, got 2"), ([0], [4], "heads: must be in 0..3")]
+)
 def test_trace_refuses_what_is_not_there(llm, layers, heads, says):
     with pytest.raises(RequestError, match=says):
         llm.trace("ab", layers, heads)
@@ -462,10 +479,10 @@ def test_without_a_tokenizer_ids_do(bare):
     done = bare.generate([3, 4], max_tokens=4, temperature=0)
     assert done.tokens == greedy(bare, [3, 4], 4) and done.text == ""
     assert bare.trace([3, 4]).token_texts == ("3", "4")
-    for prompt, says in (("hi", "without a tokenizer"), ([], "no opening token")):
+    for prompt, says in (("hi", "no tokenizer"), ([], "no opening token")):
         with pytest.raises(RequestError, match=says):
             bare.generate(prompt)
-    with pytest.raises(RequestError, match="stop strings need a tokenizer"):
+    with pytest.raises(RequestError, match="stop: requires a tokenizer"):
         bare.generate([3], stop=("x",))
 
 
@@ -480,5 +497,5 @@ def test_a_model_that_says_nan_is_a_named_error_and_the_next_call_works(folder):
         with torch.no_grad():
             llm.model.embedding.tokens.weight[120] = row
         assert llm.generate("ok", max_tokens=3, temperature=0).tokens == expected
-        assert llm.engine.idle and not llm._desk._mail
+        assert llm.engine.idle and not llm._client._chunk_queues
         llm.engine.scheduler.check()

@@ -19,7 +19,7 @@ CACHES = {
     "contiguous": {"layout": "contiguous"},
     "sinks": {"policy": "sinks(4, 20)"},
     "heavy-hitters": {"policy": "heavy-hitters(16, 8)"},
-    "hierarchy": {"policy": "hierarchy(16, packed=16, summaries=8, ratio=4, every=16)"},
+    "tiered": {"policy": "tiered(16, quantized=16, summaries=8, ratio=4, interval=16)"},
 }
 
 
@@ -30,7 +30,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(model):
-    with LLM.load(model, rows=2) as opened:
+    with LLM.load(model, max_num_seqs=2) as opened:
         yield opened
 
 
@@ -38,7 +38,7 @@ def llm(model):
 def test_a_session_says_what_the_whole_text_would(model, tmp_path, name):
     said, tokens = [], []
     for turn in ("hello there", ", and you", "?", ""):
-        with LLM.load(model, rows=2, **CACHES[name]) as opened:
+        with LLM.load(model, max_num_seqs=2, **CACHES[name]) as opened:
             session = opened.session("trip", tmp_path)
             assert session.tokens == tokens
             done = session.generate(turn, **GREEDY)
@@ -77,13 +77,13 @@ def test_a_turn_that_fails_changes_nothing(llm, tmp_path):
     session = llm.session("trip", tmp_path)
     session.generate("hello", **GREEDY)
     before = list(session.tokens)
-    for options in ({"n": 2}, {"beams": 2}, {"temperature": -1}):
+    for options in ({"n": 2}, {"num_beams": 2}, {"temperature": -1}):
         with pytest.raises(RequestError):
             session.generate("x", **options)
-    with pytest.raises(RequestError, match="limit"):
+    with pytest.raises(RequestError, match="prompt: must have at most 96 tokens, got 211"):
         session.generate("x" * 200, **GREEDY)
-    with pytest.raises(RequestError, match="no source"):
-        session.generate("x", source="y", **GREEDY)
+    with pytest.raises(RequestError, match="encoder_input: this model has no encoder input"):
+        session.generate("x", encoder_input="y", **GREEDY)
     assert session.tokens == before
     with pytest.raises(RequestError, match="the session is empty"):
         llm.session("other", tmp_path).save()
@@ -95,12 +95,12 @@ def test_a_turn_that_fails_changes_nothing(llm, tmp_path):
 
 def test_reading_alone_leaves_one_token_to_compute(model, tmp_path):
     for fields in CACHES.values():
-        with LLM.load(model, rows=2, **fields) as opened:
+        with LLM.load(model, max_num_seqs=2, **fields) as opened:
             session = opened.session("read", tmp_path)
             session.append("a text that is read, and nothing more")
             session.save()
             count = len(session.tokens)
-        with LLM.load(model, rows=2, **fields) as opened:
+        with LLM.load(model, max_num_seqs=2, **fields) as opened:
             session = opened.session("read", tmp_path)
             assert (len(session.tokens), session.restored) == (count, count - 1)
             text = session.generate("", **GREEDY).text
@@ -111,23 +111,23 @@ def test_reading_alone_leaves_one_token_to_compute(model, tmp_path):
 
 def test_a_seed_goes_with_the_session(model, tmp_path):
     sampled = {"temperature": 1.3, "max_tokens": 5, "ignore_eos": True}
-    with LLM.load(model, rows=2) as opened:
+    with LLM.load(model, max_num_seqs=2) as opened:
         session = opened.session("trip", tmp_path)
         session.generate("hello", seed=7, **sampled)
         session.save()
         right = opened.generate(session.tokens, seed=7, **sampled).text
         assert session.generate("", **sampled).text == right
-    with LLM.load(model, rows=2) as opened:
+    with LLM.load(model, max_num_seqs=2) as opened:
         session = opened.session("trip", tmp_path)
         assert session.seed == 7 and session.generate("", **sampled).text == right
 
 
 def test_a_session_of_another_model_says_which_part(model, tmp_path):
-    with LLM.load(model, rows=2) as opened:
+    with LLM.load(model, max_num_seqs=2) as opened:
         session = opened.session("trip", tmp_path)
         session.generate("hello there", **GREEDY)
         session.save()
-    with LLM.load(model, rows=2, policy="window(20)") as other:
+    with LLM.load(model, max_num_seqs=2, policy="window(20)") as other:
         with pytest.raises(StorageError, match=r"policy: window\(20\) here, full there"):
             other.session("trip", tmp_path)
         session = other.session()
@@ -138,12 +138,12 @@ def test_a_session_of_another_model_says_which_part(model, tmp_path):
         assert session.tokens == before and session.generate("", **GREEDY).text
     templated = write_model(tmp_path / "templated")
     (templated / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    with LLM.load(templated, rows=2) as other, pytest.raises(StorageError, match=r"cache: template \("):
+    with LLM.load(templated, max_num_seqs=2) as other, pytest.raises(StorageError, match=r"cache: template \("):
         other.session("trip", tmp_path)
 
 
 def test_a_session_of_a_closed_llm(model, tmp_path):
-    with LLM.load(model, rows=1) as opened:
+    with LLM.load(model, max_num_seqs=1) as opened:
         session = opened.session("trip", tmp_path)
         session.generate("hello", **GREEDY)
         session.save()
@@ -154,9 +154,9 @@ def test_a_session_of_a_closed_llm(model, tmp_path):
 
 def test_names_and_paths(llm, tmp_path, monkeypatch):
     for name in ("../x", "a/b", ".x", ""):
-        with pytest.raises(UsageError, match="is no name of a session"):
+        with pytest.raises(UsageError, match="is not a valid name of a session"):
             llm.session(name, tmp_path)
-    monkeypatch.setenv("KVAD_SESSIONS", str(tmp_path / "mine"))
+    monkeypatch.setenv("KVAD_SESSION_DIR", str(tmp_path / "mine"))
     session = llm.session("trip")
     session.generate("hello", **GREEDY)
     session.save()
@@ -169,7 +169,7 @@ def test_names_and_paths(llm, tmp_path, monkeypatch):
 
 def test_a_disk_that_fails(llm, tmp_path):
     def session_of(disk):
-        made = Session(llm._client, llm.texts, llm._resolve_sampling, path=tmp_path / "trip.session", disk=disk)
+        made = Session(llm._client, llm.texts, llm._resolve_sampling, path=tmp_path / "trip.session", fs=disk)
         made.generate("hello", **GREEDY)
         return made
 
@@ -187,9 +187,9 @@ def test_a_disk_that_fails(llm, tmp_path):
 
 
 def test_the_page_on_sessions_does_what_it_says(model, tmp_path, monkeypatch, capsys):
-    page = (Path(__file__).parents[1] / "docs" / "kv-cache.md").read_text("utf-8")
-    code = page.partition("## Sessions")[2].partition("```python\n")[2].partition("```")[0]
-    monkeypatch.setenv("KVAD_SESSIONS", str(tmp_path))
+    page = (Path(__file__).parents[1] / "docs" / "kv-cache" / "sessions.md").read_text("utf-8")
+    code = page.partition("```python\n")[2].partition("```")[0]
+    monkeypatch.setenv("KVAD_SESSION_DIR", str(tmp_path))
     assert code.count('"runs/demo"') == 2
     ran = subprocess.run(
         [sys.executable, "-c", code.replace('"runs/demo"', repr(str(model)))],
@@ -197,7 +197,7 @@ def test_the_page_on_sessions_does_what_it_says(model, tmp_path, monkeypatch, ca
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert (
-        " tokens were not computed again" in ran.stdout
+        " tokens were not recomputed" in ran.stdout
         and "\n0 tokens" not in ran.stdout
         and (tmp_path / "notes.session").exists()
     )

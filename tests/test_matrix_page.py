@@ -27,7 +27,7 @@ from tests.matrix import cells, lives, lives_page, page
 
 RESULTS = json.loads(page.RESULTS.read_text("utf-8"))
 TABLES = ("product", "layouts", "endless", "lives", "shards")
-HINT = f"write it anew: {page.AGAIN}"
+HINT = f"write it again: {page.AGAIN}"
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def test_every_encoding_and_topology_is_a_column() -> None:
         typing.get_type_hints(cfg.EmbeddingConfig)["position"],
     )
     kinds = {kind.kind for hint in hints for kind in typing.get_args(hint) if hasattr(kind, "kind")}
-    assert kinds == {*cells.ENCODINGS, "own"} - {"none"}
+    assert kinds == {*cells.ENCODINGS, "custom"} - {"none"}
     assert {cells.config_of(each, "rope").kind for each in cells.TOPOLOGIES} == set(cells.TOPOLOGIES)
     assert set(SIZED) == set(POLICIES)
 
@@ -115,9 +115,9 @@ def test_some_cells_asked_again(table: str, cell: tuple[str, ...]) -> None:
 
 
 def test_what_went_that_way_and_what_did_not() -> None:
-    """Where nothing is refused, something really left and came back; but for rows that spill, which are not parked."""
+    """Where nothing is refused, something really left and came back; but rows under offload are not parked."""
     stayed = {cell for cell, said in RESULTS["lives"].items() if said.get("moved") == 0}
-    assert all("| spilled |" in cell and "parked" in cell for cell in stayed)
+    assert all("| offload |" in cell and "parked" in cell for cell in stayed)
     assert len(stayed) < 20 < sum("moved" in said for said in RESULTS["lives"].values())
 
 
@@ -160,7 +160,9 @@ def test_a_session_that_comes_back_wrong_is_measured_as_broken(way: str, monkeyp
 
 @pytest.mark.parametrize("way", ["prefix from RAM", "prefix from disk"])
 def test_a_prefix_that_comes_back_wrong_is_measured_as_broken(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "carry_in", lambda _memory, host, loads: [host.take(number) for number, _ in loads])
+    monkeypatch.setattr(
+        kv_cache, "copy_blocks_in", lambda _memory, host, loads: [host.take(number) for number, _ in loads]
+    )
     assert lives.ask(("decoder", "rope", "full", "float64", way))["structure"] > cells.EXACT
 
 
@@ -215,7 +217,7 @@ def test_the_lines_of_a_bench_become_a_table(tmp_path) -> None:
         "digest": "d",
         "commit": "c",
         "machine": "here",
-        "options": {"cut": "once"},
+        "options": {"evict_after": "prompt"},
         "length": 64,
     }
     task = {"measure": "single", "tasks": 8}
@@ -223,7 +225,7 @@ def test_the_lines_of_a_bench_become_a_table(tmp_path) -> None:
     lines = [
         {**same, **task, "cache": "full", "ratio": 0.0, "depth": 0.0, "recall": 1.0},
         {**same, **task, "cache": "full", "ratio": 0.0, "depth": 0.0, "recall": 0.5, "length": 128},
-        {**same, **half, "measure": "text", "price": 1.25, "kl": 0.03},
+        {**same, **half, "measure": "text", "perplexity_ratio": 1.25, "kl": 0.03},
         {**same, **half, **task, "depth": 0.5, "recall": 0.75},
         {**same, **half, **task, "depth": 0.0, "recall": 0.25},
     ]
@@ -232,4 +234,4 @@ def test_the_lines_of_a_bench_become_a_table(tmp_path) -> None:
     text = page.page({**RESULTS, "quality": page.quality(path)})
     assert "| `full` | 0.0% | - | - | 1.00 | - | - |" in text
     assert "| `snapkv` | 50.0% | 3.0e-02 | 1.250 | 0.50 | - | - |" in text
-    assert "Of `m` at c, asked after the cut, cut once" in text
+    assert "Of `m` at c, asked after eviction, evicted after each prompt" in text

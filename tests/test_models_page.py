@@ -1,6 +1,6 @@
-"""``docs/models.md`` is what ``scripts/models`` writes, of every family and of every golden; its results are not old.
+"""``docs/models.md`` is up to date: it equals the output of ``scripts/models`` and has every family and golden.
 
-If a family was added, or a golden: ``scripts/models --run`` asks the tests again and writes both files.
+After adding a family or a golden, ``scripts/models --run`` runs the tests and writes both files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvad.checkpoint.families import FAMILIES, UNSUPPORTED
 from tests.oracle import checkpoint, page
 
 RESULTS = json.loads(page.RESULTS.read_text("utf-8"))
-HINT = f"write it anew: {page.AGAIN}"
+HINT = f"write it again: {page.AGAIN}"
 
 
 def rows(text: str, heading: str) -> list[list[str]]:
@@ -44,7 +44,7 @@ def test_every_family_has_a_row() -> None:
 
 
 def test_every_refused_model_type_is_there() -> None:
-    refused = page.PAGE.read_text("utf-8").split("## What is refused", 1)[1]
+    refused = page.PAGE.read_text("utf-8").split("## Refused models and options", 1)[1]
     assert all(f"- `{model_type}`: " in refused for model_type in UNSUPPORTED), HINT
 
 
@@ -80,7 +80,7 @@ def test_a_failure_stands_in_its_row() -> None:
 def test_what_was_not_asked_is_not_claimed() -> None:
     without = {case: each for case, each in RESULTS.items() if case != "gptj"}
     cells = next(row for row in rows(page.page(without), "Families") if row[0] == "`gptj`")
-    assert cells[5:] == ["not asked", "not asked", "-", "-", "-"]
+    assert cells[5:] == ["not run", "not run", "-", "-", "-"]
     half = copy.deepcopy(RESULTS)
     del half["gptj"]["5"]["written"]
     cells = next(row for row in rows(page.page(half), "Families") if row[0] == "`gptj`")
@@ -89,7 +89,7 @@ def test_what_was_not_asked_is_not_claimed() -> None:
 
 def test_a_family_without_an_oracle_says_so() -> None:
     cells = next(row for row in rows(page.PAGE.read_text("utf-8"), "Families") if row[0] == "`nomic_bert`")
-    assert cells[5] == "no oracle" and re.fullmatch(r"\de-\d\d", cells[6])
+    assert cells[5] == "no reference" and re.fullmatch(r"\de-\d\d", cells[6])
 
 
 def test_reports_of_pytest_are_read() -> None:

@@ -1,4 +1,4 @@
-"""``docs/notes.md`` is a table that can be wrong: every pointer of it is resolved here, every section must have a row.
+"""``dev/notes.md`` is a table that can be wrong: every pointer of it is resolved here, every section must have a row.
 
 The five notes are not part of this project; ``HEADINGS`` is a transcript of their section headings (notes 001, 002 and
 003 number nothing, or begin again at 1, so the codes are ours).  A section is covered by a row of its own code or of
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "notes.md"
+PAGE = ROOT / "dev" / "notes.md"
 COMMANDS = "kvad/cli/main.py"
 VERDICT = re.compile(
     r"(?:holds|corrected|measured otherwise)(?:: |$)"
@@ -179,11 +179,15 @@ def defined(path: Path) -> frozenset[str]:
 
 @cache
 def commands() -> frozenset[str]:
-    """The words that may follow ``kvad``: the keys of the command line's table, read without importing it."""
-    for node in ast.parse((ROOT / COMMANDS).read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "COMMANDS" and node.value is not None:
-            return frozenset(ast.literal_eval(node.value))
-    raise AssertionError(f"{COMMANDS} has no COMMANDS")
+    """The words that may follow ``kvad``: the keys of the command line's tables, read without importing it."""
+    tables = {
+        ast.unparse(node.target): node.value
+        for node in ast.parse((ROOT / COMMANDS).read_text(encoding="utf-8")).body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)
+    }
+    groups = [group for group in tables["GROUPS"].values if isinstance(group, ast.Dict)]
+    keys = [key for table in (tables["COMMANDS"], *groups) for key in table.keys]
+    return frozenset(key.value for key in keys if isinstance(key, ast.Constant))
 
 
 def problem(pointer: str) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -214,15 +215,19 @@ def test_without_copy_on_write_the_oracle_objects(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("scenario", ["ragged", "chunked", "preempted"])
 def test_a_scale_of_a_whole_step_is_heard(monkeypatch: pytest.MonkeyPatch, scenario: str) -> None:
     """Tokens written together must not share a scale: then what is stored would depend on chunks and neighbours."""
-    from kvad.cache.device import tensors
-    from kvad.ops.quantize import get_codec
+    from kvad.cache.device.tensors import LayerTensor
 
     def together(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         scale = (x.abs().amax() / 127).float().expand(*x.shape[:-1], 1)
         return (x / scale).round().to(torch.int8), scale
 
-    real = get_codec
-    monkeypatch.setattr(tensors, "find_codec", lambda name, device: real(name, device)._replace(encode=together))
+    real = LayerTensor.__init__
+
+    def init(self: LayerTensor, *args: Any, **options: Any) -> None:  # the reference keeps its own codec
+        real(self, *args, **options)
+        self._encode = together
+
+    monkeypatch.setattr(LayerTensor, "__init__", init)
     assert not measure(exact_case(dtype="int8", scenario=scenario)) <= 1e-6
 
 
@@ -244,7 +249,7 @@ def test_a_lost_position_is_heard(monkeypatch: pytest.MonkeyPatch, heads: str) -
         marks = real(column, table)
         return torch.where(marks == 2, -1, marks)
 
-    monkeypatch.setattr(views, "read_column", shifted)
+    monkeypatch.setattr(views, "gather_metadata", shifted)
     assert not measure(exact_case(heads=heads)) <= 1e-3
 
 

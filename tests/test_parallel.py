@@ -56,13 +56,16 @@ def of_beside(result: Result) -> str | None:
     """Rows that were parked, and blocks that tiers kept, are as they were; what one rank could not do is refused."""
     fine = result["parked"] and result["kept"] and result["stored"] and result["said"] > 30
     fine = fine and min(result[name] for name in BESIDE) > 0 and not result["torn"]
-    refused = "park_dir: 2 ranks" in result["park_dir"] and "on_full=spill: not on a mesh" in result["spill"]
+    refused = (
+        "swap_dir: unavailable with 2 ranks" in result["swap_dir"]
+        and "cache.overflow: must not be offload on a mesh" in result["offload"]
+    )
     return None if fine and refused and "weights" in result["unknown"] else f"{result}"
 
 
 def of_deserted(result: Result) -> str | None:
-    said = "rank 0 of a mesh of 2x1: another rank does not answer" in result["message"]
-    fine = said and "start them anew" in result["message"] and "does not answer" in (result["error_of_row"] or "")
+    said = "rank 0 of a mesh of 2x1: another rank does not respond" in result["message"]
+    fine = said and "start them again" in result["message"] and "does not respond" in (result["error_of_row"] or "")
     return None if fine else f"{result}"
 
 
@@ -115,7 +118,11 @@ def test_an_objection_is_raised() -> None:
         assert objection(trip, went | change) is not None, change
     near = Case("a", "2x1", None, None, run=beside)  # type: ignore[arg-type]
     well = dict.fromkeys(("parked", "kept", "stored"), True) | dict.fromkeys(BESIDE, 3)
-    told = {"park_dir": "park_dir: 2 ranks", "spill": "on_full=spill: not on a mesh", "unknown": "weights: ..."}
+    told = {
+        "swap_dir": "swap_dir: unavailable with 2 ranks",
+        "offload": "cache.overflow: must not be offload on a mesh",
+        "unknown": "weights: ...",
+    }
     well |= {"said": 40, "torn": False, **told}
     assert objection(near, well) is None
     for name, value in well.items():

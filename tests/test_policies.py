@@ -26,7 +26,14 @@ from tests.models import NORMS, POSITIONS, VOCAB, build, model_config, pair_conf
 from tests.pairwise import Case, full, pairwise
 from tests.test_oracle import HEADS, SCENARIOS, case_id, happened, streams_of, with_sources
 
-KEPT = ("window(7)", "sinks(3, 9)", "truncate(12)", "sinks(5, 1)", "0: full; sinks(2, 6)", "window(16) + truncate(8)")
+KEPT = (
+    "window(7)",
+    "sinks(3, 9)",
+    "block-window(12)",
+    "sinks(5, 1)",
+    "0: full; sinks(2, 6)",
+    "window(16) + block-window(8)",
+)
 AXES = {
     "layout": ("paged", "contiguous"),
     "policy": KEPT,
@@ -46,15 +53,15 @@ def cache_of(case: Case, **change: object) -> CacheConfig:
         "layout": case["layout"],
         "dtype": "float64",
         "block_size": 4,
-        "rows": 2 if tight and not paged else 4,
-        "capacity": 96,
-        "chunk": 5 if scenario in ("chunked", "mixed") else 32,
-        "blocks": 13
+        "max_num_seqs": 2 if tight and not paged else 4,
+        "max_seq_len": 96,
+        "prefill_chunk_size": 5 if scenario in ("chunked", "mixed") else 32,
+        "num_blocks": 13
         if tight and paged and case["policy"].startswith("0: full") and case["heads"] != "window"
         else None,
-        "source_capacity": 60,
+        "max_source_len": 60,
         "policy": case["policy"],
-        "rotate": case["rotate"],
+        "rope_at": case["rotate"],
     }
     return CacheConfig(**(fields | change))  # type: ignore[arg-type]
 
@@ -114,7 +121,7 @@ def test_the_mask_is_not_the_full_one() -> None:
 def test_blocks_go_back_as_they_are_passed() -> None:
     """A row of 60 tokens under sinks(3, 9) with chunks of 5 holds a block of sinks and the window's."""
     model = build(model_config("rope", "pre", "gqa"))
-    cache = cache_of(plain(), rows=1, chunk=5)
+    cache = cache_of(plain(), max_num_seqs=1, prefill_chunk_size=5)
     run, most = drive_watching(model, cache, [Stream(text(30), [text(30)])])
     assert run.logits and most <= 1 + -(-(9 + 5 - 1) // 4) + 1
     assert most <= sum(group.num_usable_blocks for group in made(model, cache))
@@ -267,12 +274,12 @@ def test_kept_positions_would_say_something_else() -> None:
         ("sinusoidal", "window(20)", "sinusoidal positions are part of every key"),
         ("rope", "full", "layer 0 keeps all tokens"),
         ("rope", "1: full; window(8)", "layer 1 keeps all tokens"),
-        ("rope", "sinks(4, 100)", "104 tokens kept, the model knows distances up to 96"),
-        ("rope", "truncate(3)", "a block of 4 tokens leaves at once"),
+        ("rope", "sinks(4, 100)", "must have at most 96 tokens, got 104"),
+        ("rope", "block-window(3)", "size must be at least the block size 4"),
         (
             "rope-dynamic",
-            "hierarchy(8, packed=0, every=8, summaries=8, ratio=4)",
-            "dynamic scaling gives each row frequencies",
+            "tiered(8, quantized=0, interval=8, summaries=8, ratio=4)",
+            "dynamic scaling gives each sequence other frequencies",
         ),
         ("rope", "tova(8)", "layer 0 keeps all tokens"),
     ],
@@ -287,18 +294,18 @@ def test_an_end_that_cannot_be_lifted_is_refused_by_name(position: str, policy: 
 
 
 RANKED = (
-    "heavy-hitters(12, every=8)",
-    "heavy-hitters(12, every=4, recent=2, sinks=2)",
-    "snapkv(12, every=8, window=4, kernel=3)",
-    "tova(12, every=8)",
-    "norm(12, every=8, recent=3)",
-    "random(12, every=4)",
-    "0: full; tova(10, every=4)",
-    "hierarchy(8, every=8, keys=int8, values=int4)",
-    "hierarchy(8, every=8, keys=int4-channel, values=int4)",
-    "hierarchy(8, packed=16, every=8, summaries=8, ratio=4)",
-    "hierarchy(8, packed=0, every=8, summaries=8, ratio=2, sinks=4)",
-    "0: full; hierarchy(8, packed=8, every=4, summaries=4, ratio=2)",
+    "heavy-hitters(12, interval=8)",
+    "heavy-hitters(12, interval=4, recent=2, num_sinks=2)",
+    "snapkv(12, interval=8, window=4, kernel=3)",
+    "tova(12, interval=8)",
+    "key-norm(12, interval=8, recent=3)",
+    "random(12, interval=4)",
+    "0: full; tova(10, interval=4)",
+    "tiered(8, interval=8, key_format=int8, value_format=int4)",
+    "tiered(8, interval=8, key_format=int4-channel, value_format=int4)",
+    "tiered(8, quantized=16, interval=8, summaries=8, ratio=4)",
+    "tiered(8, quantized=0, interval=8, summaries=8, ratio=2, num_sinks=4)",
+    "0: full; tiered(8, quantized=8, interval=4, summaries=4, ratio=2)",
     "quest(12)",
 )
 LOSSY = {
@@ -316,7 +323,7 @@ LOSSY = {
 def possible(case: Case) -> Case:
     """The nearest case that is not refused by name."""
     policy, change = case["policy"], dict[str, str]()
-    if "hierarchy" in policy or "quest" in policy:
+    if "tiered" in policy or "quest" in policy:
         change["layout"] = "paged"
     if "quest" in policy:
         change["rotate"] = "write"
@@ -336,7 +343,9 @@ def company(case: Case) -> float:
     for number, stream in enumerate(streams):
         for sample, tokens in enumerate(stream.continuations[:2]):
             alone = Stream(stream.prompt, [tokens], source=stream.source)
-            solo = drive(model, cache_of(case, rows=1, chunk=7, blocks=None), [alone], poison=False)
+            solo = drive(
+                model, cache_of(case, max_num_seqs=1, prefill_chunk_size=7, num_blocks=None), [alone], poison=False
+            )
             largest = max(largest, apart(solo, run, number, sample))
     return largest
 
@@ -363,7 +372,7 @@ def test_a_stream_under_a_lossy_policy_is_its_own_in_the_full_product(position: 
     assert not wrong
 
 
-PARKED = ("0: full; heavy-hitters(10, every=4)", "0: full; hierarchy(8, packed=8, every=4, summaries=4, ratio=2)")
+PARKED = ("0: full; heavy-hitters(10, interval=4)", "0: full; tiered(8, quantized=8, interval=4, summaries=4, ratio=2)")
 
 
 @pytest.mark.parametrize("policy", PARKED)
@@ -371,11 +380,11 @@ def test_a_preempted_row_is_parked_and_woken(policy: str) -> None:
     """Not computed again: what it kept is a matter of what it saw."""
     model = build(model_config("rope", "pre", "gqa"))
     streams = [Stream(text(30), [text(20, 1)]), Stream(text(3, 2), [text(40, 3)]), Stream(text(40, 4), [text(20, 5)])]
-    cache = cache_of(plain(policy=policy), rows=3, blocks=23, chunk=16)
+    cache = cache_of(plain(policy=policy), max_num_seqs=3, num_blocks=23, prefill_chunk_size=16)
     run = drive(model, cache, streams)
     assert run.preemptions > 0
     for number, stream in enumerate(streams):
-        alone = drive(model, cache_of(plain(policy=policy), rows=1), [stream])
+        alone = drive(model, cache_of(plain(policy=policy), max_num_seqs=1), [stream])
         assert apart(alone, run, number, 0) <= EXACT
 
 
@@ -415,8 +424,8 @@ def test_a_late_sample_without_emptied_blocks_is_heard(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("position", ["rope-dynamic", "rope-longrope"])
 def test_summaries_of_keys_whose_turns_depend_on_a_limit_are_refused_by_name(position: str) -> None:
-    model, policy = build(model_config(position, "pre", "gqa")), "hierarchy(8, packed=0, every=8, summaries=8)"
-    with pytest.raises(ConfigError, match=r"gives each row frequencies of its own.*cache\.rotate='read'"):
+    model, policy = build(model_config(position, "pre", "gqa")), "tiered(8, quantized=0, interval=8, summaries=8)"
+    with pytest.raises(ConfigError, match=r"gives each sequence other frequencies.*cache\.rope_at='read'"):
         drive(model, CacheConfig(block_size=8, max_num_seqs=1, max_seq_len=96, policy=policy), [])
 
 
@@ -424,7 +433,7 @@ def test_summaries_of_keys_whose_turns_depend_on_a_limit_are_refused_by_name(pos
 def test_keys_of_a_row_s_own_frequencies_are_summarised_unrotated_or_not_at_all(position: str) -> None:
     """Found by ``kvad verify --policy``: they could not be turned back, and a step died of it."""
     case = plain(policy=RANKED[9], position=position)
-    with pytest.raises(ConfigError, match="turned back to be summarised"):
+    with pytest.raises(ConfigError, match="rotated back to be summarized"):
         company(case)
     assert company(case | {"rotate": "read"}) <= EXACT
 
@@ -433,7 +442,7 @@ def test_packing_in_full_precision_changes_nothing() -> None:
     """Levels that lose nothing are exact, for every encoding, whichever the way of rotating."""
     for position in POSITIONS:
         for rotate in ("write", "read"):
-            policy = "hierarchy(8, every=8, keys=float64, values=float64, sinks=4)"
+            policy = "tiered(8, interval=8, key_format=float64, value_format=float64, num_sinks=4)"
             case = plain(policy=policy, position=position, rotate=rotate)
             model, streams = build(model_config(position, "pre", "gqa")), streams_of("ragged", random.Random(1))
             assert worst(model, streams, drive(model, cache_of(case), streams)) <= EXACT, (position, rotate)
@@ -442,9 +451,9 @@ def test_packing_in_full_precision_changes_nothing() -> None:
 def test_a_summary_of_equal_tokens_is_exact_without_positions() -> None:
     """ratio equal keys and values, log(ratio) more: the same attention, to the bit of float64's rounding."""
     model = build(model_config("none", "pre", "gqa", layers=1))
-    policy = "hierarchy(8, packed=0, every=8, summaries=32, ratio=4)"
+    policy = "tiered(8, quantized=0, interval=8, summaries=32, ratio=4)"
     streams = [Stream([5] * 24 + [7] * 16, [[9] * 12])]
-    run = drive(model, cache_of(plain(policy=policy, position="none"), rows=1), streams)
+    run = drive(model, cache_of(plain(policy=policy, position="none"), max_num_seqs=1), streams)
     assert worst(model, streams, run) <= EXACT
 
 

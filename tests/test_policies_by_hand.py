@@ -111,14 +111,14 @@ class Hitters(ByHand):
         kept = [*safe, *others[: BUDGET - len(safe)]]
         return sorted(kept, key=lambda item: item.place)
 
-    policy = f"heavy-hitters({BUDGET}, every={EVERY}, recent={RECENT}, sinks={SINKS})"
+    policy = f"heavy-hitters({BUDGET}, interval={EVERY}, recent={RECENT}, num_sinks={SINKS})"
 
 
 class Summed(ByHand):
     """Every 8 tokens, what lies before the last 8 is summed up by fours, but for the first 4; at most 16 summaries, in
     whole blocks of 4."""
 
-    policy = "hierarchy(8, packed=0, every=8, summaries=16, ratio=4, sinks=4)"
+    policy = "tiered(8, quantized=0, interval=8, summaries=16, ratio=4, num_sinks=4)"
 
     def edited(self, items: list[Item], now: int) -> list[Item]:
         if now % 8:
@@ -173,8 +173,8 @@ def wrong_by(kind: type[ByHand], position: str, rotate: str, chunk: int, monkeyp
         policy=kind.policy,  # type: ignore[attr-defined]
         rope_at=rotate,  # type: ignore[arg-type]
     )
-    exact = {"exact": True}
-    monkeypatch.setattr("kvad.engine.engine.Memory", lambda groups, **given: KVCache(groups, **(given | exact)))
+    exact = {"exact_rope": True}
+    monkeypatch.setattr("kvad.engine.engine.KVCache", lambda groups, **given: KVCache(groups, **(given | exact)))
     run = drive(model, cache, [STREAM])
     got = run.logits[0, 0]
     assert len(got) == 50
@@ -191,7 +191,7 @@ def test_a_model_is_what_it_is_by_hand(
 
 def test_a_summary_of_rotated_keys_would_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulation is no echo: a mean of keys as they are stored, or one put elsewhere, is heard."""
-    monkeypatch.setattr("kvad.cache.device.demotion.rotate_blocks", lambda keys, positions, rotary, factor: keys)
+    monkeypatch.setattr("kvad.ops.rotary.rotate_blocks", lambda keys, positions, rotary, factor: keys)
     assert wrong_by(Summed, "rope", "write", 64, monkeypatch) > 1e-3
 
 
@@ -240,7 +240,7 @@ def by_definition(policy: str, memory: ByHand, layer: int, head: int) -> list[in
     elif name == "tova":  # Oren et al.: the last query, over all heads of the layer
         ranks = [sum(weights_of(memory, layer, each)[-1][key] for each in range(KV_HEADS)) for key in range(LENGTH)]
         always = {LENGTH - 1}
-    elif name == "norm":  # Devoto et al.: short keys
+    elif name == "key-norm":  # Devoto et al.: short keys
         ranks = [-float(key.norm()) for key in memory.keys[layer, head]]
     order = sorted(range(LENGTH), key=lambda key: (key not in always, -ranks[key]))
     return sorted(order[:10])
@@ -251,10 +251,10 @@ def by_definition(policy: str, memory: ByHand, layer: int, head: int) -> list[in
 @pytest.mark.parametrize(
     "policy",
     [
-        "heavy-hitters(10, every=24)",
-        "snapkv(10, every=24, window=4, kernel=3)",
-        "tova(10, every=24)",
-        "norm(10, every=24, recent=0)",
+        "heavy-hitters(10, interval=24)",
+        "snapkv(10, interval=24, window=4, kernel=3)",
+        "tova(10, interval=24)",
+        "key-norm(10, interval=24, recent=0)",
     ],
 )
 def test_the_first_cut_of_a_run_leaves_what_the_definition_says(policy: str, position: str, chunk: int) -> None:
@@ -273,7 +273,7 @@ def test_the_first_cut_of_a_run_leaves_what_the_definition_says(policy: str, pos
     engine.add_request(tokens, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
     while engine.kv_cache_manager.stats().used[0] == 0 or engine.kv_cache_manager.seq_len(0) <= LENGTH:
         engine.step()
-    seat = engine.kv_cache_manager._max_num_seqs[0]
+    seat = engine.kv_cache_manager._sequences[0]
     assert seat is not None
     blocks = seat.groups[0].blocks
     for layer in range(2):

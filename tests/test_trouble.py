@@ -43,12 +43,12 @@ def test_a_step_that_raises_ends_its_rows_and_nothing_else(
         if where == "model":
             monkeypatch.setattr(llm.engine.runner, "execute", raise_once)
         else:
-            monkeypatch.setattr(sampler, "sample", raise_once)
+            monkeypatch.setattr(sampler, "sample_tokens", raise_once)
         with pytest.raises(failure):
             llm.generate([1, 2, 3], **OPTIONS)
     assert llm.generate([1, 2, 3], **OPTIONS).tokens == expected
     llm.engine.scheduler.check()
-    assert llm.engine.idle and not llm._desk._mail
+    assert llm.engine.idle and not llm._client._chunk_queues
 
 
 def test_a_neighbour_of_a_failed_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,9 +121,9 @@ def test_a_refused_request_leaves_nothing_behind() -> None:
     for options in (
         {"stop": "ab"},
         {"stop": ("",)},
-        {"stop_tokens": 5},
-        {"stop_tokens": ("a",)},
-        {"bad_words": (5,)},
+        {"stop_token_ids": 5},
+        {"stop_token_ids": ("a",)},
+        {"bad_words_ids": (5,)},
         {"logit_bias": [1]},
     ):
         with pytest.raises(RequestError):
@@ -131,7 +131,7 @@ def test_a_refused_request_leaves_nothing_behind() -> None:
     for prompt in ([1.7, 2], [[1.5]]):
         with pytest.raises(RequestError, match="token ids"):
             llm.generate(prompt, max_tokens=4)
-    assert llm.engine.idle and not llm._desk._mail
+    assert llm.engine.idle and not llm._client._chunk_queues
 
 
 def test_tensors_and_arrays_are_token_ids() -> None:
@@ -147,7 +147,7 @@ def test_a_stop_token_is_no_text_and_min_tokens_holds_for_stop_strings() -> None
     whole = llm.generate("abc", temperature=0, max_tokens=20, ignore_eos=True)
     middle = whole.tokens[4]
     first = whole.tokens.index(middle)
-    stopped = llm.generate("abc", temperature=0, max_tokens=20, stop_tokens=(middle,), ignore_eos=True)
+    stopped = llm.generate("abc", temperature=0, max_tokens=20, stop_token_ids=(middle,), ignore_eos=True)
     assert stopped.tokens == whole.tokens[: first + 1] and stopped.finish_reason == "stop"
     assert stopped.text == letters.decode(whole.tokens[:first])
     text = llm.generate("abc", temperature=0, max_tokens=20, min_tokens=9, stop=(whole.text[0],), ignore_eos=True)

@@ -33,9 +33,9 @@ def pair(generation: GenerationConfig = GENERATION) -> LLM:
 def test_a_source_that_is_kept_and_one_that_is_answered_wait_together() -> None:
     llm = pair()
     engine, options = llm.engine, SamplingParams(max_tokens=5, temperature=0)
-    one = engine.add_request([1], options, source=[3, 4, 5])
+    one = engine.add_request([1], options, encoder_token_ids=[3, 4, 5])
     engine.add_encoder_request([4, 5, 6], "mean")
-    two = engine.add_request([1], options, source=[6, 5])
+    two = engine.add_request([1], options, encoder_token_ids=[6, 5])
     tokens: dict[int, list[int]] = {one: [], two: []}
     while not engine.idle:
         for piece in engine.step():
@@ -50,7 +50,7 @@ def test_a_source_that_is_kept_and_one_that_is_answered_wait_together() -> None:
 def test_beams_with_nothing_to_search_end_at_once(n: int) -> None:
     """max_tokens 0, or a prompt that is as long as rows may be."""
     for llm, prompt, most in ((decoder(), [1, 2], 0), (decoder(), [1] * 96, None)):
-        done = llm.generate(prompt, beams=3, n=n, max_tokens=most)
+        done = llm.generate(prompt, num_beams=3, n=n, max_tokens=most)
         assert [(each.token_ids, each.finish_reason) for each in done.choices] == [((), "length")] * n
         llm.engine.scheduler.check()
         assert llm.engine.idle
@@ -115,23 +115,23 @@ def test_where_too_few_beams_end_the_living_stand_in_with_their_last_token() -> 
     """patience 0.25 of 4 beams: the first ending ends the search, before any beam has been forked."""
     stops = tuple(range(0, 60, 3))
     done = pair().generate(
-        [3, 4, 5], beams=4, n=4, patience=0.25, early_stopping=True, max_tokens=20, stop_tokens=stops
+        [3, 4, 5], num_beams=4, n=4, patience=0.25, early_stopping=True, max_tokens=20, stop_token_ids=stops
     )
     assert len({each.token_ids for each in done.choices}) == 4
     for each in done.choices:
-        scored = pair().score([1, *each.token_ids], source=[3, 4, 5]).logprobs[1:]
+        scored = pair().score([1, *each.token_ids], encoder_input=[3, 4, 5]).logprobs[1:]
         assert each.cumulative_logprob == pytest.approx(
             sum(one or 0.0 for one in scored) / len(each.token_ids), abs=1e-4
         )
 
 
 def test_targets_of_one_source_read_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = [pair().score(target, source=[3, 4, 5]) for target in ([1, 6, 7], [1, 8])]
+    alone = [pair().score(target, encoder_input=[3, 4, 5]) for target in ([1, 6, 7], [1, 8])]
     read, source = list[list[int]](), PromptEncoder.encode_source
     monkeypatch.setattr(
         PromptEncoder, "encode_source", lambda self, text, language: read.append(text) or source(self, text, language)
     )
-    together = pair().score([[1, 6, 7], [1, 8]], source=[3, 4, 5])
+    together = pair().score([[1, 6, 7], [1, 8]], encoder_input=[3, 4, 5])
     assert read == [[3, 4, 5]] and [each.tokens for each in together] == [(1, 6, 7), (1, 8)]
     for one, other in zip(together, alone, strict=True):
         assert one.logprobs[1:] == pytest.approx(other.logprobs[1:])
@@ -140,7 +140,7 @@ def test_targets_of_one_source_read_it_once(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_is_asked_for_wins_over_the_checkpoint() -> None:
     llm = pair(replace(GENERATION, sampling={"min_tokens": 10, "temperature": 0.0}))
     assert len(llm.generate([3, 4], max_tokens=3).tokens) <= 3
-    with pytest.raises(RequestError, match="min_tokens 10 exceeds"):
+    with pytest.raises(RequestError, match="min_tokens: must be at most max_tokens"):
         llm.generate([3, 4], max_tokens=3, min_tokens=10)
 
 
@@ -148,7 +148,7 @@ def test_what_the_checkpoint_says_of_a_search_is_for_searches_only() -> None:
     llm = pair(replace(GENERATION, sampling={"length_penalty": 2.0, "temperature": 0.0}))
     assert len(llm.generate([3, 4], max_tokens=3).tokens) <= 3
     said, asked, other = (
-        llm.generate([3, 4], max_tokens=3, beams=2, **more).choices[0].cumulative_logprob
+        llm.generate([3, 4], max_tokens=3, num_beams=2, **more).choices[0].cumulative_logprob
         for more in ({}, {"length_penalty": 2.0}, {"length_penalty": 1.0})
     )
     assert said == asked != other
@@ -156,33 +156,33 @@ def test_what_the_checkpoint_says_of_a_search_is_for_searches_only() -> None:
 
 def test_an_empty_prefix_is_none() -> None:
     llm = pair(replace(GENERATION, forced_bos_token_id=9))
-    assert llm.generate([3, 4], prefix="", max_tokens=3, temperature=0).tokens[0] == 9
+    assert llm.generate([3, 4], target_prefix="", max_tokens=3, temperature=0).tokens[0] == 9
 
 
 def test_what_would_not_be_heard_is_refused() -> None:
-    with pytest.raises(RequestError, match="length_penalty= is for a beam search"):
+    with pytest.raises(RequestError, match="length_penalty: requires num_beams above 1"):
         decoder().generate([1], max_tokens=2, length_penalty=2.0)
-    with pytest.raises(RequestError, match="early_stopping= is for a beam search"):
+    with pytest.raises(RequestError, match="early_stopping: requires num_beams above 1"):
         SamplingParams(early_stopping="never")
-    with pytest.raises(RequestError, match="language= and prefix= as ids"):
-        pair().generate([3, 4], prefix=[1, 5], language="de")
-    with pytest.raises(RequestError, match="language 'de': the source is ids"):
+    with pytest.raises(RequestError, match="language= and target_prefix= as ids"):
+        pair().generate([3, 4], target_prefix=[1, 5], language="de")
+    with pytest.raises(RequestError, match="language 'de': requires text, got token ids"):
         pair().generate([3, 4], source_language="de", max_tokens=2)
-    with pytest.raises(RequestError, match="no source"):
-        decoder().logits([1], source=[2])
+    with pytest.raises(RequestError, match="no encoder input"):
+        decoder().logits([1], encoder_input=[2])
     encoder = LLM(build(encoder_config()), None, CACHE)
-    with pytest.raises(RequestError, match=r"pool: 'men'.*mean"):
+    with pytest.raises(RequestError, match=r"pool: unknown mode 'men'.*mean"):
         encoder.embed([1, 2], pool="men")  # type: ignore[arg-type]
     assert encoder.embed([1, 2]).shape == (1, 24)
 
 
 @pytest.mark.parametrize("value", ["8", None, 1.5, True])
 def test_a_cache_of_no_whole_number_is_refused(value: object) -> None:
-    with pytest.raises(ConfigError, match="rows: expected a whole number"):
+    with pytest.raises(ConfigError, match="max_num_seqs: must be a whole number"):
         CacheConfig(max_num_seqs=value, max_seq_len=8)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("said", [{"eos_token_id": "x"}, {"eos_token_id": [[1]]}, {"bad_words_ids": 5.5}])
 def test_a_generation_config_of_other_things_than_ids_is_refused(said: dict[str, object]) -> None:
-    with pytest.raises(CheckpointError, match=f"{next(iter(said))}: expected token ids"):
+    with pytest.raises(CheckpointError, match=f"{next(iter(said))}: must be token ids"):
         read_generation_config({}, said)

@@ -26,7 +26,7 @@ NORM = cfg.NormConfig("layer", bias=True)
 
 
 def attention(**changes: Any) -> cfg.AttentionConfig:
-    return cfg.AttentionConfig(6, **{"position": None, "bias": True, "out_bias": True, **changes})
+    return cfg.AttentionConfig(6, **{"position": None, "qkv_bias": True, "out_bias": True, **changes})
 
 
 def configs() -> dict[str, ModelConfig]:
@@ -39,7 +39,7 @@ def configs() -> dict[str, ModelConfig]:
     bart = cfg.LayerConfig(attention(), cfg.PlainMLPConfig(52, bias=True), NORM, cross)
     head = cfg.LanguageHeadConfig(bias=True, transform=cfg.HeadTransformConfig("gelu", True, bert.norm))
     embed = cfg.EmbeddingConfig(cfg.LearnedPositionsConfig(66, offset=2), 1.0, NORM)
-    post = {"norm_place": "post", "final_norm": False}
+    post = {"norm_position": "post", "final_norm": False}
     return {
         "decoder": ModelConfig(36, 300, 64, cfg.StackConfig(2, {"L": llama})),
         "encoder": ModelConfig(

@@ -1,4 +1,4 @@
-"""kvad.benchmarks"""
+"""Benchmarks: cache speed, cache quality, needle tasks, streaming perplexity."""
 
 from __future__ import annotations
 

@@ -1,20 +1,16 @@
-"""What a cache costs in quality: perplexity and KL against budget, and how much is found again.
+"""Quality of a cache: perplexity and KL divergence against budget, and needle recall.
 
-Everything runs through the real engine, with the cache that is judged; the judge is the model without any cache
-(:class:`~kvad.model.no_cache.NoCache`).  Three measures:
+Everything runs through the real engine with the tested cache; the reference is the model without any cache
+(:class:`~kvad.model.no_cache.NoCache`). Three measures:
 
-*perplexity*: teacher-forced over rows of real text.  A row is read in chunks of ``chunk`` tokens, so a token sees what
-the cache has kept, and at most so many tokens of its own chunk.  *kl*: the mean over the same tokens of
-KL(model without a cache || model with this one), in nats.  *recall*: the share of tasks (``tasks.py``) whose answer
-comes out when the likeliest token is taken every time.
+*perplexity*: teacher-forced over rows of real text. A row is read in chunks of ``prefill_chunk_size`` tokens, so a
+token sees what the cache has retained, and the earlier tokens of its chunk. *kl*: the mean over the same tokens of
+KL(model without a cache || model with this one), in nats. *recall*: the share of tasks (``needle_tasks.py``) whose
+answer is generated greedily.
 
-A recall says something only where the full cache finds what was hidden: :data:`ENOUGH`.
-
-``kvad bench cache-quality``: every cache over every measure, a line of JSON as soon as it is known.
-
-The full cache comes first.  Where it does not find more than :data:`~kvad.benchmarks.cache_quality.MIN_FULL_RECALL` of what was hidden at a
-length, that length is not asked of the others and a note says so: it would say something about the model, not about a
-cache.  What was measured before, with the same weights and options, is read from the file and not measured again.
+``kvad bench cache-quality`` measures every cache, one line of JSON per result. The full cache is first. A recall is
+informative only if the full cache finds the needles: if it finds no more than :data:`MIN_FULL_RECALL` at a length, that
+length is skipped for the others and a note reports it. Results in the file with equal weights and options are reused.
 """
 
 from __future__ import annotations
@@ -45,19 +41,21 @@ from kvad.llm import LLM
 JITTER = 0.05  # of a task's depth, to each side
 MIN_FULL_RECALL = 0.95  # recall of the full cache below which a bench of recall says nothing
 QuestionPosition = Literal["after", "before"]
-EvictionTiming = Literal["often", "once"]
+EvictionTiming = Literal["chunk", "prompt"]
 
 
 @dataclass(frozen=True)
 class QualityOptions:
-    """``lengths`` and ``depths``: of the heat map's grid, ``tasks``: of each of its cells.  ``texts``: rows of text,
-    ``text_length`` tokens each.  ``rows``: at a time.
+    """Options of the bench.
 
-    ``asked``: only ``after`` the prompt was read and cut, token by token; or the prompt tells ``before`` what will be
-    asked then, so that a cache that looks at queries can know what it will be good for (kvpress' query-agnostic and
-    query-aware).  ``chunk``: tokens of a row in one step.  ``cut``: a policy that ranks cuts after every chunk, as it
-    must where memory is scarce, and holds up to a chunk more than its budget in between; or, of tasks, only ``once``,
-    right behind the prompt, as kvpress' do.
+    ``lengths`` and ``depths``: the heat map's grid; ``samples_per_cell``: tasks per cell; ``num_texts``: rows of text
+    of ``text_length`` tokens; ``max_num_seqs``: at a time.
+
+    ``question_position``: ``after`` the prompt was read and evicted, token by token; or in the prompt, ``before``, so a
+    cache that observes queries can use it (kvpress' query-agnostic and query-aware). ``prefill_chunk_size``: tokens of
+    a row in one step. ``evict_after``: a ranking policy evicts after every ``chunk``, as required if memory is scarce,
+    and holds up to a chunk more than its budget in between; or, in tasks, only once after the ``prompt``, as in
+    kvpress.
     """
 
     tasks: tuple[Kind, ...] = TASK_KINDS
@@ -67,7 +65,7 @@ class QualityOptions:
     num_texts: int = 8
     text_length: int = 512
     question_position: QuestionPosition = "after"
-    evict_after: EvictionTiming = "often"
+    evict_after: EvictionTiming = "chunk"
     max_num_seqs: int = 8
     prefill_chunk_size: int = 16
     seed: int = 0
@@ -75,7 +73,7 @@ class QualityOptions:
     def __post_init__(self) -> None:
         for name in ("samples_per_cell", "max_num_seqs", "prefill_chunk_size"):
             if getattr(self, name) < 1:
-                raise UsageError(f"{name}: must be at least 1, found {getattr(self, name)}")
+                raise UsageError(f"{name}: must be at least 1, got {getattr(self, name)}")
         if self.num_texts < 0 or self.text_length < 2:
             raise UsageError(f"texts {self.num_texts} of {self.text_length} tokens: none at least, of two at least")
         for kind in self.tasks:
@@ -87,8 +85,10 @@ class QualityOptions:
 
 @dataclass(frozen=True)
 class TextQuality:
-    """What a variant makes of the texts.  ``ratio``: perplexity over that without a cache; ``agree``: the share of
-    tokens whose likeliest successor is the same."""
+    """A variant's result on the texts.
+
+    ``ratio``: perplexity over that without a cache; ``agree``: share of tokens with the same greedy successor.
+    """
 
     perplexity: float
     reference: float
@@ -108,95 +108,95 @@ LogitHook = Callable[[SchedulerOutput, Tensor], None]
 
 
 class _LogitHookRunner(ModelRunner):
-    """The engine's runner, which shows the plan and its logits [N, V] to ``hear``."""
+    """The engine's runner, which passes each output and its logits [N, V] to ``hook``."""
 
-    hear: LogitHook
+    hook: LogitHook
 
-    def execute(self, plan: SchedulerOutput) -> Tensor:
-        logits = super().execute(plan)
-        self.hear(plan, logits)
+    def execute(self, output: SchedulerOutput) -> Tensor:
+        logits = super().execute(output)
+        self.hook(output, logits)
         return logits
 
 
-def attach_logit_hook(engine: Engine, hear: LogitHook) -> None:
-    """From now on ``hear`` is shown every step's plan and logits [N, V]."""
-    ear = _LogitHookRunner(engine.model, engine.kv_cache)
-    ear.hear = hear
-    engine.runner = ear
+def attach_logit_hook(engine: Engine, hook: LogitHook) -> None:
+    """Call ``hook`` with every step's output and logits [N, V] from now on."""
+    runner = _LogitHookRunner(engine.model, engine.kv_cache)
+    runner.hook = hook
+    engine.runner = runner
 
 
 def reference_logprobs(llm: LLM, tokens: Sequence[int]) -> Tensor:
-    """[T, V] log-probabilities in float32: what the model says without a cache."""
+    """Compute [T, V] log-probabilities in float32 without a cache."""
     return llm.logits(tokens).float().log_softmax(-1)
 
 
 @dataclass
 class _ScoreSums:
-    """Sums over the tokens that were scored."""
+    """Sums over the scored tokens."""
 
     own: float = 0.0
-    judge: float = 0.0
+    reference: float = 0.0
     kl: float = 0.0
     agree: int = 0
     tokens: int = 0
 
     def add(self, true: Tensor, have: Tensor, targets: Tensor) -> None:
-        """``true``, ``have`` [n, V] log-probabilities; ``targets`` [n]."""
+        """Add ``true``, ``have`` [n, V] log-probabilities; ``targets`` [n]."""
         at = targets.unsqueeze(-1)
         self.own -= float(have.gather(-1, at).double().sum())
-        self.judge -= float(true.gather(-1, at).double().sum())
+        self.reference -= float(true.gather(-1, at).double().sum())
         self.kl += float((true.exp() * (true - have)).sum(-1).clamp(min=0).double().sum())
         self.agree += int((true.argmax(-1) == have.argmax(-1)).sum())
         self.tokens += len(targets)
 
-    def told(self) -> TextQuality:
+    def result(self) -> TextQuality:
         count = self.tokens
-        own, judge = _exp(self.own / count), _exp(self.judge / count)
-        return TextQuality(own, judge, self.kl / count, self.agree / count, count)
+        own, reference = _exp(self.own / count), _exp(self.reference / count)
+        return TextQuality(own, reference, self.kl / count, self.agree / count, count)
 
 
 def _exp(x: float) -> float:
     try:
         return math.exp(x)
-    except OverflowError:  # a model that is sure of what is wrong
+    except OverflowError:  # a model that is certain of a wrong token
         return math.inf
 
 
 def measure_perplexity(
     llm: LLM, variant: Variant, texts: Sequence[Sequence[int]], chunk: int, tick: Callable[[], None] = lambda: None
 ) -> TextQuality:
-    """Perplexity and KL of a variant over rows of token ids, one row at a time."""
+    """Measure perplexity and KL divergence of a variant over rows of token ids, one row at a time."""
     tally = _ScoreSums()
     longest = max(map(len, texts))
     engine = build_engine(llm, variant, longest, rows=1, capacity=longest, chunk=chunk)
     try:
         for tokens in texts:
             true = reference_logprobs(llm, tokens)
-            attach_logit_hook(engine, _against(true, tokens, tally))
+            attach_logit_hook(engine, _scoring_hook(true, tokens, tally))
             _run(engine, [engine.add_request(tokens, SamplingParams(max_tokens=0, prompt_logprobs=0))])
             tick()
     finally:
         engine.close()
-    return tally.told()
+    return tally.result()
 
 
-def _against(true: Tensor, tokens: Sequence[int], tally: _ScoreSums) -> LogitHook:
-    """Tallies a row's logits as its chunks come, beside ``true`` [T, V]."""
+def _scoring_hook(true: Tensor, tokens: Sequence[int], tally: _ScoreSums) -> LogitHook:
+    """Build a hook that adds a row's logits, chunk by chunk, compared with ``true`` [T, V]."""
     ids = torch.tensor(tokens, device=true.device)
 
-    def hear(plan: SchedulerOutput, logits: Tensor) -> None:
-        (work,) = plan.scheduled
-        first = work.start + work.logit_offsets.start
-        last = min(first + len(work.logit_offsets), len(tokens) - 1)
+    def record(output: SchedulerOutput, logits: Tensor) -> None:
+        (scheduled,) = output.scheduled
+        first = scheduled.start + scheduled.logit_offsets.start
+        last = min(first + len(scheduled.logit_offsets), len(tokens) - 1)
         if last > first:
             have = F.log_softmax(logits[: last - first].float(), dim=-1)
             tally.add(true[first:last], have, ids[first + 1 : last + 1])
 
-    return hear
+    return record
 
 
 def _run(engine: Engine, requests: Sequence[int]) -> dict[int, list[int]]:
-    """The tokens that each request was answered with."""
+    """Run the engine; return the generated tokens of each request."""
     found: dict[int, list[int]] = {request: [] for request in requests}
     while not engine.idle:
         for piece in engine.step():
@@ -211,28 +211,37 @@ def _run(engine: Engine, requests: Sequence[int]) -> dict[int, list[int]]:
 
 
 def greedy_answers(engine: Engine, tasks: Sequence[NeedleTask]) -> list[list[int]]:
-    """What the engine answers to each task, greedily, ``task.room`` tokens each; all tasks are submitted at once."""
+    """Return the engine's greedy answers of ``task.answer_tokens`` tokens.
+
+    All tasks are submitted at once.
+    """
     requests = [_ask(engine, task) for task in tasks]
     found = _run(engine, requests)
     return [found[request][len(task.question) :] for request, task in zip(requests, tasks, strict=True)]
 
 
 def _ask(engine: Engine, task: NeedleTask) -> int:
-    """The question's tokens are generated, each the only one that is allowed in its place."""
-    every, asked = range(engine.model.config.vocab_size), len(task.prompt)
+    """Submit a task.
+
+    The question's tokens are generated, each the only one allowed at its index.
+    """
+    all_tokens, num_prompt_tokens = range(engine.model.config.vocab_size), len(task.prompt)
 
     def allowed(tokens: Sequence[int]) -> Sequence[int]:
-        place = len(tokens) - asked
-        return (task.question[place],) if place < len(task.question) else every
+        index = len(tokens) - num_prompt_tokens
+        return (task.question[index],) if index < len(task.question) else all_tokens
 
-    most = len(task.question) + task.answer_tokens
+    max_tokens = len(task.question) + task.answer_tokens
     return engine.add_request(
-        task.prompt, SamplingParams(max_tokens=most, temperature=0, ignore_eos=True, allowed_tokens_fn=allowed)
+        task.prompt, SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, allowed_tokens_fn=allowed)
     )
 
 
 def grid_cells(options: QualityOptions, kind: Kind) -> Iterator[tuple[int, float]]:
-    """(length, depth) of a kind's grid; a chain has one column: its links are spread over the haystack."""
+    """Yield (length, depth) of a kind's grid.
+
+    A chain has one column: its links are spread over the haystack.
+    """
     depths = options.depths if kind != "chain" else (0.0,)
     for length in options.lengths:
         for depth in depths:
@@ -241,8 +250,10 @@ def grid_cells(options: QualityOptions, kind: Kind) -> Iterator[tuple[int, float
 
 @dataclass(frozen=True)
 class NeedleCell:
-    """One cell: how much was found of what was hidden at ``depth`` of ``length`` tokens; ``budget``: what stayed of
-    the tokens that were read before the cache was cut for the last time."""
+    """Recall of one cell, at ``depth`` of ``length`` tokens.
+
+    ``budget``: retained tokens after the last eviction.
+    """
 
     kind: Kind
     length: int
@@ -261,17 +272,18 @@ def measure_cell(
     depth: float,
     options: QualityOptions,
 ) -> NeedleCell:
-    """One cell of one variant: ``options.tasks`` tasks, of a chain as many per depth; the same for every variant."""
+    """Measure one cell of one variant: the same tasks for every variant, of a chain as many per depth."""
     count = options.samples_per_cell * (
         len(options.depths) if kind == "chain" else 1
     )  # a chain's one column weighs as much
     seeds = range(options.seed * 1_000_003, options.seed * 1_000_003 + count)
-    how: dict[str, Any] = {"align": options.prefill_chunk_size, "told": options.question_position == "before"}
+    before = options.question_position == "before"
+    how: dict[str, Any] = {"align": options.prefill_chunk_size, "question_in_prompt": before}
     tasks = [make_task(kind, language, length, _near(depth, seed), seed, **how) for seed in seeds]
     shares = []
     for read in sorted({len(task.prompt) for task in tasks}):
         some = [task for task in tasks if len(task.prompt) == read]
-        every = read if options.evict_after == "once" else None
+        every = read if options.evict_after == "prompt" else None
         rows = min(options.max_num_seqs, len(some))
         engine = build_engine(
             llm, variant, read, rows=rows, capacity=length, chunk=options.prefill_chunk_size, every=every
@@ -285,20 +297,25 @@ def measure_cell(
 
 
 def _near(depth: float, seed: int) -> float:
-    """Somewhere around the depth: what a policy keeps may hang on one position, and a cell should not."""
+    """Draw a depth near ``depth``: retention may depend on one position, and a cell should not."""
     return min(1.0, max(0.0, depth + random.Random(seed).uniform(-JITTER, JITTER)))
 
 
 LINES_FILE = "cache-quality.jsonl"
 ResultLine = dict[str, Any]
-Progress = Callable[[str, int, int], None]  # (what, cells done, of so many)
+Progress = Callable[[str, int, int], None]  # (label, cells done, total)
 
 
 class ResultLines:
-    """Lines of one bench, kept in ``path`` as they come (None: in memory only)."""
+    """Lines of one bench, appended to ``path`` (None: in memory only)."""
 
     def __init__(self, path: Path | None, settings: Mapping[str, Any], *, overwrite: bool = False) -> None:
-        """Raises UsageError for a file of another model or other options, DataError for one that is no such file."""
+        """Read earlier lines.
+
+        Raises:
+            UsageError: For a file of another model or other options.
+            DataError: For another kind of file.
+        """
         self.path, self.settings, self.lines = path, dict(settings), list[ResultLine]()
         if path is None:
             return
@@ -314,7 +331,7 @@ class ResultLines:
         return next((line for line in self.lines if all(line.get(name) == value for name, value in key.items())), None)
 
     def add(self, line: ResultLine) -> ResultLine:
-        """At the end of the file, whole, before the next measurement begins."""
+        """Append a complete line to the file before the next measurement."""
         whole = {**line, **self.settings}
         if self.path is not None:
             try:
@@ -327,7 +344,7 @@ class ResultLines:
 
 
 def _json(line: ResultLine) -> str:
-    """A number that is none (a perplexity beyond all floats) is null: JSON has no NaN."""
+    """Encode a line; a non-finite number (an overflowed perplexity) is null, as JSON has no NaN."""
     plain = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()
     }
@@ -345,7 +362,7 @@ def _earlier(path: Path, settings: Mapping[str, Any]) -> list[ResultLine]:
 
 
 def bench_fingerprint(llm: LLM, language: HaystackLanguage) -> str:
-    """Names the weights (some of each tensor), their shape, and the language."""
+    """Compute a fingerprint of the weights (some of each tensor), their shapes and the language."""
     found = hashlib.blake2b(json.dumps(llm.model.config.to_dict(), sort_keys=True).encode(), digest_size=8)
     found.update(language.name.encode())
     for name, tensor in llm.model.state_dict().items():
@@ -358,7 +375,10 @@ def bench_fingerprint(llm: LLM, language: HaystackLanguage) -> str:
 def text_rows(
     language: HaystackLanguage, texts: Sequence[str], opening: Sequence[int], count: int, length: int
 ) -> list[list[int]]:
-    """``count`` rows of ``length`` tokens, evenly spread over the texts as one stream; each begins with ``opening``."""
+    """Cut ``count`` rows of ``length`` tokens, evenly spread over the joined texts.
+
+    Each begins with ``opening``.
+    """
     if not count:
         return []
     ids = language.encode("\n".join(texts))
@@ -372,21 +392,27 @@ def text_rows(
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """One cache in the summary; None: not measured.  ``recall``: by kind, over all lengths that say something (of the
-    full cache: over all).  ``memory``: what a text's row takes of the pool, over what it takes of the full cache's."""
+    """One cache in the summary; None: not measured.
+
+    ``recall``: by kind, over all informative lengths (of the full cache: all); ``memory``: bytes of a text's row in the
+    pool, over those of the full cache.
+    """
 
     cache: str
     ratio: float
     memory: float | None
     perplexity: float | None
-    perplexity_ratio: float | None  # times the perplexity without a cache
+    perplexity_ratio: float | None  # to the perplexity without a cache
     kl: float | None
     recall: Mapping[str, float | None]
 
 
 @dataclass(frozen=True)
 class QualityResult:
-    """``notes``: what was not measured, and why.  ``said``: the (kind, length)s whose recall says something."""
+    """Result of the bench.
+
+    ``notes``: what was not measured, and why; ``informative_cells``: the (kind, length)s with an informative recall.
+    """
 
     what: str
     model: str
@@ -413,15 +439,20 @@ def bench_quality(
     overwrite: bool = False,
     progress: Progress = lambda _what, _done, _total: None,
 ) -> QualityResult:
-    """Measure ``variants``, the full cache first; ``out``: a folder for the lines, where those of before are found.
+    """Measure ``variants``, the full cache first.
 
-    Raises UsageError for lengths beyond the model's limit, and as :class:`Lines` does.
+    ``out``: a folder for the lines, reused if present.
+
+    Raises:
+        UsageError: For lengths beyond the model's limit, and as :class:`ResultLines`.
     """
-    assert variants and variants[0].name == "full", "the full cache is what the others are held against"
+    assert variants and variants[0].name == "full", "the full cache is compared with the others"
     limit = llm.model.config.max_seq_len
     for length in (*options.lengths, *map(len, texts)):
         if length > limit:
-            raise UsageError(f"a length of {length:,} tokens is beyond the model's limit of {limit:,}", "ask for less")
+            raise UsageError(
+                f"a length of {length:,} tokens is beyond the model's limit of {limit:,}", "Use a smaller length."
+            )
     settings = {
         "what": "cache-quality",
         "model": model,
@@ -452,13 +483,13 @@ def bench_quality(
         options=options,
         summary=tuple(run.row(variant) for variant in variants),
         notes=tuple(run.notes),
-        informative_cells=tuple(run.said),
+        informative_cells=tuple(run.informative),
         lines=tuple(run.lines.lines),
     )
 
 
 class _Run:
-    """The measurements of one bench, and what they say so far."""
+    """The measurements of one bench."""
 
     def __init__(
         self,
@@ -471,13 +502,15 @@ class _Run:
     ) -> None:
         self.llm, self.language, self.texts, self.options = llm, language, texts, options
         self.lines, self.progress = lines, progress
-        self.said: list[tuple[Kind, int]] = [(kind, length) for kind in options.tasks for length in options.lengths]
+        self.informative: list[tuple[Kind, int]] = [
+            (kind, length) for kind in options.tasks for length in options.lengths
+        ]
         self.notes: list[str] = []
         self.done = self.total = 0
         self.count = 1
 
     def variant(self, variant: Variant) -> None:
-        """All that is measured of it; a cache that cannot be for this model is noted, and the others go on."""
+        """Measure a variant; a cache that this model does not support is noted and skipped."""
         before = self.done
         try:
             self._measure(variant)
@@ -493,18 +526,18 @@ class _Run:
             self._tick(f"{variant.label}: text")
         for kind in self.options.tasks:
             for length, depth in grid_cells(self.options, kind):
-                if (kind, length) in self.said:
+                if (kind, length) in self.informative:
                     self._cell(variant, kind, length, depth)
                 self._tick(f"{variant.label}: {kind} {length}")
         if variant.name == "full":
-            self._judge()
+            self._find_informative()
 
     def row(self, variant: Variant) -> SummaryRow:
         text = self.lines.find(**_key(variant), measure="text") or {}
         full = self.lines.find(cache="full", measure="text") or {}
         memory = text["bytes"] / full["bytes"] if "bytes" in text and "bytes" in full else None
         recall: dict[str, float | None] = {kind: self._recall(variant, kind) for kind in self.options.tasks}
-        perplexity, times, kl = (text.get(name) for name in ("perplexity", "price", "kl"))
+        perplexity, times, kl = (text.get(name) for name in ("perplexity", "perplexity_ratio", "kl"))
         return SummaryRow(variant.name, variant.ratio, memory, perplexity, times, kl, recall)
 
     def _tick(self, what: str) -> None:
@@ -518,7 +551,7 @@ class _Run:
             longest = max(map(len, self.texts))
             taken = seq_bytes(self.llm, variant, longest, chunk=self.options.prefill_chunk_size)
             size = {"length": longest, "budget": variant.budget(longest), "bytes": taken}
-            line = {**key, **size, **asdict(found), "price": found.ratio}
+            line = {**key, **size, **asdict(found), "perplexity_ratio": found.ratio}
             self.lines.add(line)
 
     def _cell(self, variant: Variant, kind: Kind, length: int, depth: float) -> None:
@@ -527,24 +560,27 @@ class _Run:
             found = measure_cell(self.llm, variant, self.language, kind, length, depth, self.options)
             self.lines.add({**key, "budget": found.budget, "recall": found.recall, "tasks": found.tasks})
 
-    def _judge(self) -> None:
-        """Which lengths say something: those at which the full cache finds what is hidden."""
+    def _find_informative(self) -> None:
+        """Find the informative lengths: those at which the full cache finds the needles."""
         for kind in self.options.tasks:
             poor = []
             for length in self.options.lengths:
                 recall = _mean(line["recall"] for line in self._lines("full", 0.0, kind) if line["length"] == length)
                 if recall is None or recall <= MIN_FULL_RECALL:
-                    self.said.remove((kind, length))
+                    self.informative.remove((kind, length))
                     poor.append(f"{recall or 0:.2f} at {length}")
             if poor:
                 self.notes.append(
-                    f"{kind}: the full cache finds {', '.join(poor)} tokens, not more than {MIN_FULL_RECALL}: another cache's "
-                    "recall would say nothing there and is not measured"
+                    f"{kind}: the full cache finds {', '.join(poor)} tokens, not more than {MIN_FULL_RECALL}: "
+                    "another cache's "
+                    "recall is not informative there and is not measured"
                 )
 
     def _recall(self, variant: Variant, kind: Kind) -> float | None:
         every = self._lines(variant.name, variant.ratio, kind)
-        return _mean(line["recall"] for line in every if variant.name == "full" or (kind, line["length"]) in self.said)
+        return _mean(
+            line["recall"] for line in every if variant.name == "full" or (kind, line["length"]) in self.informative
+        )
 
     def _lines(self, cache: str, ratio: float, kind: Kind) -> list[ResultLine]:
         return [
@@ -554,7 +590,7 @@ class _Run:
 
 def _key(variant: Variant) -> ResultLine:
     key = {"cache": variant.name, "ratio": variant.ratio}
-    return key if variant.compressor is None else {**key, "compressor": variant.compressor.fingerprint()}
+    return key if variant.compressor is None else {**key, "summarizer": variant.compressor.fingerprint()}
 
 
 def _mean(values: Any) -> float | None:

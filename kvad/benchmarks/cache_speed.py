@@ -47,14 +47,16 @@ from kvad.model_input import (
 
 CURVE_NAMES = ("cache", "recompute", "cat")
 MEDIAN_WINDOW = 15  # tokens to each side, whose median is the time of one token
-Progress = Callable[[str, int, int], None]  # (curve, tokens done over all repeats, of so many)
+Progress = Callable[[str, int, int], None]  # (curve, tokens done over all repeats, total)
 
 
 @dataclass(frozen=True)
 class TimingCurve:
-    """One way to generate.  ``seconds``: in all, up to each of the marks; ``fastest``, ``slowest``: over the repeats.
-    ``exponent``: the slope of log seconds over log tokens.  ``early``, ``late``: milliseconds of one token at the
-    32nd and at the last."""
+    """Timing of one method.
+
+    ``seconds``: total at each mark; ``fastest``, ``slowest``: over the repeats; ``exponent``: the slope of log seconds
+    over log tokens; ``early``, ``late``: milliseconds of the 32nd token and of the last.
+    """
 
     seconds: tuple[float, ...]
     fastest: tuple[float, ...]
@@ -66,8 +68,10 @@ class TimingCurve:
 
 @dataclass(frozen=True)
 class FlopCount:
-    """FLOPs and bytes of generating ``tokens`` tokens, and how many times more recomputation takes: counted from the
-    shapes, and by document 004's formula, which starts from one token."""
+    """FLOPs and bytes of generating ``tokens`` tokens, and the factor of recomputation.
+
+    Counted from the shapes, and by document 004's formula, which starts from one token.
+    """
 
     tokens: int
     cached: config.flops.Cost
@@ -78,9 +82,12 @@ class FlopCount:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """``speedup``: seconds of recomputation over seconds with the cache, at each of ``tokens``.  ``engine_ms`` and
-    ``model_ms``: of one decoding step.  ``flatness``: the last token's time over the 32nd's, with
-    the cache.  ``agree``: how many tokens all curves have in common, from the first."""
+    """Result of ``kvad bench cache``.
+
+    ``speedup``: seconds of recomputation over seconds with the cache, at each of ``tokens``; ``engine_ms``,
+    ``model_ms``: of one decoding step; ``flatness``: the last token's time over the 32nd's, with the cache;
+    ``outputs_agree``: number of leading tokens that are equal in all curves.
+    """
 
     what: str
     machine: str
@@ -101,7 +108,7 @@ class BenchResult:
     counted: tuple[FlopCount, ...]
 
     def lines(self) -> list[dict[str, object]]:
-        """One flat object per curve and mark, each with machine and commit: what ``kvad plot`` reads."""
+        """Return one flat object per curve and mark, with machine and commit, as ``kvad plot`` reads them."""
         run = {"what": self.what, "machine": self.machine, "commit": self.commit, "parameters": self.parameters}
         run |= {"dtype": self.dtype, "cache_dtype": self.cache_dtype, "layout": self.layout, "repeats": self.repeats}
         found: list[dict[str, object]] = []
@@ -124,8 +131,10 @@ def bench_cache(
 ) -> BenchResult:
     """Time and count the generation of ``tokens`` tokens after ``prompt`` (empty: the opening token).
 
-    The engine is one of its own, with one row and the layout, dtype and block size of ``llm``'s cache; ``llm`` goes on
-    undisturbed.  RequestError for marks that cannot be, or beyond the model's limit.
+    It uses a separate engine with one sequence and the layout, dtype and block size of ``llm``'s cache.
+
+    Raises:
+        RequestError: For impossible marks, or marks beyond the model's limit.
     """
     marks = tuple(sorted(set(tokens)))
     start = _start(llm, prompt)
@@ -160,7 +169,7 @@ def bench_cache(
 
 
 def _start(llm: LLM, prompt: str | Sequence[int]) -> list[int]:
-    """The prompt's ids; a model without an opening token starts from token 0."""
+    """Encode the prompt; a model without an opening token starts from token 0."""
     if len(prompt) or (llm.tokenizer is not None and llm.tokenizer.special_tokens.separator is not None):
         return llm.encode(prompt)
     return [0]
@@ -173,8 +182,9 @@ def _check(llm: LLM, marks: Sequence[int], prompt: int, repeats: int) -> None:
         raise RequestError(f"repeats: {repeats} is out of range, must be at least 1")
     if prompt + marks[-1] > llm.model.config.max_seq_len:
         raise RequestError(
-            f"{prompt} prompt tokens and {marks[-1]} new ones exceed the model's limit of {llm.model.config.max_seq_len}",
-            f"--tokens up to {llm.model.config.max_seq_len - prompt}",
+            f"{prompt} prompt tokens and {marks[-1]} new ones exceed the "
+            f"model's limit of {llm.model.config.max_seq_len}",
+            f"--new-tokens up to {llm.model.config.max_seq_len - prompt}",
         )
 
 
@@ -188,7 +198,7 @@ def _count(llm: LLM, prompt: int, mark: int) -> FlopCount:
 
 
 def _stored(groups: Sequence[CacheGroup]) -> float:
-    """Bytes per number in the cache, with its share of the scales."""
+    """Return the bytes per number in the cache, including scales."""
     sizes = [group_bytes(group) for group in groups]
     numbers = sum(len(g.layers) * g.spec.num_kv_heads * (g.spec.head_dim + g.spec.value_dim) for g in groups)
     return sum(size.per_token_payload + size.per_token_scales for size in sizes) / numbers
@@ -202,7 +212,10 @@ def _dtype(llm: LLM) -> str:
 
 
 class _Bench:
-    """Runs the curves side by side; every run of the engine has a prefix salt of its own, so nothing is reused."""
+    """Runs the curves in turns.
+
+    Every engine run has a separate prefix salt, so nothing is reused.
+    """
 
     def __init__(self, llm: LLM, start: list[int], marks: Sequence[int]) -> None:
         self.model, self.start, self.marks = llm.model, start, marks
@@ -214,7 +227,7 @@ class _Bench:
     def run(
         self, total: int, number: int = 0, repeats: int = 1, progress: Progress | None = None
     ) -> dict[str, list[float]]:
-        """Seconds of each token, by curve."""
+        """Return the seconds of each token, by curve."""
         order = CURVE_NAMES[number % len(CURVE_NAMES) :] + CURVE_NAMES[: number % len(CURVE_NAMES)]
         steps = {name: self._steps(name, total) for name in order}
         seconds: dict[str, list[float]] = {name: [] for name in order}
@@ -241,7 +254,7 @@ class _Bench:
     def _cached(self, total: int) -> Iterator[int]:
         self._runs += 1
         sampling = SamplingParams(max_tokens=total, temperature=0, ignore_eos=True)
-        request = self.engine.add_request(self.start, sampling, salt=f"bench {self._runs}")
+        request = self.engine.add_request(self.start, sampling, cache_salt=f"bench {self._runs}")
         try:
             while not self.engine.idle:
                 for piece in self.engine.step():
@@ -254,13 +267,17 @@ class _Bench:
 
     @torch.inference_mode()
     def _next(self, tokens: Sequence[int], first: int, memory: CacheProtocol, limit: int) -> int:
-        """Run ``tokens``, at positions from ``first`` on, and choose what follows."""
+        """Run ``tokens`` at positions from ``first`` on, and choose the next token."""
         device = self.engine.device
         ids = torch.tensor(tokens, device=device)
         at = torch.arange(first, first + len(tokens), device=device)
-        lane = SubBatch(1, len(tokens), first + len(tokens))
+        sub_batch = SubBatch(1, len(tokens), first + len(tokens))
         step = ModelInput(
-            ids, at, (lane,), torch.tensor([len(tokens) - 1], device=device), max_seq_lens=torch.full_like(at, limit)
+            ids,
+            at,
+            (sub_batch,),
+            torch.tensor([len(tokens) - 1], device=device),
+            max_seq_lens=torch.full_like(at, limit),
         )
         return int(self.model.logits(self.model(step, memory), step.logit_indices).argmax())
 
@@ -279,7 +296,7 @@ class _Bench:
 
 
 class ConcatCache:
-    """One row's keys and values, [1, K, S, D] per layer, made anew by ``torch.cat`` for every token."""
+    """One sequence's keys and values, [1, K, S, D] per layer, concatenated by ``torch.cat`` for every token."""
 
     def __init__(self, model: Transformer) -> None:
         self.specs = attention_specs(model.config)
@@ -321,7 +338,7 @@ class _ConcatView:
         ).out.squeeze(0)
 
 
-# ---------------------------------------------------------------- what it means
+# ---------------------------------------------------------------- statistics
 
 
 def _curve(runs: Sequence[Sequence[float]], marks: Sequence[int]) -> TimingCurve:
@@ -339,17 +356,17 @@ def _curve(runs: Sequence[Sequence[float]], marks: Sequence[int]) -> TimingCurve
 
 
 def _milliseconds(runs: Sequence[Sequence[float]], at: int) -> float:
-    """Of the token number ``at`` (from 1): the median of those around it, over all runs."""
+    """Return the milliseconds of token ``at`` (from 1): the median of its neighbors, over all runs."""
     return 1e3 * statistics.median(t for run in runs for t in run[max(1, at - 1 - MEDIAN_WINDOW) : at + MEDIAN_WINDOW])
 
 
 def loglog_slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """Of the straight line nearest to (log x, log y), by least squares: 1 for a linear cost, 2 for a quadratic one."""
+    """Return the least-squares slope of (log x, log y): 1 for a linear cost, 2 for a quadratic one."""
     return statistics.linear_regression([math.log(v) for v in x], [math.log(v) for v in y]).slope
 
 
 def machine_info() -> str:
-    """The processor, how many cores this process may use, torch's threads and version."""
+    """Describe the processor, the cores of this process, torch's threads and version."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return f"{_processor()}, {cores} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
@@ -363,7 +380,10 @@ def _processor() -> str:
 
 
 def commit_id() -> str:
-    """The commit of kvad's own checkout, ``-dirty`` with changes on top; "" where it is installed without one."""
+    """Return the commit of kvad's checkout, ``-dirty`` with changes.
+
+    "" if installed without one.
+    """
     here = Path(__file__).resolve().parent
     try:
         found = subprocess.run(
@@ -383,7 +403,10 @@ ChartPoints = Sequence[tuple[float, float]]
 
 
 def ascii_chart(series: Mapping[str, ChartPoints], *, x: str, y: str, width: int = 60, height: int = 14) -> str:
-    """``{"cache": [(64, 0.2), (128, 0.4)], ...}`` as lines of text; x and y name the axes, all values are above 0."""
+    """Draw ``{"cache": [(64, 0.2), (128, 0.4)], ...}`` as text.
+
+    X and y name the axes, all values are above 0.
+    """
     points = [point for line in series.values() for point in line]
     assert points and all(a > 0 and b > 0 for a, b in points), "a logarithmic axis has no zero"
     across = _Axis([a for a, _ in points], width)
@@ -399,7 +422,7 @@ def ascii_chart(series: Mapping[str, ChartPoints], *, x: str, y: str, width: int
 
 
 class _Axis:
-    """Values spread over ``cells`` cells by their logarithms."""
+    """Maps values to ``cells`` cells by their logarithms."""
 
     def __init__(self, values: Sequence[float], cells: int) -> None:
         self.low, self.high, self.cells = min(values), max(values), cells
@@ -414,7 +437,7 @@ class _Axis:
 
 
 def _dots(grid: list[list[str]], one: tuple[int, int], two: tuple[int, int]) -> None:
-    """A dotted line between two cells, under whatever stands there already."""
+    """Draw a dotted line between two cells, without overwriting other characters."""
     steps = max(abs(two[0] - one[0]), abs(two[1] - one[1]))
     for step in range(1, steps):
         column = round(one[0] + (two[0] - one[0]) * step / steps)

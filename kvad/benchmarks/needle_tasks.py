@@ -1,12 +1,12 @@
-"""What a cache is asked to remember: needles in a haystack, one among many keys, chains of variables.
+"""Needle tasks for caches: needles in a haystack, one among many keys, chains of variables.
 
 In the manner of RULER (Hsieh et al. 2024): a haystack of whole lines, needles between two of them, a question.
 ``single`` hides one needle, ``many`` the same one among others like it, ``chain`` a variable that is reached over
 several links.  A :class:`Task` is a pure function of (kind, language, length, depth, seed), and so of the tokenizer
 that the language holds; its needle stands where ``at`` says.
 
-Two languages: :class:`Lookup`, for the models of ``runs/lookup-cpu.toml``, and :class:`English`, RULER's sentences in
-real text (``kvad.datasets.stdlib_sources``), for any checkpoint with a tokenizer.  No torch.
+Two languages: :class:`LookupLanguage`, for the models of ``recipes/lookup-cpu.toml``, and :class:`EnglishLanguage`,
+RULER's sentences in real text (``kvad.datasets.stdlib_sources``), for any checkpoint with a tokenizer.  No torch.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from kvad.text import Tokenizer
 
 Kind = Literal["single", "many", "chain"]
 TASK_KINDS: tuple[Kind, ...] = get_args(Kind)
-LINKS = datasets.synthetic.LINKS  # of a chain: so many names
+LINKS = datasets.synthetic.LINKS  # names of a chain
 MIN_DISTANCE = 24  # tokens to each needle of many
 FEWEST_OTHERS, MAX_DISTRACTORS = 3, 40
-SLACK = 8  # tokens of an English answer beyond what it must hold
+SLACK = 8  # tokens of an English answer beyond its parts
 
 
 class NeedleQuestion(NamedTuple):
-    """What is hidden and asked: ``needles`` in the order in which they must stand; ``parts``: what an answer holds.
+    """Needles and a question.
 
-    ``asked``: the needle whose place is the depth, None where they are all needed.  ``told``: the question where it
-    stands in the prompt, and ``lead`` what then leads to the answer; ``question``: both in one, where nothing was told.
+    ``needles`` in their order; ``expected``: parts of an answer; ``target_index``: the needle whose position is the
+    depth, None if all are needed; ``prompt_question``: the question within the prompt, and ``answer_prefix``: the text
+    that then leads to the answer; ``question``: both in one, without a question in the prompt.
     """
 
     needles: tuple[str, ...]
@@ -47,12 +48,13 @@ class NeedleQuestion(NamedTuple):
 
 @dataclass(frozen=True)
 class NeedleTask:
-    """``prompt``: what is read before the cache is cut for the last time: the ``context``, and the question in it where
-    it is told beforehand.  Then come the tokens of ``question``, one by one, and the answer in at most ``room`` more:
-    ``length`` tokens at most in all.
+    """One task.
 
-    ``at``: where in the prompt each needle begins; ``depth``: the share of the haystack that stands before the asked
-    one (of a chain: before the first)."""
+    ``prompt``: what is read before the last eviction: the ``context``, and the question if it is given beforehand. Then
+    follow the tokens of ``question``, one by one, and at most ``answer_tokens`` of an answer: at most ``length`` in
+    total. ``needle_positions``: index in the prompt at which each needle begins; ``depth``: share of the haystack
+    before the target; ``expected``: parts of the answer.
+    """
 
     kind: Kind
     length: int
@@ -66,7 +68,7 @@ class NeedleTask:
 
 
 class HaystackLanguage(Protocol):
-    """Lines of a haystack, and what can be hidden in one.  ``opening``: tokens before every context."""
+    """Lines of a haystack and its needles. ``opening``: tokens before every context."""
 
     name: str
     opening: tuple[int, ...]
@@ -74,26 +76,26 @@ class HaystackLanguage(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def lines(self, seed: int) -> Iterator[str]:
-        """Of the haystack, without end."""
+        """Yield lines of the haystack, without end."""
         ...
 
     def num_distractors(self, length: int) -> int:
-        """How many needles stand beside the asked one of ``many``."""
+        """Return the number of distractors of ``many``."""
         ...
 
     def make_question(self, kind: Kind, seed: int, others: int) -> NeedleQuestion: ...
 
     def answer_tokens(self, parts: Sequence[str]) -> int:
-        """Tokens in which an answer with these parts is given."""
+        """Return the number of tokens in which an answer with these parts fits."""
         ...
 
     def answer_score(self, parts: Sequence[str], answer: Sequence[int]) -> float:
-        """How much of what was asked an answer gives, 0 to 1."""
+        """Score an answer, 0 to 1."""
         ...
 
 
 class LookupLanguage:
-    """The language of :mod:`kvad.datasets.synthetic`: its questions end in the key, its answers are the words that follow."""
+    """The language of :mod:`kvad.datasets.synthetic`: questions end in the key, answers are the words that follow."""
 
     name = "lookup"
 
@@ -119,19 +121,19 @@ class LookupLanguage:
             names = keys[:LINKS]
             bound = [value, *names]
             needles = tuple(f"{key} {to}" for key, to in zip(names, bound, strict=False))
-            asked_for = f"? {names[-1]}"
-            return NeedleQuestion(needles, None, asked_for, asked_for, asked_for, (*reversed(names[:-1]), value))
+            question = f"? {names[-1]}"
+            return NeedleQuestion(needles, None, question, question, question, (*reversed(names[:-1]), value))
         needles = tuple(f"{key} {rng.choice(datasets.synthetic.VALUES)}" for key in keys[1 : others + 1])
-        asked = rng.randrange(others + 1)
-        needles = (*needles[:asked], f"{keys[0]} {value}", *needles[asked:])
-        asked_for = f"? {keys[0]}"
-        return NeedleQuestion(needles, asked, asked_for, asked_for, asked_for, (value,))
+        target = rng.randrange(others + 1)
+        needles = (*needles[:target], f"{keys[0]} {value}", *needles[target:])
+        question = f"? {keys[0]}"
+        return NeedleQuestion(needles, target, question, question, question, (value,))
 
     def answer_tokens(self, parts: Sequence[str]) -> int:
         return len(parts)
 
     def answer_score(self, parts: Sequence[str], answer: Sequence[int]) -> float:
-        """All or nothing: the words that follow are these."""
+        """Score 1 if the words that follow are exactly these, else 0."""
         return float(list(answer[: len(parts)]) == self.encode(" ".join(parts)))
 
 
@@ -164,40 +166,43 @@ class EnglishLanguage:
             names, value = _drawn(rng, LINKS, _variable), _number(rng)
             bound = [value, *(f"VAR {name}" for name in names)]
             needles = tuple(f"VAR {name} = {to}\n" for name, to in zip(names, bound, strict=False))
-            told = f"Question: Find all variables that are assigned the value {value} in the text above."
+            question = f"Question: Find all variables that are assigned the value {value} in the text above."
             lead = (
                 " Answer: According to the chain(s) of variable assignment in the text above, "
                 f"{LINKS} variables are assigned the value {value}, they are:"
             )
-            return NeedleQuestion(needles, None, told, lead, told + lead, tuple(names))
+            return NeedleQuestion(needles, None, question, lead, question + lead, tuple(names))
         names = _drawn(rng, others + 1, lambda rng: f"{rng.choice(_ADJECTIVES)}-{rng.choice(_NOUNS)}")
         numbers = _drawn(rng, others + 1, _number)
         needles = tuple(_needle(name, number) for name, number in zip(names, numbers, strict=True))
-        asked = rng.randrange(others + 1)
-        what = f"special magic number for {names[asked]} mentioned in the provided text"
-        told, lead = f"What is the {what}?", f" The {what} is:"
-        return NeedleQuestion(needles, asked, told, lead, told + lead, (numbers[asked],))
+        target = rng.randrange(others + 1)
+        what = f"special magic number for {names[target]} mentioned in the provided text"
+        question, lead = f"What is the {what}?", f" The {what} is:"
+        return NeedleQuestion(needles, target, question, lead, question + lead, (numbers[target],))
 
     def answer_tokens(self, parts: Sequence[str]) -> int:
         return len(self.encode(", ".join(parts))) + SLACK
 
     def answer_score(self, parts: Sequence[str], answer: Sequence[int]) -> float:
-        """RULER's: the share of the parts that the text holds."""
-        said = self.tokenizer.decode(list(answer))
-        return sum(part in said for part in parts) / len(parts)
+        """Score as RULER: the share of the parts that the text contains."""
+        text = self.tokenizer.decode(list(answer))
+        return sum(part in text for part in parts) / len(parts)
 
 
 def choose_language(
     name: str, tokenizer: Tokenizer, texts: Callable[[], Sequence[str]], opening: Sequence[int] = ()
 ) -> HaystackLanguage:
-    """``auto``: Lookup where every word of it is one token of its own, else English in ``texts()``."""
+    """Return the language.
+
+    ``auto`` is Lookup if each of its words is one token, else English in ``texts()``.
+    """
     if name not in ("auto", "lookup", "english"):
         raise UsageError(f"unknown language {name!r}", "auto, lookup or english")
     knows = _knows_lookup(tokenizer)
     if name == "lookup" and not knows:
         raise UsageError(
             "this model's tokenizer does not know the words of the lookup language",
-            "train one with runs/lookup-cpu.toml, or ask in English: --language english",
+            "train one with recipes/lookup-cpu.toml, or ask in English: --language english",
         )
     if name == "lookup" or (name == "auto" and knows):
         return LookupLanguage(tokenizer, opening)
@@ -207,7 +212,7 @@ def choose_language(
 def _knows_lookup(tokenizer: Tokenizer) -> bool:
     seen = set[int]()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a word that it does not know
+        warnings.simplefilter("ignore")  # for an unknown word
         for word in datasets.synthetic.vocabulary():
             ids = tokenizer.encode(word)
             if len(ids) != 1 or ids[0] in seen:
@@ -217,18 +222,30 @@ def _knows_lookup(tokenizer: Tokenizer) -> bool:
 
 
 def make_task(
-    kind: Kind, language: HaystackLanguage, length: int, depth: float, seed: int, *, align: int = 1, told: bool = False
+    kind: Kind,
+    language: HaystackLanguage,
+    length: int,
+    depth: float,
+    seed: int,
+    *,
+    align: int = 1,
+    question_in_prompt: bool = False,
 ) -> NeedleTask:
-    """A task of at most ``length`` tokens, answer included; UsageError where needles and question do not fit.
+    """Make a task of at most ``length`` tokens, answer included.
 
-    ``told``: the prompt ends in the question.  Its length is a multiple of ``align`` where it is as long as that: a
-    cache that cuts every so many tokens does so right behind it.
+    UsageError if needles and question do not fit.
+
+    ``question_in_prompt``: the prompt ends in the question. The length of a prompt of at least ``align`` tokens is a
+    multiple of it: a cache that evicts at this interval then does so right after it.
     """
     own = stable_seed(kind, language.name, length, round(1000 * depth), seed)
-    said = language.make_question(kind, own, language.num_distractors(length) if kind == "many" else 0)
-    needles = [language.encode(needle) for needle in said.needles]
-    before = language.encode(said.prompt_question) if told else []
-    question, room = language.encode(said.answer_prefix if told else said.question), language.answer_tokens(said.parts)
+    sample = language.make_question(kind, own, language.num_distractors(length) if kind == "many" else 0)
+    needles = [language.encode(needle) for needle in sample.needles]
+    before = language.encode(sample.prompt_question) if question_in_prompt else []
+    question, room = (
+        language.encode(sample.answer_prefix if question_in_prompt else sample.question),
+        language.answer_tokens(sample.parts),
+    )
     fixed = len(language.opening) + sum(map(len, needles)) + len(before)
     most = length - room - len(question)
     hay = (most // align * align or most) - fixed
@@ -239,26 +256,28 @@ def make_task(
             "ask for longer ones with --lengths",
         )
     lines = _haystack(language, own, hay)
-    cuts = _needle_depths(len(needles), said.target_index, depth, random.Random(own))
+    cuts = _needle_depths(len(needles), sample.target_index, depth, random.Random(own))
     context, at, passed = _insert_needles(lines, needles, cuts)
-    real = passed[said.target_index or 0] / hay if hay else 0.0
+    real = passed[sample.target_index or 0] / hay if hay else 0.0
     opening = language.opening
     places = tuple(place + len(opening) for place in at)
     prompt = (*opening, *context, *before)
-    return NeedleTask(kind, length, real, seed, prompt, tuple(question), said.parts, room, places)
+    return NeedleTask(kind, length, real, seed, prompt, tuple(question), sample.parts, room, places)
 
 
 def stable_seed(*parts: object) -> int:
-    """A seed that is a function of the parts, on every machine."""
+    """Return a seed that is a function of the parts, on every machine."""
     return random.Random("\0".join(map(str, parts))).getrandbits(48)
 
 
 def _insert_needles(
     lines: Sequence[Sequence[int]], needles: Sequence[Sequence[int]], cuts: Sequence[float]
 ) -> tuple[list[int], list[int], list[int]]:
-    """(the lines with each needle between two of them, nearest to its cut; where each begins; the hay before it).
+    """Insert needles.
 
-    lines of 5, 5 and 4 tokens, one needle of 2 at cut 0.5:  edges 0 5 10 14, nearest to 7 is 5:  5 hay, needle, 9 hay
+    Return (lines, index at which each needle begins, hay before it), nearest to its depth.
+
+    lines of 5, 5 and 4 tokens, one needle of 2 at depth 0.5:  edges 0 5 10 14, nearest to 7 is 5:  5 hay, needle, 9 hay
     """
     hay = [token for line in lines for token in line]
     edges = [0, *accumulate(map(len, lines))]
@@ -273,7 +292,7 @@ def _insert_needles(
 
 
 def _haystack(language: HaystackLanguage, seed: int, size: int) -> list[list[int]]:
-    """Lines of ``size`` tokens in all; the last may be cut."""
+    """Return lines of ``size`` tokens in total; the last may be truncated."""
     found, total = list[list[int]](), 0
     for line in language.lines(seed):
         if total >= size:
@@ -285,13 +304,15 @@ def _haystack(language: HaystackLanguage, seed: int, size: int) -> list[list[int
     return found
 
 
-def _needle_depths(count: int, asked: int | None, depth: float, rng: random.Random) -> list[float]:
-    """Where each needle stands, 0 to 1, in order: the asked one at ``depth``, those of a chain from there to the end,
-    the others anywhere on their side of it."""
-    if asked is None:
+def _needle_depths(count: int, target: int | None, depth: float, rng: random.Random) -> list[float]:
+    """Return the depth of each needle, 0 to 1, in order.
+
+    The target is at ``depth``, those of a chain from there to the end, the others anywhere on their side of it.
+    """
+    if target is None:
         return [depth + (1 - depth) * link / count for link in range(count)]
-    before = sorted(rng.uniform(0, depth) for _ in range(asked))
-    after = sorted(rng.uniform(depth, 1) for _ in range(count - asked - 1))
+    before = sorted(rng.uniform(0, depth) for _ in range(target))
+    after = sorted(rng.uniform(depth, 1) for _ in range(count - target - 1))
     return [*before, depth, *after]
 
 
@@ -308,14 +329,14 @@ def _variable(rng: random.Random) -> str:
 
 
 def _drawn(rng: random.Random, count: int, draw: Callable[[random.Random], str]) -> list[str]:
-    """``count`` different ones."""
+    """Draw ``count`` different items."""
     found: dict[str, None] = {}
     while len(found) < count:
         found[draw(rng)] = None
     return list(found)
 
 
-# Names of needles: words that are common, and mean nothing together.
+# Names of needles: common words without a meaning together.
 # fmt: off
 _ADJECTIVES = (
     "amber", "ancient", "bitter", "brave", "bright", "calm", "clever", "cold", "curious", "damp", "eager", "early",

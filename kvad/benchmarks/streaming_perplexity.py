@@ -1,14 +1,14 @@
-"""How a model fares on a text much longer than its limit: perplexity of every ``span`` tokens of one endless stream.
+"""Perplexity of a text much longer than the model's limit, per span of one endless stream.
 
-The text goes through the real engine as one row, teacher-forced, in chunks of ``chunk`` tokens; the cache is one that
-drops (sinks and a window, say), so every token sees as much as the cache has kept.
+The text goes through the real engine as one sequence, teacher-forced, in chunks. The cache drops tokens (sinks and a
+window, for example), so every token attends to what the cache has kept.
 
-A text has easy and hard places, so a span's perplexity says little alone.  Beside it stands the *reference*: the same
-tokens, each predicted without a cache from windows that are computed anew, at positions from 0, of ``limit`` tokens of
-which the last ``limit // 4`` are scored.  Their quotient is the ``ratio``: the text's own difficulty cancels.
+Texts have easy and hard places, so a span's perplexity alone is not informative. The *reference* predicts the same
+tokens without a cache, from windows recomputed at positions from 0, of ``limit`` tokens of which the last
+``limit // 4`` are scored. The quotient is the ``ratio``: the text's own difficulty cancels.
 
-*flatness* = the largest ratio over the smallest, over the spans.  1.05 means: the worst 10,000 tokens are predicted 5%
-worse than the best, by the same text's measure.  ``raw`` is the same of the perplexities themselves.
+*flatness* is the largest ratio over the smallest. 1.05 means that the worst 10,000 tokens are predicted 5% worse than
+the best, measured by the same text. ``raw`` is the same for the perplexities themselves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvad.model import NoCache
 from kvad.model_input import ModelInput, SubBatch
 
 BATCH = 4096  # tokens of the windows that the reference computes at a time
-Progress = Callable[[str, int, int], None]  # (what, tokens done, of so many)
+Progress = Callable[[str, int, int], None]  # (label, tokens done, total)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,10 @@ class SpanPerplexity:
 
 @dataclass(frozen=True)
 class StreamingResult:
-    """``worst``: the largest ratio; ``mean``: of all tokens."""
+    """Result of ``kvad bench streaming``.
+
+    ``worst``: the largest ratio; ``mean``: over all tokens.
+    """
 
     cache: str
     tokens: int
@@ -73,14 +76,15 @@ def bench_streaming(
 ) -> StreamingResult:
     """Stream ``tokens`` through the variant's cache.
 
-    UsageError for fewer than two spans, or chunks that do not fit the limit; RequestError, from the engine, for a cache
-    that cannot hold a row beyond the model's limit.
+    Raises:
+        UsageError: For fewer than two spans, or chunks that do not fit the limit.
+        RequestError: For a cache that cannot hold a sequence beyond the model's limit.
     """
     limit = llm.model.config.max_seq_len
     if len(tokens) < 2 * span:
         raise UsageError(
             f"{len(tokens):,} tokens of text are less than two spans of {span:,}",
-            "give more --text, or a smaller --span",
+            "give more --text, or a smaller --span-length",
         )
     own = _cached_logprobs(llm, variant, tokens, chunk, progress)
     true = reference_logprobs_windowed(llm, tokens, progress)
@@ -105,27 +109,27 @@ def bench_streaming(
 
 
 def _cached_logprobs(llm: LLM, variant: Variant, tokens: Sequence[int], chunk: int, progress: Progress) -> Tensor:
-    """[T] log-probability of every token, 0 for the first, through the cache."""
+    """Return [T], the log-probability of every token through the cache, 0 for the first."""
     ids, found = torch.tensor(tokens), torch.zeros(len(tokens), dtype=torch.float64)
 
-    def hear(plan: SchedulerOutput, logits: Tensor) -> None:
+    def record(plan: SchedulerOutput, logits: Tensor) -> None:
         (work,) = plan.scheduled
         first = work.start + work.logit_offsets.start
         last = min(first + len(work.logit_offsets), len(tokens) - 1)
         if last > first:
-            said = F.log_softmax(logits[: last - first].float(), dim=-1).cpu()
-            found[first + 1 : last + 1] = said.gather(-1, ids[first + 1 : last + 1, None]).squeeze(-1).double()
+            message = F.log_softmax(logits[: last - first].float(), dim=-1).cpu()
+            found[first + 1 : last + 1] = message.gather(-1, ids[first + 1 : last + 1, None]).squeeze(-1).double()
         progress("stream", last, len(tokens))
 
     limit = llm.model.config.max_seq_len
     engine = build_engine(llm, variant, limit, rows=1, capacity=limit, chunk=chunk)
     try:
-        attach_logit_hook(engine, hear)
+        attach_logit_hook(engine, record)
         engine.add_request(tokens, SamplingParams(max_tokens=0, prompt_logprobs=0))
         while not engine.idle:
             for piece in engine.step():
                 if piece.error is not None:
-                    raise EngineError(f"bench endless: {piece.error}")
+                    raise EngineError(f"bench streaming: {piece.error}")
     finally:
         engine.close()
     return found
@@ -135,8 +139,10 @@ def _cached_logprobs(llm: LLM, variant: Variant, tokens: Sequence[int], chunk: i
 def reference_logprobs_windowed(
     llm: LLM, tokens: Sequence[int], progress: Progress = lambda _what, _done, _total: None
 ) -> Tensor:
-    """[T] log-probability of every token, 0 for the first: each from at least three quarters of the limit before it,
-    where there is so much, computed anew."""
+    """Return [T], the log-probability of every token without a cache, 0 for the first.
+
+    Each is computed from at least three quarters of the limit before it, if available.
+    """
     limit = min(llm.model.config.max_seq_len, len(tokens))
     stride = max(1, limit // 4)
     ids, found = torch.tensor(tokens), torch.zeros(len(tokens), dtype=torch.float64)
@@ -146,8 +152,10 @@ def reference_logprobs_windowed(
         batch = starts[low : low + max(1, BATCH // limit)]
         rows = torch.stack([ids[start : start + limit] for start in batch])
         logits = _uncached_logprobs(llm, rows)[:, :-1]
-        said = F.log_softmax(logits.float(), dim=-1).gather(-1, rows[:, 1:, None].to(logits.device)).squeeze(-1).cpu()
-        for start, row in zip(batch, said, strict=True):
+        message = (
+            F.log_softmax(logits.float(), dim=-1).gather(-1, rows[:, 1:, None].to(logits.device)).squeeze(-1).cpu()
+        )
+        for start, row in zip(batch, message, strict=True):
             found[known : start + limit] = row[known - start - 1 :].double()
             known = start + limit
         progress("reference", known, len(tokens))
@@ -155,7 +163,7 @@ def reference_logprobs_windowed(
 
 
 def _uncached_logprobs(llm: LLM, rows: Tensor) -> Tensor:
-    """[R, L] -> [R, L, V], without a cache."""
+    """Compute [R, L] -> [R, L, V] without a cache."""
     model, (count, length) = llm.model, rows.shape
     flat = rows.reshape(-1).to(model.token_embedding.device)
     every = torch.arange(len(flat), device=flat.device)

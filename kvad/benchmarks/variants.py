@@ -1,8 +1,8 @@
-"""Caches to be held beside one another: a name, the share of the cache that is dropped, and what makes it.
+"""Cache variants to compare: a name, the share of the cache that is dropped, and the CacheConfig fields.
 
-A :class:`Variant` turns the length of a row into the fields of a :class:`~kvad.cache.groups.CacheConfig`; everything
-else asks :func:`engine_of`.  ``full`` is the cache as it is; a precision is a variant that drops nothing, and
-``snapkv+int8`` one that drops what snapkv does, of what is stored as int8 (``int8/int4``: keys and values apart).
+A :class:`Variant` maps the length of a sequence to the fields of a :class:`~kvad.cache.CacheConfig`;
+:func:`build_engine` does the rest. ``full`` is the unchanged cache; a format is a variant that drops nothing, and
+``snapkv+int8`` is snapkv with tokens stored as int8 (``int8/int4``: keys and values).
 """
 
 from __future__ import annotations
@@ -21,16 +21,21 @@ from kvad.errors import ConfigError, UsageError, suggest
 from kvad.llm import LLM
 from kvad.model import Summarizer
 
-SUMMARIES, LEARNED = "summaries", "learned"  # of older tokens: their means, or what a compressor makes of them
-RATIO = 8  # tokens of a summary, where no compressor says
+SUMMARIES, LEARNED = "summaries", "learned"  # of older tokens: their means, or the output of a summarizer
+RATIO = 8  # tokens of a summary, without a summarizer
 
-CacheFields = Callable[[int, int], Mapping[str, Any]]  # (tokens of a row, between two cuts) -> fields of a CacheConfig
+CacheFields = Callable[
+    [int, int], Mapping[str, Any]
+]  # (tokens of a sequence, interval of evictions) -> fields of a CacheConfig
 
 
 @dataclass(frozen=True)
 class Variant:
-    """``ratio``: the share of a row's cache that is dropped; ``fields``: what is set, given a row's length and how many
-    tokens come between two cuts; ``compressor``: what makes summaries."""
+    """A variant.
+
+    ``ratio``: dropped share of a sequence's cache; ``fields``: CacheConfig fields from a sequence's length and the
+    interval of evictions; ``compressor``: computes summaries.
+    """
 
     name: str
     ratio: float
@@ -38,7 +43,7 @@ class Variant:
     compressor: Summarizer | None = None
 
     def budget(self, length: int) -> int:
-        """Tokens that stay of a row of so many."""
+        """Return the number of retained tokens of a sequence of this length."""
         return planning.cache_presets.slots_to_keep(self.ratio, length)
 
     @property
@@ -47,8 +52,10 @@ class Variant:
 
 
 def known_variants() -> list[str]:
-    """``full``, the precisions and the policies that this build's cache knows; a policy and a precision go together by
-    a plus."""
+    """List ``full``, the formats and the policies of this build.
+
+    A policy and a format are joined by a plus.
+    """
     return [
         "full",
         *(name for name in planning.cache_presets.CACHE_FORMATS if _accepted(_stored(name))),
@@ -64,9 +71,11 @@ def _eviction_names() -> list[str]:
 def select_variants(
     names: Sequence[str], ratios: Sequence[float] = planning.cache_presets.RATIOS, compressor: Summarizer | None = None
 ) -> list[Variant]:
-    """``full`` first, whatever is asked for; a policy once per ratio.  UsageError for a name that is none.
+    """Build the variants of the names, ``full`` first; a policy once per ratio.
 
-    ``compressor``: its summaries are held beside the means, as ``learned``.
+    UsageError for an unknown name.
+
+    ``compressor``: its summaries are compared with the means, as ``learned``.
     """
     for ratio in ratios:
         if not 0 < ratio < 1:
@@ -85,9 +94,9 @@ def select_variants(
 
 
 def _variants(name: str, ratios: Sequence[float], compressor: Summarizer | None) -> list[Variant]:
-    """Of one name: once per ratio, or of what drops nothing, once."""
+    """Build the variants of one name: once per ratio, or once if it drops nothing."""
     if ":" in name:
-        return _own(name, ratios)
+        return _custom(name, ratios)
     if name in _eviction_names():
         return [Variant(name, ratio, variant_fields(name, ratio)) for ratio in ratios]
     if name == SUMMARIES or (name == LEARNED and compressor is not None):
@@ -95,8 +104,8 @@ def _variants(name: str, ratios: Sequence[float], compressor: Summarizer | None)
     return [Variant(name, 0.0, variant_fields(name))]
 
 
-def _own(name: str, ratios: Sequence[float]) -> list[Variant]:
-    """A policy (its one argument the budget) or a format of one's own, "package.module:Class"."""
+def _custom(name: str, ratios: Sequence[float]) -> list[Variant]:
+    """Build variants of a custom policy (its one argument is the budget) or format, "package.module:Class"."""
     made = config_lib.plugins.load_plugin(name, "cache")
     if isinstance(made, type) and issubclass(made, CachePolicy):
         return [Variant(name, ratio, partial(_with_budget, name, ratio)) for ratio in ratios]
@@ -109,7 +118,7 @@ def _with_budget(name: str, ratio: float, length: int, _every: int) -> dict[str,
 
 
 def _combined(variant: Variant, stored: str) -> Variant:
-    """The same, of what is stored in another format."""
+    """Build the same variant with another storage format."""
     form = _stored(stored)
     if not _accepted(form):
         raise UsageError(
@@ -125,11 +134,14 @@ def _eviction_policy(fields: CacheFields, stored: str, length: int, every: int) 
 
 def _stored(name: str) -> dict[str, Any]:
     keys, values = cache.quantization.split_format_name(name)
-    return {"dtype": name} if keys == values else {"keys": keys, "values": values}
+    return {"dtype": name} if keys == values else {"key_dtype": keys, "value_dtype": values}
 
 
 def variant_fields(name: str, ratio: float = 0.0) -> CacheFields:
-    """What makes the cache of this name.  UsageError for a name that is none, or that this build's cache lacks."""
+    """Return the fields of the cache with this name.
+
+    UsageError if it is unknown or not supported.
+    """
     if name == "full":
         return lambda _length, _every: {}
     if name in _eviction_names():
@@ -147,15 +159,16 @@ def _eviction_fields(name: str, ratio: float, length: int, every: int) -> dict[s
 
 
 def summarizing_policy(length: int, budget: int, ratio: int) -> dict[str, Any]:
-    """A hierarchy of at most ``budget`` slots for a row of ``length`` tokens: as many recent tokens as leave room for
-    summaries of all others (one block of them at least; what finds no room is gone).
+    """Build a tiered policy of at most ``budget`` slots for a sequence of ``length`` tokens.
 
-    1024 tokens, 256 slots, 8 tokens a summary:  136 recent and 8 on their way, 112 summaries (of 896)
+    It keeps as many recent tokens as leave room for summaries of all others (at least one block; the rest is dropped).
+
+    1024 tokens, 256 slots, 8 tokens a summary:  136 recent and 8 in transit, 112 summaries (of 896)
     """
     size = ratio  # a block becomes one summary
     recent = max(1, (budget - size - length // ratio) * ratio // (ratio - 1) // size) * size
     most = max(1, (budget - size - recent) // size) * size
-    policy = f"hierarchy({recent}, packed=0, every={size}, summaries={most}, ratio={ratio})"
+    policy = f"tiered({recent}, quantized=0, interval={size}, summaries={most}, ratio={ratio})"
     return {"policy": policy, "block_size": size}
 
 
@@ -173,7 +186,7 @@ def _summarizing_fields(name: str, ratio: float, compressor: Summarizer | None) 
 def _accepted(fields: Mapping[str, Any]) -> bool:
     try:
         CacheConfig(max_seq_len=1, **fields)
-    except (ConfigError, TypeError):  # a value, or a field, that this build's cache does not know
+    except (ConfigError, TypeError):  # a value or a field that this build does not support
         return False
     return True
 
@@ -181,10 +194,9 @@ def _accepted(fields: Mapping[str, Any]) -> bool:
 def build_engine(
     llm: LLM, variant: Variant, length: int, *, rows: int, capacity: int, chunk: int, every: int | None = None
 ) -> Engine:
-    """An engine of its own for rows of ``length`` tokens, with ``llm``'s model and the variant's cache.
+    """Build a separate engine for sequences of ``length`` tokens, with ``llm``'s model and the variant's cache.
 
-    ``capacity``: what a row may reach.  ``every``: a policy that ranks cuts so often (default: after each chunk).  No
-    prefix is shared: every row's cache is its own.
+    ``capacity``: maximum length; ``every``: interval of evictions (default: each chunk). No prefix is shared.
     """
     config = _cache_config(llm, variant, length, rows, capacity, chunk, every)
     return Engine(
@@ -197,8 +209,11 @@ def build_engine(
 
 
 def seq_bytes(llm: LLM, variant: Variant, length: int, *, chunk: int) -> int:
-    """What a row of ``length`` tokens takes of the variant's pool at its longest, in whole blocks: payload, scales and
-    columns.  ConfigError for a cache that this model cannot have."""
+    """Return the bytes of a sequence of ``length`` tokens in the pool, in whole blocks, scales and metadata included.
+
+    Raises:
+        ConfigError: For a cache that this model does not support.
+    """
     model = llm.model.config
     config = resolve_for_model(model, _cache_config(llm, variant, length, 1, length, chunk, None))
     return sum(group_bytes(group).per_seq for group in build_groups(attention_specs(model), config))
@@ -210,12 +225,12 @@ def _cache_config(
     base: dict[str, Any] = {
         "dtype": llm.cache_config.dtype,
         "block_size": llm.cache_config.block_size,
-        "rows": rows,
-        "capacity": capacity,
-        "chunk": min(chunk, capacity),
-        "prefix": False,
+        "max_num_seqs": rows,
+        "max_seq_len": capacity,
+        "prefill_chunk_size": min(chunk, capacity),
+        "enable_prefix_caching": False,
     }
-    made = {**base, **variant.fields(length, base["chunk"] if every is None else every)}
+    made = {**base, **variant.fields(length, base["prefill_chunk_size"] if every is None else every)}
     try:
         return CacheConfig(**made)
     except TypeError as error:

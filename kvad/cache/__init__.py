@@ -1,8 +1,7 @@
-"""The KV cache and its two faces, which meet in one small value, the :class:`~kvad.model_input.ModelInput`.
+"""CacheConfig, policies, cache groups and quantization formats.
 
-The host face thinks in integers and imports no torch, so that it can be simulated: ``sizing`` (how many bytes),
-``blocks`` (who owns which block), ``ledger`` (which blocks a row may read and write).  The device face (``memory``,
-``layout``) holds tensors and decides nothing.
+The host side (``manager``, ``sizing``) works on integers and imports no torch, so it can be simulated. The device side
+(``device``) holds tensors and decides nothing. They meet in :class:`~kvad.model_input.ModelInput`.
 """
 
 from __future__ import annotations

@@ -1,45 +1,42 @@
-"""What a cache is asked to hold: every field by itself and beside the others, but not yet of which model.
+"""CacheConfig: the requested layout, sizes, formats and policy of a cache, independent of a model. No torch.
 
-``settle.py`` fits it to a model, ``sizing.py`` says how many blocks and bytes it takes, ``planning.py`` what all of it
-takes together.  A value that cannot be is refused when it is said, with what could.  No torch.
+:func:`resolve_for_model` adapts it to a model, ``groups.py`` computes blocks and bytes, ``sizing/memory_plan.py`` the
+total memory. Invalid values are refused at construction, with the valid ones in the hint.
 
-What is done when there is no more room: for a row at its limit, and for a pool that has run out.
+The overflow mode decides what happens when a sequence reaches its limit L, and when the pool has no free blocks. L is
+the model's or the cache's limit, whichever is lower.
 
-==============  ======================================  ==============================================================
-``on_full``     a row at its limit                      the pool runs out
-==============  ======================================  ==============================================================
-``preempt``     ends ("length")                         the youngest row gives its blocks back and comes back later
-``stop``        ends                                    the youngest row that cannot grow ends, and keeps what it has
-``refuse``      was refused when it was submitted       cannot be: what could run out was refused when it was submitted
-``window``      goes on under ``window(L)``             as ``preempt``
-``sinks``       goes on under ``sinks(4, L - 4)``       as ``preempt``
-``summarise``   goes on up to the model's limit, its    as ``preempt``
-                older tokens as summaries
-``spill``       goes on up to the model's limit with    as ``preempt``
-                the same tokens, its older ones in host
-                memory and on disk
-==============  ======================================  ==============================================================
+==============  ==========================================  ============================================================
+``overflow``    a sequence at its limit                     a full pool
+==============  ==========================================  ============================================================
+``preempt``     ends ("length")                             the youngest sequence is preempted and resumes later
+``stop``        ends                                        the youngest sequence that cannot grow ends, with its output
+``reject``      was rejected when it was submitted          cannot happen: such requests are rejected when submitted
+``window``      continues under ``window(L)``               as ``preempt``
+``sinks``       continues under ``sinks(4, L - 4)``         as ``preempt``
+``summarize``   continues up to the model's limit, older    as ``preempt``
+                tokens as summaries
+``offload``     continues up to the model's limit, older    as ``preempt``
+                tokens unchanged in host memory and on disk
+==============  ==========================================  ============================================================
 
-``L``: the model's limit or the cache's capacity, whichever is less.  Names only; ``settle.py`` says what a cache needs
-for them, ``engine/limits.py`` where rows end.  Nothing drops a token unless it was asked for by name.
+``engine/scheduling/limits.py`` applies the limits. No token is dropped unless such a mode or policy was requested.
 
-From "go on when it is full" to what a cache must be laid out as: a policy, for one model.
+A mode that continues is a policy, which :func:`resolve_for_model` computes:
 
-``window`` and ``sinks`` are that policy with rows that never end, from the start: a row shorter than L sees everything,
-so nothing is lost before.  Positions that are added to the embeddings cannot be numbered anew, so they are refused.
+* ``window`` and ``sinks`` apply from the start, with sequences that never end. A sequence shorter than L sees all its
+  tokens, so nothing is lost before. Positions that are added to the embeddings cannot be renumbered: refused.
+* ``summarize`` keeps positions, so sequences still end at the model's limit; only the cache's limit is lifted. The
+  first block and the latest tokens stay unchanged; of older tokens, ``ratio`` make one summary, with enough
+  summaries for the model's limit.
 
-``summarise`` keeps positions, so its rows still end at the model's limit: it lifts the *cache's* limit, where that is
-lower.  The first block and the rest of the capacity stay as they are; of what is older, ``ratio`` tokens make one
-summary, up to the model's limit, so that none is gone.
+      max_seq_len 64, model's limit 256, blocks of 16:
+      tiered(48, quantized=0, summaries=24, ratio=8, interval=16, num_sinks=16)
 
-    capacity 64, model's limit 256, blocks of 16:  hierarchy(48, packed=0, summaries=24, ratio=8, every=16, sinks=16)
+* ``offload`` lifts the cache's limit in the same way and loses nothing: the latest tokens, ``max_seq_len`` in whole
+  blocks, are in the pool, older ones are offloaded.
 
-``spill`` lifts the cache's limit in the same way and loses nothing: the latest tokens, the capacity in whole blocks,
-are in the pool, and what is older lies below it.
-
-    capacity 64, model's limit 256, blocks of 16:  spilled(48, older=208, every=16)
-
-No torch.
+      max_seq_len 64, model's limit 256, blocks of 16:  offload(48, max_offloaded=208, interval=16)
 """
 
 from __future__ import annotations
@@ -55,180 +52,187 @@ from kvad.cache.quantization import get_format, join_format_names
 from kvad.config import AttentionSpec, ModelConfig
 from kvad.errors import ConfigError, suggest
 
-OverflowMode = Literal["preempt", "stop", "refuse", "window", "sinks", "summarise", "spill"]
-LengthLimit = Literal["max_tokens", "model", "cache", "pool"]  # what ends a row by its length
+OverflowMode = Literal["preempt", "stop", "reject", "window", "sinks", "summarize", "offload"]
+LengthLimit = Literal["max_tokens", "model", "cache", "pool"]  # limit that ends a sequence
 
 NUM_SINKS = 4  # Xiao et al. 2023, sec. 3.1: four are enough
 
 OVERFLOW_MODES: Mapping[str, str] = {
-    "preempt": "a row ends at its limit L; without free blocks the youngest waits and comes back",
-    "stop": "the same; without free blocks the youngest row that cannot grow ends",
-    "refuse": "what could pass L or the blocks is refused at once; what runs never gives way",
-    "window": "a row goes on past L with its last L tokens",
-    "sinks": f"a row goes on past L with its first {NUM_SINKS} tokens and its last L - {NUM_SINKS}",
-    "summarise": "a row goes on past the cache's capacity, older tokens as summaries",
-    "spill": "the same, older tokens as they are in host memory and on disk: slower, and nothing is lost",
+    "preempt": "a sequence ends at its limit L; without free blocks the youngest is preempted and resumes later",
+    "stop": "the same; without free blocks the youngest sequence that cannot grow ends",
+    "reject": "requests that could exceed L or the blocks are rejected at once; none is preempted",
+    "window": "a sequence continues beyond L with its last L tokens",
+    "sinks": f"a sequence continues beyond L with its first {NUM_SINKS} and its last L - {NUM_SINKS} tokens",
+    "summarize": "a sequence continues beyond the cache's max_seq_len, older tokens as summaries",
+    "offload": "the same, older tokens unchanged in host memory and on disk: slower, but lossless",
 }
-CONTINUING_MODES = ("window", "sinks", "summarise", "spill")
+CONTINUING_MODES = ("window", "sinks", "summarize", "offload")
 
 
 def resolve_endless(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A cache's fields as a user says them: ``endless`` alone, with no word on what stays, goes on under ``sinks``."""
-    silent = fields.get("endless") is True and not fields.keys() & {"policy", "on_full"}
-    return {**fields, "on_full": "sinks"} if silent else dict(fields)
+    """Set ``overflow="sinks"`` if only ``endless`` is given, without a policy or an overflow mode."""
+    is_endless_only = fields.get("endless") is True and not fields.keys() & {"policy", "overflow"}
+    return {**fields, "overflow": "sinks"} if is_endless_only else dict(fields)
 
 
-DEMOTION_INTERVAL = 64  # tokens between two descents, where keys are packed by channel
-DEFAULT_PREFIX_CACHE_SIZE = 4 << 30  # of a tier's folder, where nothing else is said
-WRITE_QUEUE_BYTES = 64 << 20  # bytes of blocks that wait to be written to it; beyond, blocks are not stored
+DEMOTION_INTERVAL = 64  # tokens between two demotions of keys in channel formats
+DEFAULT_PREFIX_CACHE_SIZE = 4 << 30  # of prefix_cache_dir
+WRITE_QUEUE_BYTES = 64 << 20  # pending writes to it; beyond, blocks are not stored
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """What a cache is asked to hold.  ConfigError for a value that cannot be."""
+    """Configuration of a cache.
+
+    Raises:
+        ConfigError: If a value is invalid.
+    """
 
     layout: Literal["paged", "contiguous"] = "paged"
-    dtype: str = "float32"  # of keys and values, one of cache/formats.py, where the next two do not say otherwise
+    dtype: str = "float32"  # format of keys and values (quantization.py), unless the next two are given
     key_dtype: str | None = None
     value_dtype: str | None = None
-    block_size: int = 16  # slots of a block; contiguous: no-op, a block is a row
-    max_num_seqs: int = 8  # live sequences
-    max_seq_len: int  # tokens of the longest row
-    prefill_chunk_size: int = 512  # the longest span of new tokens of one row in one step
-    num_blocks: int | None = None  # paged: usable blocks of a full group; None = enough for rows x capacity
-    enable_prefix_caching: bool = True  # reuse the blocks of equal prefixes (paged only: a contiguous row is one block)
-    max_source_len: int = 0  # tokens of the longest source of an encoder-decoder; no-op for other models
-    policy: str = "full"  # what stays of a row: policy.py
-    endless: bool = False  # rows go on past the model's limit: no layer may keep everything
-    rope_at: Literal["write", "read"] = "write"  # when RoPE turns a key: as it is stored, or each time it is read
-    residual_length: int = 128  # latest tokens in full precision before keys by channel; no-op for other formats
-    overflow: OverflowMode = (
-        "preempt"  # for a row at its limit and a pool that has run out: full.py; settle.py lays it out
-    )
-    watermark: float = 0.0  # share of a pool's blocks that an admission leaves free for rows that grow
-    offload_ram: int = 1 << 30  # bytes of host memory for spilled tokens; what passes them lies on disk
-    offload_dir: str | None = None  # where, in files that end with the engine; None = the user's cache folder
-    swap_space: int | None = None  # host memory for rows that give way; None: what those take that must be parked
-    prefix_cache_dir: str | None = None  # a folder for published blocks, beyond the pool and the process: tiers.py
-    prefix_cache_size: int | None = None  # what it may hold; None: TIER_BYTES
-    prefix_cache_ram: int | None = None  # bytes of host memory for blocks that the pool had to give up
-    prefix_cache_eviction: Literal["lru", "arc"] = "lru"  # which block of the folder goes first when it is full
+    block_size: int = 16  # slots per block; no-op for contiguous, where a block holds a sequence
+    max_num_seqs: int = 8  # maximum number of running sequences
+    max_seq_len: int  # maximum tokens per sequence
+    prefill_chunk_size: int = 512  # maximum new tokens per sequence and step
+    num_blocks: int | None = None  # paged: usable blocks of a full group; None: max_num_seqs x max_seq_len tokens
+    enable_prefix_caching: bool = True  # reuse blocks of equal prefixes (paged only)
+    max_source_len: int = 0  # maximum encoder tokens of an encoder-decoder; no-op for other models
+    policy: str = "full"  # which tokens stay: policy_parser.py
+    endless: bool = False  # sequences continue beyond the model's limit: no layer may keep all tokens
+    rope_at: Literal["write", "read"] = "write"  # rotate keys when they are stored, or each time they are read
+    residual_length: int = 128  # latest tokens in full precision before channel formats; no-op for other formats
+    overflow: OverflowMode = "preempt"  # behavior at a length limit or when the pool is full
+    watermark: float = 0.0  # fraction of a pool's blocks that an admission leaves free for growth
+    offload_ram: int = 1 << 30  # bytes of host memory for offloaded tokens; the rest is on disk
+    offload_dir: str | None = None  # directory of temporary offload files; None: the user's cache directory
+    swap_space: int | None = None  # bytes of host memory for swapped sequences; None: only those that must be swapped
+    prefix_cache_dir: str | None = None  # directory of published blocks that outlive the process
+    prefix_cache_size: int | None = None  # maximum bytes in it; None: DEFAULT_PREFIX_CACHE_SIZE
+    prefix_cache_ram: int | None = None  # bytes of host memory for blocks that the pool evicts
+    prefix_cache_eviction: Literal["lru", "arc"] = "lru"  # eviction order of prefix_cache_dir
 
     def __post_init__(self) -> None:
-        self._check_tiers()
+        self._check_prefix_cache()
         _check_choice(OVERFLOW_MODES, "overflow", self.overflow)
         if isinstance(self.watermark, bool) or not isinstance(self.watermark, int | float):
-            raise ConfigError(f"cache.watermark: expected a number, found {self.watermark!r}")
+            raise ConfigError(f"cache.watermark: must be a number, got {self.watermark!r}")
         if not 0 <= self.watermark < 1:
-            raise ConfigError(f"cache.watermark: {self.watermark:g} is no share of the blocks", "from 0 to below 1")
+            raise ConfigError(f"cache.watermark: must be in [0, 1), got {self.watermark:g}", "Use 0, the default")
         if self.swap_space is not None:
             _check_min(0, "swap_space", self.swap_space)
         _check_choice(("write", "read"), "rope_at", self.rope_at)
         _check_choice(("paged", "contiguous"), "layout", self.layout)
         self._check_formats()
-        for name, least in (
+        for name, minimum in (
             ("block_size", 1),
             ("max_num_seqs", 1),
             ("max_seq_len", 1),
             ("prefill_chunk_size", 1),
             ("max_source_len", 0),
         ):
-            _check_min(least, name, getattr(self, name))
+            _check_min(minimum, name, getattr(self, name))
         if self.num_blocks is not None:
             _check_min(1, "num_blocks", self.num_blocks)
         if self.num_blocks is not None and self.layout == "contiguous":
-            raise ConfigError("cache.num_blocks: a contiguous cache has one block per row", "set cache.max_num_seqs")
+            raise ConfigError(
+                "cache.num_blocks: a contiguous cache has one block per sequence", "Set cache.max_num_seqs"
+            )
         _check_min(1, "residual_length", self.residual_length)
         _check_min(0, "offload_ram", self.offload_ram)
-        self.resolved_policy  # noqa: B018  a name that is none is said now
+        self.resolved_policy  # noqa: B018  refuse an invalid policy now
 
-    def _check_tiers(self) -> None:
+    def _check_prefix_cache(self) -> None:
         for name in ("prefix_cache_size", "prefix_cache_ram"):
-            asked = getattr(self, name)
-            if asked is not None:
-                _check_min(1, name, asked)
+            value = getattr(self, name)
+            if value is not None:
+                _check_min(1, name, value)
         if self.prefix_cache_dir is not None and not self.prefix_cache_dir:
-            raise ConfigError("cache.prefix_cache_dir: a folder without a name", "name one, or leave it out")
+            raise ConfigError("cache.prefix_cache_dir: must not be empty", "Give a directory, or omit it")
         if self.prefix_cache_dir is None and (
             self.prefix_cache_size is not None or self.prefix_cache_eviction != "lru"
         ):
             raise ConfigError(
-                "cache.prefix_cache_size: there is no tier that it could be of", "name its folder: --tier FOLDER"
+                "cache.prefix_cache_size: requires cache.prefix_cache_dir",
+                "Give a directory: --prefix-cache-dir DIR",
             )
         _check_choice(("lru", "arc"), "prefix_cache_eviction", self.prefix_cache_eviction)
         if (self.prefix_cache_dir is not None or self.prefix_cache_ram is not None) and (
             self.layout == "contiguous" or not self.enable_prefix_caching
         ):
-            what = "a contiguous cache" if self.layout == "contiguous" else "prefix=False"
+            reason = "a contiguous cache" if self.layout == "contiguous" else "enable_prefix_caching=False"
             raise ConfigError(
-                f"cache.prefix_cache_dir: {what} shares no blocks, so there is nothing to keep", "take the paged layout"
+                f"cache.prefix_cache_dir: {reason} shares no blocks", "Use cache.layout='paged' with prefix caching"
             )
 
     def _check_formats(self) -> None:
-        every = get_format(self.dtype, "cache.dtype")
-        for name, said in (("keys", self.key_dtype), ("values", self.value_dtype)):
-            key = f"cache.{name if said is not None else 'dtype'}"
-            asked = get_format(said if said is not None else self.dtype, key)
-            if asked.is_blockwise and name == "values":
+        token_format = get_format(self.dtype, "cache.dtype")
+        for name, explicit in (("key_dtype", self.key_dtype), ("value_dtype", self.value_dtype)):
+            key = f"cache.{name if explicit is not None else 'dtype'}"
+            value = get_format(explicit if explicit is not None else self.dtype, key)
+            if value.is_blockwise and name == "value_dtype":
                 raise ConfigError(
-                    f"{key}: {asked.name} is for keys: values differ from token to token, not by channel",
-                    f"cache.value_dtype={asked.name.partition('-')[0]!r}",
+                    f"{key}: {value.name} is for keys only: values differ between tokens, not between channels",
+                    f"cache.value_dtype={value.name.partition('-')[0]!r}",
                 )
-            if asked.is_blockwise and self.layout == "contiguous":
-                raise ConfigError(f"{key}: {asked.name} packs whole blocks", "take cache.layout='paged'")
-        if every.is_blockwise:
+            if value.is_blockwise and self.layout == "contiguous":
+                raise ConfigError(f"{key}: {value.name} packs whole blocks", "Use cache.layout='paged'")
+        if token_format.is_blockwise:
             raise ConfigError(
-                f"cache.dtype: {every.name} packs whole blocks of keys, and new tokens come one by one",
-                f"cache.key_dtype={every.name!r}, and a dtype for the latest",
+                f"cache.dtype: {token_format.name} packs whole blocks of keys, but new tokens are stored one by one",
+                f"cache.key_dtype={token_format.name!r}, and a plain dtype for the latest tokens",
             )
 
     @cached_property
     def resolved_policy(self) -> CachePolicy:
-        """The policy itself.  Keys by channel are encoded in whole blocks: everything stays, the latest unpacked."""
+        """The parsed policy. For channel formats, a tiered policy: the latest tokens unquantized, all tokens kept."""
         policy = KeepAll() if self.policy == "full" else parse_policy(self.policy)
         if self.key_dtype is None or not get_format(self.key_dtype, "cache.key_dtype").is_blockwise:
             return policy
         if policy != KeepAll():
             raise ConfigError(
-                f"cache.key_dtype: {self.key_dtype} packs whole blocks once, and {policy} takes tokens out of them",
+                f"cache.key_dtype: {self.key_dtype} packs whole blocks once, but {policy} removes tokens from them",
                 f"cache.key_dtype={self.key_dtype.partition('-')[0]!r} has a scale per token",
             )
-        size = self.block_size
-        recent, every = (-(-tokens // size) * size for tokens in (self.residual_length, DEMOTION_INTERVAL))
+        block_size = self.block_size
+        recent, interval = (
+            -(-tokens // block_size) * block_size for tokens in (self.residual_length, DEMOTION_INTERVAL)
+        )
         return TieredPolicy(
-            recent, key_format=self.key_dtype, value_format=self.value_dtype or self.dtype, interval=every
+            recent, key_format=self.key_dtype, value_format=self.value_dtype or self.dtype, interval=interval
         )
 
-    def restrict(self, mixers: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
-        """A model's layers as this cache lets them see: what an uncached judge of it has to see, too."""
-        grain = 1 if self.layout == "contiguous" else self.block_size
-        return restrict_specs(mixers, self.resolved_policy, grain, renumber=self.endless)
+    def restrict(self, specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
+        """Restrict the specs of a model's layers to this policy. The uncached reference uses the same specs."""
+        window_step = 1 if self.layout == "contiguous" else self.block_size
+        return restrict_specs(specs, self.resolved_policy, window_step, renumber=self.endless)
 
     @property
     def prefix_cache_limit(self) -> int:
-        """Bytes that the folder of the tier may hold."""
+        """Maximum bytes in prefix_cache_dir."""
         return DEFAULT_PREFIX_CACHE_SIZE if self.prefix_cache_size is None else self.prefix_cache_size
 
     @property
     def prefix_cache_host_bytes(self) -> int:
-        """Host memory that the tiers take: blocks that were given up, and those that wait to be written."""
+        """Bytes of host memory of the block store: evicted blocks and pending writes."""
         return (self.prefix_cache_ram or 0) + (WRITE_QUEUE_BYTES if self.prefix_cache_dir is not None else 0)
 
     @property
     def exceeds_max_seq_len(self) -> bool:
-        """Whether rows grow past ``capacity``."""
-        return self.endless or self.overflow in ("summarise", "spill")
+        """True if sequences grow beyond ``max_seq_len``."""
+        return self.endless or self.overflow in ("summarize", "offload")
 
     @property
     def token_formats(self) -> tuple[str, str]:
-        """Of keys, of values, as new tokens are stored."""
+        """Formats of new keys and values."""
         if self.key_dtype is not None and get_format(self.key_dtype, "cache.key_dtype").is_blockwise:
             return self.dtype, self.dtype
         return self.key_dtype or self.dtype, self.value_dtype or self.dtype
 
     @property
     def format_name(self) -> str:
-        """Both as they were asked for, by one name: "int8", or "int8/int4"."""
+        """The requested formats in one name: "int8", or "int8/int4" for keys and values."""
         return join_format_names(self.key_dtype or self.dtype, self.value_dtype or self.dtype)
 
 
@@ -237,106 +241,117 @@ def _check_choice(names: Collection[str], name: str, value: object) -> None:
         raise ConfigError(f"cache.{name}: {value!r}", suggest(str(value), names))
 
 
-def _check_min(least: int, name: str, value: object) -> None:
+def _check_min(minimum: int, name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigError(f"cache.{name}: expected a whole number, found {value!r}")
-    if value < least:
-        raise ConfigError(f"cache.{name}: must be at least {least}, found {value}")
+        raise ConfigError(f"cache.{name}: must be a whole number, got {value!r}")
+    if value < minimum:
+        raise ConfigError(f"cache.{name}: must be at least {minimum}, got {value}")
 
 
-MAX_RATIO, MAX_INTERVAL = 8, 128  # of summaries: tokens of one, and how often they are made, at most
+MAX_RATIO, MAX_INTERVAL = 8, 128  # of summaries: maximum tokens per summary, maximum interval
 
 
 def resolve_for_model(config: ModelConfig, cache: CacheConfig) -> CacheConfig:
-    """The cache with the policy that its ``on_full`` takes, for this model; one that takes none is returned as it is.
+    """Return the config with the policy of its overflow mode for this model. Applying it twice changes nothing.
 
-    Settling twice changes nothing.  ConfigError names what cannot be, and why.
+    Raises:
+        ConfigError: If the model, the policy and the overflow mode do not fit together.
     """
     if config.decoder is None:
         if cache.policy != "full" or cache.endless or cache.overflow in CONTINUING_MODES:
-            raise ConfigError("cache.policy: an encoder keeps nothing from one step to the next", "leave it out")
+            raise ConfigError("cache.policy: an encoder has no cache", "Omit it")
         return cache
     if cache.overflow not in CONTINUING_MODES:
         return cache
-    if cache.endless and cache.overflow in ("summarise", "spill"):
+    if cache.endless and cache.overflow in ("summarize", "offload"):
         raise ConfigError(
-            f"cache.endless: under on_full={cache.overflow} a row ends at the model's limit",
-            "leave it out, or take sinks",
+            f"cache.endless: with overflow={cache.overflow} a sequence ends at the model's limit",
+            "Omit it, or use overflow=sinks",
         )
     policy = str(_policy_for(config, cache, min(config.max_seq_len, cache.max_seq_len)))
     if cache.policy not in ("full", policy):
         raise ConfigError(
-            f"cache.overflow: {cache.overflow} is {policy}, and policy {cache.policy} is given too",
-            f"give one of them; endless=True lets rows go on under {cache.policy}",
+            f"cache.overflow: {cache.overflow} is {policy}, but policy {cache.policy} is given too",
+            f"Give one of them; endless=True continues under {cache.policy}",
         )
     return replace(cache, policy=policy, endless=cache.overflow in ("window", "sinks"))
 
 
-def _policy_for(config: ModelConfig, cache: CacheConfig, longest: int) -> CachePolicy:
-    if cache.overflow == "summarise":
+def _policy_for(config: ModelConfig, cache: CacheConfig, max_len: int) -> CachePolicy:
+    if cache.overflow == "summarize":
         return _summary_policy(config, cache)
-    if cache.overflow == "spill":
+    if cache.overflow == "offload":
         return _offload_policy(config, cache)
-    added = config.embedding.position
-    if added is not None:
+    position = config.embedding.position
+    if position is not None:
         raise ConfigError(
-            f"cache.overflow: {cache.overflow}: {added.kind} positions are part of every key and value and cannot be "
-            "numbered anew",
-            "rows of this model end at its limit: preempt, stop or refuse",
+            f"cache.overflow: {cache.overflow}: {position.kind} positions are part of every key and value "
+            "and cannot be renumbered",
+            "Sequences of this model end at its limit: use preempt, stop or reject",
         )
     if cache.overflow == "window":
-        return Window(longest)
-    least = NUM_SINKS + (1 if cache.layout == "contiguous" else cache.block_size)
-    if longest < least:
+        return Window(max_len)
+    minimum = NUM_SINKS + (1 if cache.layout == "contiguous" else cache.block_size)
+    if max_len < minimum:
         raise ConfigError(
-            f"cache.overflow: sinks: rows of {longest} tokens are less than {NUM_SINKS} sinks and a block of "
-            f"{least - NUM_SINKS}",
-            f"give a row at least {least} tokens, or take window",
+            f"cache.overflow: sinks: max_seq_len {max_len} is less than {NUM_SINKS} sinks and a block of "
+            f"{minimum - NUM_SINKS}",
+            f"Use a max_seq_len of at least {minimum}, or overflow=window",
         )
-    return Sinks(NUM_SINKS, longest - NUM_SINKS)
+    return Sinks(NUM_SINKS, max_len - NUM_SINKS)
 
 
 def _summary_policy(config: ModelConfig, cache: CacheConfig) -> TieredPolicy:
-    size, more = cache.block_size, config.max_seq_len - cache.max_seq_len
-    if more <= 0:
+    block_size, num_extra = cache.block_size, config.max_seq_len - cache.max_seq_len
+    if num_extra <= 0:
         raise ConfigError(
-            f"cache.overflow: summarise: rows already end at the model's limit of {config.max_seq_len} tokens, and summaries "
-            "keep their positions",
-            f"give the cache fewer tokens (--context {max(1, config.max_seq_len // 2)}), or take sinks",
+            f"cache.overflow: summarize: max_seq_len must be below the model's limit of {config.max_seq_len} tokens, "
+            "because summaries keep their positions",
+            f"Use --max-seq-len {max(1, config.max_seq_len // 2)}, or overflow=sinks",
         )
     if cache.layout == "contiguous":
-        raise ConfigError("cache.overflow: summarise: tokens are summarised in whole blocks", "take the paged layout")
-    if cache.max_seq_len < 2 * size:
         raise ConfigError(
-            f"cache.overflow: summarise: {cache.max_seq_len} tokens are less than two blocks of {size}, one for the first "
-            "tokens and one for the latest",
-            f"give the cache at least {2 * size}, or smaller blocks",
+            "cache.overflow: summarize: tokens are summarized in whole blocks", "Use cache.layout='paged'"
         )
-    ratio = max((each for each in range(2, MAX_RATIO + 1) if size % each == 0), default=0)
+    if cache.max_seq_len < 2 * block_size:
+        raise ConfigError(
+            f"cache.overflow: summarize: max_seq_len {cache.max_seq_len} is less than two blocks of {block_size}, "
+            "for the first and the latest tokens",
+            f"Use a max_seq_len of at least {2 * block_size}, or smaller blocks",
+        )
+    ratio = max((candidate for candidate in range(2, MAX_RATIO + 1) if block_size % candidate == 0), default=0)
     if not ratio:
         raise ConfigError(
-            f"cache.overflow: summarise: blocks of {size} cannot be cut into summaries", "take cache.block_size=16"
+            f"cache.overflow: summarize: blocks of {block_size} cannot be divided into summaries",
+            "Use cache.block_size=16",
         )
-    every = max(1, min(MAX_INTERVAL, cache.max_seq_len // 4) // size) * size
-    whole = cache.max_seq_len // size * size
-    summaries = -(-(config.max_seq_len - whole) // ratio)
-    return TieredPolicy(whole - size, quantized=0, summaries=summaries, ratio=ratio, interval=every, num_sinks=size)
+    interval = max(1, min(MAX_INTERVAL, cache.max_seq_len // 4) // block_size) * block_size
+    whole_length = cache.max_seq_len // block_size * block_size
+    summaries = -(-(config.max_seq_len - whole_length) // ratio)
+    return TieredPolicy(
+        whole_length - block_size,
+        quantized=0,
+        summaries=summaries,
+        ratio=ratio,
+        interval=interval,
+        num_sinks=block_size,
+    )
 
 
 def _offload_policy(config: ModelConfig, cache: CacheConfig) -> OffloadPolicy:
-    size = cache.block_size
+    block_size = cache.block_size
     if config.max_seq_len <= cache.max_seq_len:
         raise ConfigError(
-            f"cache.overflow: spill: rows already end at the model's limit of {config.max_seq_len} tokens",
-            f"give the cache fewer tokens (--context {max(1, config.max_seq_len // 4)}), or leave it out",
+            f"cache.overflow: offload: max_seq_len must be below the model's limit of {config.max_seq_len} tokens",
+            f"Use --max-seq-len {max(1, config.max_seq_len // 4)}, or omit it",
         )
     if cache.layout == "contiguous":
-        raise ConfigError("cache.overflow: spill: tokens are spilled in whole blocks", "take the paged layout")
-    if cache.max_seq_len < 2 * size:
+        raise ConfigError("cache.overflow: offload: tokens are offloaded in whole blocks", "Use cache.layout='paged'")
+    if cache.max_seq_len < 2 * block_size:
         raise ConfigError(
-            f"cache.overflow: spill: {cache.max_seq_len} tokens are less than two blocks of {size}",
-            f"give the cache at least {2 * size}, or smaller blocks",
+            f"cache.overflow: offload: max_seq_len {cache.max_seq_len} is less than two blocks of {block_size}",
+            f"Use a max_seq_len of at least {2 * block_size}, or smaller blocks",
         )
-    every = max(1, min(cache.prefill_chunk_size, cache.max_seq_len // 4) // size) * size
-    recent = cache.max_seq_len // size * size - every
-    return OffloadPolicy(recent, -(-(config.max_seq_len - recent) // size) * size, every)
+    interval = max(1, min(cache.prefill_chunk_size, cache.max_seq_len // 4) // block_size) * block_size
+    recent = cache.max_seq_len // block_size * block_size - interval
+    return OffloadPolicy(recent, -(-(config.max_seq_len - recent) // block_size) * block_size, interval)

@@ -1,6 +1,7 @@
-"""Policies that rank what a row holds: one class each.  The higher a token ranks, the longer it stays.
+"""Eviction policies, one class each. Tokens with higher scores stay longer.
 
-They are given a row's slots in one layer (``policy.Seen``) and answer per kv head; the host never reads the answer.
+A policy scores the slots of one sequence in one layer (``policy.EvictionContext``), per kv head. The host never reads
+the scores.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeavyHitters(EvictionPolicy):
-    """H2O (Zhang et al. 2023, sec. 4): the attention that a token got, summed over all queries so far, and half of the
-    budget for the latest tokens.  ``average`` 1: divided by how many queries could see it."""
+    """H2O (Zhang et al. 2023, sec. 4): attention that a token received, summed over all queries so far.
+
+    Half of the budget is for the latest tokens. With ``average=1`` the sum is divided by the number of queries that
+    could see the token.
+    """
 
     name: ClassVar[str] = "heavy-hitters"
 
@@ -38,15 +42,17 @@ class HeavyHitters(EvictionPolicy):
     def per_head_independent(self) -> bool:
         return True
 
-    def score(self, seen: EvictionContext) -> Tensor:
-        assert seen.attention_mass is not None
-        return seen.attention_mass / (seen.length - seen.positions) if self.average else seen.attention_mass
+    def score(self, context: EvictionContext) -> Tensor:
+        assert context.attention_mass is not None
+        return context.attention_mass / (context.length - context.positions) if self.average else context.attention_mass
 
 
 @dataclass(frozen=True)
 class SnapKV(EvictionPolicy):
-    """SnapKV (Li et al. 2024, sec. 4): the attention of the last ``window`` queries, averaged over ``kernel``
-    neighbours, so that a needle keeps what stands around it; the window itself stays."""
+    """SnapKV (Li et al. 2024, sec. 4): attention of the last ``window`` queries, averaged over ``kernel`` neighbors.
+
+    The average keeps the neighbors of an important token. The tokens of the window stay.
+    """
 
     name: ClassVar[str] = "snapkv"
 
@@ -58,7 +64,7 @@ class SnapKV(EvictionPolicy):
         check_minimum(1, "snapkv", "window", self.window)
         check_minimum(1, "snapkv", "kernel", self.kernel)
         if self.kernel % 2 == 0:
-            raise ConfigError(f"cache.policy: snapkv: kernel must be odd, found {self.kernel}")
+            raise ConfigError(f"cache.policy: snapkv: kernel must be odd, got {self.kernel}")
         if self.recent == -1:
             object.__setattr__(self, "recent", min(self.window, self.budget))
         super().__post_init__()
@@ -71,20 +77,20 @@ class SnapKV(EvictionPolicy):
     def per_head_independent(self) -> bool:
         return True
 
-    def score(self, seen: EvictionContext) -> Tensor:
+    def score(self, context: EvictionContext) -> Tensor:
         from torch.nn.functional import avg_pool1d
 
-        assert seen.attention_mass is not None
-        past = seen.attention_mass[:, : max(0, seen.attention_mass.shape[1] - self.recent)]
-        pooled = avg_pool1d(past, self.kernel, stride=1, padding=self.kernel // 2) if past.numel() else past
-        ranks = seen.attention_mass.clone()  # the latest stay anyway
-        ranks[:, : past.shape[1]] = pooled
-        return ranks
+        assert context.attention_mass is not None
+        older = context.attention_mass[:, : max(0, context.attention_mass.shape[1] - self.recent)]
+        pooled = avg_pool1d(older, self.kernel, stride=1, padding=self.kernel // 2) if older.numel() else older
+        scores = context.attention_mass.clone()  # The latest tokens stay in any case.
+        scores[:, : older.shape[1]] = pooled
+        return scores
 
 
 @dataclass(frozen=True)
 class TOVA(EvictionPolicy):
-    """TOVA (Oren et al. 2024, sec. 4): the last query's attention, averaged over all heads of the layer."""
+    """TOVA (Oren et al. 2024, sec. 4): attention of the last query, averaged over all heads of the layer."""
 
     name: ClassVar[str] = "tova"
 
@@ -92,37 +98,37 @@ class TOVA(EvictionPolicy):
     def observed_queries(self) -> int:
         return 1
 
-    def score(self, seen: EvictionContext) -> Tensor:
-        assert seen.attention_mass is not None
-        return seen.attention_mass.sum(0, keepdim=True).expand_as(seen.attention_mass)
+    def score(self, context: EvictionContext) -> Tensor:
+        assert context.attention_mass is not None
+        return context.attention_mass.sum(0, keepdim=True).expand_as(context.attention_mass)
 
 
 @dataclass(frozen=True)
 class KeyNorm(EvictionPolicy):
-    """Short keys stay: they are those that get attention (Devoto et al. 2024, sec. 3)."""
+    """Keys with small norms stay, because they receive attention (Devoto et al. 2024, sec. 3)."""
 
-    name: ClassVar[str] = "norm"
+    name: ClassVar[str] = "key-norm"
 
     @property
     def per_head_independent(self) -> bool:
         return True
 
-    def score(self, seen: EvictionContext) -> Tensor:
-        return seen.keys().pow(2).sum(dim=-1).neg()  # of equal order as the norm
+    def score(self, context: EvictionContext) -> Tensor:
+        return context.keys().pow(2).sum(dim=-1).neg()  # same order as the norm
 
 
 @dataclass(frozen=True)
 class Random(EvictionPolicy):
-    """Any tokens: what a policy has to beat.  Which ones is a function of seed, layer, head and position."""
+    """Random scores, the baseline: a function of seed, layer, head and position."""
 
     name: ClassVar[str] = "random"
 
     seed: int = 0
 
-    def score(self, seen: EvictionContext) -> Tensor:
-        heads = range(seen.positions.shape[0])
-        salt = [(self.seed * 1_000_003 + seen.layer * 8_191 + head + 1) * 40_503 % 65_521 for head in heads]
-        mixed = seen.positions.long() * 48_271 + seen.positions.new_tensor(salt).long().unsqueeze(1)
-        for _ in range(3):  # Lehmer steps: sums and products of 31 bits, the same on every device
-            mixed = (mixed * 48_271 + 11) % 2_147_483_647
-        return mixed
+    def score(self, context: EvictionContext) -> Tensor:
+        heads = range(context.positions.shape[0])
+        salt = [(self.seed * 1_000_003 + context.layer * 8_191 + head + 1) * 40_503 % 65_521 for head in heads]
+        hashed = context.positions.long() * 48_271 + context.positions.new_tensor(salt).long().unsqueeze(1)
+        for _ in range(3):  # Lehmer steps: sums and products of 31 bits, equal on every device
+            hashed = (hashed * 48_271 + 11) % 2_147_483_647
+        return hashed

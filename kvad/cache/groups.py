@@ -1,23 +1,23 @@
-"""How many blocks and bytes a cache takes: pure integers, asked by the real pools and by ``kvad plan`` alike.
+"""Cache groups: number and bytes of blocks, computed as integers for the pools and for ``kvad plan`` alike.
 
-The one promise: what these functions say is what Memory allocates, to the byte.  Nothing here imports torch.
+These functions return exactly the bytes that KVCache allocates. No torch.
 
-Layers with equal specs share a table: one :class:`Group`.  A row of length ``n`` holds in its group
+Layers with equal specs share block tables: one :class:`CacheGroup`. For a sequence of length ``n``, a group holds:
 
-* full attention: every token, ``ceil(n / block_size)`` blocks;
-* cross-attention: a source's tokens, once, in a pool with room for one longest source per row;
-* a window ``W`` with spans of at most ``C`` new tokens: the first query of a span at position p still needs the keys
-  from ``p - W + 1`` on while the last one is written at ``p + C - 1``: ``W + C - 1`` slots, plus a block because they
-  rarely start at a block's edge.
+* Full attention: all tokens, ``ceil(n / block_size)`` blocks.
+* Cross-attention: the encoder tokens, written once, in a pool with one longest input per sequence.
+* A window ``W`` with spans of at most ``C`` new tokens: the first query of a span at position p needs the keys from
+  ``p - W + 1`` on, while the last key is written at ``p + C - 1``: ``W + C - 1`` slots, plus one block because they
+  rarely start at a block boundary.
 
-    W = 6, C = 4, block_size = 4, p = 9:  keys 4..12 = slots of the blocks 1, 2, 3;  ceil(9 / 4) + 1 = 4 are enough.
+      W = 6, C = 4, block_size = 4, p = 9:  keys 4..12 = slots of the blocks 1, 2, 3;  ceil(9 / 4) + 1 = 4 are enough.
 
-* a window with sinks (``policy.py``): the blocks of the sinks beside that;
-* a policy that ranks: ``budget + every`` slots, what a row holds when it is about to be cut;
-* a hierarchy: the sinks, the recent tokens and those of one ``every``; and below it groups of their own, for the blocks
-  that were packed and for the summaries: no more than a row of that length can send there.
+* A window with sinks (``policy.py``): in addition the blocks of the sinks.
+* An eviction policy: ``budget + interval`` slots, the maximum before an eviction.
+* A tiered policy: the sinks, the recent tokens and those of one ``interval``. Its lower groups hold the quantized
+  blocks and the summaries, at most as many as a sequence of that length demotes.
 
-Contiguous is paged with one block per row (``block_size`` = the whole row, or the whole ring of a window).
+A contiguous cache is a paged one with one block per sequence (``block_size`` = the whole sequence, or a window's ring).
 """
 
 from __future__ import annotations
@@ -32,72 +32,63 @@ from kvad.config import AttentionSpec
 from kvad.errors import ConfigError
 from kvad.model_input import RESERVED_BLOCKS
 
-MAX_PLANNED_SEQS = 4096  # fit asks no further
-POSITION_BYTES = 8  # the one column of every slot: its position, int64, once per group
+MAX_PLANNED_SEQS = 4096  # upper bound of the search in find_fits
+POSITION_BYTES = 8  # position of a slot, int64, once per group
 
 StatefulPolicy = EvictionPolicy | TieredPolicy | OffloadPolicy | Quest
 
 
 class LowerLevel(NamedTuple):
-    """A group that no new token is written to: it takes whole blocks from the group ``above``; ``of`` is the one that
-    takes tokens (indices of groups).  ``most``: blocks of a row that has just descended; ``ratio`` > 1: tokens of a
-    slot.  ``spilled``: its blocks lie in no pool of Memory's but in a spool (``spilled.py``), bytes as they were."""
+    """Lower group, which receives whole blocks of older tokens instead of new tokens."""
 
-    token_group: int
-    upper_group: int
-    max_blocks: int
-    ratio: int = 1
-    is_offloaded: bool = False
+    token_group: int  # index of the group that takes the tokens
+    upper_group: int  # index of the group from which blocks are demoted
+    max_blocks: int  # maximum blocks per sequence after a demotion
+    ratio: int = 1  # tokens per slot; above 1 for summaries
+    is_offloaded: bool = False  # blocks are in an offload file (offload/token_offload.py), unchanged
 
 
 class CacheGroup(NamedTuple):
-    """Layers that share a table.  ``blocks`` counts the reserved ones (step.py: empty and bin) too."""
+    """Layers that share block tables."""
 
     spec: AttentionSpec
     layers: tuple[int, ...]
     block_size: int
-    num_blocks: int
-    max_blocks_per_seq: (
-        int  # live blocks of one row at most; 1 = the row's block is a ring: slot = position % block_size
-    )
-    eviction_policy: EvictionPolicy | None = None  # the policy that ranks what these layers hold
-    demotion_policy: TieredPolicy | OffloadPolicy | None = (
-        None  # the policy that moves older tokens to the groups whose level lies below this one
-    )
-    lower_level: LowerLevel | None = None
-    sparse_read_policy: Quest | None = None  # the policy under which a query reads some blocks only
-    key_format: str = "float32"  # formats, by name
+    num_blocks: int  # reserved blocks included
+    max_blocks_per_seq: int  # 1: the block is a ring, slot = position % block_size
+    eviction_policy: EvictionPolicy | None = None
+    demotion_policy: TieredPolicy | OffloadPolicy | None = None  # moves older tokens to lower groups
+    lower_level: LowerLevel | None = None  # set if this is a lower group
+    sparse_read_policy: Quest | None = None  # a query reads only some blocks
+    key_format: str = "float32"  # names of formats
     value_format: str = "float32"
 
     @property
     def tensor_formats(self) -> tuple[tuple[CacheFormat, int], tuple[CacheFormat, int]]:
-        """(format, numbers of a head) of a layer's keys, and of its values."""
-        mixer = self.spec
-        return (get_format(self.key_format, "keys"), mixer.head_dim), (
+        """(format, head dim) of a layer's keys, and of its values."""
+        spec = self.spec
+        return (get_format(self.key_format, "keys"), spec.head_dim), (
             get_format(self.value_format, "values"),
-            mixer.value_dim,
+            spec.value_dim,
         )
 
     @property
     def weight_format(self) -> str:
-        """Of what a summary's logit gets, one number for each of its heads."""
+        """Format of the weights that are added to the logits of summaries, one per head."""
         return "float64" if self.key_format == "float64" else "float32"
 
     @property
     def num_usable_blocks(self) -> int:
-        """Blocks that rows can own."""
+        """Number of blocks that sequences can own."""
         return self.num_blocks - RESERVED_BLOCKS
 
 
 class GroupBytes(NamedTuple):
-    """Bytes of one group's pool.  ``scales``: what decodes the payload (scales, zeros), where it is not plain numbers.
-
-    ``per_row``: one row at its longest; ``per_token``: while it grows (a block's own scales shared out, rounded up).
-    """
+    """Bytes of one group's pool, per token of a growing sequence, and of the longest sequence."""
 
     payload: int
-    scales: int
-    metadata: int
+    scales: int  # scales and zeros of quantized formats; those of a block are divided by its tokens, rounded up
+    metadata: int  # positions, and per-head data of policies
     per_token_payload: int
     per_token_scales: int
     per_token_metadata: int
@@ -109,266 +100,298 @@ class GroupBytes(NamedTuple):
 
 
 class MemoryFit(NamedTuple):
-    """``rows`` sequences of ``capacity`` tokens take ``bytes`` bytes of cache."""
+    """``num_seqs`` sequences of ``max_seq_len`` tokens need ``bytes`` bytes of cache."""
 
     num_seqs: int
     max_seq_len: int
     bytes: int
 
 
-def build_groups(mixers: Sequence[AttentionSpec], config: CacheConfig) -> tuple[CacheGroup, ...]:
-    """Cache groups in the order of their first layer.  ConfigError for layers that cannot be cached, or not so."""
+def build_groups(specs: Sequence[AttentionSpec], config: CacheConfig) -> tuple[CacheGroup, ...]:
+    """Build the cache groups: token groups by their first layer, lower groups, cross-attention groups.
+
+    Raises:
+        ConfigError: If a layer cannot be cached with this config.
+    """
     layers: dict[tuple[AttentionSpec, StatefulPolicy | None], list[int]] = {}
-    for index, mixer in enumerate(config.restrict(mixers)):
-        if not mixer.causal and not mixer.is_cross_attention:
+    for index, spec in enumerate(config.restrict(specs)):
+        if not spec.causal and not spec.is_cross_attention:
             raise ConfigError(
-                f"layer {index} is bidirectional: every new token changes the keys of the ones before it",
-                "a bidirectional model runs without a cache",
+                f"layer {index} is bidirectional: a new token changes the keys of earlier tokens",
+                "Run a bidirectional model without a cache",
             )
         if (
-            config.endless and mixer.window is None and not mixer.is_cross_attention
-        ):  # ranked tokens keep their positions
-            hint = f"take a policy that drops old ones: sinks(4, {max(1, config.max_seq_len - 4)})"
-            raise ConfigError(f"cache.endless: layer {index} keeps all tokens of a row", hint)
+            config.endless and spec.window is None and not spec.is_cross_attention
+        ):  # eviction policies keep original positions
+            hint = f"Use a policy that drops old tokens: sinks(4, {max(1, config.max_seq_len - 4)})"
+            raise ConfigError(f"cache.endless: layer {index} keeps all tokens of a sequence", hint)
         policy = config.resolved_policy.for_layer(index)
-        free = not mixer.is_cross_attention and mixer.window is None
-        ranked = policy.eviction or policy.tiered or policy.sparse_read if free else None
-        layers.setdefault((mixer, ranked), []).append(index)
+        free = not spec.is_cross_attention and spec.window is None
+        stateful = policy.eviction or policy.tiered or policy.sparse_read if free else None
+        layers.setdefault((spec, stateful), []).append(index)
     if config.num_blocks is not None and layers and not grows_with_length(layers):
         raise ConfigError(
-            "cache.num_blocks: no layer keeps all tokens of a row",
-            "the size follows from cache.max_num_seqs, cache.prefill_chunk_size and cache.policy",
+            "cache.num_blocks: no layer keeps all tokens of a sequence",
+            "Omit it: the size follows from cache.max_num_seqs, cache.prefill_chunk_size and cache.policy",
         )
     keys, values = config.token_formats
-    placed = [
-        _group(mixer, ranked, tuple(where), config)._replace(key_format=keys, value_format=values)
-        for (mixer, ranked), where in layers.items()
+    layer_groups = [
+        _build_group(spec, stateful, tuple(layer_indices), config)._replace(key_format=keys, value_format=values)
+        for (spec, stateful), layer_indices in layers.items()
     ]
-    own = [group for group in placed if not group.spec.is_cross_attention]
-    _check_offload(own)
-    below = [level for number, group in enumerate(own) for level in _lower_groups(group, number, config)]
-    made = (*own, *_with_indices(below, len(own)), *(group for group in placed if group.spec.is_cross_attention))
-    for group in made:
+    token_groups = [group for group in layer_groups if not group.spec.is_cross_attention]
+    _check_offload(token_groups)
+    lower_groups = [
+        level for group_index, group in enumerate(token_groups) for level in _lower_groups(group, group_index, config)
+    ]
+    groups = (
+        *token_groups,
+        *_with_indices(lower_groups, len(token_groups)),
+        *(group for group in layer_groups if group.spec.is_cross_attention),
+    )
+    for group in groups:
         _check_widths(group)
-    return made
+    return groups
 
 
-def _lower_groups(group: CacheGroup, number: int, config: CacheConfig) -> list[CacheGroup]:
-    """What lies below a group, in the order of descent.  ``above`` is counted within them: -1 is the group itself."""
+def _lower_groups(group: CacheGroup, group_index: int, config: CacheConfig) -> list[CacheGroup]:
+    """Build a token group's lower groups, from upper to lower (``upper_group`` -1 is the token group itself)."""
     policy = group.demotion_policy
     if policy is None:
         return []
-    size = config.block_size
+    block_size = config.block_size
     if isinstance(policy, OffloadPolicy):
-        return [_offload_group(group, policy, number, config)]
+        return [_offload_group(group, policy, group_index, config)]
     for name in ("recent", "interval", "num_sinks", "quantized"):
-        if (value := getattr(policy, name)) > 0 and value % size:
+        if (value := getattr(policy, name)) > 0 and value % block_size:
             raise ConfigError(
-                f"cache.policy: {policy}: {name} {value} is not a multiple of the block size {size}",
-                f"{name}={_ceil(value, size) * size}",
+                f"cache.policy: {policy}: {name} must be a multiple of the block size {block_size}, got {value}",
+                f"Use {name}={_ceil_div(value, block_size) * block_size}",
             )
-    if policy.summaries and size % policy.ratio:
+    if policy.summaries and block_size % policy.ratio:
         raise ConfigError(
-            f"cache.policy: {policy}: blocks of {size} tokens cannot be cut by {policy.ratio}",
-            "take a ratio that divides the block size",
+            f"cache.policy: {policy}: ratio must divide the block size {block_size}, got {policy.ratio}",
+            "Use a divisor of the block size",
         )
-    whole, step = _ceil(config.max_seq_len, size), policy.interval // size
-    older = max(1, whole - (policy.recent + policy.num_sinks) // size)  # blocks of a row that ever descend
-    below = []
+    max_blocks, blocks_per_step = _ceil_div(config.max_seq_len, block_size), policy.interval // block_size
+    max_older_blocks = max(1, max_blocks - (policy.recent + policy.num_sinks) // block_size)
+    lower_groups = []
     base = group._replace(demotion_policy=None, eviction_policy=None)
     if policy.quantized:
-        most = whole if policy.quantized == -1 else min(whole, policy.quantized // size)
-        per_row = min(older, most + step)
+        max_level_blocks = max_blocks if policy.quantized == -1 else min(max_blocks, policy.quantized // block_size)
+        blocks_per_seq = min(max_older_blocks, max_level_blocks + blocks_per_step)
         usable = (
-            config.max_num_seqs * per_row if policy.quantized != -1 or config.num_blocks is None else config.num_blocks
+            config.max_num_seqs * blocks_per_seq
+            if policy.quantized != -1 or config.num_blocks is None
+            else config.num_blocks
         )
-        level = LowerLevel(number, -1, most)
-        below.append(
+        level = LowerLevel(group_index, -1, max_level_blocks)
+        lower_groups.append(
             base._replace(
                 num_blocks=usable + RESERVED_BLOCKS,
-                max_blocks_per_seq=per_row,
+                max_blocks_per_seq=blocks_per_seq,
                 key_format=policy.key_format,
                 value_format=policy.value_format,
                 lower_level=level,
             )
         )
     if policy.summaries:
-        most = _ceil(policy.summaries, size)
-        per_row = most + _ceil(step, policy.ratio) + 1
-        per_row = per_row if config.exceeds_max_seq_len else min(per_row, _ceil(older, policy.ratio) + 1)
-        level = LowerLevel(number, len(below) - 1, most, policy.ratio)
-        below.append(
+        max_level_blocks = _ceil_div(policy.summaries, block_size)
+        blocks_per_seq = max_level_blocks + _ceil_div(blocks_per_step, policy.ratio) + 1
+        blocks_per_seq = (
+            blocks_per_seq
+            if config.exceeds_max_seq_len
+            else min(blocks_per_seq, _ceil_div(max_older_blocks, policy.ratio) + 1)
+        )
+        level = LowerLevel(group_index, len(lower_groups) - 1, max_level_blocks, policy.ratio)
+        lower_groups.append(
             base._replace(
-                num_blocks=config.max_num_seqs * per_row + RESERVED_BLOCKS,
-                max_blocks_per_seq=per_row,
+                num_blocks=config.max_num_seqs * blocks_per_seq + RESERVED_BLOCKS,
+                max_blocks_per_seq=blocks_per_seq,
                 lower_level=level,
             )
         )
-    return below
+    return lower_groups
 
 
-def _check_offload(own: Sequence[CacheGroup]) -> None:
-    """A row that spills is computed again when it gave way, and one that is lossy must not be."""
+def _check_offload(token_groups: Sequence[CacheGroup]) -> None:
+    """Refuse offloading and lossy layers together: an offloading sequence is recomputed, a lossy one must not be."""
     policies = [
         group.eviction_policy or group.demotion_policy
-        for group in own
+        for group in token_groups
         if group.eviction_policy or group.demotion_policy
     ]
-    spilled = [policy for policy in policies if isinstance(policy, OffloadPolicy)]
+    offloading = [policy for policy in policies if isinstance(policy, OffloadPolicy)]
     lossy = [policy for policy in policies if not isinstance(policy, OffloadPolicy)]
-    if spilled and lossy:
+    if offloading and lossy:
         raise ConfigError(
-            f"cache.policy: {spilled[0]} beside {lossy[0]}: a row is either kept whole or not",
-            "spilled(...) goes with full, window, sinks, truncate and quest in other layers",
+            f"cache.policy: {offloading[0]} and {lossy[0]} cannot be combined",
+            "Combine offload(...) with full, window, sinks, block-window or quest in other layers",
         )
 
 
-def _offload_group(group: CacheGroup, policy: OffloadPolicy, number: int, config: CacheConfig) -> CacheGroup:
-    size = config.block_size
+def _offload_group(group: CacheGroup, policy: OffloadPolicy, group_index: int, config: CacheConfig) -> CacheGroup:
+    block_size = config.block_size
     for name in ("recent", "interval", "max_offloaded"):
-        if (value := getattr(policy, name)) > 0 and value % size:
+        if (value := getattr(policy, name)) > 0 and value % block_size:
             raise ConfigError(
-                f"cache.policy: {policy}: {name} {value} is not a multiple of the block size {size}",
-                f"{name}={_ceil(value, size) * size}",
+                f"cache.policy: {policy}: {name} must be a multiple of the block size {block_size}, got {value}",
+                f"Use {name}={_ceil_div(value, block_size) * block_size}",
             )
-    older = max(1, _ceil(config.max_seq_len, size) - policy.recent // size)
+    max_older_blocks = max(1, _ceil_div(config.max_seq_len, block_size) - policy.recent // block_size)
     if policy.max_offloaded != -1:
-        older = policy.max_offloaded // size if config.exceeds_max_seq_len else min(older, policy.max_offloaded // size)
-    level = LowerLevel(number, -1, older, is_offloaded=True)
+        max_older_blocks = (
+            policy.max_offloaded // block_size
+            if config.exceeds_max_seq_len
+            else min(max_older_blocks, policy.max_offloaded // block_size)
+        )
+    level = LowerLevel(group_index, -1, max_older_blocks, is_offloaded=True)
     return group._replace(
-        num_blocks=config.max_num_seqs * older + RESERVED_BLOCKS,
-        max_blocks_per_seq=older,
+        num_blocks=config.max_num_seqs * max_older_blocks + RESERVED_BLOCKS,
+        max_blocks_per_seq=max_older_blocks,
         demotion_policy=None,
         lower_level=level,
     )
 
 
-def _with_indices(below: Sequence[CacheGroup], first: int) -> list[CacheGroup]:
-    """With ``above`` counted among all groups, the first level of which is number ``first``."""
-    made: list[CacheGroup] = []
-    for number, group in enumerate(below, first):
+def _with_indices(lower_groups: Sequence[CacheGroup], first: int) -> list[CacheGroup]:
+    """Replace ``upper_group`` by an index into all groups; the first lower group has index ``first``."""
+    groups: list[CacheGroup] = []
+    for group_index, group in enumerate(lower_groups, first):
         assert group.lower_level is not None
-        above = group.lower_level.token_group if group.lower_level.upper_group < 0 else number - 1
-        made.append(group._replace(lower_level=group.lower_level._replace(upper_group=above)))
-    return made
+        upper_group = group.lower_level.token_group if group.lower_level.upper_group < 0 else group_index - 1
+        groups.append(group._replace(lower_level=group.lower_level._replace(upper_group=upper_group)))
+    return groups
 
 
 def _check_widths(group: CacheGroup) -> None:
-    mixer, layer = group.spec, group.layers[0]
+    spec, layer = group.spec, group.layers[0]
     both = (group.key_format, group.value_format)
-    for side, name, dim in zip(("keys", "values"), both, (mixer.head_dim, mixer.value_dim), strict=True):
-        if get_format(name, f"cache.{side}").needs_even_dim and dim % 2:
+    for side, name, dim in zip(("key", "value"), both, (spec.head_dim, spec.value_dim), strict=True):
+        if get_format(name, f"cache.{side}_dtype").needs_even_dim and dim % 2:
             raise ConfigError(
-                f"cache.{side}: {name} packs two numbers into a byte, and the {side} of layer {layer} have {dim}",
-                f"cache.{side}='int8' takes any width",
+                f"cache.{side}_dtype: {name} packs two numbers per byte, but the {side} dim of layer {layer} is {dim}",
+                f"cache.{side}_dtype='int8' takes any dimension",
             )
 
 
 def grows_with_length(layers: Iterable[tuple[AttentionSpec, StatefulPolicy | None]]) -> bool:
-    """Whether what some layer holds of a row grows with it."""
+    """Return True if the cache of some layer grows with the sequence."""
     return not all(
-        mixer.window is not None
-        or isinstance(ranked, EvictionPolicy)
-        or (isinstance(ranked, TieredPolicy) and ranked.quantized != -1)
-        for mixer, ranked in layers
+        spec.window is not None
+        or isinstance(policy, EvictionPolicy)
+        or (isinstance(policy, TieredPolicy) and policy.quantized != -1)
+        for spec, policy in layers
     )
 
 
-def _group(
-    mixer: AttentionSpec, ranked: StatefulPolicy | None, layers: tuple[int, ...], config: CacheConfig
+def _build_group(
+    spec: AttentionSpec, policy: StatefulPolicy | None, layers: tuple[int, ...], config: CacheConfig
 ) -> CacheGroup:
-    scored = ranked if isinstance(ranked, EvictionPolicy) else None
-    if isinstance(ranked, Quest):
-        _check_quest(ranked, config)
-    if isinstance(ranked, TieredPolicy | OffloadPolicy) and config.layout == "contiguous":
-        raise ConfigError(f"cache.policy: {ranked}: tokens descend in whole blocks", "take cache.layout='paged'")
-    if mixer.is_cross_attention:
-        return _cross_group(mixer, layers, config)
+    eviction = policy if isinstance(policy, EvictionPolicy) else None
+    if isinstance(policy, Quest):
+        _check_quest(policy, config)
+    if isinstance(policy, TieredPolicy | OffloadPolicy) and config.layout == "contiguous":
+        raise ConfigError(f"cache.policy: {policy}: tokens are demoted in whole blocks", "Use cache.layout='paged'")
+    if spec.is_cross_attention:
+        return _cross_group(spec, layers, config)
     slots = config.max_seq_len
-    if mixer.window is not None:
-        slots = mixer.window + min(config.prefill_chunk_size, config.max_seq_len) - 1
+    if spec.window is not None:
+        slots = spec.window + min(config.prefill_chunk_size, config.max_seq_len) - 1
     if config.layout == "contiguous":
-        slots += mixer.num_sinks
-        if scored is not None:
-            slots = scored.budget + scored.interval
-        most = slots if config.endless else config.max_seq_len
-        return CacheGroup(mixer, layers, min(slots, most), config.max_num_seqs + RESERVED_BLOCKS, 1, scored)
-    whole = _ceil(config.max_seq_len, config.block_size)
-    if mixer.window is not None:
-        per_row = _ceil(mixer.num_sinks, config.block_size) + _ceil(slots, config.block_size) + 1
-        per_row = per_row if config.exceeds_max_seq_len else min(whole, per_row)
-        return CacheGroup(mixer, layers, config.block_size, config.max_num_seqs * per_row + RESERVED_BLOCKS, per_row)
-    if scored is not None:
-        per_row = min(whole, _ceil(scored.budget + scored.interval, config.block_size))
-        usable = config.max_num_seqs * per_row
-        return CacheGroup(mixer, layers, config.block_size, usable + RESERVED_BLOCKS, per_row, scored)
-    if isinstance(ranked, TieredPolicy | OffloadPolicy):
-        kept = _ceil(ranked.num_sinks, config.block_size) + _ceil(ranked.recent + ranked.interval, config.block_size)
-        per_row = kept if config.exceeds_max_seq_len else min(whole, kept)
-        asked = config.num_blocks if isinstance(ranked, OffloadPolicy) else None
-        usable = config.max_num_seqs * per_row if asked is None else asked
-        return CacheGroup(mixer, layers, config.block_size, usable + RESERVED_BLOCKS, per_row, demotion_policy=ranked)
-    usable = config.max_num_seqs * whole if config.num_blocks is None else config.num_blocks
-    chooses = ranked if isinstance(ranked, Quest) else None
-    return CacheGroup(mixer, layers, config.block_size, usable + RESERVED_BLOCKS, whole, sparse_read_policy=chooses)
+        slots += spec.num_sinks
+        if eviction is not None:
+            slots = eviction.budget + eviction.interval
+        max_slots = slots if config.endless else config.max_seq_len
+        return CacheGroup(spec, layers, min(slots, max_slots), config.max_num_seqs + RESERVED_BLOCKS, 1, eviction)
+    max_blocks = _ceil_div(config.max_seq_len, config.block_size)
+    if spec.window is not None:
+        blocks_per_seq = _ceil_div(spec.num_sinks, config.block_size) + _ceil_div(slots, config.block_size) + 1
+        blocks_per_seq = blocks_per_seq if config.exceeds_max_seq_len else min(max_blocks, blocks_per_seq)
+        return CacheGroup(
+            spec, layers, config.block_size, config.max_num_seqs * blocks_per_seq + RESERVED_BLOCKS, blocks_per_seq
+        )
+    if eviction is not None:
+        blocks_per_seq = min(max_blocks, _ceil_div(eviction.budget + eviction.interval, config.block_size))
+        usable = config.max_num_seqs * blocks_per_seq
+        return CacheGroup(spec, layers, config.block_size, usable + RESERVED_BLOCKS, blocks_per_seq, eviction)
+    if isinstance(policy, TieredPolicy | OffloadPolicy):
+        num_held = _ceil_div(policy.num_sinks, config.block_size) + _ceil_div(
+            policy.recent + policy.interval, config.block_size
+        )
+        blocks_per_seq = num_held if config.exceeds_max_seq_len else min(max_blocks, num_held)
+        num_blocks = config.num_blocks if isinstance(policy, OffloadPolicy) else None
+        usable = config.max_num_seqs * blocks_per_seq if num_blocks is None else num_blocks
+        return CacheGroup(
+            spec, layers, config.block_size, usable + RESERVED_BLOCKS, blocks_per_seq, demotion_policy=policy
+        )
+    usable = config.max_num_seqs * max_blocks if config.num_blocks is None else config.num_blocks
+    quest = policy if isinstance(policy, Quest) else None
+    return CacheGroup(spec, layers, config.block_size, usable + RESERVED_BLOCKS, max_blocks, sparse_read_policy=quest)
 
 
 def _check_quest(policy: Quest, config: CacheConfig) -> None:
     if config.layout == "contiguous":
-        raise ConfigError(f"cache.policy: {policy}: a row of one block has none to choose", "take cache.layout='paged'")
+        raise ConfigError(
+            f"cache.policy: {policy}: a contiguous sequence has only one block", "Use cache.layout='paged'"
+        )
     if config.rope_at == "read":
         raise ConfigError(
-            f"cache.policy: {policy}: bounds are of keys as queries see them, and these lie unrotated",
-            "take cache.rope_at='write'",
+            f"cache.policy: {policy}: block bounds require rotated keys, but they are stored unrotated",
+            "Use cache.rope_at='write'",
         )
 
 
-def _cross_group(mixer: AttentionSpec, layers: tuple[int, ...], config: CacheConfig) -> CacheGroup:
-    """A source for every row: rows that share one leave blocks for later rows to find it in."""
+def _cross_group(spec: AttentionSpec, layers: tuple[int, ...], config: CacheConfig) -> CacheGroup:
+    """Build a cross-attention group with room for one encoder input per sequence."""
     if config.max_source_len < 1:
-        raise ConfigError("cache.max_source_len: this model attends to a source", "say how long a source may be")
+        raise ConfigError(
+            "cache.max_source_len: must be at least 1 for an encoder-decoder, got 0", "Set the maximum encoder tokens"
+        )
     if config.layout == "contiguous":
-        return CacheGroup(mixer, layers, config.max_source_len, config.max_num_seqs + RESERVED_BLOCKS, 1)
-    per_row = _ceil(config.max_source_len, config.block_size)
-    return CacheGroup(mixer, layers, config.block_size, config.max_num_seqs * per_row + RESERVED_BLOCKS, per_row)
+        return CacheGroup(spec, layers, config.max_source_len, config.max_num_seqs + RESERVED_BLOCKS, 1)
+    blocks_per_seq = _ceil_div(config.max_source_len, config.block_size)
+    return CacheGroup(
+        spec, layers, config.block_size, config.max_num_seqs * blocks_per_seq + RESERVED_BLOCKS, blocks_per_seq
+    )
 
 
 def group_bytes(group: CacheGroup) -> GroupBytes:
-    """``blocks * layers * K`` times what a block takes of every array of its formats; columns: one int64 position per
-    slot, where a policy ranks or chooses those of each head, and of summaries the weights of each head.  Of a spilled
-    level the pool has the columns alone; ``per_row`` and ``per_token`` count what lies in its spool, too.
+    """Compute the bytes of a group: ``num_blocks * layers * K`` times the bytes of a block in all its arrays.
+
+    Metadata: one int64 position per slot, per-head data of eviction policies and Quest, and weights of summaries. The
+    pool of an offloaded group has metadata only; ``per_seq`` and ``per_token_*`` include its offload file.
 
     float32, D = Dv = 64, K = 1, one layer: 512 bytes of payload per token;  int8: 128, and 8 of scales.
     """
-    size, lines = group.block_size, len(group.layers) * group.spec.num_kv_heads
-    payload = scales = 0  # of a block
-    for form, dim in group.tensor_formats:
-        for array in form.arrays(dim):
-            taken = lines * array.nbytes * (size if array.granularity == "slot" else 1)
-            payload, scales = (payload + taken, scales) if array.name == "data" else (payload, scales + taken)
-    spilled = group.lower_level is not None and group.lower_level.is_offloaded
-    columns = size * (POSITION_BYTES + lines * _head_column_bytes(group)) + lines * _bound_bytes(group)
+    block_size, num_heads = group.block_size, len(group.layers) * group.spec.num_kv_heads
+    payload = scales = 0  # per block
+    for fmt, dim in group.tensor_formats:
+        for array in fmt.arrays(dim):
+            nbytes = num_heads * array.nbytes * (block_size if array.granularity == "slot" else 1)
+            payload, scales = (payload + nbytes, scales) if array.name == "data" else (payload, scales + nbytes)
+    offloading = group.lower_level is not None and group.lower_level.is_offloaded
+    metadata = block_size * (POSITION_BYTES + num_heads * _head_metadata_bytes(group)) + num_heads * _bound_bytes(group)
     return GroupBytes(
-        0 if spilled else group.num_blocks * payload,
-        0 if spilled else group.num_blocks * scales,
-        group.num_blocks * columns,
-        payload // size,
-        _ceil(scales, size),
-        _ceil(columns, size),
-        group.max_blocks_per_seq * (payload + scales + columns),
+        0 if offloading else group.num_blocks * payload,
+        0 if offloading else group.num_blocks * scales,
+        group.num_blocks * metadata,
+        payload // block_size,
+        _ceil_div(scales, block_size),
+        _ceil_div(metadata, block_size),
+        group.max_blocks_per_seq * (payload + scales + metadata),
     )
 
 
 def _bound_bytes(group: CacheGroup) -> int:
-    """Per block, layer and head, where queries choose: the smallest and the largest key of each channel."""
+    """Return the bytes of key bounds per block, layer and head: minimum and maximum of each channel."""
     return (
         0 if group.sparse_read_policy is None else 2 * group.spec.head_dim * (8 if group.key_format == "float64" else 4)
     )
 
 
-def _head_column_bytes(group: CacheGroup) -> int:
-    """Per slot, layer and head.  Where a policy ranks: a position (int32), and the attention that it got; of summaries:
-    a weight."""
+def _head_metadata_bytes(group: CacheGroup) -> int:
+    """Return bytes per slot, layer and head: position (int32) and attention mass, or the weight of a summary."""
     if group.lower_level is not None and group.lower_level.ratio > 1:
         return get_format(group.weight_format, "weights").arrays(1)[0].nbytes
     if group.eviction_policy is None:
@@ -376,5 +399,5 @@ def _head_column_bytes(group: CacheGroup) -> int:
     return 4 + (0 if not group.eviction_policy.observed_queries else 8 if group.key_format == "float64" else 4)
 
 
-def _ceil(a: int, b: int) -> int:
+def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)

@@ -1,20 +1,20 @@
-"""What stays of a row: the kinds of policies, and those that go by position or give up precision.
+"""Cache policies: the base classes, and the policies by position, the tiered ones and Quest.
 
-A policy is a function of its row's own history: neighbours and a full pool change nothing of what it keeps.  There are
-three kinds.  What they are called, and how they are put together, is ``named.py``.
+A policy is a function of its own sequence's history: other sequences and a full pool do not change which tokens it
+keeps. There are four kinds; ``policy_parser.py`` has their names and combinations.
 
-* By *position* (:class:`Window`, :class:`Sinks`, :class:`Truncate`): a mask (``step.Reach``).  Every query of a chunk
-  sees what it would see alone, so a cache under such a policy is exact against the same model with that mask, whatever
-  the chunks; blocks that no later query can see go back at once.
-* By *rank* (:class:`Scored`, ``ranks.py``): what is held is scored in each layer and kv head apart, and the best
-  ``budget`` tokens stay.  A row is cut when its length reaches a multiple of ``every``, where the scheduler ends a
-  chunk, so that chunks do not matter either; in between it holds up to ``budget + every`` tokens.  What is dropped is
-  gone: lossy by design.
-* By *levels* (:class:`Hierarchy`): older tokens are packed, the oldest are summarised.  Or they leave the pool as they
-  are (:class:`Spilled`): nothing is lost, and reading them takes longer.
-* By *choice* (:class:`Quest`): everything stays, and each query reads what may matter to it.
+* By *position* (:class:`Window`, :class:`Sinks`, :class:`BlockWindow`): a mask (``AttentionPattern``). Every query of a
+  chunk sees what it would see alone, so the cache is exact against the model with the same mask, for all chunk sizes.
+  Blocks that no later query can see are freed at once.
+* By *score* (:class:`EvictionPolicy`, ``eviction_policies.py``): tokens are scored per layer and kv head, and the best
+  ``budget`` tokens stay. A sequence evicts when its length reaches a multiple of ``interval``, where the scheduler
+  ends a chunk, so chunk sizes do not matter either; in between it holds up to ``budget + interval`` tokens. Lossy by
+  design.
+* By *level* (:class:`TieredPolicy`): older tokens are quantized, the oldest are summarized. Or they leave the pool
+  unchanged (:class:`OffloadPolicy`): nothing is lost, and reading them takes longer.
+* By *query* (:class:`Quest`): all tokens stay, and each query reads the blocks that may matter to it.
 
-Standard library only: sizing and planning read it.
+Standard library only, because sizing and planning import it.
 """
 
 from __future__ import annotations
@@ -31,59 +31,59 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 UNBOUNDED = 1 << 40
-ALL_QUERIES = 1 << 40  # Scored.watch: every query counts
+ALL_QUERIES = 1 << 40  # EvictionPolicy.observed_queries: all queries count
 
 
 class CachePolicy:
-    """The base: keeps everything.  Subclasses are frozen dataclasses whose fields are their arguments.
+    """Base class, which keeps all tokens. Subclasses are frozen dataclasses whose fields are their arguments.
 
-    ``name``: what it is called (``named.py``); one of one's own goes by "package.module:Class".
+    ``name`` is the name in policy strings (``policy_parser.py``); a custom policy is named "package.module:Class".
     """
 
     name: ClassVar[str] = ""
 
-    def restrict(self, mixer: AttentionSpec, block_size: int) -> AttentionSpec:
-        """The layer with what its queries may still see.  A layer whose own window is narrower stays as it is."""
-        return mixer
+    def restrict(self, spec: AttentionSpec, block_size: int) -> AttentionSpec:
+        """Return the layer's spec with the tokens that stay visible. A layer with a narrower window is unchanged."""
+        return spec
 
     def for_layer(self, layer: int) -> CachePolicy:
-        """The policy of one layer."""
+        """Return the policy of one layer."""
         return self
 
     @property
     def eviction(self) -> EvictionPolicy | None:
-        """The policy that ranks what is held, where this is one."""
+        """The evicting part of this policy, or None."""
         return None
 
     @property
     def tiered(self) -> TieredPolicy | OffloadPolicy | None:
-        """The policy that keeps older tokens in other forms, or elsewhere, where this is one."""
+        """The tiered or offloading part of this policy, or None."""
         return None
 
     @property
     def sparse_read(self) -> Quest | None:
-        """The policy under which a query reads some blocks only, where this is one."""
+        """The part that lets a query read only some blocks, or None."""
         return None
 
     def __str__(self) -> str:
-        every = [(getattr(self, each.name), each.default) for each in fields(self)]  # type: ignore[arg-type]
-        while every and every[-1][0] == every[-1][1]:
-            every.pop()
-        said = ", ".join(str(value) for value, _ in every)
+        arguments = [(getattr(self, field.name), field.default) for field in fields(self)]  # type: ignore[arg-type]
+        while arguments and arguments[-1][0] == arguments[-1][1]:
+            arguments.pop()
+        text = ", ".join(str(value) for value, _ in arguments)
         name = self.name or f"{type(self).__module__}:{type(self).__qualname__}"
-        return f"{name}({said})" if said else name
+        return f"{name}({text})" if text else name
 
 
 @dataclass(frozen=True)
 class KeepAll(CachePolicy):
-    """Everything stays."""
+    """All tokens stay."""
 
     name: ClassVar[str] = "full"
 
 
 @dataclass(frozen=True)
 class Window(CachePolicy):
-    """The last ``size`` tokens stay, the newest included."""
+    """The last ``size`` tokens stay, including the newest."""
 
     name: ClassVar[str] = "window"
 
@@ -92,13 +92,13 @@ class Window(CachePolicy):
     def __post_init__(self) -> None:
         check_minimum(1, "window", "size", self.size)
 
-    def restrict(self, mixer: AttentionSpec, block_size: int) -> AttentionSpec:
-        return _narrowed(mixer, self.size)
+    def restrict(self, spec: AttentionSpec, block_size: int) -> AttentionSpec:
+        return _with_window(spec, self.size)
 
 
 @dataclass(frozen=True)
 class Sinks(CachePolicy):
-    """The first ``sinks`` tokens and the last ``window`` stay (Xiao et al. 2023, sec. 3.2)."""
+    """The first ``num_sinks`` and the last ``window`` tokens stay (Xiao et al. 2023, sec. 3.2)."""
 
     name: ClassVar[str] = "sinks"
 
@@ -109,83 +109,75 @@ class Sinks(CachePolicy):
         check_minimum(1, "sinks", "sinks", self.num_sinks)
         check_minimum(1, "sinks", "window", self.window)
 
-    def restrict(self, mixer: AttentionSpec, block_size: int) -> AttentionSpec:
-        return _narrowed(mixer, self.window, sinks=self.num_sinks)
+    def restrict(self, spec: AttentionSpec, block_size: int) -> AttentionSpec:
+        return _with_window(spec, self.window, num_sinks=self.num_sinks)
 
 
 @dataclass(frozen=True)
 class BlockWindow(CachePolicy):
-    """At most the last ``size`` tokens stay; the oldest ``block`` (0: the cache's block) leave together."""
+    """At most the last ``size`` tokens stay; ``block_size`` (0: that of the cache) tokens are dropped at a time."""
 
-    name: ClassVar[str] = "truncate"
+    name: ClassVar[str] = "block-window"
 
     size: int
     block_size: int = 0
 
     def __post_init__(self) -> None:
-        check_minimum(1, "truncate", "size", self.size)
-        check_minimum(0, "truncate", "block", self.block_size)
+        check_minimum(1, "block-window", "size", self.size)
+        check_minimum(0, "block-window", "block_size", self.block_size)
 
-    def restrict(self, mixer: AttentionSpec, block_size: int) -> AttentionSpec:
-        grain = self.block_size or block_size
-        if grain > self.size:
+    def restrict(self, spec: AttentionSpec, block_size: int) -> AttentionSpec:
+        window_step = self.block_size or block_size
+        if window_step > self.size:
             raise ConfigError(
-                f"cache.policy: {self}: a block of {grain} tokens leaves at once, so nothing would stay",
-                f"keep at least {grain}, or take a smaller block",
+                f"cache.policy: {self}: size must be at least the block size {window_step}",
+                f"Use size {window_step}, or a smaller block_size",
             )
-        return _narrowed(mixer, self.size, grain=grain)
+        return _with_window(spec, self.size, window_step=window_step)
 
 
-def _narrowed(mixer: AttentionSpec, window: int, *, sinks: int = 0, grain: int = 1) -> AttentionSpec:
-    if mixer.window is not None and mixer.window <= window:
-        return mixer
-    outer = mixer.window if mixer.layer_window is None else mixer.layer_window
-    return mixer._replace(window=window, num_sinks=sinks, window_step=grain, layer_window=outer if sinks else None)
+def _with_window(spec: AttentionSpec, window: int, *, num_sinks: int = 0, window_step: int = 1) -> AttentionSpec:
+    if spec.window is not None and spec.window <= window:
+        return spec
+    layer_window = spec.window if spec.layer_window is None else spec.layer_window
+    return spec._replace(
+        window=window, num_sinks=num_sinks, window_step=window_step, layer_window=layer_window if num_sinks else None
+    )
 
 
 class EvictionContext(NamedTuple):
-    """What a policy may rank by: one row's held slots in one layer, oldest first, ``m`` of them.
+    """Inputs of a score: the ``m`` filled slots of one sequence in one layer, oldest first."""
 
-    ``positions`` [K, m]; ``mass`` [K, m]: the attention that each got from the queries that count, summed over the
-    heads that read it (None: not watched); ``keys()`` and ``values()`` [K, m, D] as attention reads them; ``now``: the
-    row's length; ``layer``.
-    """
-
-    positions: Tensor
-    attention_mass: Tensor | None
-    keys: Callable[[], Tensor]
-    values: Callable[[], Tensor]
-    length: int
+    positions: Tensor  # [K, m]
+    attention_mass: Tensor | None  # [K, m] received from the observed queries, summed over query heads
+    keys: Callable[[], Tensor]  # [K, m, D] as attention reads them
+    values: Callable[[], Tensor]  # [K, m, Dv]
+    length: int  # length of the sequence
     layer: int
 
 
 @dataclass(frozen=True)
 class EvictionPolicy(CachePolicy):
-    """A policy that ranks: ``budget`` tokens stay at each cut, the last ``recent`` and the first ``sinks`` among them.
+    """Base class of policies that score tokens. Subclasses define ``score`` and ``observed_queries``."""
 
-    ``every``: a cut is made when the length reaches a multiple of it.  Subclasses say ``rank`` (on the device, which
-    the host never reads), and ``watch``: how many of the latest queries before a cut leave their attention (0: none
-    do; :data:`ALWAYS`: all, from the first on).
-    """
-
-    budget: int
-    interval: int = 64
-    recent: int = 1
-    num_sinks: int = 0
+    budget: int  # tokens that stay at each eviction
+    interval: int = 64  # evict when the length reaches a multiple of it
+    recent: int = 1  # the last tokens, which always stay
+    num_sinks: int = 0  # the first tokens, which always stay
 
     def __post_init__(self) -> None:
         name = str(self).partition("(")[0]
-        for field, least in (("budget", 1), ("interval", 1), ("recent", 0), ("num_sinks", 0)):
-            check_minimum(least, name, field, getattr(self, field))
+        for field, minimum in (("budget", 1), ("interval", 1), ("recent", 0), ("num_sinks", 0)):
+            check_minimum(minimum, name, field, getattr(self, field))
         if self.num_sinks + self.recent > self.budget:
             raise ConfigError(
                 f"cache.policy: {self}: {self.num_sinks} sinks and {self.recent} recent tokens exceed the budget",
-                f"give a budget of at least {self.num_sinks + self.recent}",
+                f"Use a budget of {self.num_sinks + self.recent}",
             )
         if self.observed_queries not in (0, ALL_QUERIES) and self.observed_queries > self.interval:
             raise ConfigError(
-                f"cache.policy: {self}: it looks at the last {self.observed_queries} queries, and cuts every {self.interval}",
-                f"take every={self.observed_queries} or more",
+                f"cache.policy: {self}: interval must be at least {self.observed_queries}, got {self.interval}",
+                f"Use interval={self.observed_queries}",
             )
 
     @property
@@ -194,49 +186,49 @@ class EvictionPolicy(CachePolicy):
 
     @property
     def observed_queries(self) -> int:
+        """Number of latest queries before an eviction whose attention is summed; ALL_QUERIES for all queries."""
         return 0
 
     @property
     def per_head_independent(self) -> bool:
-        """Whether a head's ranks follow from that head's columns, whatever its number and the other heads."""
+        """True if scores depend on this head's data only."""
         return False
 
     def next_trigger_length(self, length: int) -> int:
-        """The first length above ``length`` at which the row is cut."""
+        """Return the first length above ``length`` at which the sequence evicts."""
         return (max(length, self.budget) // self.interval + 1) * self.interval
 
     def evicts_at(self, length: int) -> bool:
-        """Whether a row of this length is cut."""
+        """Return True if a sequence of this length evicts."""
         return length > self.budget and length % self.interval == 0
 
-    def score(self, seen: EvictionContext) -> Tensor:
-        """[K, m]: the higher, the longer it stays; of equals the older one stays."""
+    def score(self, context: EvictionContext) -> Tensor:
+        """Return scores [K, m]. Higher scores stay; of equal scores the older token stays."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class TieredPolicy(CachePolicy):
-    """The first ``sinks`` and the last ``recent`` tokens as they are; older ones packed, at most ``packed`` (-1: all);
-    what is older still as at most ``summaries`` tokens that stand for ``ratio`` each; then gone.
+    """Sinks and recent tokens stay unchanged, older ones are quantized, the oldest summarized, then dropped.
 
-    A summary is the mean of the values and of the keys, unrotated, put at the mean position; its logit gets log(ratio),
-    so that it weighs what its tokens would weigh if their keys were equal.  ``every``: a row descends when its length
-    reaches a multiple of it.  All numbers are in tokens and are rounded up to whole blocks.
+    A summary is the mean of the values and of the unrotated keys, at the mean position; log(ratio) is added to its
+    logit, so its weight is that of its tokens if their keys were equal. All sizes are in tokens and are rounded up to
+    whole blocks.
     """
 
-    name: ClassVar[str] = "hierarchy"
+    name: ClassVar[str] = "tiered"
 
-    recent: int
-    quantized: int = -1
-    key_format: str = "int8"
+    recent: int  # latest tokens, unchanged
+    quantized: int = -1  # maximum number of quantized tokens; -1: all older tokens
+    key_format: str = "int8"  # of quantized tokens
     value_format: str = "int8"
-    summaries: int = 0
-    ratio: int = 8
-    interval: int = 128
-    num_sinks: int = 0
+    summaries: int = 0  # maximum number of summaries
+    ratio: int = 8  # tokens per summary
+    interval: int = 128  # demote when the length reaches a multiple of it
+    num_sinks: int = 0  # first tokens, unchanged
 
     def __post_init__(self) -> None:
-        for name, least in (
+        for name, minimum in (
             ("recent", 1),
             ("quantized", -1),
             ("summaries", 0),
@@ -244,13 +236,13 @@ class TieredPolicy(CachePolicy):
             ("interval", 1),
             ("num_sinks", 0),
         ):
-            check_minimum(least, "hierarchy", name, getattr(self, name))
+            check_minimum(minimum, "tiered", name, getattr(self, name))
         for name in ("key_format", "value_format"):
-            get_format(getattr(self, name), f"cache.policy: hierarchy: {name}")
+            get_format(getattr(self, name), f"cache.policy: tiered: {name}")
         if self.quantized == -1 and self.summaries:
             raise ConfigError(
-                f"cache.policy: {self}: all older tokens stay packed, so none is ever summarised",
-                "say how many stay packed: packed=1024",
+                f"cache.policy: {self}: with quantized=-1 no token is ever summarized",
+                "Limit the quantized tokens: quantized=1024",
             )
 
     @property
@@ -258,51 +250,51 @@ class TieredPolicy(CachePolicy):
         return self
 
     def next_trigger_length(self, length: int) -> int:
-        """The first length above ``length`` at which the row descends."""
+        """Return the first length above ``length`` at which the sequence demotes."""
         return (length // self.interval + 1) * self.interval
 
 
 @dataclass(frozen=True)
 class OffloadPolicy(CachePolicy):
-    """Everything stays: the last ``recent`` tokens, and up to ``every`` more, in the pool; up to ``older`` before them
-    (-1: all) in host memory and on disk (``spill.py``), as they are.
+    """All tokens stay: the latest in the pool, older ones unchanged in host memory and on disk.
 
-    All numbers are in tokens and are multiples of the block size.  A row descends when its length reaches a multiple
-    of ``every``.
+    All sizes are in tokens and are multiples of the block size.
     """
 
-    name: ClassVar[str] = "spilled"
+    name: ClassVar[str] = "offload"
     num_sinks: ClassVar[int] = 0
-    quantized: ClassVar[int] = -1  # as Hierarchy has it: nothing is ever gone
+    quantized: ClassVar[int] = -1  # as in TieredPolicy: no token is dropped
     summaries: ClassVar[int] = 0
 
-    recent: int
-    max_offloaded: int = -1
-    interval: int = 64
+    recent: int  # latest tokens in the pool, and up to ``interval`` more
+    max_offloaded: int = -1  # older tokens; -1: all
+    interval: int = 64  # offload when the length reaches a multiple of it
 
     def __post_init__(self) -> None:
-        for name, least in (("recent", 1), ("max_offloaded", -1), ("interval", 1)):
-            check_minimum(least, "spilled", name, getattr(self, name))
+        for name, minimum in (("recent", 1), ("max_offloaded", -1), ("interval", 1)):
+            check_minimum(minimum, "offload", name, getattr(self, name))
         if self.max_offloaded == 0:
-            raise ConfigError(f"cache.policy: {self}: no room for older tokens", "leave older out: all of them")
+            raise ConfigError(
+                f"cache.policy: {self}: max_offloaded must be -1 or at least 1, got 0",
+                "Omit it: all older tokens are offloaded",
+            )
 
     @property
     def tiered(self) -> OffloadPolicy | None:
         return self
 
     def next_trigger_length(self, length: int) -> int:
-        """The first length above ``length`` at which the row descends."""
+        """Return the first length above ``length`` at which the sequence demotes."""
         return (length // self.interval + 1) * self.interval
 
 
 @dataclass(frozen=True)
 class Quest(CachePolicy):
-    """Everything stays; a query reads its own block and those whose keys may match it best, ``budget`` tokens in whole
-    blocks (Tang et al. 2024, sec. 3)."""
+    """All tokens stay; a query reads its own block and those with the best bound (Tang et al. 2024, sec. 3)."""
 
     name: ClassVar[str] = "quest"
 
-    budget: int
+    budget: int  # tokens that a query reads, in whole blocks
 
     def __post_init__(self) -> None:
         check_minimum(1, "quest", "budget", self.budget)
@@ -312,6 +304,7 @@ class Quest(CachePolicy):
         return self
 
 
-def check_minimum(least: int, policy: str, name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"cache.policy: {policy}: {name} must be a whole number of at least {least}, found {value!r}")
+def check_minimum(minimum: int, policy: str, name: str, value: object) -> None:
+    """Raise ConfigError if a policy's argument is not an integer of at least ``minimum``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ConfigError(f"cache.policy: {policy}: {name} must be a whole number of at least {minimum}, got {value!r}")

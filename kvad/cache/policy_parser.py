@@ -1,22 +1,10 @@
-"""Policies by name, of each layer, and several at once.
+"""Policy strings: policies by name, per layer, and combined. :data:`POLICY_HELP` has one line per policy.
 
-``full``                        everything stays
-``window(n)``                   the last n tokens
-``sinks(k, n)``                 the first k and the last n (Xiao et al. 2023, StreamingLLM)
-``truncate(n)``                 at most the last n, dropped a block at a time (first in, first out)
-``heavy-hitters(b)``            the b tokens that got most attention so far (Zhang et al. 2023, H2O)
-``snapkv(b)``                   those that the latest queries attend to, and their neighbours (Li et al. 2024)
-``tova(b)``                     those that the latest query attends to, over all heads (Oren et al. 2024)
-``norm(b)``                     those whose keys are shortest (Devoto et al. 2024)
-``random(b)``                   any: the baseline
-``hierarchy(r)``                the latest r as they are, older ones packed, the oldest as summaries
-``quest(b)``                    everything stays; a query reads the b tokens that may matter most (Tang et al. 2024)
-``package.module:Class(...)``   a policy of one's own
-==============================  =======================================================================================
-What each keeps is said in one line of :data:`ABOUT`; ``package.module:Class(...)`` is a policy of one's own.
+A custom policy is named ``package.module:Class(...)``. Arguments are the fields of the policy's class, by position or
+by name: ``tiered(64, quantized=256)``.
 
-A policy of each layer: ``"0-3: full; sinks(4, 60)"``; what no layer is named for stands last.  Several at once:
-``"window(512) + truncate(256)"`` keeps what all of them keep.
+Layers may have different policies: ``"0-3: full; sinks(4, 60)"``; the policy of all other layers comes last. A
+combination such as ``"window(512) + block-window(256)"`` keeps the tokens that all of its policies keep.
 """
 
 from __future__ import annotations
@@ -48,21 +36,23 @@ from kvad.model_input import AttentionPattern
 
 @dataclass(frozen=True)
 class PerLayerPolicy(CachePolicy):
-    """Another policy for some layers: ``layers`` pairs them (first, last) with theirs; ``rest`` for the others."""
+    """Policies per layer: ``layers`` has (first, last, policy); ``default`` applies to the other layers."""
 
     layers: tuple[tuple[int, int, CachePolicy], ...]
     default: CachePolicy
 
     def for_layer(self, layer: int) -> CachePolicy:
-        return next((policy for low, high, policy in self.layers if low <= layer <= high), self.default)
+        return next((policy for first, last, policy in self.layers if first <= layer <= last), self.default)
 
     def __str__(self) -> str:
-        return "; ".join([*(f"{_span(low, high)}: {policy}" for low, high, policy in self.layers), str(self.default)])
+        return "; ".join(
+            [*(f"{_layer_range(first, last)}: {policy}" for first, last, policy in self.layers), str(self.default)]
+        )
 
 
 @dataclass(frozen=True)
 class CombinedPolicy(CachePolicy):
-    """What all of them keep.  Of position policies: the narrowest window; sinks stay if all keep them."""
+    """Combination that keeps what all policies keep: the narrowest window, and sinks if all keep them."""
 
     policies: tuple[CachePolicy, ...]
 
@@ -71,72 +61,76 @@ class CombinedPolicy(CachePolicy):
 
     @property
     def tiered(self) -> TieredPolicy | OffloadPolicy | None:
-        made = [policy.tiered for policy in self.policies if policy.tiered is not None]
-        if made and any(policy not in (made[0], KeepAll()) for policy in self.policies):
+        parts = [policy.tiered for policy in self.policies if policy.tiered is not None]
+        if parts and any(policy not in (parts[0], KeepAll()) for policy in self.policies):
             raise ConfigError(
-                f"cache.policy: {self}: a hierarchy decides alone", "protect tokens by its sinks= and recent="
+                f"cache.policy: {self}: a tiered policy cannot be combined",
+                "Protect tokens by its num_sinks= and recent=",
             )
-        return made[0] if made else None
+        return parts[0] if parts else None
 
     @property
     def sparse_read(self) -> Quest | None:
-        made = [policy.sparse_read for policy in self.policies if policy.sparse_read is not None]
-        if made and any(policy not in (made[0], KeepAll()) for policy in self.policies):
-            raise ConfigError(f"cache.policy: {self}: quest reads what is kept, and chooses among all of it")
-        return made[0] if made else None
+        parts = [policy.sparse_read for policy in self.policies if policy.sparse_read is not None]
+        if parts and any(policy not in (parts[0], KeepAll()) for policy in self.policies):
+            raise ConfigError(f"cache.policy: {self}: quest cannot be combined")
+        return parts[0] if parts else None
 
     @property
     def eviction(self) -> EvictionPolicy | None:
-        made = [policy.eviction for policy in self.policies if policy.eviction is not None]
-        if made and any(policy not in (made[0], KeepAll()) for policy in self.policies):
+        parts = [policy.eviction for policy in self.policies if policy.eviction is not None]
+        if parts and any(policy not in (parts[0], KeepAll()) for policy in self.policies):
             raise ConfigError(
-                f"cache.policy: {self}: a policy that ranks decides alone",
-                "protect tokens by its own sinks= and recent=, or give other layers another policy",
+                f"cache.policy: {self}: an eviction policy cannot be combined",
+                "Protect tokens by its num_sinks= and recent=, or give other layers another policy",
             )
-        return made[0] if made else None
+        return parts[0] if parts else None
 
-    def restrict(self, mixer: AttentionSpec, block_size: int) -> AttentionSpec:
-        each = [policy.restrict(mixer, block_size) for policy in self.policies]
-        narrower = [spec for spec in each if spec != mixer]
+    def restrict(self, spec: AttentionSpec, block_size: int) -> AttentionSpec:
+        restricted = [policy.restrict(spec, block_size) for policy in self.policies]
+        narrower = [candidate for candidate in restricted if candidate != spec]
         if not narrower:
-            return mixer
-        first = min(narrower, key=lambda spec: spec.window or UNBOUNDED)
+            return spec
+        narrowest = min(narrower, key=lambda candidate: candidate.window or UNBOUNDED)
         if any(
-            (spec.window or UNBOUNDED) - spec.window_step + 1 < (first.window or UNBOUNDED)
-            for spec in narrower
-            if spec is not first
+            (candidate.window or UNBOUNDED) - candidate.window_step + 1 < (narrowest.window or UNBOUNDED)
+            for candidate in narrower
+            if candidate is not narrowest
         ):
             raise ConfigError(
-                f"cache.policy: {self}: windows of nearly one size that move by different steps have no common one",
-                "make one of them wider by a block",
+                f"cache.policy: {self}: windows of similar size with different steps cannot be combined",
+                "Make one of them wider by a block",
             )
-        return first._replace(num_sinks=min(spec.num_sinks for spec in narrower))
+        return narrowest._replace(num_sinks=min(candidate.num_sinks for candidate in narrower))
 
     def __str__(self) -> str:
         return " + ".join(str(policy) for policy in self.policies)
 
 
-def _span(low: int, high: int) -> str:
-    return f"{low}" if low == high else f"{low}-" if high >= UNBOUNDED else f"{low}-{high}"
+def _layer_range(first: int, last: int) -> str:
+    return f"{first}" if first == last else f"{first}-" if last >= UNBOUNDED else f"{first}-{last}"
 
 
 def restrict_specs(
-    mixers: Sequence[AttentionSpec], policy: CachePolicy, block_size: int, *, renumber: bool
+    specs: Sequence[AttentionSpec], policy: CachePolicy, block_size: int, *, renumber: bool
 ) -> tuple[AttentionSpec, ...]:
-    """A model's layers under a policy; cross-attention keeps its source.  ``renumber``: as :class:`kvad.model_input.AttentionPattern`."""
-    made = []
-    for layer, mixer in enumerate(mixers):
-        if not mixer.is_cross_attention:
-            mixer = policy.for_layer(layer).restrict(mixer, block_size)
-            mixer = mixer._replace(
+    """Restrict the specs of a model's layers to a policy; cross-attention is unchanged.
+
+    ``renumber`` is ``renumber_positions`` of :class:`kvad.model_input.AttentionPattern`.
+    """
+    restricted = []
+    for layer, spec in enumerate(specs):
+        if not spec.is_cross_attention:
+            spec = policy.for_layer(layer).restrict(spec, block_size)
+            spec = spec._replace(
                 renumber_positions=renumber
-                and AttentionPattern.from_spec(mixer._replace(renumber_positions=True)).renumbers_sinks
+                and AttentionPattern.from_spec(spec._replace(renumber_positions=True)).renumbers_sinks
             )
-        made.append(mixer)
-    return tuple(made)
+        restricted.append(spec)
+    return tuple(restricted)
 
 
-# ---------------------------------------------------------------- by name
+# ---------------------------------------------------------------- parsing
 
 
 _CALL = re.compile(r"([A-Za-z_][\w.-]*(?::[A-Za-z_]\w*)?)(?:\((.*)\))?")
@@ -144,70 +138,76 @@ _LAYERS = re.compile(r"(\d+)(?:(-)(\d+)?)?\s*:\s*(.*)")
 
 
 def parse_policy(text: str) -> CachePolicy:
-    """What a policy's name says; see the head of this file.  ConfigError says what is wrong, and what is near."""
+    """Parse a policy string.
+
+    Raises:
+        ConfigError: If it is invalid; the hint has the nearest name or the signature.
+    """
     parts = [part.strip() for part in text.split(";")]
     if len(parts) == 1 and not _LAYERS.fullmatch(parts[0]):
-        return _sum(parts[0])
-    layers, rest = [], None
+        return _parse_sum(parts[0])
+    layers, default = [], None
     for part in parts:
-        found = _LAYERS.fullmatch(part)
-        if found is None and rest is None:
-            rest = _sum(part)
-        elif found is None:
-            raise ConfigError(f"cache.policy: {text!r}: two policies for what is left", "name the layers of one")
+        match = _LAYERS.fullmatch(part)
+        if match is None and default is None:
+            default = _parse_sum(part)
+        elif match is None:
+            raise ConfigError(
+                f"cache.policy: {text!r}: two policies have no layers", "Write the layers of one: 0-3: full"
+            )
         else:
-            low = int(found[1])
-            high = low if not found[2] else int(found[3]) if found[3] else UNBOUNDED
-            layers.append((low, high, _sum(found[4])))
-    return PerLayerPolicy(tuple(layers), rest or KeepAll())
+            first = int(match[1])
+            last = first if not match[2] else int(match[3]) if match[3] else UNBOUNDED
+            layers.append((first, last, _parse_sum(match[4])))
+    return PerLayerPolicy(tuple(layers), default or KeepAll())
 
 
-def _sum(text: str) -> CachePolicy:
-    parts = [_one(part.strip()) for part in _split(text, "+")]
+def _parse_sum(text: str) -> CachePolicy:
+    parts = [_parse_call(part.strip()) for part in _split_outside_parentheses(text, "+")]
     return parts[0] if len(parts) == 1 else CombinedPolicy(tuple(parts))
 
 
-def _split(text: str, mark: str) -> list[str]:
-    """At every ``mark`` outside of parentheses."""
-    parts, depth, last = [], 0, 0
-    for at, letter in enumerate(text):
-        depth += (letter == "(") - (letter == ")")
-        if letter == mark and depth == 0:
-            parts.append(text[last:at])
-            last = at + 1
-    return [*parts, text[last:]]
+def _split_outside_parentheses(text: str, separator: str) -> list[str]:
+    """Split at every ``separator`` outside of parentheses."""
+    parts, depth, start = [], 0, 0
+    for index, char in enumerate(text):
+        depth += (char == "(") - (char == ")")
+        if char == separator and depth == 0:
+            parts.append(text[start:index])
+            start = index + 1
+    return [*parts, text[start:]]
 
 
-def _one(text: str) -> CachePolicy:
-    found = _CALL.fullmatch(text)
-    if found is None:
-        raise ConfigError(f"cache.policy: cannot read {text!r}", "write it as name(number, ...): sinks(4, 1020)")
-    name, said = found[1], found[2]
+def _parse_call(text: str) -> CachePolicy:
+    match = _CALL.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"cache.policy: cannot read {text!r}", "Write name(number, ...): sinks(4, 1020)")
+    name, argument_text = match[1], match[2]
     if ":" in name:
-        made = config.plugins.load_plugin(name, "cache.policy")
+        factory = config.plugins.load_plugin(name, "cache.policy")
     elif name in POLICIES:
-        made = POLICIES[name]
+        factory = POLICIES[name]
     else:
         raise ConfigError(f"cache.policy: unknown policy {name!r}", suggest(name, POLICIES))
     values, named = [], dict[str, Any]()
-    for part in (part.strip() for part in _split(said or "", ",")):
+    for part in (part.strip() for part in _split_outside_parentheses(argument_text or "", ",")):
         key, equals, value = part.rpartition("=")
         if part and equals:
-            named[key.strip()] = _number(value.strip(), text)
+            named[key.strip()] = _parse_argument(value.strip(), text)
         elif part:
-            values.append(_number(part, text))
+            values.append(_parse_argument(part, text))
     try:
-        inspect.signature(made).bind(*values, **named)
+        inspect.signature(factory).bind(*values, **named)
     except TypeError as error:
-        takes = ", ".join(str(each) for each in inspect.signature(made).parameters.values())
-        raise ConfigError(f"cache.policy: {text}: {error}", f"it is {name}({takes})") from error
-    policy = made(*values, **named)
+        signature = ", ".join(str(parameter) for parameter in inspect.signature(factory).parameters.values())
+        raise ConfigError(f"cache.policy: {text}: {error}", f"The signature is {name}({signature})") from error
+    policy = factory(*values, **named)
     if not isinstance(policy, CachePolicy):
-        raise ConfigError(f"cache.policy: {name} is no Policy", "derive it from kvad.cache.policy.CachePolicy")
+        raise ConfigError(f"cache.policy: {name} is not a policy", "Derive it from kvad.cache.policy.CachePolicy")
     return policy
 
 
-def _number(text: str, where: str) -> int | float | str:
+def _parse_argument(text: str, policy_text: str) -> int | float | str:
     for kind in (int, float):
         try:
             return kind(text)
@@ -215,12 +215,14 @@ def _number(text: str, where: str) -> int | float | str:
             continue
     if re.fullmatch(r"[A-Za-z_][\w.-]*(:[A-Za-z_]\w*)?", text):
         return text
-    raise ConfigError(f"cache.policy: {where}: cannot read {text!r}", "arguments are numbers: sinks(4, 1020)")
+    raise ConfigError(
+        f"cache.policy: {policy_text}: cannot read {text!r}", "Arguments are numbers or names: sinks(4, 1020)"
+    )
 
 
 POLICIES: dict[str, Callable[..., CachePolicy]] = {
-    made.name: made
-    for made in (
+    policy.name: policy
+    for policy in (
         KeepAll,
         Window,
         Sinks,
@@ -237,16 +239,16 @@ POLICIES: dict[str, Callable[..., CachePolicy]] = {
 }
 
 POLICY_HELP = {
-    "full": "everything stays",
+    "full": "all tokens stay",
     "window(N)": "the last N tokens",
     "sinks(K,N)": "the first K and the last N (Xiao et al. 2023, StreamingLLM)",
-    "truncate(N)": "at most the last N, dropped a block at a time (first in, first out)",
-    "heavy-hitters(B)": "the B tokens that got most attention so far (Zhang et al. 2023, H2O)",
-    "snapkv(B)": "those that the latest queries attend to, and their neighbours (Li et al. 2024)",
-    "tova(B)": "those that the latest query attends to, over all heads (Oren et al. 2024)",
-    "norm(B)": "those whose keys are shortest (Devoto et al. 2024)",
-    "random(B)": "any: the baseline",
-    "hierarchy(R)": "the latest R as they are, older ones packed, the oldest as summaries",
-    "spilled(R)": "everything stays: the latest R in the pool, older ones in host memory and on disk",
-    "quest(B)": "everything stays; a query reads the B tokens that may matter most (Tang et al. 2024)",
+    "block-window(N)": "at most the last N, dropped in whole blocks",
+    "heavy-hitters(B)": "the B tokens with the most attention so far (Zhang et al. 2023, H2O)",
+    "snapkv(B)": "B tokens that the latest queries attend to, and their neighbors (Li et al. 2024)",
+    "tova(B)": "B tokens that the latest query attends to, over all heads (Oren et al. 2024)",
+    "key-norm(B)": "the B tokens whose keys have the smallest norm (Devoto et al. 2024)",
+    "random(B)": "B random tokens: the baseline",
+    "tiered(R)": "the latest R unchanged, older ones quantized, the oldest as summaries",
+    "offload(R)": "all tokens stay: the latest R in the pool, older ones in host memory and on disk",
+    "quest(B)": "all tokens stay; a query reads the B tokens that may matter most (Tang et al. 2024)",
 }

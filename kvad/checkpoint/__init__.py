@@ -1,6 +1,6 @@
-"""Model folders on disk: safetensors and JSON, written so that what was there before stays whole.
+"""Model folders on disk, in kvad's and Hugging Face's layout, written atomically.
 
-``kvad.storage.atomic`` replaces folders, ``kvad.checkpoint.native`` knows what is in kvad's own ones.
+``kvad.storage.atomic`` replaces folders; ``kvad.checkpoint.native`` describes kvad's layout.
 """
 
 from __future__ import annotations

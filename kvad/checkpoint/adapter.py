@@ -1,16 +1,16 @@
-"""Adapters on disk, in PEFT's layout, and the model that an adapter and its base are together.
+"""Adapters on disk, in PEFT's layout, and base models with an adapter merged in.
 
-A folder of its own, beside the base and not in it::
+An adapter has its own folder, separate from its base::
 
-    adapter_config.json         PEFT's: rank, alpha, which modules, the base's path or name
-    adapter_model.safetensors   PEFT's: two matrices per module (``peft.py``); of a base in kvad's layout, kvad's names
-    adapter.json                kvad's: {"kvad", "format": 1, "names": "peft" or "kvad", "parts", "base", "fingerprint"}
-    tokenizer.json and so on    the base's words, as they are
-    manifest.json, training/    as of a checkpoint (``native.py``)
+    adapter_config.json         PEFT's: rank, alpha, target modules, path or name of the base
+    adapter_model.safetensors   PEFT's: two matrices per module (``peft.py``); kvad's names for a base without a family
+    adapter.json                kvad's: {"kvad", "format": 2, "names": "peft" or "kvad", "parts", "base", "fingerprint"}
+    tokenizer.json and others   the base's tokenizer, unchanged
+    manifest.json, training/    as in a checkpoint (``native.py``)
 
-A folder that PEFT wrote has the first two.  Where ``adapter.json`` says what the base was, byte for byte
-(``model/fingerprint.py``), another base is refused.  :class:`Adapted` is the base with the adapter merged in, lazily: a
-checkpoint like any other for everything that reads one.
+A folder written by PEFT has the first two.  If ``adapter.json`` has the fingerprint of the base's weights
+(``model/fingerprint.py``), any other base is refused.  :class:`AdaptedCheckpoint` merges the adapter lazily and is
+read like any other checkpoint.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from kvad.checkpoint.folder import (
     TRAINING,
     check_file,
     file_digest,
+    format_error,
     list_steps,
     prune_steps,
     read_json,
@@ -63,13 +64,16 @@ from kvad.config import ModelConfig
 from kvad.errors import CheckpointError
 from kvad.text import Tokenizer
 
-NAME, CONFIG_NAME, TENSORS = "adapter.json", "adapter_config.json", "adapter_model.safetensors"
-FORMAT = 1
+METADATA_FILE, CONFIG_FILE, TENSORS = "adapter.json", "adapter_config.json", "adapter_model.safetensors"
+FORMAT = 2
 
 
-def base_fingerprint(opened: CheckpointHandle) -> str:
-    """Every byte of its weights, and its shape.  About a second per gigabyte and core."""
-    return model.fingerprint.state_fingerprint(opened.config, dict(opened.weights()))
+def base_fingerprint(handle: CheckpointHandle) -> str:
+    """Return the fingerprint of config and all weights.
+
+    Takes about a second per gigabyte and core.
+    """
+    return model.fingerprint.state_fingerprint(handle.config, dict(handle.weights()))
 
 
 # ---------------------------------------------------------------- writing
@@ -77,42 +81,50 @@ def base_fingerprint(opened: CheckpointHandle) -> str:
 
 @dataclass(frozen=True)
 class AdapterFormat:
-    """How adapters of one base are written: ``names`` "peft" where the base has a family, else "kvad".
-
-    ``base``: what it was opened by, as a run; ``folder``: where its config.json is, which is what PEFT opens."""
+    """Format of the adapters of one base."""
 
     config: ModelConfig
     targets: AdapterTargets
-    names: str
-    base: str
-    folder: str
+    names: str  # "peft" if the base has a family, else "kvad"
+    base: str  # path or name that the base was opened by
+    folder: str  # folder of its config.json, which PEFT opens
     fingerprint: str
-    tokenizer_files: Mapping[str, bytes]
+    tokenizer_files: Mapping[str, bytes]  # content by file name
 
     def check(self, parts: Sequence[str]) -> None:
-        """CheckpointError for a part that the layout cannot hold an adapter of: before anything is trained."""
+        """Check that the layout can hold adapters of these linear layers.
+
+        Raises:
+            CheckpointError: If it cannot hold one of them.
+        """
         shapes = mergeable_linears(self.config)
-        empty = {
+        factors = {
             name: model.lora.LoraFactors(torch.zeros(1, shapes[name][1]), torch.zeros(shapes[name][0], 1), 1.0)
             for name in parts
         }
-        write_factors(self.targets, shapes, empty)
+        write_factors(self.targets, shapes, factors)
 
 
-def adapter_format(opened: CheckpointHandle, where: str, fingerprint: str) -> AdapterFormat:
-    """For adapters of ``opened``, which ``where`` names; its ``fingerprint`` as :func:`base_fingerprint` gives it."""
-    known = _sites(opened)
-    found = native_targets(opened.config) if known is None else known
-    names = "kvad" if known is None else "peft"
-    folder = str(opened.path.resolve()) if Path(where).is_dir() else where  # a name on the hub stays one
-    return AdapterFormat(opened.config, found, names, where, folder, fingerprint, read_tokenizer_files(opened.path))
+def adapter_format(handle: CheckpointHandle, where: str, fingerprint: str) -> AdapterFormat:
+    """Build the format for adapters of a base.
+
+    Args:
+        handle: The base.
+        where: Path or name that the base was opened by.
+        fingerprint: Result of :func:`base_fingerprint`.
+    """
+    family_targets = _adapter_targets(handle)
+    targets = native_targets(handle.config) if family_targets is None else family_targets
+    names = "kvad" if family_targets is None else "peft"
+    folder = str(handle.path.resolve()) if Path(where).is_dir() else where  # a name on the hub stays a name
+    return AdapterFormat(handle.config, targets, names, where, folder, fingerprint, read_tokenizer_files(handle.path))
 
 
-def _sites(opened: CheckpointHandle) -> AdapterTargets | None:
-    """Of the family that it came from; None of a model of kvad's alone."""
-    if isinstance(opened, HFCheckpoint):
-        return find_targets(opened.family, opened.config)
-    return None if opened.origin is None else find_targets(find_family(opened.origin), opened.config)
+def _adapter_targets(handle: CheckpointHandle) -> AdapterTargets | None:
+    """Return the targets by the names of the base's family, or None if it has no family."""
+    if isinstance(handle, HFCheckpoint):
+        return find_targets(handle.family, handle.config)
+    return None if handle.origin is None else find_targets(find_family(handle.origin), handle.config)
 
 
 def save_adapter(
@@ -122,33 +134,50 @@ def save_adapter(
     *,
     rank: int,
     alpha: float,
-    rslora: bool,
+    use_rslora: bool,
     dropout: float,
     training: TrainingState | None = None,
     replaces: Sequence[Path] = (),
 ) -> None:
-    """Write an adapter's folder, whole or not at all.  Raises CheckpointError for a part that the layout cannot hold,
-    SaveError if the disk refuses."""
+    """Write an adapter's folder atomically.
+
+    Args:
+        folder: Folder to write.
+        form: Format, from :func:`adapter_format`.
+        factors: Trained matrices by the name of the linear layer.
+        rank: Rank of the adapters.
+        alpha: Scale numerator.
+        use_rslora: Scale by alpha / sqrt(rank) instead of alpha / rank.
+        dropout: Dropout used in training; recorded only.
+        training: Training state, if training can be resumed.
+        replaces: Sibling folders that are removed in the same move.
+
+    Raises:
+        CheckpointError: If the layout cannot hold an adapter of one of the layers.
+        SaveError: If the folder cannot be written.
+    """
     from kvad import __version__
 
     tensors, modules = write_factors(form.targets, mergeable_linears(form.config), factors)
-    settings = {"rank": rank, "alpha": alpha, "rslora": rslora, "dropout": dropout}
-    content = write_peft_config(form.targets, modules, kind=form.config.kind, base=form.folder, **settings)  # type: ignore[arg-type]
-    said = {"kvad": __version__, "format": FORMAT, "names": form.names, "parts": list(factors)}
-    with storage.atomic.new_folder(folder, replaces=replaces) as new:
-        write_json(new / CONFIG_NAME, content)
-        save_tensors(folder, new / TENSORS, tensors, {"format": "pt"})
-        write_json(new / NAME, {**said, "base": form.base, "fingerprint": form.fingerprint})
-        for name, words in form.tokenizer_files.items():
-            (new / name).write_bytes(words)
+    settings = {"rank": rank, "alpha": alpha, "use_rslora": use_rslora, "dropout": dropout}
+    peft_config = write_peft_config(form.targets, modules, kind=form.config.kind, base=form.folder, **settings)  # type: ignore[arg-type]
+    record = {"kvad": __version__, "format": FORMAT, "names": form.names, "parts": list(factors)}
+    with storage.atomic.new_folder(folder, replaces=replaces) as temp_folder:
+        write_json(temp_folder / CONFIG_FILE, peft_config)
+        save_tensors(folder, temp_folder / TENSORS, tensors, {"format": "pt"})
+        write_json(temp_folder / METADATA_FILE, {**record, "base": form.base, "fingerprint": form.fingerprint})
+        for name, content_bytes in form.tokenizer_files.items():
+            (temp_folder / name).write_bytes(content_bytes)
         if training is not None:
-            (new / TRAINING).mkdir()
-            write_json(new / TRAINING / "state.json", training.state)
-            save_tensors(folder, new / TRAINING / "state.safetensors", training.tensors)
+            (temp_folder / TRAINING).mkdir()
+            write_json(temp_folder / TRAINING / "state.json", training.state)
+            save_tensors(folder, temp_folder / TRAINING / "state.safetensors", training.tensors)
         files = {
-            path.relative_to(new).as_posix(): file_digest(path) for path in sorted(new.rglob("*")) if path.is_file()
+            path.relative_to(temp_folder).as_posix(): file_digest(path)
+            for path in sorted(temp_folder.rglob("*"))
+            if path.is_file()
         }
-        write_json(new / MANIFEST, {"kvad": __version__, "format": FORMAT, "files": files})
+        write_json(temp_folder / MANIFEST, {"kvad": __version__, "format": FORMAT, "files": files})
 
 
 def save_adapter_step(
@@ -160,12 +189,15 @@ def save_adapter_step(
     keep: int,
     best: int | None = None,
     fresh: bool,
-    **how: Any,
+    **options: Any,
 ) -> Path:
-    """Write ``run/checkpoints/step-N``; ``how``: as :func:`save_adapter`, the rest as ``native.save_step``."""
+    """Write ``run/checkpoints/step-N`` and prune older steps, as ``native.save_step`` does.
+
+    ``options`` are passed to :func:`save_adapter`.
+    """
     folder = step_folder(run, step)
     storage.atomic.recover_interrupted(folder.parent)
-    save_adapter(folder, form, factors, replaces=list_steps(run) if fresh else (), **how)
+    save_adapter(folder, form, factors, replaces=list_steps(run) if fresh else (), **options)
     prune_steps(run, keep, best)
     return folder
 
@@ -174,88 +206,110 @@ def save_adapter_step(
 
 
 def find_adapter(path: Path) -> Path | None:
-    """The adapter's folder that ``path`` is, or whose run it is; None of a model's, or of none."""
+    """Return the adapter folder at ``path``, or the newest of a run; None for any other folder."""
     path = resolve_best_link(Path(path))
     if (path / CONFIG).is_file():
         return None
-    steps = [path] if (path / CONFIG_NAME).is_file() else list_steps(path)
-    return steps[-1] if steps and (steps[-1] / CONFIG_NAME).is_file() and not (steps[-1] / CONFIG).is_file() else None
+    steps = [path] if (path / CONFIG_FILE).is_file() else list_steps(path)
+    return steps[-1] if steps and (steps[-1] / CONFIG_FILE).is_file() and not (steps[-1] / CONFIG).is_file() else None
 
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """An adapter's folder that has been looked at.
-
-    ``content``: its adapter_config.json; ``said``: kvad's adapter.json, empty of a folder that PEFT wrote."""
+    """An opened adapter folder."""
 
     path: Path
-    content: Mapping[str, Any]
-    metadata: Mapping[str, Any]
+    content: Mapping[str, Any]  # of adapter_config.json
+    metadata: Mapping[str, Any]  # of kvad's adapter.json; empty for a folder that PEFT wrote
 
     @property
     def base(self) -> str | None:
-        """Path or name of the model that it was trained on, as far as it says."""
-        found = self.metadata.get("base") or self.content.get("base_model_name_or_path")
-        return found if isinstance(found, str) and found else None
+        """Path or name of the model that the adapter was trained on, or None if it is not recorded."""
+        base = self.metadata.get("base") or self.content.get("base_model_name_or_path")
+        return base if isinstance(base, str) and base else None
 
     def factors(self, base: CheckpointHandle) -> dict[str, model.lora.LoraFactors]:
-        """Name of a part of ``base`` -> what is added to it.  CheckpointError where they do not fit."""
+        """Read the matrices by the name of the linear layer of ``base``.
+
+        Raises:
+            CheckpointError: If they do not fit ``base``.
+        """
         if self.metadata.get("names") == "kvad":
-            found: AdapterTargets | None = native_targets(base.config)
+            targets: AdapterTargets | None = native_targets(base.config)
         else:
-            found = _sites(base)
-        if found is None:
+            targets = _adapter_targets(base)
+        if targets is None:
             raise CheckpointError(
-                f"{self.path}: its names are those of a Hugging Face class, and {base.path} came from none",
-                "name the base that it was trained on",
+                f"{self.path}: its names are those of a Hugging Face class, and {base.path} has no such class",
+                "Give the base that it was trained on.",
             )
         where = str(self.path / TENSORS)
         parts = self.metadata.get("parts")
         shapes = mergeable_linears(base.config)
-        return read_factors(found, shapes, LazyTensors(self.path / TENSORS), self.content, where, parts)
+        return read_factors(targets, shapes, LazyTensors(self.path / TENSORS), self.content, where, parts)
 
     def check_base(self, base: CheckpointHandle) -> None:
-        """CheckpointError for another model than the one that it was trained on, where it says which that was."""
-        wanted = self.metadata.get("fingerprint")
-        if wanted is not None and base_fingerprint(base) != wanted:
+        """Compare ``base`` with the recorded fingerprint, if any.
+
+        Raises:
+            CheckpointError: If the adapter was trained on another model.
+        """
+        fingerprint = self.metadata.get("fingerprint")
+        if fingerprint is not None and base_fingerprint(base) != fingerprint:
             raise CheckpointError(
                 f"{self.path}: this adapter was trained on another model than {base.path}",
-                f"its base was {self.base}",
+                f"Its base was {self.base}.",
             )
 
 
 def open_adapter(path: Path) -> StoredAdapter:
-    """A folder, or the newest of a run.  CheckpointError for what is no whole adapter of two matrices per module."""
+    """Open an adapter's folder, or the newest of a run.
+
+    Raises:
+        CheckpointError: If it is not a complete LoRA adapter.
+    """
     path = Path(path)
     folder = find_adapter(path)
     if folder is None:
-        what = "no such folder" if not path.exists() else f"it has no {CONFIG_NAME}"
+        reason = "no such folder" if not path.exists() else f"it has no {CONFIG_FILE}"
         if path.exists() and ((path / CONFIG).is_file() or list_steps(path)):
-            what = "it is a whole model"
-        raise CheckpointError(f"{path} is not an adapter: {what}", "kvad train --init MODEL --lora RANK makes one")
-    said: dict[str, Any] = {}
-    if (folder / NAME).is_file():
-        said = read_json(folder / NAME)
-        if said.get("format") != FORMAT:
-            raise CheckpointError(f"{folder / NAME}: format {said.get('format')!r}, this kvad reads {FORMAT}")
-        if (folder / MANIFEST).is_file():  # PEFT's save_pretrained beside our adapter.json would be no manifest's
+            reason = "it is a complete model"
+        raise CheckpointError(
+            f"{path} is not an adapter: {reason}", "Train one with kvad train --init MODEL --lora-rank RANK."
+        )
+    metadata: dict[str, Any] = {}
+    if (folder / METADATA_FILE).is_file():
+        metadata = read_json(folder / METADATA_FILE)
+        if metadata.get("format") != FORMAT:
+            raise format_error(folder / METADATA_FILE, metadata, FORMAT, "kvad train --init MODEL --lora-rank RANK")
+        if (folder / MANIFEST).is_file():  # absent if PEFT's save_pretrained wrote next to adapter.json
             for name, entry in read_manifest(folder, TENSORS).items():
                 check_file(folder / name, entry)
-    content = read_json(folder / CONFIG_NAME)
-    check_peft_config(content, str(folder / CONFIG_NAME))
-    return StoredAdapter(folder, content, said)
+    content = read_json(folder / CONFIG_FILE)
+    check_peft_config(content, str(folder / CONFIG_FILE))
+    return StoredAdapter(folder, content, metadata)
 
 
 def merge_adapter(base: CheckpointHandle, path: Path) -> AdaptedCheckpoint:
-    """``base`` with the adapter in ``path`` merged in.  CheckpointError where they do not belong together."""
+    """Return ``base`` with the adapter in ``path`` merged in.
+
+    Raises:
+        CheckpointError: If ``base`` is itself an adapter, or ``path`` is not a complete adapter.
+    """
     if isinstance(base, AdaptedCheckpoint):
-        raise CheckpointError(f"{base.path} is an adapter already", "merge it first: kvad merge BASE ADAPTER --out DIR")
+        raise CheckpointError(
+            f"{base.path} is already an adapter", "Merge it first with kvad merge BASE ADAPTER --out DIR."
+        )
     adapter = open_adapter(path)
     return AdaptedCheckpoint(adapter.path, base=base, adapter=adapter)
 
 
 def open_adapted(path: Path) -> AdaptedCheckpoint:
-    """An adapter's folder with the base that it names.  CheckpointError where that is gone."""
+    """Open an adapter together with the base that it names.
+
+    Raises:
+        CheckpointError: If the base is not recorded or cannot be opened.
+    """
     adapter = open_adapter(path)
     if adapter.base is None:
         raise CheckpointError(f"{adapter.path} is an adapter that does not name its base", _base_hint(path))
@@ -269,19 +323,22 @@ def open_adapted(path: Path) -> AdaptedCheckpoint:
 
 
 def _base_hint(path: Path) -> str:
-    return f"if it lies elsewhere now: kvad merge BASE {path} --out DIR, or --adapter {path} beside BASE"
+    return f"If it was moved: kvad merge BASE {path} --out DIR, or open BASE with --adapter {path}."
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Parts:
+class _BaseAndAdapter:
     base: CheckpointHandle
     adapter: StoredAdapter
 
 
 @dataclass(frozen=True)
-class AdaptedCheckpoint(CheckpointHandle, _Parts):
-    """A base with an adapter merged in.  ``path`` is the adapter's; all but the weights is the base's, and what kvad
-    wrote of a conversation beside an adapter that was trained on them: a chat template, and what ends a turn."""
+class AdaptedCheckpoint(CheckpointHandle, _BaseAndAdapter):
+    """A base with an adapter merged in; ``path`` is the adapter's folder.
+
+    Everything but the weights is the base's, except for what kvad stored with an adapter that was trained on
+    conversations: a chat template, and the tokens that end a turn.
+    """
 
     @property
     def config(self) -> ModelConfig:
@@ -289,10 +346,10 @@ class AdaptedCheckpoint(CheckpointHandle, _Parts):
 
     @property
     def generation(self) -> GenerationConfig:
-        there = self.path / GENERATION_FILE
-        if not there.is_file():
+        path = self.path / GENERATION_FILE
+        if not path.is_file():
             return self.base.generation
-        return replace(self.base.generation, eos_token_ids=read_generation_config({}, read_json(there)).eos_token_ids)
+        return replace(self.base.generation, eos_token_ids=read_generation_config({}, read_json(path)).eos_token_ids)
 
     @property
     def origin(self) -> str | None:
@@ -304,7 +361,7 @@ class AdaptedCheckpoint(CheckpointHandle, _Parts):
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The base's."""
+        """The base's tensors, without the adapter."""
         return self.base.tensors
 
     @cached_property
@@ -313,60 +370,80 @@ class AdaptedCheckpoint(CheckpointHandle, _Parts):
 
     @property
     def tokenizer_folder(self) -> Path:
-        """The base's, where the adapter's folder has none."""
-        there = any(True for pattern in TOKENIZER_FILES for _ in self.path.glob(pattern))
-        return self.path if there else self.base.tokenizer_folder
+        """The adapter's folder if it has a tokenizer, else the base's."""
+        has_tokenizer = any(True for pattern in TOKENIZER_FILES for _ in self.path.glob(pattern))
+        return self.path if has_tokenizer else self.base.tokenizer_folder
 
     def read_tokenizer(self) -> Tokenizer | None:
         return self.base.tokenizer
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Merged, in the base's dtype."""
+        """Yield the merged weights in the base's dtype."""
         yield from self.weights_as(None)
 
     def weights_as(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """Merged in float32 at least and rounded once.  CheckpointError for another base, before the first."""
+        """Yield the merged weights; merged in at least float32 and rounded once.
+
+        Raises:
+            CheckpointError: If the adapter was trained on another base; raised before the first tensor.
+        """
         self.adapter.check_base(self.base)
         for name, tensor in self.base.weights():
-            part = self.factors.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-            if part is None:
+            factors = self.factors.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+            if factors is None:
                 yield name, tensor if dtype is None else tensor.to(dtype)
             else:
-                yield name, model.lora.merge_weight(tensor, part, dtype)
+                yield name, model.lora.merge_weight(tensor, factors, dtype)
 
     def fingerprint(self) -> str:
-        """sha256 (hex) of base and adapter; a base that kvad did not write by every byte of its weights."""
+        """Return the sha256 (hex) of base and adapter.
+
+        Without a manifest all weights of the base are hashed.
+        """
         base = self.base.fingerprint() if self.base.files is not None else base_fingerprint(self.base)
         return hashlib.sha256(f"{base} {self.adapter_fingerprint}".encode()).hexdigest()
 
     @property
     def adapter_fingerprint(self) -> str:
-        """Of the adapter alone."""
+        """Fingerprint of the adapter alone."""
         return model.lora.factors_fingerprint(self.factors)
 
 
 def _companion_file(adapted: AdaptedCheckpoint, name: str) -> Path:
-    """A file beside the merged weights: the base's, but for what a conversation is like."""
-    own = adapted.path / name
-    return own if name in (GENERATION_FILE, "chat_template.jinja") and own.is_file() else adapted.base.path / name
+    """Return the file to store with merged weights: the adapter's chat files, else the base's."""
+    adapter_file = adapted.path / name
+    return (
+        adapter_file
+        if name in (GENERATION_FILE, "chat_template.jinja") and adapter_file.is_file()
+        else adapted.base.path / name
+    )
 
 
 def write_merged(adapted: AdaptedCheckpoint, out: Path, dtype: torch.dtype | None = None) -> None:
-    """Write the merged model in its base's layout: the base's own files beside merged weights, stored in ``dtype`` (the
-    base's).  Raises CheckpointError, SaveError."""
+    """Write the merged model in its base's layout, with the base's other files.
+
+    Args:
+        adapted: Base with an adapter.
+        out: Folder to write.
+        dtype: Dtype of the stored weights (default: the base's).
+
+    Raises:
+        CheckpointError: If adapter and base do not fit.
+        SaveError: If the folder cannot be written.
+    """
     base = adapted.base
     tensors = dict(adapted.weights_as(dtype))
     if not isinstance(base, HFCheckpoint):
-        beside = [path for name in COMPANION_FILES if (path := _companion_file(adapted, name)).is_file()]
+        extra_files = [path for name in COMPANION_FILES if (path := _companion_file(adapted, name)).is_file()]
         save_checkpoint(
-            out, base.config, tensors, None, generation=adapted.generation, beside=beside, origin=base.origin
+            out, base.config, tensors, None, generation=adapted.generation, extra_files=extra_files, origin=base.origin
         )
         return
-    with storage.atomic.new_folder(out) as new:
+    with storage.atomic.new_folder(out) as temp_folder:
         name = str(dtype or base.stored_dtype).removeprefix("torch.")
-        write_json(new / CONFIG, {**base.fields.content, "dtype": name, "torch_dtype": name})
-        write_sharded(new, write_tensors(base.family, base.config, tensors))
-        for each in (*COMPANION_FILES, GENERATION_FILE):
-            if (path := _companion_file(adapted, each)).is_file():
-                shutil.copyfile(path, new / each)
-        write_pooling(new, base.generation, base.config.hidden_size)
+        write_json(temp_folder / CONFIG, {**base.fields.content, "dtype": name, "torch_dtype": name})
+        write_sharded(temp_folder, write_tensors(base.family, base.config, tensors))
+        for file_name in (*COMPANION_FILES, GENERATION_FILE):
+            if (path := _companion_file(adapted, file_name)).is_file():
+                shutil.copyfile(path, temp_folder / file_name)
+        write_pooling(temp_folder, base.generation, base.config.hidden_size)

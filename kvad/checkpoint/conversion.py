@@ -1,17 +1,17 @@
-"""Hugging Face checkpoints, read and written: what all families share.
+"""Reading and writing Hugging Face checkpoints: the parts that all families share.
 
-A family (``families/*.py``) is two functions and a table, with no ``nn.Module`` anywhere: :attr:`Family.read` makes a
-:class:`ModelConfig` of a ``config.json``, :attr:`Family.spell` the inverse, which :meth:`Family.write` reads back
-before it believes it, and :attr:`Family.rules` pairs our modules with theirs.  A :class:`Rule` is read in both
-directions, so what loads also exports:
+A family (``families/*.py``) has two functions and a table, and no ``nn.Module``: :attr:`Family.read` builds a
+:class:`ModelConfig` from a ``config.json``, :attr:`Family.write_fields` is the inverse, which :meth:`Family.write`
+checks by reading it back, and :attr:`Family.rules` pairs kvad's modules with Hugging Face's.  A :class:`TensorRule`
+works in both directions, so that every model that can be loaded can be exported:
 
-    rule("decoder.layers.0.mixer.out", "model.layers.0.self_attn.o_proj")            .weight and .bias, as they are
-    rule("decoder.layers.0.mixer.out", "transformer.h.0.attn.c_proj", TRANSPOSED)    [in, out] on their side
-    rule(("decoder.layers.0.mixer.q", "...k", "...v"), "...attn.c_attn", STACKED)    three of ours, one of theirs
+    tensor_rule("decoder.layers.0.attention.out", "model.layers.0.self_attn.o_proj")     .weight and .bias, unchanged
+    tensor_rule("decoder.layers.0.attention.out", "transformer.h.0.attn.c_proj", TRANSPOSED)     [in, out] in their file
+    tensor_rule(("decoder.layers.0.attention.q", "...k", "...v"), "...attn.c_attn", STACKED)     three modules in one
 
-Nothing is dropped in silence: a tensor of theirs that no rule names and :attr:`Family.ignored` does not list is an
-error, like one that is missing or of another shape; a field of their config that changes the model and that kvad cannot
-express is refused by name (:meth:`Fields.refuse`).  Code from a repository is never run.
+Nothing is dropped silently: a tensor in the file that no rule names and :attr:`Family.ignored` does not list is an
+error, like a tensor that is missing or of another shape; a config field that changes the model and that kvad cannot
+express is refused by name (:meth:`HFConfigReader.require_one_of`).  Code from a repository is never run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HFTensors = Mapping[str, Tensor]
 
 
 class TensorTransform(NamedTuple):
-    """From their tensors to ours and back.  Both get the shapes of ours, in the order of the rule."""
+    """Conversion between Hugging Face's and kvad's tensors; both take the shapes of kvad's."""
 
     read: Callable[[Sequence[Tensor], Sequence[Shape]], Sequence[Tensor]]
     write: Callable[[Sequence[Tensor], Sequence[Shape]], Sequence[Tensor]]
@@ -48,8 +48,8 @@ def _transposed(tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tens
 
 
 def _unstacked(tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> Sequence[Tensor]:
-    (whole,) = tensors
-    return list(torch.split(whole, [shape[0] for shape in shapes]))
+    (stacked,) = tensors
+    return list(torch.split(stacked, [shape[0] for shape in shapes]))
 
 
 def _stacked(tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
@@ -58,7 +58,7 @@ def _stacked(tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]
 
 SAME = TensorTransform(lambda tensors, shapes: tensors, lambda tensors, shapes: tensors)
 TRANSPOSED = TensorTransform(_transposed, _transposed)  # GPT-2's Conv1D stores [in, out]
-STACKED = TensorTransform(_unstacked, _stacked)  # several of ours, one behind the other along the outputs
+STACKED = TensorTransform(_unstacked, _stacked)  # several of kvad's, concatenated along the outputs
 STACKED_COLUMNS = TensorTransform(
     lambda tensors, shapes: _unstacked(_transposed(tensors, shapes), shapes),
     lambda tensors, shapes: _transposed(_stacked(tensors, shapes), shapes),
@@ -66,15 +66,15 @@ STACKED_COLUMNS = TensorTransform(
 
 
 def grouped_transform(groups: int) -> TensorTransform:
-    """Several of ours, one behind the other within each of ``groups`` equal parts of the outputs.
+    """Build a transform that concatenates tensors within each of ``groups`` equal output parts.
 
-    BLOOM's q, k, v by head: rows [q of head 0, k of head 0, v of head 0, q of head 1, ...], with one group per head;
-    Falcon's with one group per key-value head, whose queries stand before its k and v.
+    BLOOM stores q, k, v by head: rows [q of head 0, k of head 0, v of head 0, q of head 1, ...], one group per head.
+    Falcon has one group per key-value head, whose queries precede its k and v.
     """
 
     def read(tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        (whole,) = tensors
-        parts = torch.split(whole.unflatten(0, (groups, -1)), [shape[0] // groups for shape in shapes], dim=1)
+        (stacked,) = tensors
+        parts = torch.split(stacked.unflatten(0, (groups, -1)), [shape[0] // groups for shape in shapes], dim=1)
         return [part.flatten(0, 1) for part in parts]
 
     def write(tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
@@ -84,196 +84,235 @@ def grouped_transform(groups: int) -> TensorTransform:
 
 
 class TensorRule(NamedTuple):
-    """``ours`` and ``theirs``: modules, or whole tensors' names; see :func:`expand`.
-
-    ``missing_ok``: their file may lack it (a buffer that older files have); ours then keeps zeros.
-    """
+    """Pair of kvad's and Hugging Face's modules or tensors; see :func:`expand_rules`."""
 
     kvad_names: tuple[str, ...]
     hf_names: tuple[str, ...]
     transform: TensorTransform = SAME
-    missing_ok: bool = False
+    missing_ok: bool = False  # the file may lack it (a buffer of older files); kvad's tensor is zero then
 
 
 def tensor_rule(
-    ours: str | tuple[str, ...], theirs: str | tuple[str, ...], way: TensorTransform = SAME, *, missing_ok: bool = False
+    kvad_names: str | tuple[str, ...],
+    hf_names: str | tuple[str, ...],
+    transform: TensorTransform = SAME,
+    *,
+    missing_ok: bool = False,
 ) -> TensorRule:
-    """Names given alone or as tuples."""
+    """Build a rule from names given as strings or tuples."""
     return TensorRule(
-        (ours,) if isinstance(ours, str) else ours, (theirs,) if isinstance(theirs, str) else theirs, way, missing_ok
+        (kvad_names,) if isinstance(kvad_names, str) else kvad_names,
+        (hf_names,) if isinstance(hf_names, str) else hf_names,
+        transform,
+        missing_ok,
     )
 
 
-def prefix_rules(ours: str, theirs: str, names: Mapping[str, str], way: TensorTransform = SAME) -> Iterator[TensorRule]:
-    """One rule for each pair of names, below two prefixes."""
-    for mine, other in names.items():
-        yield tensor_rule(f"{ours}.{mine}", f"{theirs}.{other}", way)
+def prefix_rules(
+    kvad_prefix: str, hf_prefix: str, names: Mapping[str, str], transform: TensorTransform = SAME
+) -> Iterator[TensorRule]:
+    """Yield one rule for each pair of names, below two prefixes."""
+    for kvad_name, hf_name in names.items():
+        yield tensor_rule(f"{kvad_prefix}.{kvad_name}", f"{hf_prefix}.{hf_name}", transform)
 
 
-class _Tensors(NamedTuple):
-    """A rule about tensors."""
+class _ExpandedRule(NamedTuple):
+    """A rule about tensors instead of modules."""
 
     kvad_names: tuple[str, ...]
-    theirs: tuple[str, ...]
+    hf_names: tuple[str, ...]
     shapes: tuple[Shape, ...]
-    way: TensorTransform
+    transform: TensorTransform
     missing_ok: bool
 
 
-def expand_rules(rules: Iterable[TensorRule], shapes: Mapping[str, Shape]) -> list[_Tensors]:
-    """Rules about modules as rules about tensors: each suffix (``weight``, ``bias``) that ours have, in our model.
+def expand_rules(rules: Iterable[TensorRule], shapes: Mapping[str, Shape]) -> list[_ExpandedRule]:
+    """Expand rules about modules to rules about tensors, one for each suffix in the model.
 
-    Rules about modules that this model lacks (a norm, a bias) vanish.  AssertionError for a tensor of ours that no rule
-    names, or two do: a bug in the family.
+    Rules about modules that this model lacks (a norm, a bias) are dropped.
+
+    Args:
+        rules: A family's rules.
+        shapes: Shapes of all tensors of the model by kvad's names.
+
+    Raises:
+        AssertionError: If a tensor is named by no rule, or by two; that is a bug in the family.
     """
     suffixes: dict[str, list[str]] = {}
     for name in shapes:
-        module, _, last = name.rpartition(".")
-        suffixes.setdefault(module, []).append(f".{last}")
+        module, _, suffix = name.rpartition(".")
+        suffixes.setdefault(module, []).append(f".{suffix}")
         suffixes[name] = [""]
-    out, named = [], set[str]()
-    for each in rules:
-        for suffix in suffixes.get(each.kvad_names[0], ()):
-            ours = tuple(module + suffix for module in each.kvad_names)
-            assert all(name in shapes for name in ours), f"{ours}: not all of them are in the model"
-            assert not named & set(ours), f"{ours}: named twice"
-            named |= set(ours)
-            theirs = tuple(module + suffix for module in each.hf_names)
-            out.append(_Tensors(ours, theirs, tuple(shapes[name] for name in ours), each.transform, each.missing_ok))
-    left = sorted(set(shapes) - named)
-    assert not left, f"no rule for {left[:5]}"
-    return out
+    expanded, named = [], set[str]()
+    for rule in rules:
+        for suffix in suffixes.get(rule.kvad_names[0], ()):
+            kvad_names = tuple(module + suffix for module in rule.kvad_names)
+            assert all(name in shapes for name in kvad_names), f"{kvad_names}: not all of them are in the model"
+            assert not named & set(kvad_names), f"{kvad_names}: named twice"
+            named |= set(kvad_names)
+            hf_names = tuple(module + suffix for module in rule.hf_names)
+            expanded.append(
+                _ExpandedRule(
+                    kvad_names, hf_names, tuple(shapes[name] for name in kvad_names), rule.transform, rule.missing_ok
+                )
+            )
+    unnamed = sorted(set(shapes) - named)
+    assert not unnamed, f"no rule for {unnamed[:5]}"
+    return expanded
 
 
-def read_tensors(family: Family, config: ModelConfig, found: HFTensors, where: str) -> Iterator[tuple[str, Tensor]]:
-    """Our tensors, one rule at a time.  CheckpointError names what is missing, extra or of another shape."""
-    taken: set[str] = set()
-    copies: dict[str, str] = {}  # name -> the tensor that it must be equal to
-    for each in expand_rules(family.rules(config), config_lib.parameter_shapes.weight_shapes(config)):
-        names = [_name_in(family, name, found) for name in each.theirs]
-        absent = [name for name, there in zip(each.theirs, names, strict=True) if there is None]
-        if absent and each.missing_ok:
-            yield from ((name, torch.zeros(shape)) for name, shape in zip(each.kvad_names, each.shapes, strict=True))
+def read_tensors(family: Family, config: ModelConfig, stored: HFTensors, where: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield kvad's tensors, one rule at a time.
+
+    Args:
+        family: The file's family.
+        config: The model.
+        stored: Tensors of the file.
+        where: Path for messages.
+
+    Raises:
+        CheckpointError: If a tensor is missing, unexpected, or of another shape.
+    """
+    used: set[str] = set()
+    copies: dict[str, str] = {}  # name -> tensor that it must equal
+    for rule in expand_rules(family.rules(config), config_lib.parameter_shapes.weight_shapes(config)):
+        names = [_stored_name(family, name, stored) for name in rule.hf_names]
+        missing = [name for name, stored_name in zip(rule.hf_names, names, strict=True) if stored_name is None]
+        if missing and rule.missing_ok:
+            yield from ((name, torch.zeros(shape)) for name, shape in zip(rule.kvad_names, rule.shapes, strict=True))
             continue
-        if absent:
-            raise CheckpointError(f"{where}: tensor {absent[0]} is missing", _nearest_tensor(absent[0], found))
-        taken |= {name for name in names if name is not None}
-        for name, there in zip(each.theirs, names, strict=True):
-            others = (_their_name(other, found, family) for other in family.copies.get(name, ()))
-            copies |= {other: there for other in others if other is not None and there is not None}
-        yield from _read(each, [(name, found[name]) for name in names if name is not None], where)
-    for name in _extra(family, found, taken):
+        if missing:
+            raise CheckpointError(f"{where}: tensor {missing[0]} is missing", _nearest_tensor(missing[0], stored))
+        used |= {name for name in names if name is not None}
+        for name, stored_name in zip(rule.hf_names, names, strict=True):
+            copy_names = (_find_name(copy, stored, family) for copy in family.copies.get(name, ()))
+            copies |= {copy: stored_name for copy in copy_names if copy is not None and stored_name is not None}
+        yield from _read(rule, [(name, stored[name]) for name in names if name is not None], where)
+    for name in _unexpected(family, stored, used):
         if name not in copies:
             raise CheckpointError(
-                f"{where}: tensor {name} {list(found[name].shape)} is extra", "the config has no place for it"
+                f"{where}: tensor {name} {list(stored[name].shape)} is extra", "The config has no such parameter."
             )
-        if not torch.equal(found[name], found[copies[name]]):
-            raise CheckpointError(f"{where}: {name} differs from {copies[name]}", "the config says that they are one")
-    _check_constants(family, config, found, where)
+        if not torch.equal(stored[name], stored[copies[name]]):
+            raise CheckpointError(f"{where}: {name} differs from {copies[name]}", "They are one tensor in the config.")
+    _check_constants(family, config, stored, where)
 
 
-def find_mismatches(family: Family, config: ModelConfig, found: HFTensors, where: str) -> list[str]:
-    """All that :func:`read_tensors` would object to in names and shapes; ``found`` may be on the meta device."""
-    said: list[str] = []
-    taken: set[str] = set()
-    for each in expand_rules(family.rules(config), config_lib.parameter_shapes.weight_shapes(config)):
-        names = [_name_in(family, name, found) for name in each.theirs]
-        for name, there in zip(each.theirs, names, strict=True):
-            if there is None and not each.missing_ok:
-                said.append(f"{name} is missing")
-            others = (_their_name(other, found, family) for other in family.copies.get(name, ()))
-            taken |= {other for other in (there, *others) if other is not None}
+def find_mismatches(family: Family, config: ModelConfig, stored: HFTensors, where: str) -> list[str]:
+    """Return all names and shapes that :func:`read_tensors` would refuse.
+
+    ``stored`` may be on the meta device.
+    """
+    messages: list[str] = []
+    used: set[str] = set()
+    for rule in expand_rules(family.rules(config), config_lib.parameter_shapes.weight_shapes(config)):
+        names = [_stored_name(family, name, stored) for name in rule.hf_names]
+        for name, stored_name in zip(rule.hf_names, names, strict=True):
+            if stored_name is None and not rule.missing_ok:
+                messages.append(f"{name} is missing")
+            copy_names = (_find_name(copy, stored, family) for copy in family.copies.get(name, ()))
+            used |= {copy for copy in (stored_name, *copy_names) if copy is not None}
         if None in names:
             continue
         try:
-            list(_read(each, [(name, found[name]) for name in names if name is not None], where))
+            list(_read(rule, [(name, stored[name]) for name in names if name is not None], where))
         except CheckpointError as error:
-            said.append(error.message.removeprefix(f"{where}: "))
-    return said + [f"{name} {list(found[name].shape)} is extra" for name in _extra(family, found, taken)]
+            messages.append(error.message.removeprefix(f"{where}: "))
+    return messages + [f"{name} {list(stored[name].shape)} is extra" for name in _unexpected(family, stored, used)]
 
 
-def _extra(family: Family, found: HFTensors, taken: set[str]) -> list[str]:
-    """What no rule took, and is not to be ignored."""
-    allowed = re.compile("|".join(f"(?:{pattern})" for pattern in family.ignored) or r"(?!)")
-    return [name for name in found if name not in taken and not allowed.fullmatch(name.removeprefix(family.prefix))]
+def _unexpected(family: Family, stored: HFTensors, used: set[str]) -> list[str]:
+    """Return the tensors that no rule used and that are not ignored."""
+    ignored = re.compile("|".join(f"(?:{pattern})" for pattern in family.ignored) or r"(?!)")
+    return [name for name in stored if name not in used and not ignored.fullmatch(name.removeprefix(family.prefix))]
 
 
-def _check_constants(family: Family, config: ModelConfig, found: HFTensors, where: str) -> None:
-    """Tables that kvad computes are those of the file, as far as both go and float16 can tell."""
-    for name, tensor in () if family.extra is None else family.extra(config):
-        there = _their_name(name, found, family)
-        if there is None:
+def _check_constants(family: Family, config: ModelConfig, stored: HFTensors, where: str) -> None:
+    """Compare tables that kvad computes with those in the file, up to the rounding of float16."""
+    for name, table in () if family.extra is None else family.extra(config):
+        stored_name = _find_name(name, stored, family)
+        if stored_name is None:
             continue
-        theirs = found[there]
-        rows = min(len(theirs), len(tensor))
-        if theirs.shape[1:] != tensor.shape[1:] or not torch.allclose(
-            theirs[:rows].float(), tensor[:rows].float(), rtol=0.0, atol=1e-2
+        stored_table = stored[stored_name]
+        num_rows = min(len(stored_table), len(table))
+        if stored_table.shape[1:] != table.shape[1:] or not torch.allclose(
+            stored_table[:num_rows].float(), table[:num_rows].float(), rtol=0.0, atol=1e-2
         ):
-            raise CheckpointError(f"{where}: {there} is not the table that the config describes")
+            raise CheckpointError(f"{where}: {stored_name} differs from the table that the config describes")
 
 
-def resolve_tying(family: Family, config: ModelConfig, found: HFTensors) -> ModelConfig:
-    """A config that says *tied* of a file that holds two different matrices: the file is right, as transformers 5 has
-    it (4.57 drops the head's)."""
+def resolve_tying(family: Family, config: ModelConfig, stored: HFTensors) -> ModelConfig:
+    """Return an untied config if the file has two different matrices for embedding and head.
+
+    The file takes precedence, as in transformers 5; transformers 4.57 drops the head's matrix.
+    """
     if not config.tie_embeddings or family.head is None:
         return config
-    head, table = (_name_in(family, name, found) for name in family.head)
-    if head is None or table is None or torch.equal(found[head], found[table]):
+    head, table = (_stored_name(family, name, stored) for name in family.head)
+    if head is None or table is None or torch.equal(stored[head], stored[table]):
         return config
     return replace(config, tie_embeddings=False)
 
 
-def resolve_config(family: Family, config: ModelConfig, found: HFTensors) -> ModelConfig:
-    """The config of what is in the file, where that decides: a matrix that is not tied, a head that it lacks."""
+def resolve_config(family: Family, config: ModelConfig, stored: HFTensors) -> ModelConfig:
+    """Return the config with what only the tensors decide: tying, and the kind of head."""
 
-    def look(name: str) -> Tensor | None:
-        there = _their_name(name, found, family)
-        return None if there is None else found[there]
+    def lookup(name: str) -> Tensor | None:
+        stored_name = _find_name(name, stored, family)
+        return None if stored_name is None else stored[stored_name]
 
-    config = resolve_tying(family, config, found)
-    return config if family.resolve is None else family.resolve(config, look)
-
-
-def _name_in(family: Family, name: str, found: HFTensors) -> str | None:
-    """As it stands in the file, or the first of its copies that does."""
-    names = (_their_name(each, found, family) for each in (name, *family.copies.get(name, ())))
-    return next((each for each in names if each is not None), None)
+    config = resolve_tying(family, config, stored)
+    return config if family.resolve is None else family.resolve(config, lookup)
 
 
-def _their_name(name: str, found: HFTensors, family: Family) -> str | None:
-    """As it stands in the file: files of a base model lack the prefix of the model with a head, or have it, and old
-    ones spell some endings otherwise."""
+def _stored_name(family: Family, name: str, stored: HFTensors) -> str | None:
+    """Return the name in the file of a tensor or of the first of its copies, or None."""
+    names = (_find_name(candidate, stored, family) for candidate in (name, *family.copies.get(name, ())))
+    return next((candidate for candidate in names if candidate is not None), None)
+
+
+def _find_name(name: str, stored: HFTensors, family: Family) -> str | None:
+    """Return the name of a tensor in the file, or None.
+
+    Files of a base model may lack the prefix of the model with a head, or have it; old files have other suffixes.
+    """
     prefix = family.prefix
-    others = [name.removesuffix(end) + other for end, other in family.name_variants.items() if name.endswith(end)]
-    for one in (name, *others):
-        for candidate in (one, one.removeprefix(prefix), prefix + one):
-            if candidate in found:
+    variants = [
+        name.removesuffix(suffix) + variant for suffix, variant in family.name_variants.items() if name.endswith(suffix)
+    ]
+    for spelling in (name, *variants):
+        for candidate in (spelling, spelling.removeprefix(prefix), prefix + spelling):
+            if candidate in stored:
                 return candidate
     return None
 
 
-def _read(each: _Tensors, tensors: Sequence[tuple[str, Tensor]], where: str) -> Iterator[tuple[str, Tensor]]:
+def _read(rule: _ExpandedRule, tensors: Sequence[tuple[str, Tensor]], where: str) -> Iterator[tuple[str, Tensor]]:
     try:
-        made = list(each.way.read([tensor for _, tensor in tensors], each.shapes))
+        converted = list(rule.transform.read([tensor for _, tensor in tensors], rule.shapes))
     except RuntimeError:
-        made = []
-    if [tuple(tensor.shape) for tensor in made] != list(each.shapes):
-        theirs = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors)
-        ours = ", ".join(f"{name} {list(shape)}" for name, shape in zip(each.kvad_names, each.shapes, strict=True))
-        raise CheckpointError(f"{where}: {theirs} does not give {ours}", "the config and the tensors disagree")
-    yield from zip(each.kvad_names, made, strict=True)
+        converted = []
+    if [tuple(tensor.shape) for tensor in converted] != list(rule.shapes):
+        stored_shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors)
+        expected_shapes = ", ".join(
+            f"{name} {list(shape)}" for name, shape in zip(rule.kvad_names, rule.shapes, strict=True)
+        )
+        raise CheckpointError(
+            f"{where}: {stored_shapes} cannot be converted to {expected_shapes}", "Config and tensors disagree."
+        )
+    yield from zip(rule.kvad_names, converted, strict=True)
 
 
-def _nearest_tensor(name: str, found: HFTensors) -> str:
-    close = difflib.get_close_matches(name, list(found), n=1, cutoff=0.8)
-    return f"there is {close[0]}" if close else "is it another architecture's?"
+def _nearest_tensor(name: str, stored: HFTensors) -> str:
+    close = difflib.get_close_matches(name, list(stored), n=1, cutoff=0.8)
+    return f"The most similar tensor is {close[0]}." if close else "The file may be of another architecture."
 
 
-def write_tensors(family: Family, config: ModelConfig, ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Their tensors, each once: what is tied on their side is not written."""
-    for each in expand_rules(family.rules(config), config_lib.parameter_shapes.weight_shapes(config)):
-        made = each.way.write([ours[name] for name in each.kvad_names], each.shapes)
-        for name, tensor in zip(each.theirs, made, strict=True):
+def write_tensors(family: Family, config: ModelConfig, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield Hugging Face's tensors, each once; tensors that are tied there are not written."""
+    for rule in expand_rules(family.rules(config), config_lib.parameter_shapes.weight_shapes(config)):
+        converted = rule.transform.write([weights[name] for name in rule.kvad_names], rule.shapes)
+        for name, tensor in zip(rule.hf_names, converted, strict=True):
             yield name, tensor.contiguous()
     if family.extra is not None:
         yield from family.extra(config)
@@ -283,7 +322,7 @@ def write_tensors(family: Family, config: ModelConfig, ours: Mapping[str, Tensor
 
 
 class HFConfigReader:
-    """A ``config.json``, read by name: numbers are numbers, null is a default, and what cannot be is refused."""
+    """Typed reader of a ``config.json``; null means the default, invalid values are refused."""
 
     def __init__(self, content: Mapping[str, Any], where: str) -> None:
         self.content, self.where = content, where
@@ -294,7 +333,7 @@ class HFConfigReader:
 
     @property
     def architecture(self) -> str:
-        """The class that wrote it, ``""`` where the file does not say."""
+        """Name of the class that wrote the file, empty if it is not recorded."""
         names = self.content.get("architectures") or [""]
         return str(names[0])
 
@@ -302,104 +341,125 @@ class HFConfigReader:
         return self.content.get(name) is not None
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value, or ``default`` where it is absent or null."""
+        """Return the value, or ``default`` if it is absent or null."""
         value = self.content.get(name)
         return default if value is None else value
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        """The first of the names that is there.  CheckpointError where none is, or it is no whole number."""
+        """Return the integer under the first of ``names`` that is present.
+
+        Raises:
+            CheckpointError: If the value is not an integer, or there is neither a value nor a default.
+        """
         for name in names:
             value = self.get(name)
             if value is not None:
                 if not isinstance(value, int) or isinstance(value, bool):
-                    raise CheckpointError(f"{self.where}: {name}: expected a whole number, found {value!r}")
+                    raise CheckpointError(f"{self.where}: {name}: must be an integer, got {value!r}")
                 return value
         if default is None:
             raise CheckpointError(f"{self.where}: {names[0]} is missing")
         return default
 
     def number(self, *names: str, default: float | None = None) -> float:
+        """Return the number under the first of ``names`` that is present.
+
+        Raises as :meth:`integer` does.
+        """
         for name in names:
             value = self.get(name)
             if value is not None:
                 if not isinstance(value, (int, float)) or isinstance(value, bool):
-                    raise CheckpointError(f"{self.where}: {name}: expected a number, found {value!r}")
+                    raise CheckpointError(f"{self.where}: {name}: must be a number, got {value!r}")
                 return float(value)
         if default is None:
             raise CheckpointError(f"{self.where}: {names[0]} is missing")
         return default
 
     def flag(self, name: str, default: bool = False) -> bool:
+        """Return a boolean.  Raises CheckpointError for any other value."""
         value = self.get(name, default)
         if not isinstance(value, bool):
-            raise CheckpointError(f"{self.where}: {name}: expected true or false, found {value!r}")
+            raise CheckpointError(f"{self.where}: {name}: must be true or false, got {value!r}")
         return value
 
-    def choice(self, name: str, known: Mapping[str, Any], default: str | None = None) -> Any:
-        """The value that ``known`` gives for the field's; refused by name where it gives none."""
+    def choice(self, name: str, choices: Mapping[str, Any], default: str | None = None) -> Any:
+        """Return ``choices[value]``.  Raises CheckpointError for a value that is not among them."""
         value = self.get(name, default)
-        if value not in known:
-            raise CheckpointError(f"{self.where}: {name} {value!r} is not supported", suggest(str(value), known))
-        return known[value]
+        if value not in choices:
+            raise CheckpointError(f"{self.where}: {name} {value!r} is not supported", suggest(str(value), choices))
+        return choices[value]
 
-    def require_one_of(self, name: str, *allowed: Any, why: str = "") -> None:
-        """CheckpointError unless the field is absent, null, or one of ``allowed``."""
+    def require_one_of(self, name: str, *allowed: Any, reason: str = "") -> None:
+        """Check that a field is absent, null, or one of ``allowed``.
+
+        Raises:
+            CheckpointError: If it has any other value; ``reason`` is the hint.
+        """
         value = self.content.get(name)
         if value is not None and value not in allowed:
-            raise CheckpointError(f"{self.where}: {name} {value!r} is not supported", why)
+            raise CheckpointError(f"{self.where}: {name} {value!r} is not supported", reason)
 
     def part(self, name: str) -> HFConfigReader:
-        """A nested config (``text_config``, ``encoder``)."""
+        """Return a reader of a nested config (``text_config``, ``encoder``)."""
         value = self.get(name, {})
         if not isinstance(value, Mapping):
-            raise CheckpointError(f"{self.where}: {name}: expected an object, found {value!r}")
+            raise CheckpointError(f"{self.where}: {name}: must be an object, got {value!r}")
         return HFConfigReader(value, f"{self.where}: {name}")
 
 
 @dataclass(frozen=True)
 class Family:
-    """``types``: the ``model_type`` values that are read.  ``spell`` gives the ``config.json`` of what kvad has, with
-    ``model_type`` and ``architectures``; what it has no field for it may leave out, for :meth:`write` will notice.
+    """Conversion of one family's configs and tensors.
 
-    ``prefix``: of their base model, which some files have and some lack.  ``ignored``: patterns of tensors that are not
-    weights (constants, copies of tied ones), without the prefix.  ``extra``: what their files hold beside our weights.
-    ``head``: their head's matrix and the table that it is tied to, where it may be.  ``spellings``: endings of tensors'
-    names, and how other files spell them.  ``settle``: the config of what is in a file, given a way to look at it.
-    ``copies``: other names under which a file may hold a tensor, instead of its own or, then equal, beside it.
+    ``write_fields`` returns the ``config.json`` of a model, with ``model_type`` and ``architectures``.  It may leave
+    out what transformers has no field for, because :meth:`write` detects the difference.
     """
 
-    types: tuple[str, ...]
+    types: tuple[str, ...]  # ``model_type`` values that are read
     read: Callable[[HFConfigReader], ModelConfig]
     rules: Callable[[ModelConfig], Iterable[TensorRule]]
     write_fields: Callable[[ModelConfig], dict[str, Any]]
-    prefix: str = ""
-    ignored: tuple[str, ...] = ()
-    extra: Callable[[ModelConfig], Iterable[tuple[str, Tensor]]] | None = None
-    head: tuple[str, str] | None = None
-    name_variants: Mapping[str, str] = field(default_factory=dict)
+    prefix: str = ""  # of the base model; some files lack it
+    ignored: tuple[str, ...] = ()  # patterns without prefix: tensors that are no weights (constants, tied copies)
+    extra: Callable[[ModelConfig], Iterable[tuple[str, Tensor]]] | None = None  # further tensors of the file
+    head: tuple[str, str] | None = None  # the head's matrix, and the table that it may be tied to
+    name_variants: Mapping[str, str] = field(default_factory=dict)  # suffix -> suffix in other files
+    # Completes a config from the tensors of a file, which it looks up by name.
     resolve: Callable[[ModelConfig, Callable[[str], Tensor | None]], ModelConfig] | None = None
+    # Other names that a file may have for a tensor, in its place or as an equal copy.
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
-        """The ``config.json`` of a model, proven: read back, it is this model.  CheckpointError names the first part
-        that would be another, because their class has no place for it."""
+        """Return the ``config.json`` of a model, checked by reading it back.
+
+        Raises:
+            CheckpointError: If the family cannot express the model; the message names the first part that would differ.
+        """
         name = self.types[0]
         try:
             content = self.write_fields(config)
             name = content["model_type"]
-            again = self.read(HFConfigReader(content, name))
+            read_back = self.read(HFConfigReader(content, name))
         except (CheckpointError, ConfigError) as error:
-            said = (
+            message = (
                 error.message
                 if "cannot express" in error.message
                 else f"{name} cannot express this model: {error.message}"
             )
-            raise CheckpointError(said) from error
-        except (AssertionError, AttributeError, KeyError, TypeError) as error:  # it met a model of another kind
+            raise CheckpointError(message) from error
+        except (
+            AssertionError,
+            AttributeError,
+            KeyError,
+            TypeError,
+        ) as error:  # the family was given a model of another kind
             raise CheckpointError(f"{name} cannot express this {config.kind}: {error}") from error
-        ours, theirs = canonical_config(config), canonical_config(again)
-        for part in {**ours, **theirs}:
-            mine, other = ours.get(part), theirs.get(part)
-            if mine != other:
-                raise CheckpointError(f"{name} cannot express this model: {part} is {mine!r}, would become {other!r}")
+        fields, read_back_fields = canonical_config(config), canonical_config(read_back)
+        for part in {**fields, **read_back_fields}:
+            value, read_back_value = fields.get(part), read_back_fields.get(part)
+            if value != read_back_value:
+                raise CheckpointError(
+                    f"{name} cannot express this model: {part} is {value!r}, would become {read_back_value!r}"
+                )
         return content

@@ -1,7 +1,7 @@
-"""From a checkpoint of kvad's to a Hugging Face folder that ``transformers`` loads, and from theirs to ours.
+"""Conversion between kvad's layout and Hugging Face folders that ``transformers`` loads.
 
-A model that came from a family goes back to it; of any other, the families are asked (``theirs.py``).  What kvad
-trained lies in their layout already, where a family can hold it.
+A model that was imported from a family is exported to that family; for any other model all families are tried
+(``hf_layout.py``).  A model trained by kvad is already in Hugging Face's layout if a family can express it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvad.checkpoint.native import save_checkpoint
 from kvad.checkpoint.safetensors_io import write_sharded
 from kvad.text import HFTokenizer
 
-# Files that belong to a tokenizer or a chat and are copied as they are.
+# Files of a tokenizer or a chat template; they are copied unchanged.
 COMPANION_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -43,39 +43,50 @@ Progress = Callable[[str, int], None]
 
 
 def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """Name -> content of the files there that belong to a tokenizer or a chat."""
+    """Return the files of a folder that belong to a tokenizer or chat template, by name."""
     return {name: (folder / name).read_bytes() for name in COMPANION_FILES if (folder / name).is_file()}
 
 
 def export_hf(
-    opened: CheckpointHandle, out: Path, *, family: str | None = None, dtype: torch.dtype | None = None
+    handle: CheckpointHandle, out: Path, *, family: str | None = None, dtype: torch.dtype | None = None
 ) -> str:
-    """Write a Hugging Face folder; returns the class of theirs that reads it.
+    """Write a Hugging Face folder, replacing ``out`` once the new folder is complete.
 
-    The old folder, if any, gives way when the new one is whole.  Raises CheckpointError, SaveError.
+    Args:
+        handle: Checkpoint to export.
+        out: Folder to write.
+        family: ``model_type`` to write; by default the model's own, or the first that can express it.
+        dtype: Dtype of the stored weights (default: unchanged).
+
+    Returns:
+        The name of the transformers class that loads it.
+
+    Raises:
+        CheckpointError: If no family can express the model.
+        SaveError: If the folder cannot be written.
     """
-    layout = choose_family(opened.config, family or opened.origin)
-    with storage.atomic.new_folder(out) as new:
-        write_hf_config(new, layout, opened.generation, dtype or opened.stored_dtype)
-        ours = dict(opened.weights())
-        write_sharded(new, _cast(write_tensors(layout.family, opened.config, ours), dtype))
-        write_pooling(new, opened.generation, opened.config.hidden_size)
-        _copy_tokenizer(opened, new)
+    layout = choose_family(handle.config, family or handle.origin)
+    with storage.atomic.new_folder(out) as temp_folder:
+        write_hf_config(temp_folder, layout, handle.generation, dtype or handle.stored_dtype)
+        weights = dict(handle.weights())
+        write_sharded(temp_folder, _cast(write_tensors(layout.family, handle.config, weights), dtype))
+        write_pooling(temp_folder, handle.generation, handle.config.hidden_size)
+        _copy_tokenizer(handle, temp_folder)
     return layout.hf_class
 
 
 def import_hf(
-    opened: CheckpointHandle, out: Path, *, dtype: torch.dtype | None = None, progress: Progress | None = None
+    handle: CheckpointHandle, out: Path, *, dtype: torch.dtype | None = None, progress: Progress | None = None
 ) -> None:
-    """Write a checkpoint of kvad's, with the tokenizer's files as they are."""
+    """Write a checkpoint in kvad's layout, with the tokenizer's files unchanged."""
     tensors: dict[str, Tensor] = {}
-    for name, tensor in opened.weights():
+    for name, tensor in handle.weights():
         tensors[name] = tensor if dtype is None else tensor.to(dtype)
         if progress is not None:
             progress(name, tensors[name].nbytes)
-    beside = [opened.path / name for name in COMPANION_FILES if (opened.path / name).is_file()]
+    extra_files = [handle.path / name for name in COMPANION_FILES if (handle.path / name).is_file()]
     save_checkpoint(
-        out, opened.config, tensors, None, generation=opened.generation, beside=beside, origin=opened.origin
+        out, handle.config, tensors, None, generation=handle.generation, extra_files=extra_files, origin=handle.origin
     )
 
 
@@ -84,15 +95,17 @@ def _cast(tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> I
         yield name, tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
-def _copy_tokenizer(opened: CheckpointHandle, new: Path) -> None:
-    """Its files, with the one that names its class where it came without; kvad's own tables of bytes, characters and
-    words are no format of theirs and are left out."""
+def _copy_tokenizer(handle: CheckpointHandle, folder: Path) -> None:
+    """Copy the tokenizer's files, and add the file that names its class if it is missing.
+
+    kvad's own byte, character and word tokenizers have no equivalent in transformers and are left out.
+    """
     for name in COMPANION_FILES:
-        if (opened.path / name).is_file():
-            shutil.copyfile(opened.path / name, new / name)
-    if not (new / text.base.FILE_NAME).is_file() or (new / text.hf_config.CONFIG_NAME).is_file():
+        if (handle.path / name).is_file():
+            shutil.copyfile(handle.path / name, folder / name)
+    if not (folder / text.base.FILE_NAME).is_file() or (folder / text.hf_config.CONFIG_NAME).is_file():
         return
-    if isinstance(opened.tokenizer, HFTokenizer):
-        opened.tokenizer.save(new)
+    if isinstance(handle.tokenizer, HFTokenizer):
+        handle.tokenizer.save(folder)
     else:
-        (new / text.base.FILE_NAME).unlink()
+        (folder / text.base.FILE_NAME).unlink()

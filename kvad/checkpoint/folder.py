@@ -1,20 +1,19 @@
-"""Where a checkpoint is, its small files, and whether its files are those that were saved: what needs no torch.
+"""Checkpoint folders: their location, their small files, and their manifest.  No torch.
 
-A *checkpoint* is a folder with a ``config.json``; a *run* is a folder with ``checkpoints/step-N/`` in it, and stands
-for its newest step; ``best`` in it is a link to the one with the lowest validation loss (``kept.py``).  ``locate``
-takes any of these.  The manifest says of every file how long it is and its sha256.  Standard library only.
+A *checkpoint* is a folder with a ``config.json``; a *run* is a folder with ``checkpoints/step-N/`` and is read as its
+newest step.  ``best`` is a link to the step with the lowest validation loss.  ``locate`` takes any of these.  The
+manifest lists the size and sha256 of every file.
 
-Which steps of a run stay: the newest few, and the best.
+A run retains its newest steps and the best one::
 
     RUN/checkpoints/step-00000400/  step-00000500/  step-00000600/
     RUN/best -> checkpoints/step-00000400                             relative, so that a run can be moved and copied
 
-The link is a function of what the newest checkpoint's state says: a process that dies between a save and its link
-leaves the link as it was, and the next save puts it right.  A new link is renamed into the place of the old one, and a
-step is deleted only when nothing points at it any more: at every moment ``best`` is a whole checkpoint.
-Standard library only.
+The link is a function of the newest checkpoint's state: if a process dies between a save and its link, the link is
+unchanged and the next save corrects it.  A new link replaces the old one by a rename, and a step is deleted only when
+nothing links to it: ``best`` is always a complete checkpoint.
 
-What a compressor's folder says of itself, its tensors apart (``compressor.py`` has these).  No torch.
+A summarizer's folder has ``summarizer.json`` instead of ``config.json`` (``summarizer.py`` reads its tensors).
 """
 
 from __future__ import annotations
@@ -33,35 +32,40 @@ from kvad.errors import CheckpointError, SaveError
 
 CONFIG, MANIFEST, MODEL, TRAINING = "config.json", "manifest.json", "model.safetensors", "training"
 BEST_LINK = "best"
-FORMAT = 1  # of the manifest
+FORMAT = 2  # of the manifest
 
 _STEP = re.compile(r"step-\d+")
 
 
 def locate(path: Path) -> Path:
-    """The checkpoint folder that ``path`` stands for: itself, or the newest step of the run.
+    """Return the checkpoint folder of ``path``: itself, or the newest step of the run.
 
-    Raises CheckpointError that says what is missing.
+    Raises:
+        CheckpointError: If there is none; the message names what is missing.
     """
     path = resolve_best_link(path)
     if (path / CONFIG).is_file():
         return path
     if steps := list_steps(path):
         return steps[-1]
-    if (left := storage.atomic.find_interrupted(path)) is not None:  # killed between the two renames of a replacement
-        return left
+    if (
+        interrupted := storage.atomic.find_interrupted(path)
+    ) is not None:  # a process died between the two renames of a replacement
+        return interrupted
     if not path.exists():
-        raise CheckpointError(f"no such folder: {path}", "kvad demo trains a model, kvad train one of your own")
+        raise CheckpointError(f"no such folder: {path}", "Train one with kvad demo or kvad train.")
     if not path.is_dir():
-        raise CheckpointError(f"{path} is a file", "name the checkpoint's folder")
+        raise CheckpointError(f"{path} is a file", "Give the checkpoint's folder.")
     if (path / "checkpoints").is_dir():
-        raise CheckpointError(f"{path} holds no checkpoint yet", "its training was stopped before its first save")
+        raise CheckpointError(f"{path} has no checkpoint yet", "Its training stopped before the first save.")
     raise CheckpointError(f"{path} is not a checkpoint: it has no {CONFIG}")
 
 
 def resolve_best_link(path: Path) -> Path:
-    """The step that a run's ``best`` stands for, so that a new best does not change what has been opened; any other
-    path is itself."""
+    """Return the step that a run's ``best`` links to; any other path is returned unchanged.
+
+    The result is a fixed step: a new best step does not change what has been opened.
+    """
     if path.name != BEST_LINK or not path.is_symlink():
         return path
     target = path.parent / os.readlink(path)
@@ -69,34 +73,40 @@ def resolve_best_link(path: Path) -> Path:
 
 
 def step_folder(run: Path, step: int) -> Path:
+    """Return the folder of a step of a run."""
     return run / "checkpoints" / f"step-{step:08d}"
 
 
 def list_steps(run: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first; ``[]`` for a folder that is no run.
+    """Return the checkpoints of a run, oldest first; ``[]`` for a folder that is not a run.
 
-    One that was being replaced when a process died, or that gave way to a step that was never finished, is among them.
+    The list includes steps that were being replaced when a process died: set aside for a step that was never finished.
     """
     folder = run / "checkpoints"
     if not folder.is_dir():
         return []
-    steps = {left.name: left.path for left in storage.temp_paths.interrupted_writes(folder) if left.path.is_dir()}
+    steps = {
+        interrupted.name: interrupted.path
+        for interrupted in storage.temp_paths.interrupted_writes(folder)
+        if interrupted.path.is_dir()
+    }
     steps |= {path.name: path for path in folder.iterdir() if path.is_dir()}
     return [steps[name] for name in sorted(steps) if _STEP.fullmatch(name)]
 
 
 def is_run(path: Path) -> bool:
+    """Return True if the folder has at least one checkpoint step."""
     return bool(list_steps(path))
 
 
 def is_hf(path: Path) -> bool:
-    """Whether a folder has Hugging Face's layout rather than kvad's: its config names a ``model_type``, or no model."""
+    """Return True for Hugging Face's layout: the config has a ``model_type``, or no model."""
     content = _content(path / CONFIG)
     return content is not None and "kvad" not in content and ("model_type" in content or "model" not in content)
 
 
 def _content(path: Path) -> dict[str, Any] | None:
-    """Of a JSON file that may not be there, or be none: whoever needs it says so."""
+    """Return the object in a JSON file, or None if the file is missing or malformed."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -105,47 +115,68 @@ def _content(path: Path) -> dict[str, Any] | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises CheckpointError naming the file."""
+    """Return the object in a JSON file.
+
+    Raises:
+        CheckpointError: If the file is missing or is not a JSON object; the message names the file.
+    """
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing", "the checkpoint is not whole: copy it again") from error
+        raise CheckpointError(f"{path} is missing", "The checkpoint is incomplete. Copy it again.") from error
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: expected an object, found a {type(content).__name__}")
+        raise CheckpointError(f"{path}: must be a JSON object, got {type(content).__name__}")
     return content
+
+
+def format_error(path: Path, content: Mapping[str, Any], version: int, command: str) -> CheckpointError:
+    """Build the error for a file of another format version; ``command`` writes it again."""
+    return CheckpointError(
+        f"{path}: format: must be {version}, got {content.get('format')!r}",
+        f"Another version of kvad wrote it. Write it again with {command}.",
+    )
 
 
 # ---------------------------------------------------------------- the manifest
 
 
 def file_digest(path: Path) -> dict[str, Any]:
-    """What the manifest says of a file."""
+    """Return the manifest entry of a file: its size and sha256."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def is_native(path: Path) -> bool:
-    """Whether kvad wrote a folder, in whichever layout: then it has a manifest, or should have.  Others may have a
-    ``manifest.json`` of their own."""
+    """Return True if kvad wrote the folder, in either layout.
+
+    Such a folder has a manifest, or should have one.  Other tools may write a ``manifest.json`` of another kind.
+    """
     return not is_hf(path) or (path / TRAINING).is_dir() or "kvad" in (_content(path / MANIFEST) or {})
 
 
 def list_files(path: Path) -> dict[str, dict[str, Any]] | None:
-    """:func:`read_manifest` of a folder that kvad wrote, None of another."""
+    """Return :func:`read_manifest` of a folder that kvad wrote, None for any other folder."""
     return read_manifest(path) if is_native(path) else None
 
 
 def read_manifest(path: Path, tensors: str = MODEL) -> dict[str, dict[str, Any]]:
-    """Name -> entry of a checkpoint folder's files, ``tensors`` among them.  Raises CheckpointError for a manifest that
-    is missing or none."""
+    """Return the manifest entries of a checkpoint folder by file name.
+
+    Args:
+        path: Checkpoint folder.
+        tensors: Name of the tensor file that must be listed.
+
+    Raises:
+        CheckpointError: If the manifest is missing, malformed, or of another format.
+    """
     content = read_json(path / MANIFEST)
     files = content.get("files")
     if content.get("format") != FORMAT:
-        raise CheckpointError(f"{path / MANIFEST}: format {content.get('format')!r}, this kvad reads {FORMAT}")
+        raise format_error(path / MANIFEST, content, FORMAT, "kvad import MODEL --out DIR, or kvad train")
     if not isinstance(files, dict) or tensors not in files or not all(map(_is_entry, files.values())):
         raise CheckpointError(f"{path / MANIFEST} does not list the checkpoint's files")
     return files
@@ -156,29 +187,38 @@ def _is_entry(value: object) -> bool:
 
 
 def check_file(path: Path, entry: Mapping[str, Any], *, verify: bool = False) -> None:
-    """Tensor files must have their size; text may have been edited by hand, unless ``verify`` asks.
+    """Compare a file with its manifest entry.
 
-    Raises CheckpointError that says whether the file is missing, cut off, or another than its manifest's.
+    Tensor files must have the recorded size.  Text files may have been edited by hand and are compared only with
+    ``verify``.
+
+    Args:
+        path: File to check.
+        entry: Manifest entry of the file.
+        verify: Also compare the sha256.
+
+    Raises:
+        CheckpointError: If the file is missing, truncated, or different.
     """
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing", "the checkpoint is not whole: copy it again")
-    size, saved = path.stat().st_size, entry["bytes"]
-    if size != saved and (verify or path.suffix == ".safetensors"):
-        if size < saved and path.suffix == ".safetensors" and _is_truncated(path, size):
+        raise CheckpointError(f"{path} is missing", "The checkpoint is incomplete. Copy it again.")
+    size, saved_size = path.stat().st_size, entry["bytes"]
+    if size != saved_size and (verify or path.suffix == ".safetensors"):
+        if size < saved_size and path.suffix == ".safetensors" and _is_truncated(path, size):
             raise CheckpointError(
-                f"{path} is truncated: {size:,} of {saved:,} bytes are there", _older_checkpoint_hint(path)
+                f"{path} is truncated: {size:,} of {saved_size:,} bytes", _older_checkpoint_hint(path)
             )
         raise CheckpointError(
-            f"{path} differs from its manifest: {size:,} bytes, not {saved:,}", _older_checkpoint_hint(path)
+            f"{path} differs from its manifest: {size:,} bytes instead of {saved_size:,}", _older_checkpoint_hint(path)
         )
     if verify and file_digest(path)["sha256"] != entry["sha256"]:
         raise CheckpointError(
-            f"{path} differs from its manifest: the size is right, the sha256 is not", _older_checkpoint_hint(path)
+            f"{path} differs from its manifest: same size, other sha256", _older_checkpoint_hint(path)
         )
 
 
 def _is_truncated(path: Path, size: int) -> bool:
-    """Whether a safetensors file ends before its last tensor does (the format: ``lab/headers.py``)."""
+    """Return True if a safetensors file ends before its last tensor."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 + length:
@@ -188,38 +228,47 @@ def _is_truncated(path: Path, size: int) -> bool:
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
             return size < 8 + length + max(ends, default=0)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-            return False  # whole or not, it is another file
+            return False  # not a safetensors header: the file was replaced, not truncated
 
 
 def _older_checkpoint_hint(path: Path) -> str:
-    """The hint: older checkpoints of the same run, if there are any."""
+    """Build a hint that names an older checkpoint of the same run, if any."""
     step = next((parent for parent in path.parents if parent.name.startswith("step-")), None)
-    others = [other for other in list_steps(step.parent.parent) if other != step] if step is not None else []
-    return f"an older one is {others[-1]}" if others else "copy it again"
+    other_steps = (
+        [candidate for candidate in list_steps(step.parent.parent) if candidate != step] if step is not None else []
+    )
+    return f"An older checkpoint is {other_steps[-1]}." if other_steps else "Copy it again."
 
 
 def prune_steps(run: Path, keep: int, best: int | None) -> None:
-    """After a save: link ``best`` to the step of that number, then delete all but the newest ``keep`` and it.
+    """Link ``best`` and delete all steps but the newest ``keep`` and the best one.
 
-    None, or one that is no longer there: the run has no best.  Raises SaveError; whole steps stay whole.
+    Args:
+        run: Run folder.
+        keep: Number of newest steps to retain.
+        best: Number of the best step.  With None, or a step that no longer exists, the run has no ``best`` link.
+
+    Raises:
+        SaveError: If the link cannot be written.  No step is deleted then.
     """
     steps = list_steps(run)
-    chosen = None if best is None else step_folder(run, best)
-    if chosen not in steps:
-        chosen = None
+    best_step = None if best is None else step_folder(run, best)
+    if best_step not in steps:
+        best_step = None
     try:
-        _link(run, chosen)
+        _link(run, best_step)
     except OSError as error:
         raise SaveError(
-            storage.atomic.disk_error(run / BEST_LINK, error).message, "on a disk without links: train.keep_best=false"
+            storage.atomic.disk_error(run / BEST_LINK, error).message,
+            "On a disk without links set train.keep_best=false.",
         ) from error
-    for old in steps[:-keep]:
-        if old != chosen:
-            storage.atomic.remove_folder(old)
+    for step in steps[:-keep]:
+        if step != best_step:
+            storage.atomic.remove_folder(step)
 
 
 def _link(run: Path, step: Path | None) -> None:
-    """What is no link is somebody else's, and stays."""
+    """Point ``run/best`` to ``step``.  An existing ``best`` that is not a link is left alone."""
     link = run / BEST_LINK
     if link.exists() and not link.is_symlink():
         return
@@ -230,40 +279,52 @@ def _link(run: Path, step: Path | None) -> None:
     if link.is_symlink() and Path(os.readlink(link)) == target:
         return
     storage.atomic.recover_interrupted(run)
-    temporary = storage.temp_paths.temp_path(link, "tmp")
+    temp_link = storage.temp_paths.temp_path(link, "tmp")
     try:
-        temporary.symlink_to(target)
-        temporary.replace(link)
+        temp_link.symlink_to(target)
+        temp_link.replace(link)
         storage.atomic.fsync_path(run)
     finally:
         with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            temp_link.unlink(missing_ok=True)
 
 
-NAME, TENSORS = "compressor.json", "compressor.safetensors"
-SUMMARIZER_FORMAT = 1
+SUMMARIZER_FILE, SUMMARIZER_TENSORS = "summarizer.json", "summarizer.safetensors"
+SUMMARIZER_FORMAT = 2
 
 
 def read_summarizer_folder(path: Path) -> tuple[Path, dict[str, Any]]:
-    """The folder (of a run its newest) and its compressor.json.  CheckpointError for what is no whole compressor."""
+    """Return a summarizer's folder (of a run: its newest step) and its summarizer.json.
+
+    Raises:
+        CheckpointError: If it is not a complete summarizer.
+    """
     path = resolve_best_link(Path(path))
     steps = list_steps(path)
-    folder = path if (path / NAME).is_file() or not steps else steps[-1]
-    if not (folder / NAME).is_file():
-        what = "no such folder" if not path.exists() else f"it has no {NAME}"
-        raise CheckpointError(f"{path} is not a compressor: {what}", "kvad train --objective compress makes one")
-    for name, entry in read_manifest(folder, TENSORS).items():
-        check_file(folder / name, entry, verify=name == TENSORS)
-    content = read_json(folder / NAME)
+    folder = path if (path / SUMMARIZER_FILE).is_file() or not steps else steps[-1]
+    if not (folder / SUMMARIZER_FILE).is_file():
+        reason = "no such folder" if not path.exists() else f"it has no {SUMMARIZER_FILE}"
+        raise CheckpointError(
+            f"{path} is not a summarizer: {reason}", "Train one with kvad train --objective summarizer."
+        )
+    for name, entry in read_manifest(folder, SUMMARIZER_TENSORS).items():
+        check_file(folder / name, entry, verify=name == SUMMARIZER_TENSORS)
+    content = read_json(folder / SUMMARIZER_FILE)
     if content.get("format") != SUMMARIZER_FORMAT:
-        raise CheckpointError(f"{folder / NAME}: format {content.get('format')!r}, this kvad reads {SUMMARIZER_FORMAT}")
-    for key, kind in (("model", str), ("ratio", int), ("hidden", int)):
-        if type(content.get(key)) is not kind:
-            raise CheckpointError(f"{folder / NAME}: {key}: {content.get(key)!r}", "train it anew")
+        raise format_error(folder / SUMMARIZER_FILE, content, SUMMARIZER_FORMAT, "kvad train --objective summarizer")
+    for key, value_type in (("model", str), ("ratio", int), ("hidden_size", int)):
+        if type(content.get(key)) is not value_type:
+            raise CheckpointError(
+                f"{folder / SUMMARIZER_FILE}: {key}: must be {value_type.__name__}, got {content.get(key)!r}",
+                "Train it again: kvad train --objective summarizer.",
+            )
     return folder, content
 
 
 def read_summarizer_shape(path: Path) -> config.parameter_shapes.SummarizerShape:
-    """What its summaries are made by.  CheckpointError as :func:`read_compressor`."""
+    """Return the shape of a summarizer.
+
+    Raises CheckpointError as :func:`read_summarizer_folder` does.
+    """
     _, content = read_summarizer_folder(path)
-    return config.parameter_shapes.SummarizerShape(content["ratio"], content["hidden"])
+    return config.parameter_shapes.SummarizerShape(content["ratio"], content["hidden_size"])

@@ -1,8 +1,7 @@
-"""What a checkpoint says about generating with it: where targets begin, which tokens end them, and its defaults.
+"""Generation defaults of a checkpoint: special tokens and sampling parameters.
 
-Read from ``generation_config.json``, and from ``config.json`` where older files say it there, and written so; in kvad's
-own layout kept under ``"generation"`` in ``config.json``.  Every field is applied, as a default that a request may
-change.
+They are read from ``generation_config.json``, in older files from ``config.json``, and written likewise; kvad's layout
+stores them under ``"generation"`` in ``config.json``.  Every field is applied as a default that a request may change.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from typing import Any, Literal
 from kvad.errors import CheckpointError
 
 GENERATION_FILE = "generation_config.json"
-SOURCE_EOS_KEY = "source_end_token_id"  # kvad's own field: theirs leave it to the tokenizer
+SOURCE_EOS_KEY = "source_end_token_id"  # field of kvad; transformers leaves this to the tokenizer
 
 
-# Fields that would change a text, and their values that would not.
+# Fields that kvad does not apply, with the values that have no effect.
 IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
     "min_length": (0,),
     "begin_suppress_tokens": ([],),
@@ -40,132 +39,148 @@ IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """``start``: the token that opens a target (encoder-decoder) or, ``bos``, a text.  ``stops`` end it.
-    ``source_end``: the token that ends a source, where the tokenizer's own frame does not put it there.
+    """Generation defaults of a checkpoint."""
 
-    ``forced_first``, ``forced_last``: the first generated token, and the one at the very limit.  ``banned``: never
-    generated (Marian's padding); ``bad_words``: sequences that are never completed.  ``sampling``: defaults by their
-    names in :class:`kvad.engine.scheduling.request.SamplingParams`.  ``pool`` and ``unit``: how a sentence-transformers folder makes one
-    vector of a text's hidden states.  ``unheard``: fields of the file that would change texts and that kvad does not
-    apply; they are said when the model is loaded.
-    """
-
-    decoder_start_token_id: int | None = None
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    source_eos_token_id: int | None = None
+    decoder_start_token_id: int | None = None  # opens a target (encoder-decoder)
+    bos_token_id: int | None = None  # opens a text
+    eos_token_ids: tuple[int, ...] = ()  # end a text or target
+    source_eos_token_id: int | None = None  # ends an encoder input, if the tokenizer does not add it
     pad_token_id: int | None = None
-    forced_bos_token_id: int | None = None
-    forced_eos_token_id: int | None = None
-    suppress_tokens: tuple[int, ...] = ()
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    sampling: Mapping[str, int | float | bool | str] | None = None
-    pooling: Literal["mean", "first"] | None = None
-    normalize: bool = False
-    ignored_fields: tuple[str, ...] = ()
+    forced_bos_token_id: int | None = None  # first generated token
+    forced_eos_token_id: int | None = None  # token at the length limit
+    suppress_tokens: tuple[int, ...] = ()  # never generated (Marian's padding)
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # sequences that are never completed
+    sampling: Mapping[str, int | float | bool | str] | None = None  # fields of ``SamplingParams``
+    pooling: Literal["mean", "first"] | None = None  # of a sentence-transformers folder
+    normalize: bool = False  # vectors of a sentence-transformers folder have length 1
+    ignored_fields: tuple[str, ...] = ()  # fields that would change texts and are not applied; logged at load
 
     def with_source_eos(self, source: list[int]) -> list[int]:
-        """A framed source with the token that ends it: what training wrote, and what an encoder is given to read."""
+        """Append the token that ends an encoder input, as in training, if it is missing."""
         if self.source_eos_token_id is None or not source or source[-1] == self.source_eos_token_id:
             return source
         return [*source, self.source_eos_token_id]
 
 
 def read_pooling(folder: Path) -> tuple[Literal["mean", "first"] | None, bool]:
-    """(pool, unit) of a sentence-transformers folder, (None, False) of another.  CheckpointError for a way of pooling
-    that is not known."""
+    """Read how a sentence-transformers folder pools hidden states.
+
+    Returns:
+        Pooling method and whether vectors are normalized; (None, False) for any other folder.
+
+    Raises:
+        CheckpointError: If the pooling method is not supported.
+    """
     modules = folder / "modules.json"
     if not modules.exists():
         return None, False
     try:
-        listed = json.loads(modules.read_text("utf-8"))
-        kinds = {str(each["type"]).rpartition(".")[2]: folder / str(each["path"]) for each in listed}
-        said = json.loads((kinds["Pooling"] / "config.json").read_text("utf-8")) if "Pooling" in kinds else {}
+        entries = json.loads(modules.read_text("utf-8"))
+        folders = {str(entry["type"]).rpartition(".")[2]: folder / str(entry["path"]) for entry in entries}
+        pooling_config = (
+            json.loads((folders["Pooling"] / "config.json").read_text("utf-8")) if "Pooling" in folders else {}
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{modules}: cannot read how texts are pooled: {error}") from error
-    known = {"Transformer", "Pooling", "Normalize"}
-    if set(kinds) - known:
-        raise CheckpointError(f"{modules}: {sorted(set(kinds) - known)[0]} is not supported", "embed with --pool mean")
-    modes = [name for name, on in said.items() if name.startswith("pooling_mode") and on]
-    ways: dict[tuple[str, ...], Literal["mean", "first"]] = {
+        raise CheckpointError(f"{modules}: cannot read the pooling: {error}") from error
+    supported = {"Transformer", "Pooling", "Normalize"}
+    if set(folders) - supported:
+        raise CheckpointError(
+            f"{modules}: {sorted(set(folders) - supported)[0]} is not supported", "Embed with --pooling mean."
+        )
+    modes = [name for name, enabled in pooling_config.items() if name.startswith("pooling_mode") and enabled]
+    pooling_by_modes: dict[tuple[str, ...], Literal["mean", "first"]] = {
         ("pooling_mode_mean_tokens",): "mean",
         ("pooling_mode_cls_token",): "first",
     }
-    if modes and tuple(modes) not in ways:
-        raise CheckpointError(f"{kinds['Pooling']}: {', '.join(modes)} is not supported", "mean or cls")
-    return ways.get(tuple(modes)), "Normalize" in kinds
+    if modes and tuple(modes) not in pooling_by_modes:
+        raise CheckpointError(f"{folders['Pooling']}: {', '.join(modes)} is not supported", "Use mean or cls.")
+    return pooling_by_modes.get(tuple(modes)), "Normalize" in folders
 
 
 def read_generation_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None) -> GenerationConfig:
-    """``generation``: the content of ``generation_config.json``, None where there is none (then ``config`` says it)."""
-    said = config if generation is None else generation
+    """Read generation defaults.
 
-    def one(name: str) -> int | None:
-        value = said.get(name)
+    Args:
+        config: Content of ``config.json``.
+        generation: Content of ``generation_config.json``.  If None, ``config`` is used in its place.
+    """
+    fields = config if generation is None else generation
+
+    def token_or_none(name: str) -> int | None:
+        value = fields.get(name)
         if isinstance(value, Sequence) and not isinstance(value, str):
             value = value[0] if len(value) else None
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
-    def many(name: str) -> list[Any]:
-        value = said.get(name)
-        listed = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
-        words = [each if isinstance(each, list) and name == "bad_words_ids" else [each] for each in listed]
-        plain = [token for word in words for token in word]
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in plain):
-            raise CheckpointError(f"generation_config.json: {name}: expected token ids, found {value!r}")
-        return listed
+    def list_values(name: str) -> list[Any]:
+        value = fields.get(name)
+        values = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+        groups = [item if isinstance(item, list) and name == "bad_words_ids" else [item] for item in values]
+        tokens = [token for group in groups for token in group]
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+            raise CheckpointError(f"generation_config.json: {name}: must be token ids, got {value!r}")
+        return values
 
-    stops = tuple(many("eos_token_id"))
-    words = [tuple(word) if isinstance(word, list) else (word,) for word in many("bad_words_ids")]
-    bad = [word[0] for word in words if len(word) == 1]
-    suppressed = many("suppress_tokens")
+    eos_token_ids = tuple(list_values("eos_token_id"))
+    bad_words = [tuple(tokens) if isinstance(tokens, list) else (tokens,) for tokens in list_values("bad_words_ids")]
+    single_bad_words = [tokens[0] for tokens in bad_words if len(tokens) == 1]
+    suppressed = list_values("suppress_tokens")
     return GenerationConfig(
-        decoder_start_token_id=one("decoder_start_token_id"),
-        bos_token_id=one("bos_token_id"),
-        eos_token_ids=stops,
-        source_eos_token_id=one(SOURCE_EOS_KEY),
-        pad_token_id=one("pad_token_id"),
-        forced_bos_token_id=one("forced_bos_token_id"),
-        forced_eos_token_id=one("forced_eos_token_id"),
-        suppress_tokens=tuple(sorted({*bad, *suppressed})),
-        bad_words_ids=tuple(word for word in words if len(word) > 1),
-        sampling=_sampling(said) if generation is not None else None,
-        ignored_fields=tuple(name for name, quiet in IGNORED_FIELDS.items() if said.get(name) not in (None, *quiet)),
+        decoder_start_token_id=token_or_none("decoder_start_token_id"),
+        bos_token_id=token_or_none("bos_token_id"),
+        eos_token_ids=eos_token_ids,
+        source_eos_token_id=token_or_none(SOURCE_EOS_KEY),
+        pad_token_id=token_or_none("pad_token_id"),
+        forced_bos_token_id=token_or_none("forced_bos_token_id"),
+        forced_eos_token_id=token_or_none("forced_eos_token_id"),
+        suppress_tokens=tuple(sorted({*single_bad_words, *suppressed})),
+        bad_words_ids=tuple(tokens for tokens in bad_words if len(tokens) > 1),
+        sampling=_sampling(fields) if generation is not None else None,
+        ignored_fields=tuple(
+            name for name, neutral_values in IGNORED_FIELDS.items() if fields.get(name) not in (None, *neutral_values)
+        ),
     )
 
 
-def _sampling(said: Mapping[str, Any]) -> dict[str, int | float | bool | str]:
-    """The search or the sampling that the checkpoint recommends: greedy unless ``do_sample``."""
-    names = {"repetition_penalty": "repetition_penalty", "no_repeat_ngram_size": "no_repeat_ngram"}
+def _sampling(fields: Mapping[str, Any]) -> dict[str, int | float | bool | str]:
+    """Return the recommended search or sampling parameters; greedy unless ``do_sample``."""
+    names = {"repetition_penalty": "repetition_penalty", "no_repeat_ngram_size": "no_repeat_ngram_size"}
     names |= {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"}
-    longest = said.get("max_length")  # a target's with the token that opens it; a decoder's is its limit here anyway
-    if isinstance(longest, int) and longest > 1 and "decoder_start_token_id" in said and "max_new_tokens" not in said:
-        said = {**said, "max_new_tokens": longest - 1}
-    if said.get("do_sample", False):
+    max_length = fields.get(
+        "max_length"
+    )  # counts the token that opens a target; for a decoder it is the model's limit anyway
+    if (
+        isinstance(max_length, int)
+        and max_length > 1
+        and "decoder_start_token_id" in fields
+        and "max_new_tokens" not in fields
+    ):
+        fields = {**fields, "max_new_tokens": max_length - 1}
+    if fields.get("do_sample", False):
         names |= {name: name for name in ("temperature", "top_k", "top_p", "min_p", "typical_p")}
-    elif isinstance(said.get("num_beams"), int) and said["num_beams"] > 1:
-        names |= {"num_beams": "beams", "length_penalty": "length_penalty", "early_stopping": "early_stopping"}
-    found = {ours: said[theirs] for theirs, ours in names.items() if said.get(theirs) is not None}
-    return found if said.get("do_sample", False) else {**found, "temperature": 0.0}
+    elif isinstance(fields.get("num_beams"), int) and fields["num_beams"] > 1:
+        names |= {"num_beams": "num_beams", "length_penalty": "length_penalty", "early_stopping": "early_stopping"}
+    sampling = {kvad_name: fields[hf_name] for hf_name, kvad_name in names.items() if fields.get(hf_name) is not None}
+    return sampling if fields.get("do_sample", False) else {**sampling, "temperature": 0.0}
 
 
 # ---------------------------------------------------------------- writing
 
 
 def config_json_fields(generation: GenerationConfig) -> dict[str, Any]:
-    """What ``config.json`` says of it, too."""
+    """Return the fields that ``config.json`` repeats."""
     fields = {
         "bos_token_id": generation.bos_token_id,
         "eos_token_id": _one_or_list(generation.eos_token_ids),
         "pad_token_id": generation.pad_token_id,
         "decoder_start_token_id": generation.decoder_start_token_id,
     }
-    always = ("bos_token_id", "eos_token_id")  # where nothing is said, transformers would take ids of its own
+    always = ("bos_token_id", "eos_token_id")  # transformers would use its own default ids if these were absent
     return {name: value for name, value in fields.items() if value is not None or name in always}
 
 
 def generation_json(generation: GenerationConfig) -> dict[str, Any] | None:
-    """The content of ``generation_config.json``; None where there is nothing to say."""
+    """Return the content of ``generation_config.json``, or None if all fields are defaults."""
     if generation == GenerationConfig():
         return None
     fields = config_json_fields(generation) | {
@@ -175,12 +190,11 @@ def generation_json(generation: GenerationConfig) -> dict[str, Any] | None:
         or None,
         SOURCE_EOS_KEY: generation.source_eos_token_id,
     }
-    names = {"beams": "num_beams", "no_repeat_ngram": "no_repeat_ngram_size", "min_tokens": "min_new_tokens"}
-    names |= {"max_tokens": "max_new_tokens"}
-    said = dict(generation.sampling or {})
-    if said:
-        fields["do_sample"] = said.get("temperature", 1.0) != 0
-    fields |= {names.get(name, name): value for name, value in said.items() if name != "temperature" or value}
+    names = {"min_tokens": "min_new_tokens", "max_tokens": "max_new_tokens"}
+    sampling = dict(generation.sampling or {})
+    if sampling:
+        fields["do_sample"] = sampling.get("temperature", 1.0) != 0
+    fields |= {names.get(name, name): value for name, value in sampling.items() if name != "temperature" or value}
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -190,19 +204,19 @@ def _one_or_list(tokens: tuple[int, ...]) -> int | list[int] | None:
     return tokens[0] if len(tokens) == 1 else list(tokens)
 
 
-def write_pooling(folder: Path, generation: GenerationConfig, width: int) -> None:
-    """How an encoder's vectors are made, as sentence-transformers (and :func:`read_pooling`) reads it."""
-    pool, unit = generation.pooling, generation.normalize
+def write_pooling(folder: Path, generation: GenerationConfig, hidden_size: int) -> None:
+    """Write an encoder's pooling in the files of sentence-transformers."""
+    pool, normalize = generation.pooling, generation.normalize
     if pool is None:
         return
-    kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), *([("2_Normalize", "Normalize")] if unit else [])]
+    parts = [("", "Transformer"), ("1_Pooling", "Pooling"), *([("2_Normalize", "Normalize")] if normalize else [])]
     modules = [
-        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for number, (path, kind) in enumerate(kinds)
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for index, (path, kind) in enumerate(parts)
     ]
     (folder / "modules.json").write_text(json.dumps(modules, indent=2) + "\n", encoding="utf-8")
-    for path, _ in kinds[1:]:
+    for path, _ in parts[1:]:
         (folder / path).mkdir()
     modes = {"pooling_mode_cls_token": pool == "first", "pooling_mode_mean_tokens": pool == "mean"}
-    said = {"word_embedding_dimension": width, **modes}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+    pooling_config = {"word_embedding_dimension": hidden_size, **modes}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling_config, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A checkpoint that has been looked at, in whichever layout; what is in it is read when it is asked for."""
+"""Handles of opened checkpoints in either layout; contents are read on first use."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ from kvad.config import ModelConfig
 from kvad.errors import CheckpointError
 from kvad.text import Tokenizer, load_tokenizer
 
-# A folder with one of these has a tokenizer, which must then be read.
+# A folder that has one of these files has a tokenizer, which must be readable.
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer_config.json", "*.model", "*.spm")
 
 
 class TrainingState(NamedTuple):
-    """What training needs to go on: tensors by name, and JSON values."""
+    """State that a resumed run needs: tensors by name, and JSON values."""
 
     tensors: Mapping[str, Tensor]
     state: Mapping[str, Any]
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """The tensors of one safetensors file, mapped into memory: a tensor's bytes are read when they are used."""
+    """Tensors of one memory-mapped safetensors file.
+
+    A tensor's bytes are read when they are used.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,7 +45,7 @@ class LazyTensors(Mapping[str, Tensor]):
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} is missing") from error
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
+            raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
         self._names = sorted(self._file.keys())  # type: ignore[no-untyped-call]
 
     def __getitem__(self, name: str) -> Tensor:
@@ -58,12 +61,12 @@ class LazyTensors(Mapping[str, Tensor]):
         return len(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """From the file's header: nothing is read."""
+        """Return the shape in the file's header; no data is read."""
         return tuple(self._file.get_slice(name).get_shape())
 
 
 def read_training_state(path: Path) -> TrainingState | None:
-    """What a folder says of the training that goes on from it; None where it says nothing."""
+    """Read the training state of a folder, or return None if it has none."""
     folder = path / TRAINING
     if not (folder / "state.json").is_file():
         return None
@@ -72,13 +75,14 @@ def read_training_state(path: Path) -> TrainingState | None:
 
 @dataclass(frozen=True)
 class CheckpointHandle(ABC):
-    """``files``: name -> entry of its manifest; None of a folder that kvad did not write.
+    """An opened checkpoint.
 
-    The layouts are :class:`kvad.checkpoint.native.NativeCheckpoint` and :class:`kvad.checkpoint.hf_layout.HFCheckpoint`.
+    The layouts are :class:`kvad.checkpoint.native.NativeCheckpoint` and
+    :class:`kvad.checkpoint.hf_layout.HFCheckpoint`.
     """
 
     path: Path
-    files: Mapping[str, Mapping[str, Any]] | None = None
+    files: Mapping[str, Mapping[str, Any]] | None = None  # manifest entry by file name; None if kvad did not write it
 
     @property
     @abstractmethod
@@ -87,54 +91,66 @@ class CheckpointHandle(ABC):
     @property
     @abstractmethod
     def generation(self) -> GenerationConfig:
-        """What it says about generating."""
+        """The checkpoint's generation config."""
 
     @property
     @abstractmethod
     def origin(self) -> str | None:
-        """The ``model_type`` that it came from, or is described by; None for a model that is kvad's alone."""
+        """The Hugging Face ``model_type``, or None for a model that has none."""
 
     @property
     @abstractmethod
     def stored_dtype(self) -> torch.dtype:
-        """What most of its weights are stored in."""
+        """The dtype of most of the stored weights."""
 
     @property
     @abstractmethod
     def tensors(self) -> Mapping[str, Tensor]:
-        """By their names in the file, mapped."""
+        """Memory-mapped tensors by their names in the file."""
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """By our names, all of them: CheckpointError for one that is missing, extra, or of another shape."""
+        """Yield all tensors by kvad's names.
+
+        Raises:
+            CheckpointError: If a tensor is missing, unexpected, or of another shape.
+        """
 
     def weights_as(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """The same in ``dtype`` (None: as they are stored)."""
+        """Yield all tensors in ``dtype`` (None: as stored)."""
         for name, tensor in self.weights():
             yield name, tensor if dtype is None else tensor.to(dtype)
 
     @property
     def tokenizer_folder(self) -> Path:
-        """The folder of its tokenizer and its chat template."""
+        """The folder of the tokenizer and the chat template."""
         return self.path
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """None where the folder has none at all.  Raises TokenizerError for one that cannot be read."""
+        """The tokenizer, or None if the folder has none.
+
+        Raises:
+            TokenizerError: If the tokenizer cannot be read.
+        """
         return self.read_tokenizer()
 
     def read_tokenizer(self) -> Tokenizer | None:
-        there = any(True for pattern in TOKENIZER_FILES for _ in self.path.glob(pattern))
-        return load_tokenizer(self.path) if there else None
+        """Read the tokenizer, or return None if the folder has none."""
+        has_tokenizer = any(True for pattern in TOKENIZER_FILES for _ in self.path.glob(pattern))
+        return load_tokenizer(self.path) if has_tokenizer else None
 
     @cached_property
     def training(self) -> TrainingState | None:
-        """None where the checkpoint holds no training state."""
+        """The training state, or None if the checkpoint has none."""
         return read_training_state(self.path)
 
     def fingerprint(self) -> str:
-        """sha256 (hex) of the model: its config and tokenizer as they are now, its weights as the manifest has them."""
-        assert self.files is not None, "of what kvad wrote"
+        """Return the sha256 (hex) of the model.
+
+        It covers config and tokenizer as they are now, and the weights as listed in the manifest.
+        """
+        assert self.files is not None, "only checkpoints that kvad wrote have a manifest"
         digest = hashlib.sha256(str(self.files[MODEL]["sha256"]).encode())
         digest.update(json.dumps(self.config.to_dict(), sort_keys=True).encode())
         if self.tokenizer is not None:
@@ -143,9 +159,9 @@ class CheckpointHandle(ABC):
 
 
 class CheckpointSnapshot(NamedTuple):
-    """A run between two steps: what a checkpoint is made of.  ``best``: the step that is the best so far, if any."""
+    """Contents of one checkpoint of a run, taken between two steps."""
 
     step: int
     weights: Mapping[str, Tensor]
     training: TrainingState
-    best: int | None
+    best: int | None  # best step so far, if any

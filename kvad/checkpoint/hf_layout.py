@@ -1,12 +1,11 @@
-"""A model in Hugging Face's layout: the family that can hold it, and the JSON that stands beside its weights.
+"""Hugging Face's layout: the family that can hold a model, its JSON files, and its folders.
 
-Which class of theirs can hold a model is asked of the families: one can if it writes a config that it reads back as the
-very same model (:meth:`Family.write`).
+A family can hold a model if it writes a config that it reads back as the same model (:meth:`Family.write`).
 
-A folder in Hugging Face's layout, ours or another's, as a checkpoint: its family's config, its tokenizer, its
-tensors under our names, lazily.
+:class:`HFCheckpoint` opens a folder in Hugging Face's layout, written by kvad or not: its family's config, its
+tokenizer, and its tensors under kvad's names, read lazily.
 
-Nothing of the folder runs: ``auto_map`` is not followed, no pickle is opened.
+No code in the folder is executed: ``auto_map`` is ignored and no pickle is opened.
 """
 
 from __future__ import annotations
@@ -40,87 +39,111 @@ from kvad.config import ModelConfig
 from kvad.errors import CheckpointError, TokenizerError, UsageError, suggest
 from kvad.text import Tokenizer
 
-# Asked in this order, then all others: the plainest class that can hold it.
+# Tried in this order before all others: the simplest class that can hold a model.
 PREFERRED_FAMILIES = {"decoder": ("llama", "gpt2"), "encoder": ("bert",), "encoder-decoder": ("marian", "bart", "t5")}
 
 
 class HFLayout(NamedTuple):
-    """A family that holds a model, and the config that it writes of it; ``exact``: one that came with the model, which
-    says all, also about generating."""
+    """A family that can hold a model, and the config that it writes for it."""
 
     family: Family
     content: Mapping[str, Any]
-    exact: bool = False
+    exact: bool = False  # the content came with the model and is written unchanged
 
     @property
     def hf_class(self) -> str:
-        """The class of theirs that reads it."""
+        """Name of the transformers class that loads it."""
         return str(self.content["architectures"][0])
 
 
-def choose_family(config: ModelConfig, wanted: str | None = None) -> HFLayout:
-    """``wanted``: a ``model_type``.  CheckpointError says what of the model it cannot express; without ``wanted``, that
-    no family can, and what the first asked said."""
-    if wanted is not None:
-        if wanted not in FAMILIES:
-            raise UsageError(f"unknown family {wanted!r}", suggest(wanted, FAMILIES))
-        return HFLayout(find_family(wanted), find_family(wanted).write(config))
+def choose_family(config: ModelConfig, requested: str | None = None) -> HFLayout:
+    """Choose a family that can hold a model.
+
+    Args:
+        config: The model.
+        requested: A ``model_type``; None tries all families.
+
+    Raises:
+        CheckpointError: If the family cannot express the model (the message names the part), or no family can.
+        UsageError: If the family is unknown.
+    """
+    if requested is not None:
+        if requested not in FAMILIES:
+            raise UsageError(f"unknown family {requested!r}", suggest(requested, FAMILIES))
+        return HFLayout(find_family(requested), find_family(requested).write(config))
     reasons = []
     for name in dict.fromkeys((*PREFERRED_FAMILIES[config.kind], *sorted(FAMILIES))):
         try:
             return HFLayout(find_family(name), find_family(name).write(config))
         except CheckpointError as error:
             reasons.append(error.message)
-    raise CheckpointError("no class of transformers can hold this model", f"of the first asked: {reasons[0]}")
+    raise CheckpointError("no class of transformers can hold this model", f"The first one tried: {reasons[0]}.")
 
 
-def choose_layout(config: ModelConfig, generation: GenerationConfig, wanted: str | None = None) -> HFLayout:
-    """A layout from which training can go on: what is read back has our parameters' names too, which the optimizer's
-    state is kept by, and says the same about generating.  ``wanted``: a ``model_type``.  CheckpointError says why there
-    is none."""
-    layout = choose_family(config, wanted)
-    again = layout.family.read(HFConfigReader(layout.content, CONFIG))
-    if list(config_lib.parameter_shapes.weight_shapes(again)) != list(
+def choose_layout(config: ModelConfig, generation: GenerationConfig, requested: str | None = None) -> HFLayout:
+    """Choose a layout from which training can resume.
+
+    A config read back from it has the same parameter names, by which the optimizer state is stored, and the same
+    generation defaults.
+
+    Args:
+        config: The model.
+        generation: Generation defaults of the model.
+        requested: A ``model_type``; None tries all families.
+
+    Raises:
+        CheckpointError: If there is no such layout; the message names the reason.
+    """
+    layout = choose_family(config, requested)
+    read_back = layout.family.read(HFConfigReader(layout.content, CONFIG))
+    if list(config_lib.parameter_shapes.weight_shapes(read_back)) != list(
         config_lib.parameter_shapes.weight_shapes(config)
     ):
-        raise CheckpointError(f"{layout.hf_class} would read it back under other parameters' names")
+        raise CheckpointError(f"{layout.hf_class} would read it back with other parameter names")
     content = _content(layout, generation, torch.float32)
     if read_generation_config(content, generation_json(generation)) != generation:
-        raise CheckpointError(f"{layout.hf_class} would read back another way of generating")
+        raise CheckpointError(f"{layout.hf_class} would read back other generation defaults")
     return layout
 
 
 def write_hf_config(folder: Path, layout: HFLayout, generation: GenerationConfig, dtype: torch.dtype) -> None:
-    """``config.json``, and ``generation_config.json`` where there is something to say."""
+    """Write ``config.json``, and ``generation_config.json`` unless all fields are defaults."""
     if layout.exact:
         name = str(dtype).removeprefix("torch.")
         write_json_file(folder / CONFIG, {**layout.content, "dtype": name, "torch_dtype": name})
         return
     write_json_file(folder / CONFIG, _content(layout, generation, dtype))
-    said = generation_json(generation)
-    if said is not None:
-        write_json_file(folder / GENERATION_FILE, said)
+    generation_content = generation_json(generation)
+    if generation_content is not None:
+        write_json_file(folder / GENERATION_FILE, generation_content)
 
 
 def write_json_file(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file as transformers does."""
     path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 
 def _content(layout: HFLayout, generation: GenerationConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Token ids that are not known are null, for their classes have ids of their own for what is not said; and a
-    family's own padding decides positions."""
-    said = {name: value for name, value in layout.content.items() if value is not None}
+    """Return the content of ``config.json``.
+
+    Unknown token ids are null, because transformers' classes have default ids for absent fields.  A family's own
+    padding id takes precedence, because it determines positions.
+    """
+    family_fields = {name: value for name, value in layout.content.items() if value is not None}
     name = str(dtype).removeprefix("torch.")
-    return {**layout.content, **config_json_fields(generation), **said, "dtype": name, "torch_dtype": name}
+    return {**layout.content, **config_json_fields(generation), **family_fields, "dtype": name, "torch_dtype": name}
 
 
 def read_hf_config(path: Path) -> tuple[ModelConfig, str | None]:
-    """The model that a ``config.json`` describes, no weight being there to settle what it leaves open, and the dtype
-    that it names.  Raises CheckpointError for a family, an option or a quantization that kvad does not know."""
+    """Read the model and the dtype of a ``config.json``, without looking at any weights.
+
+    Raises:
+        CheckpointError: If the family, an option or a quantization is not supported.
+    """
     fields = HFConfigReader(read_json(path), str(path))
     if fields.get("quantization_config") or fields.get("compression_config"):
-        hint = "use the model that it was made from; its model card names it"
-        raise CheckpointError(f"{path}: it is quantized, and kvad reads plain weights only", hint)
+        hint = "Use the model that it was made from; the model card names it."
+        raise CheckpointError(f"{path}: the model is quantized, and kvad reads only unquantized weights", hint)
     dtype = fields.get("dtype", fields.get("torch_dtype"))
     return _family(fields).read(fields), dtype if isinstance(dtype, str) else None
 
@@ -129,12 +152,12 @@ def _family(fields: HFConfigReader) -> Family:
     try:
         return find_family(fields.model_type)
     except CheckpointError as error:
-        code = "; its own code is never run" if "auto_map" in fields else ""
-        raise CheckpointError(f"{fields.where}: {error.message}{code}", error.hint) from error
+        remark = "; code of the repository is never run" if "auto_map" in fields else ""
+        raise CheckpointError(f"{fields.where}: {error.message}{remark}", error.hint) from error
 
 
 class HFCheckpoint(CheckpointHandle):
-    """A family's config and tensors, under our names."""
+    """A checkpoint in Hugging Face's layout, with tensors under kvad's names."""
 
     @cached_property
     def fields(self) -> HFConfigReader:
@@ -157,26 +180,29 @@ class HFCheckpoint(CheckpointHandle):
     @cached_property
     def generation(self) -> GenerationConfig:
         path = self.path / GENERATION_FILE
-        said = read_generation_config(self.fields.content, read_json(path) if path.exists() else None)
-        pool, unit = read_pooling(self.path) if self.config.kind == "encoder" else (None, False)
-        forced = {"forced_bos_token_id": said.forced_bos_token_id, "forced_eos_token_id": said.forced_eos_token_id}
-        for name, token in [*forced.items(), *(("bad_words_ids", token) for token in said.suppress_tokens)]:
+        generation = read_generation_config(self.fields.content, read_json(path) if path.exists() else None)
+        pooling, normalize = read_pooling(self.path) if self.config.kind == "encoder" else (None, False)
+        forced = {
+            "forced_bos_token_id": generation.forced_bos_token_id,
+            "forced_eos_token_id": generation.forced_eos_token_id,
+        }
+        for name, token in [*forced.items(), *(("bad_words_ids", token) for token in generation.suppress_tokens)]:
             if token is not None and not 0 <= token < self.config.vocab_size:
                 raise CheckpointError(f"{path}: {name}: {token} is outside the vocabulary of {self.config.vocab_size}")
-        return replace(said, pooling=pool, normalize=unit)
+        return replace(generation, pooling=pooling, normalize=normalize)
 
     def read_tokenizer(self) -> Tokenizer | None:
         tokenizer = super().read_tokenizer()
         if tokenizer is not None and tokenizer.vocab_size > self.config.vocab_size:
             raise TokenizerError(
                 f"{self.path}: the tokenizer has {tokenizer.vocab_size:,} ids, the model {self.config.vocab_size:,}",
-                "do they belong together?",
+                "Check that they belong together.",
             )
         return tokenizer
 
     @cached_property
     def tensors(self) -> ShardedTensors:
-        """Theirs, by their names."""
+        """Tensors by Hugging Face's names."""
         return open_tensors(self.path)
 
     @property
@@ -185,7 +211,7 @@ class HFCheckpoint(CheckpointHandle):
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """The dtype of its largest tensor."""
+        """The dtype of the largest tensor."""
         return self.tensors.dtype(max(self.tensors, key=self.tensors.bytes))
 
     @property
@@ -193,5 +219,9 @@ class HFCheckpoint(CheckpointHandle):
         return self.tensors.total_bytes
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Our tensors, mapped or made one rule at a time.  Raises CheckpointError as :func:`read_tensors` does."""
+        """Yield kvad's tensors, mapped or computed one rule at a time.
+
+        Raises:
+            CheckpointError: As :func:`read_tensors` does.
+        """
         yield from read_tensors(self.family, self.config, self.tensors, str(self.path))

@@ -1,7 +1,7 @@
-"""One door for every checkpoint: kvad's folders and runs, Hugging Face folders, and names on the hub.
+"""Opening of checkpoints: kvad's folders and runs, Hugging Face folders, names on the hub.
 
-model, opened = load_model("runs/demo")
-model, opened = load_model("HuggingFaceTB/SmolLM2-135M", dtype="bfloat16")
+model, handle = load_model("runs/demo")
+model, handle = load_model("HuggingFaceTB/SmolLM2-135M", dtype="bfloat16")
 """
 
 from __future__ import annotations
@@ -22,10 +22,18 @@ from kvad.model import Transformer
 def open_checkpoint(
     where: str | Path, *, verify: Verify = False, revision: str | None = None, token: str | None = None
 ) -> CheckpointHandle:
-    """Look at a folder, a run, or a name on the hub (``revision`` and ``token``: of the hub).
+    """Open a folder, a run, or a name on the hub; no tensor is read.
 
-    An adapter's folder is the model that it and the base that it names are together.  Raises CheckpointError for what
-    is no whole checkpoint, with the way out.
+    An adapter's folder is opened as its base model with the adapter merged in.
+
+    Args:
+        where: Path, or name on the hub.
+        verify: Compare files with their sha256; see :func:`open_folder`.
+        revision: Revision on the hub.
+        token: Access token for the hub.
+
+    Raises:
+        CheckpointError: If it is not a complete checkpoint.
     """
     folder = resolve_model_path(where, revision=revision, token=token, adapters=True)
     return open_folder(folder, verify=verify) if find_adapter(folder) is None else open_adapted(folder)
@@ -40,45 +48,60 @@ def load_model(
     revision: str | None = None,
     token: str | None = None,
 ) -> tuple[Transformer, CheckpointHandle]:
-    """The model of a checkpoint, and the checkpoint.  Raises as :func:`open_checkpoint` and :func:`model_of` do."""
-    parse_dtype(dtype, torch.device(device))  # before anything is downloaded
-    opened = open_checkpoint(where, verify=verify, revision=revision, token=token)
-    return load_weights(opened, dtype, device), opened
+    """Load the model of a checkpoint.
+
+    Raises as :func:`open_checkpoint` and :func:`load_weights` do.
+    """
+    parse_dtype(dtype, torch.device(device))  # reports a wrong dtype before anything is downloaded
+    handle = open_checkpoint(where, verify=verify, revision=revision, token=token)
+    return load_weights(handle, dtype, device), handle
 
 
 def load_weights(
-    opened: CheckpointHandle,
+    handle: CheckpointHandle,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device = "cpu",
 ) -> Transformer:
-    """Its model, on ``device``, in ``dtype``, for inference: eval mode, no gradients.
+    """Load the model of an opened checkpoint for inference: eval mode, no gradients.
 
-    ``dtype`` None: as it is stored, but float16 is widened to float32 on the CPU, which cannot compute in it.  On the
-    CPU and without a change of dtype weights stay mapped from the file.  Raises UsageError for a dtype that cannot be,
-    and CheckpointError for a tensor that is missing, extra, or of another shape.
+    On the CPU and in the stored dtype, weights remain memory-mapped.
+
+    Args:
+        handle: Opened checkpoint.
+        dtype: Dtype of the weights.  None is the stored one, but on the CPU, which cannot compute in float16, float16
+            becomes float32.
+        device: Device of the weights.
+
+    Raises:
+        UsageError: If the dtype is unknown or the device cannot compute in it.
+        CheckpointError: If a tensor is missing, unexpected, or of another shape.
     """
-    target = parse_dtype(dtype, torch.device(device))
+    target_dtype = parse_dtype(dtype, torch.device(device))
     on_cpu = torch.device(device).type == "cpu"
-    config = opened.config  # which may look at tensors, that are not to be on meta
+    config = handle.config  # may read tensors, so it is evaluated outside the meta device
     with torch.device("meta"):
         model = Transformer(config)
-    wide = torch.float32 if on_cpu and opened.stored_dtype == torch.float16 else None
-    loaded: dict[str, Tensor] = {}
-    for name, tensor in opened.weights_as(target or wide):
-        widened = torch.float32 if on_cpu and tensor.dtype == torch.float16 else None
-        loaded[name] = tensor.to(device=device, dtype=widened)
-    model.load_state_dict(loaded, assign=True)
+    cpu_dtype = torch.float32 if on_cpu and handle.stored_dtype == torch.float16 else None
+    state_dict: dict[str, Tensor] = {}
+    for name, tensor in handle.weights_as(target_dtype or cpu_dtype):
+        tensor_dtype = torch.float32 if on_cpu and tensor.dtype == torch.float16 else None
+        state_dict[name] = tensor.to(device=device, dtype=tensor_dtype)
+    model.load_state_dict(state_dict, assign=True)
     return model.eval().requires_grad_(False)
 
 
 def parse_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype | None:
-    """By name or as torch's own; UsageError for one that is unknown, or that a device cannot compute in."""
+    """Return the torch dtype of a name or a torch dtype.
+
+    Raises:
+        UsageError: If the dtype is unknown or the device cannot compute in it.
+    """
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r}", suggest(dtype, DTYPES))
-    chosen = DTYPES[dtype] if isinstance(dtype, str) else dtype
-    if chosen == torch.float16 and device.type == "cpu":
+    parsed = DTYPES[dtype] if isinstance(dtype, str) else dtype
+    if parsed == torch.float16 and device.type == "cpu":
         raise UsageError(
-            "float16 is for storage only on a CPU: its matrix products stall there for minutes",
-            "compute in bfloat16 or float32",
+            "dtype: float16 is for storage only on a CPU, where its matrix products take minutes",
+            "Use bfloat16 or float32.",
         )
-    return chosen
+    return parsed

@@ -1,23 +1,23 @@
-"""The checkpoints that kvad writes: self-describing folders of safetensors and JSON, in one of two layouts.
+"""Checkpoints that kvad writes: folders of safetensors and JSON, in one of two layouts.
 
-A checkpoint folder in kvad's own layout::
+A checkpoint folder in kvad's layout::
 
-    config.json           {"kvad": version, "model": {...}}      written for people too: it may be edited
-    model.safetensors     the model's state dict, by parameter name; a tied head has no tensor of its own
-    tokenizer.json        absent where the model came without one
-    manifest.json         {"kvad": version, "format": 1, "files": {name: {"bytes", "sha256"}}}
-    training/             only where training can go on: state.json and state.safetensors
+    config.json           {"kvad": version, "model": {...}}      may be edited by hand
+    model.safetensors     the model's state dict, by parameter name; a tied head has no separate tensor
+    tokenizer.json        absent if the model has no tokenizer
+    manifest.json         {"kvad": version, "format": 2, "files": {name: {"bytes", "sha256"}}}
+    training/             state.json and state.safetensors, if training can be resumed
 
-In Hugging Face's layout, which ``transformers`` loads as it is, config.json is a family's, model.safetensors has their
-names and generation_config.json says how to generate (``theirs.py``); nothing of the model is said twice.  Training
-saves so wherever a family can hold the model.  The rest of the folder is the same, and so is everything that reads.
+In Hugging Face's layout, which ``transformers`` loads unchanged, config.json is a family's, model.safetensors has its
+tensor names, and generation_config.json has the generation defaults (``hf_layout.py``); nothing about the model is
+stored twice.  Training uses this layout if a family can express the model.  All other files are the same in both.
 
-A run folder (``kvad train --out runs/x``) holds ``checkpoints/step-00000200/`` and the like; everything here that
-reads takes either.  The newest step *is* the run's model: there is no pointer that could disagree with it, a rename
-is the moment of the commit (``atomic.py``), so ``load("runs/x")`` works at any moment after the first save.
+A run folder (``kvad train --out runs/x``) has ``checkpoints/step-00000200/`` and so on; every reader here takes
+either.  The newest step *is* the run's model: no pointer can disagree with it, and a rename commits a step
+(``storage/atomic.py``), so ``load("runs/x")`` works at any time after the first save.
 
-Reading checks, in this order: the sizes of the tensor files (with ``verify=True`` also every sha256), the config, the
-tensors' names and shapes.  Nothing is pickled.
+Reading checks, in this order: the sizes of the tensor files (with ``verify=True`` every sha256 too), the config, the
+names and shapes of the tensors.  Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ DTYPES = {
 
 
 ADAPTER = "adapter_config.json"
-SAFETENSORS_METADATA = {"format": "pt"}  # what transformers asks of a tensor file
+SAFETENSORS_METADATA = {"format": "pt"}  # required by transformers
 
 Verify = bool | Literal["tensors"]
 
@@ -87,49 +87,61 @@ def save_checkpoint(
     *,
     layout: HFLayout | None = None,
     generation: GenerationConfig | None = None,
-    beside: Sequence[Path] = (),
+    extra_files: Sequence[Path] = (),
     files: Mapping[str, bytes] = MappingProxyType({}),
     origin: str | None = None,
     replaces: Sequence[Path] = (),
 ) -> None:
-    """Write a checkpoint folder, in the place of what is there.
+    """Write a checkpoint folder, replacing an existing one atomically.
 
-    ``layout``: Hugging Face's, of a family that holds ``config``; None is kvad's own, which also says ``origin``, the
-    ``model_type`` that it came from.  ``generation``: what it says about generating; ``beside``: files that are copied
-    as they are (a tokenizer's of several files, a chat template), ``files`` the same by their content; ``replaces``:
-    sibling folders that give way in the same move.  Raises SaveError if the disk refuses; the checkpoint that was there
-    before is then whole, as it is after a kill at any moment.
+    After a kill at any moment, either the old or the new checkpoint is complete.
+
+    Args:
+        folder: Folder to write.
+        config, tensors, tokenizer: The model, its state dict by kvad's names, its tokenizer if any.
+        training: Training state, if training can be resumed.
+        layout, generation: Hugging Face layout for ``config`` (None is kvad's); generation defaults.
+        extra_files, files: Files to copy unchanged; further files by name and content.
+        origin: ``model_type`` of an imported model (kvad's layout).
+        replaces: Sibling folders that are removed in the same move.
+
+    Raises:
+        SaveError: If the folder cannot be written.
     """
     from kvad import __version__
 
     folder = Path(folder)
-    with storage.atomic.new_folder(folder, replaces=replaces) as new:
-        said = GenerationConfig() if generation is None else generation
+    with storage.atomic.new_folder(folder, replaces=replaces) as temp_folder:
+        generation_config = GenerationConfig() if generation is None else generation
         if layout is None:
-            write_json(new / CONFIG, _content(config, said, origin))
-            save_tensors(folder, new / MODEL, tensors)
+            write_json(temp_folder / CONFIG, _content(config, generation_config, origin))
+            save_tensors(folder, temp_folder / MODEL, tensors)
         else:
-            write_hf_config(new, layout, said, next(iter(tensors.values())).dtype)
-            save_tensors(folder, new / MODEL, dict(write_tensors(layout.family, config, tensors)), SAFETENSORS_METADATA)
-        for path in beside:
-            shutil.copyfile(path, new / path.name)
+            write_hf_config(temp_folder, layout, generation_config, next(iter(tensors.values())).dtype)
+            save_tensors(
+                folder, temp_folder / MODEL, dict(write_tensors(layout.family, config, tensors)), SAFETENSORS_METADATA
+            )
+        for path in extra_files:
+            shutil.copyfile(path, temp_folder / path.name)
         for name, content in files.items():
-            (new / name).parent.mkdir(exist_ok=True)
-            (new / name).write_bytes(content)
+            (temp_folder / name).parent.mkdir(exist_ok=True)
+            (temp_folder / name).write_bytes(content)
         if tokenizer is not None:
-            tokenizer.save(new)
+            tokenizer.save(temp_folder)
         if training is not None:
-            (new / TRAINING).mkdir()
-            write_json(new / TRAINING / "state.json", training.state)
-            save_tensors(folder, new / TRAINING / "state.safetensors", training.tensors)
+            (temp_folder / TRAINING).mkdir()
+            write_json(temp_folder / TRAINING / "state.json", training.state)
+            save_tensors(folder, temp_folder / TRAINING / "state.safetensors", training.tensors)
         entries = {
-            path.relative_to(new).as_posix(): file_digest(path) for path in sorted(new.rglob("*")) if path.is_file()
+            path.relative_to(temp_folder).as_posix(): file_digest(path)
+            for path in sorted(temp_folder.rglob("*"))
+            if path.is_file()
         }
-        write_json(new / MANIFEST, {"kvad": __version__, "format": FORMAT, "files": entries})
+        write_json(temp_folder / MANIFEST, {"kvad": __version__, "format": FORMAT, "files": entries})
 
 
 def _content(config: ModelConfig, generation: GenerationConfig, origin: str | None) -> dict[str, Any]:
-    """Of ``config.json`` in kvad's own layout."""
+    """Return the content of ``config.json`` in kvad's layout."""
     from kvad import __version__
 
     content: dict[str, Any] = {"kvad": __version__, "model": config.to_dict()}
@@ -154,16 +166,29 @@ def save_step(
     best: int | None = None,
     fresh: bool = False,
 ) -> Path:
-    """Write ``run/checkpoints/step-N`` and then delete all but the newest ``keep`` and step ``best``, which the run's
-    link of that name points at from then on (``kept.py``).
+    """Write ``run/checkpoints/step-N``, then prune older steps (``folder.prune_steps``).
 
-    ``fresh``: the first save of a new run: the steps of an old one give way in the same move.  Raises as :func:`save`.
+    Args:
+        run: Run folder.
+        step: Number of the step.
+        config: The model.
+        tensors: State dict by kvad's names.
+        tokenizer: Tokenizer to save, if any.
+        training: Training state.
+        layout: As in :func:`save_checkpoint`, like ``generation``, ``files`` and ``origin``.
+        keep: Number of newest steps to retain.
+        best: Number of the best step, if any; the run's ``best`` links to it.
+        fresh: First save of a new run; the steps of an old one are replaced in the same move.
+
+    Returns:
+        The folder of the step.
+
+    Raises:
+        SaveError: If the folder cannot be written.
     """
     folder = step_folder(run, step)
-    storage.atomic.recover_interrupted(
-        folder.parent
-    )  # brings back what an overwriting process had set aside when it died
-    earlier = list_steps(run) if fresh else ()
+    storage.atomic.recover_interrupted(folder.parent)  # restores folders that a killed process had set aside
+    old_steps = list_steps(run) if fresh else ()
     save_checkpoint(
         folder,
         config,
@@ -174,24 +199,28 @@ def save_step(
         generation=generation,
         files=files,
         origin=origin,
-        replaces=earlier,
+        replaces=old_steps,
     )
     prune_steps(run, keep, best)
     return folder
 
 
 def write_json(path: Path, value: object) -> None:
+    """Write a JSON file, indented by one space."""
     path.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
 def save_tensors(
     folder: Path, path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
 ) -> None:
-    """Raises SaveError, which names ``folder``, if the disk refuses."""
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    """Write a safetensors file.
+
+    Raises SaveError, which names ``folder``, if it cannot be written.
+    """
+    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
-        save_file(plain, path, metadata)
-    except SafetensorError as error:  # the library's name for what the disk says
+        save_file(contiguous, path, metadata)
+    except SafetensorError as error:  # safetensors wraps the disk's error
         raise storage.atomic.disk_error(folder, OSError(str(error))) from error
 
 
@@ -199,16 +228,16 @@ def save_tensors(
 
 
 class NativeCheckpoint(CheckpointHandle):
-    """A folder in kvad's layout."""
+    """A checkpoint in kvad's layout."""
 
     @cached_property
     def config(self) -> ModelConfig:
-        """Raises ConfigError naming the file and the key for one that cannot be."""
+        """The model.  Raises ConfigError, which names file and key, if the config is invalid."""
         return ModelConfig.load(self.path / CONFIG)
 
     @cached_property
     def generation(self) -> GenerationConfig:
-        """Raises ConfigError as :attr:`config` does."""
+        """The generation defaults.  Raises ConfigError as :attr:`config` does."""
         content = read_json(self.path / CONFIG).get("generation")
         try:
             return (
@@ -221,51 +250,58 @@ class NativeCheckpoint(CheckpointHandle):
 
     @cached_property
     def origin(self) -> str | None:
-        said = read_json(self.path / CONFIG).get("origin")
-        return said if isinstance(said, str) else None
+        origin = read_json(self.path / CONFIG).get("origin")
+        return origin if isinstance(origin, str) else None
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """The dtype of the table of tokens."""
-        table = self.tensors.get("embedding.tokens.weight")  # mapped, not read
-        return torch.float32 if table is None else table.dtype
+        """The dtype of the token embedding."""
+        embedding = self.tensors.get("embedding.tokens.weight")  # memory-mapped, not read
+        return torch.float32 if embedding is None else embedding.dtype
 
     @cached_property
     def tensors(self) -> LazyTensors:
         return LazyTensors(self.path / MODEL)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Both shapes are named where they differ."""
+        """Yield all tensors.  A CheckpointError names both shapes if they differ."""
         _check_tensors(self.tensors, config_lib.parameter_shapes.weight_shapes(self.config))
         yield from self.tensors.items()
 
 
 def open_folder(folder: Path, *, verify: Verify = False) -> CheckpointHandle:
-    """Look at a checkpoint folder in either layout, or at the newest one of a run; no tensor is read.
+    """Open a checkpoint folder in either layout, or the newest one of a run; no tensor is read.
 
-    ``verify``: compare every file with its sha256; ``"tensors"``: only those, as text may be edited by hand.  Raises
-    CheckpointError for a folder that is not a whole checkpoint.
+    Args:
+        folder: Checkpoint or run folder.
+        verify: True compares every file with its sha256; "tensors" only tensor files, as text may be edited by hand.
+
+    Raises:
+        CheckpointError: If it is not a complete checkpoint.
     """
     path = locate(Path(folder))
     if (path / ADAPTER).is_file() and not (path / CONFIG).is_file():
-        raise CheckpointError(f"{path} is an adapter (LoRA), not a model", "name its base, or merge them: kvad merge")
+        raise CheckpointError(
+            f"{path} is an adapter (LoRA), not a model", "Give its base, or merge them with kvad merge."
+        )
     files = list_files(path)
     for name, entry in (files or {}).items():
-        tensors = name.endswith(".safetensors")
-        check_file(path / name, entry, verify=verify is True or (verify == "tensors" and tensors))
+        is_tensor_file = name.endswith(".safetensors")
+        check_file(path / name, entry, verify=verify is True or (verify == "tensors" and is_tensor_file))
     return HFCheckpoint(path, files) if is_hf(path) else NativeCheckpoint(path, files)
 
 
-def _check_tensors(found: LazyTensors, wanted: Mapping[str, tuple[int, ...]]) -> None:
-    for name, shape in wanted.items():
-        if name not in found:
-            raise CheckpointError(f"{found.path}: tensor {name} {list(shape)} is missing")
-        if found.shape(name) != shape:
+def _check_tensors(stored: LazyTensors, expected: Mapping[str, tuple[int, ...]]) -> None:
+    for name, shape in expected.items():
+        if name not in stored:
+            raise CheckpointError(f"{stored.path}: tensor {name} {list(shape)} is missing")
+        if stored.shape(name) != shape:
             raise CheckpointError(
-                f"{found.path}: tensor {name} has shape {list(found.shape(name))}, the config says {list(shape)}"
+                f"{stored.path}: tensor {name} has shape {list(stored.shape(name))}, the config requires {list(shape)}"
             )
-    for name in found:
-        if name not in wanted:
+    for name in stored:
+        if name not in expected:
             raise CheckpointError(
-                f"{found.path}: tensor {name} {list(found.shape(name))} is extra", "the config has no place for it"
+                f"{stored.path}: tensor {name} {list(stored.shape(name))} is extra",
+                "The config has no such parameter.",
             )

@@ -1,20 +1,18 @@
-"""Adapters under PEFT's names, both ways: which of our linear parts is which module of theirs, and what to store.
+"""Adapters by PEFT's names: which linear layer is which module, and what is stored.
 
-PEFT keeps two matrices per adapted module, ``base_model.model.MODULE.lora_A.weight`` [r, in] and ``.lora_B.weight``
-[out, r], and says in ``adapter_config.json`` what they add: alpha / r times B A (``use_rslora``: alpha / sqrt(r)).
-MODULE is a name of the model's own class, which a family's rules give.  Three cases:
+PEFT stores two matrices per adapted module, ``base_model.model.MODULE.lora_A.weight`` [r, in] and ``.lora_B.weight``
+[out, r]; by ``adapter_config.json`` they add alpha / r times B A (``use_rslora``: alpha / sqrt(r)).  MODULE is a name
+in the model's Hugging Face class, given by a family's rules.  Three cases:
 
-* One of our parts is one module: the matrices are ours.  GPT-2's Conv1D, which stores its weight [in, out], too: PEFT
-  turns the product there (``fan_in_fan_out``).
-* Several of our parts are one module (GPT-2's ``c_attn`` = q, k, v): adapters of rank r each are *one* of rank R, the
-  sum of theirs: A is theirs one behind the other, B has a block for each, and zeros, its rows in the module's own order
-  (Falcon's by group).  alpha R / r is its alpha.  Exact, and what PEFT made of such a module is read as one A that the
-  parts share.
-* No rule, or one that is more than an order of rows (matrices of experts): refused by name.
+* One of kvad's linear layers is one module: the matrices are the same.  This includes GPT-2's Conv1D, which stores its
+  weight [in, out]: PEFT transposes the product (``fan_in_fan_out``).
+* Several layers are one module (GPT-2's ``c_attn`` = q, k, v): adapters of rank r each become *one* of rank R, the sum
+  of their ranks: A is the concatenation, B has a block for each and zeros, its rows in the module's order (Falcon's by
+  group), and its alpha is alpha R / r.  This is exact.  An adapter that PEFT made for such a module is read as one A
+  that the layers share.
+* There is no rule, or the rule does more than reorder rows (matrices of experts): refused by name.
 
-The linear parts of a model by name, from its config alone: beside which an adapter (``model/lora.py``) may stand.
-
-No torch; nothing is loaded.
+The linear layers that an adapter (``model/lora.py``) may be added to follow from the config; nothing is loaded.
 """
 
 from __future__ import annotations
@@ -39,55 +37,63 @@ EMBEDDINGS = (".tokens", ".positions", ".token_types")
 
 
 def mergeable_linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Name -> [out, in] of every matrix that an adapter may stand beside, in the order of the parameters.
+    """Return name -> [out, in] of every matrix that an adapter may be added to.
 
-    Others' adapters also stand beside routers, and heads that are not tied."""
-    found: dict[str, tuple[int, int]] = {}
+    Adapters from elsewhere may also be on routers, and on heads that are not tied.
+    """
+    linears: dict[str, tuple[int, int]] = {}
     for name, shape in config_lib.parameter_shapes.weight_shapes(config).items():
-        module, _, last = name.rpartition(".")
-        if last == "weight" and len(shape) == 2 and "norm" not in module and not module.endswith(EMBEDDINGS):
-            found[module] = (shape[0], shape[1])
-    return found
+        module, _, parameter = name.rpartition(".")
+        if parameter == "weight" and len(shape) == 2 and "norm" not in module and not module.endswith(EMBEDDINGS):
+            linears[module] = (shape[0], shape[1])
+    return linears
 
 
 def trainable_linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Those that are trained here: the linear parts of the layers but experts' routers."""
-    every = mergeable_linears(config)
-    return {name: every[name] for name in every if ".layers." in name and not name.endswith(".router")}
+    """Return the linear layers that kvad trains adapters on: all layers' but experts' routers."""
+    linears = mergeable_linears(config)
+    return {name: linears[name] for name in linears if ".layers." in name and not name.endswith(".router")}
 
 
 def match_targets(config: ModelConfig, targets: Iterable[str]) -> list[str]:
-    """The linear parts that ``targets`` name, in the order of the parameters.
+    """Return the linear layers that ``targets`` name, in the order of the parameters.
 
-    A target is ``all``, a name that stands anywhere in a part's dotted name (``q``, ``cross``, ``mlp``, ``encoder``),
-    or a dotted pattern for its end (``cross.q``, ``layers.*.mixer.v``).
-    ConfigError for one that names no part, with the nearest that does.
+    Args:
+        config: The model.
+        targets: Each is ``all``, a component of a dotted name (``q``, ``cross_attention``, ``mlp``, ``encoder``), or a
+            dotted pattern for its end (``cross_attention.q``, ``layers.*.attention.v``).
+
+    Raises:
+        ConfigError: If a target matches no layer; the hint is the most similar name.
     """
-    parts = list(trainable_linears(config))
+    linears = list(trainable_linears(config))
     chosen: set[str] = set()
     for target in targets:
-        hit = [part for part in parts if _named(part, target)]
-        if not hit:
-            known = {ALL_TARGETS, *(word for part in parts for word in part.split(".") if not word.isdigit())}
-            hint = f"a part is called like {parts[0]}" if "." in target else suggest(target, known)
-            raise ConfigError(f"lora.target_modules: {target!r} is no linear part of this model's layers", hint)
-        chosen.update(hit)
-    return [part for part in parts if part in chosen]
+        matches = [name for name in linears if _matches(name, target)]
+        if not matches:
+            candidates = {
+                ALL_TARGETS,
+                *(component for name in linears for component in name.split(".") if not component.isdigit()),
+            }
+            hint = f"A linear layer has a name such as {linears[0]}." if "." in target else suggest(target, candidates)
+            raise ConfigError(f"lora.target_modules: {target!r} matches no linear layer of this model", hint)
+        chosen.update(matches)
+    return [name for name in linears if name in chosen]
 
 
-def _named(part: str, target: str) -> bool:
+def _matches(name: str, target: str) -> bool:
     if target == ALL_TARGETS:
         return True
     if "." not in target:
-        return target in part.split(".")
-    return fnmatchcase(part, target) or fnmatchcase(part, f"*.{target}")
+        return target in name.split(".")
+    return fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}")
 
 
 PREFIX = "base_model.model."
 TENSOR_SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 TASKS = {"decoder": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM", "encoder": None}
 
-# Fields of adapter_config.json that say nothing about what the matrices add, or that the tensors say themselves.
+# Fields of adapter_config.json that do not change the sum, or that follow from the tensors.
 IGNORED_KEYS = (
     *("peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version"),
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "fan_in_fan_out"),
@@ -98,49 +104,48 @@ IGNORED_KEYS = (
 
 
 class AdapterTarget(NamedTuple):
-    """A module of theirs.
-
-    ``ours``: the parts that it is, in its order; ``rows``: which row of ours, one part behind the other, each of its
-    rows is (None: the same); ``turned``: it stores its weight [in, out]."""
+    """One of PEFT's modules."""
 
     peft_name: str
-    kvad_name: tuple[str, ...]
-    row_order: Tensor | None
-    transposed: bool
+    kvad_name: tuple[str, ...]  # linear layers that make up the module, in its order
+    row_order: Tensor | None  # row of the concatenated layers for each of its rows; None: the same order
+    transposed: bool  # it stores its weight [in, out]
 
 
 class AdapterTargets(NamedTuple):
-    """``known``: what PEFT can adapt of a model; ``modules``: all modules with weights, adapted or not; ``refused``:
-    parts of ours -> the module that has no adapters of PEFT's; ``prefix``: of their base model."""
+    """Modules of a model that PEFT can adapt."""
 
     targets: tuple[AdapterTarget, ...]
-    modules: tuple[str, ...]
-    unsupported: Mapping[str, str]
-    prefix: str
+    modules: tuple[str, ...]  # all modules with weights, adaptable or not
+    unsupported: Mapping[str, str]  # linear layer -> module that PEFT cannot adapt
+    prefix: str  # of the base model
 
 
 def find_targets(family: Family, config: ModelConfig) -> AdapterTargets:
-    """Of a model of this family."""
-    parts = mergeable_linears(config)
-    known, modules, refused = list[AdapterTarget](), list[str](), dict[str, str]()
-    for each in expand_rules(family.rules(config), config_lib.parameter_shapes.weight_shapes(config)):
-        names = [name.removesuffix(".weight") for name in each.kvad_names]
-        modules += [name.removesuffix(".weight") for name in each.theirs if name.endswith(".weight")]
+    """Return the targets of a model of this family."""
+    linears = mergeable_linears(config)
+    targets, modules, unsupported = list[AdapterTarget](), list[str](), dict[str, str]()
+    for rule in expand_rules(family.rules(config), config_lib.parameter_shapes.weight_shapes(config)):
+        names = [name.removesuffix(".weight") for name in rule.kvad_names]
+        modules += [name.removesuffix(".weight") for name in rule.hf_names if name.endswith(".weight")]
         if not all(
-            name in parts and f"{name}.weight" == whole for name, whole in zip(names, each.kvad_names, strict=True)
+            name in linears and f"{name}.weight" == full_name
+            for name, full_name in zip(names, rule.kvad_names, strict=True)
         ):
             continue
-        theirs = each.theirs[0].removesuffix(".weight")
-        found = _order([parts[name][0] for name in names], each.way.write) if len(each.theirs) == 1 else None
-        if found is None:
-            refused |= dict.fromkeys(names, theirs)
+        module = rule.hf_names[0].removesuffix(".weight")
+        order = (
+            _row_order([linears[name][0] for name in names], rule.transform.write) if len(rule.hf_names) == 1 else None
+        )
+        if order is None:
+            unsupported |= dict.fromkeys(names, module)
         else:
-            known.append(AdapterTarget(theirs, tuple(names), *found))
-    return AdapterTargets(tuple(known), tuple(modules), refused, family.prefix)
+            targets.append(AdapterTarget(module, tuple(names), *order))
+    return AdapterTargets(tuple(targets), tuple(modules), unsupported, family.prefix)
 
 
 def native_targets(config: ModelConfig) -> AdapterTargets:
-    """Of a model that has kvad's names alone."""
+    """Return the targets of a model that has only kvad's names."""
     names = list(mergeable_linears(config))
     modules = [
         name.removesuffix(".weight")
@@ -150,95 +155,117 @@ def native_targets(config: ModelConfig) -> AdapterTargets:
     return AdapterTargets(tuple(AdapterTarget(name, (name,), None, False) for name in names), tuple(modules), {}, "")
 
 
-def _order(outs: Sequence[int], write: Any) -> tuple[Tensor | None, bool] | None:
-    """Where a way puts rows that are numbered, and whether it turns them; None where it does more than that."""
-    total = sum(outs)
-    columns = 2 if total != 2 else 3  # never square, so that what is turned shows
-    numbered = torch.arange(total).unsqueeze(1).expand(total, columns).contiguous()
+def _row_order(out_sizes: Sequence[int], write: Any) -> tuple[Tensor | None, bool] | None:
+    """Return a transform's row order and whether it transposes, or None if it does more."""
+    total = sum(out_sizes)
+    num_columns = 2 if total != 2 else 3  # never square, so that a transposition is visible
+    row_numbers = torch.arange(total).unsqueeze(1).expand(total, num_columns).contiguous()
     try:
-        made = list(write(list(numbered.split(list(outs))), [(out, columns) for out in outs]))
+        written = list(write(list(row_numbers.split(list(out_sizes))), [(out, num_columns) for out in out_sizes]))
     except (RuntimeError, IndexError, ValueError):
         return None
-    if len(made) != 1 or tuple(made[0].shape) not in ((total, columns), (columns, total)):
+    if len(written) != 1 or tuple(written[0].shape) not in ((total, num_columns), (num_columns, total)):
         return None
-    turned = made[0].shape[0] != total
-    rows = (made[0].t() if turned else made[0])[:, 0]
+    transposed = written[0].shape[0] != total
+    rows = (written[0].t() if transposed else written[0])[:, 0]
     if not torch.equal(rows.sort().values, torch.arange(total)):
         return None
-    return (None if torch.equal(rows, torch.arange(total)) else rows), turned
+    return (None if torch.equal(rows, torch.arange(total)) else rows), transposed
 
 
 # ---------------------------------------------------------------- writing
 
 
 def write_factors(
-    sites: AdapterTargets, shapes: Mapping[str, tuple[int, int]], factors: Mapping[str, model.lora.LoraFactors]
+    targets: AdapterTargets, shapes: Mapping[str, tuple[int, int]], factors: Mapping[str, model.lora.LoraFactors]
 ) -> tuple[dict[str, Tensor], dict[str, tuple[int, float]]]:
-    """Tensors by PEFT's names, and of every adapted module its rank and scale.
+    """Convert adapters to PEFT's tensors.
 
-    ``shapes``: [out, in] of our parts.  CheckpointError names a part that PEFT cannot adapt.
+    Args:
+        targets: Targets of the model.
+        shapes: [out, in] of kvad's linear layers.
+        factors: Adapters by kvad's names.
+
+    Returns:
+        Tensors by PEFT's names, and rank and scale of every adapted module.
+
+    Raises:
+        CheckpointError: If PEFT's layout has no place for one of the adapters.
     """
-    left = [name for name in factors if name in sites.unsupported]
-    if left:
+    impossible = [name for name in factors if name in targets.unsupported]
+    if impossible:
         raise CheckpointError(
-            f"PEFT's layout has no adapter for {sites.unsupported[left[0]]}, which is {left[0]} here",
-            "leave it out of lora.target_modules",
+            f"PEFT's layout has no adapter for {targets.unsupported[impossible[0]]}, which is {impossible[0]} in kvad",
+            "Leave it out of lora.target_modules.",
         )
     tensors: dict[str, Tensor] = {}
     modules: dict[str, tuple[int, float]] = {}
-    for site in sites.targets:
-        if not any(name in factors for name in site.kvad_name):
+    for target in targets.targets:
+        if not any(name in factors for name in target.kvad_name):
             continue
-        a, b, scale = _joined(
-            [factors.get(name) for name in site.kvad_name], [shapes[name][0] for name in site.kvad_name]
+        a, b, scale = _join(
+            [factors.get(name) for name in target.kvad_name], [shapes[name][0] for name in target.kvad_name]
         )
-        tensors[f"{PREFIX}{site.peft_name}{TENSOR_SUFFIXES[0]}"] = a
-        tensors[f"{PREFIX}{site.peft_name}{TENSOR_SUFFIXES[1]}"] = b if site.row_order is None else b[site.row_order]
-        modules[site.peft_name] = a.shape[0], scale
+        tensors[f"{PREFIX}{target.peft_name}{TENSOR_SUFFIXES[0]}"] = a
+        tensors[f"{PREFIX}{target.peft_name}{TENSOR_SUFFIXES[1]}"] = (
+            b if target.row_order is None else b[target.row_order]
+        )
+        modules[target.peft_name] = a.shape[0], scale
     return tensors, modules
 
 
-def _joined(parts: Sequence[model.lora.LoraFactors | None], outs: Sequence[int]) -> model.lora.LoraFactors:
-    """One adapter [sum of outs, in] of the parts' (None: nothing is added to it): of one A, if they share it."""
-    there = [part for part in parts if part is not None]
-    first = there[0]
-    assert all(part.scale == first.scale for part in there), "the parts of a module are scaled alike"
-    shared = all(torch.equal(part.a, first.a) for part in there)
-    a = first.a if shared else torch.cat([part.a for part in there])
-    b = first.b.new_zeros(sum(outs), a.shape[0])
+def _join(factors: Sequence[model.lora.LoraFactors | None], out_sizes: Sequence[int]) -> model.lora.LoraFactors:
+    """Join the adapters of a module's layers (None: no adapter); a shared A is stored once."""
+    present = [factor for factor in factors if factor is not None]
+    first = present[0]
+    assert all(factor.scale == first.scale for factor in present), "all layers of a module have one scale"
+    shared = all(torch.equal(factor.a, first.a) for factor in present)
+    a = first.a if shared else torch.cat([factor.a for factor in present])
+    b = first.b.new_zeros(sum(out_sizes), a.shape[0])
     row = column = 0
-    for part, out in zip(parts, outs, strict=True):
-        if part is not None:
-            rank = part.a.shape[0]
-            at = 0 if shared else column
-            b[row : row + out, at : at + rank] = part.b
+    for factor, out in zip(factors, out_sizes, strict=True):
+        if factor is not None:
+            rank = factor.a.shape[0]
+            start = 0 if shared else column
+            b[row : row + out, start : start + rank] = factor.b
             column += rank
         row += out
     return model.lora.LoraFactors(a, b, first.scale)
 
 
 def write_peft_config(
-    sites: AdapterTargets,
+    targets: AdapterTargets,
     modules: Mapping[str, tuple[int, float]],
     *,
     kind: str,
     base: str,
     rank: int,
     alpha: float,
-    rslora: bool,
+    use_rslora: bool,
     dropout: float,
 ) -> dict[str, Any]:
-    """``adapter_config.json``: ``modules`` as :func:`write_factors` gives them.
+    """Return the content of ``adapter_config.json``.
 
-    ``rank`` and ``alpha`` are said once, and of each module that has others (a fused one)."""
-    turned = {site.peft_name: site.transposed for site in sites.targets}
+    Rank and alpha are given once, and separately for each module that has others (a fused one).
+
+    Args:
+        targets: Targets of the model.
+        modules: Rank and scale by module, from :func:`write_factors`.
+        kind: Kind of the model.
+        base: Path or name of the base.
+        rank: Rank of the adapters.
+        alpha: Scale numerator.
+        use_rslora: Scale by alpha / sqrt(rank).
+        dropout: Dropout used in training.
+    """
+    transposed = {target.peft_name: target.transposed for target in targets.targets}
     ranks, alphas = {}, {}
     for name, (r, scale) in modules.items():
-        its_alpha = scale * (math.sqrt(r) if rslora else r)
+        module_alpha = scale * (math.sqrt(r) if use_rslora else r)
         if r != rank:
             ranks[name] = r
-        if not math.isclose(its_alpha, alpha, rel_tol=1e-12):
-            alphas[name] = its_alpha
+        if not math.isclose(module_alpha, alpha, rel_tol=1e-12):
+            alphas[name] = module_alpha
     return {
         "peft_type": "LORA",
         "task_type": TASKS[kind],
@@ -247,11 +274,11 @@ def write_peft_config(
         "r": rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": dropout,
-        "use_rslora": rslora,
-        "target_modules": _suffixes(modules, sites.modules),
+        "use_rslora": use_rslora,
+        "target_modules": _suffixes(modules, targets.modules),
         "rank_pattern": ranks,
         "alpha_pattern": alphas,
-        "fan_in_fan_out": any(turned[name] for name in modules),
+        "fan_in_fan_out": any(transposed[name] for name in modules),
         "bias": "none",
         "init_lora_weights": True,
         "inference_mode": True,
@@ -259,137 +286,155 @@ def write_peft_config(
     }
 
 
-def _suffixes(chosen: Iterable[str], every: Sequence[str]) -> list[str]:
-    """The shortest ends of names that all of ``chosen`` have and none of the others: PEFT compares ends."""
+def _suffixes(chosen: Iterable[str], modules: Sequence[str]) -> list[str]:
+    """Return the shortest suffixes that match all of ``chosen`` and no other module.
+
+    PEFT compares suffixes.
+    """
     chosen = set(chosen)
-    others = [name for name in every if name not in chosen]
-    ends: set[str] = set()
+    others = [name for name in modules if name not in chosen]
+    suffixes: set[str] = set()
     for name in chosen:
-        words = name.split(".")
-        for count in range(1, len(words) + 1):
-            end = ".".join(words[-count:])
-            if not any(other == end or other.endswith(f".{end}") for other in others):
-                ends.add(end)
+        components = name.split(".")
+        for count in range(1, len(components) + 1):
+            suffix = ".".join(components[-count:])
+            if not any(other == suffix or other.endswith(f".{suffix}") for other in others):
+                suffixes.add(suffix)
                 break
         else:
-            ends.add(name)
-    return sorted(ends)
+            suffixes.add(name)
+    return sorted(suffixes)
 
 
 # ---------------------------------------------------------------- reading
 
 
 def check_peft_config(content: Mapping[str, Any], where: str) -> None:
-    """CheckpointError for an adapter that is more than two matrices per module: nothing is left out in silence."""
+    """Check that an adapter is two matrices per module and nothing else.
 
-    def refuse(what: str, hint: str = "merge it into its base with peft: merge_and_unload()") -> None:
-        raise CheckpointError(f"{where}: {what} is not supported", hint)
+    Raises:
+        CheckpointError: If a field has an unsupported value; nothing is ignored silently.
+    """
+
+    def refuse(label: str, hint: str = "Merge it into its base with PEFT's merge_and_unload().") -> None:
+        raise CheckpointError(f"{where}: {label} is not supported", hint)
 
     if content.get("peft_type") != "LORA":
-        refuse(f"peft_type {content.get('peft_type')!r}", "kvad reads LoRA adapters")
+        refuse(f"peft_type {content.get('peft_type')!r}", "kvad reads LoRA adapters.")
     if content.get("bias", "none") != "none":
-        refuse(f"bias {content['bias']!r}: biases that were trained")
-    start = content.get("init_lora_weights", True)
-    if isinstance(start, str) and start.lower() not in ("gaussian", "eva", "orthogonal", "lora_ga"):
-        refuse(f"init_lora_weights {start!r}: the base's weights were changed, too")
-    if content.get("lora_ga_config") or start == "lora_ga":
-        refuse("init_lora_weights 'lora_ga': the base's weights were changed, too")
+        refuse(f"bias {content['bias']!r}: trained biases")
+    init = content.get("init_lora_weights", True)
+    if isinstance(init, str) and init.lower() not in ("gaussian", "eva", "orthogonal", "lora_ga"):
+        refuse(f"init_lora_weights {init!r}: the base's weights were changed too")
+    if content.get("lora_ga_config") or init == "lora_ga":
+        refuse("init_lora_weights 'lora_ga': the base's weights were changed too")
     for name, value in content.items():
         if name not in IGNORED_KEYS and value not in (None, False, [], {}, ""):
             refuse(f"{name} {value!r}")
     for name, kind in (("r", int), ("lora_alpha", (int, float))):
         value = content.get(name)
         if not isinstance(value, kind) or isinstance(value, bool) or not value > 0:
-            raise CheckpointError(f"{where}: {name}: expected a number above 0, found {value!r}")
+            raise CheckpointError(f"{where}: {name}: must be a number above 0, got {value!r}")
     for name in ("rank_pattern", "alpha_pattern"):
         if not isinstance(content.get(name) or {}, Mapping):
-            raise CheckpointError(f"{where}: {name}: expected an object, found {content[name]!r}")
+            raise CheckpointError(f"{where}: {name}: must be an object, got {content[name]!r}")
 
 
 def read_factors(
-    sites: AdapterTargets,
+    targets: AdapterTargets,
     shapes: Mapping[str, tuple[int, int]],
-    found: Mapping[str, Tensor],
+    stored: Mapping[str, Tensor],
     content: Mapping[str, Any],
     where: str,
-    targets: Iterable[str] | None = None,
+    adapted: Iterable[str] | None = None,
 ) -> dict[str, model.lora.LoraFactors]:
-    """What a file of PEFT's adds to our parts.
+    """Convert PEFT's tensors to adapters by kvad's names.
 
-    ``targets``: the parts that were adapted, of a file that kvad wrote: a fused module's adapter comes apart again.
-    CheckpointError for a tensor that belongs to no part, and for another shape than the model's.
+    Args:
+        targets: Targets of the model.
+        shapes: [out, in] of kvad's linear layers.
+        stored: Tensors of the file.
+        content: ``adapter_config.json``.
+        where: Path for messages.
+        adapted: Layers that were adapted, for a file that kvad wrote: an adapter of a fused module is split again.
+
+    Raises:
+        CheckpointError: If a tensor belongs to no layer or has another shape than the model's.
     """
     factors: dict[str, model.lora.LoraFactors] = {}
-    by_name = {spelled: site for site in sites.targets for spelled in _spellings(site.peft_name, sites.prefix)}
-    for module in dict.fromkeys(_module(name, where) for name in found):
-        site = by_name.get(module)
-        if site is None:
+    by_name = {name: target for target in targets.targets for name in _name_variants(target.peft_name, targets.prefix)}
+    for module in dict.fromkeys(_module_name(name, where) for name in stored):
+        target = by_name.get(module)
+        if target is None:
             raise CheckpointError(
-                f"{where}: {module} is no part of this model that can be adapted", "is it another base's?"
+                f"{where}: {module} is no adaptable layer of this model", "The adapter may belong to another base."
             )
-        pair = [found.get(f"{PREFIX}{module}{end}") for end in TENSOR_SUFFIXES]
+        pair = [stored.get(f"{PREFIX}{module}{suffix}") for suffix in TENSOR_SUFFIXES]
         if pair[0] is None or pair[1] is None:
             raise CheckpointError(f"{where}: tensor {module}{TENSOR_SUFFIXES[pair[1] is None]} is missing")
         a, b = pair[0], pair[1]
-        outs, width = [shapes[name][0] for name in site.kvad_name], shapes[site.kvad_name[0]][1]
-        if a.dim() != 2 or b.dim() != 2 or (b.shape[0], *a.shape[::-1]) != (sum(outs), width, b.shape[1]):
+        out_sizes, in_size = [shapes[name][0] for name in target.kvad_name], shapes[target.kvad_name[0]][1]
+        if a.dim() != 2 or b.dim() != 2 or (b.shape[0], *a.shape[::-1]) != (sum(out_sizes), in_size, b.shape[1]):
             sizes = f"A {list(a.shape)} and B {list(b.shape)}"
             raise CheckpointError(
-                f"{where}: {module}: {sizes} do not fit the model's [{sum(outs)}, {width}]",
-                "the adapter belongs to another base",
+                f"{where}: {module}: {sizes} do not fit the model's [{sum(out_sizes)}, {in_size}]",
+                "The adapter belongs to another base.",
             )
         scale = _scale(module, a.shape[0], content, where)
-        if site.row_order is not None:
-            b = torch.empty_like(b).index_copy_(0, site.row_order, b)
-        factors |= _apart(
-            site.kvad_name, outs, model.lora.LoraFactors(a, b, scale), None if targets is None else set(targets)
+        if target.row_order is not None:
+            b = torch.empty_like(b).index_copy_(0, target.row_order, b)
+        factors |= _split(
+            target.kvad_name, out_sizes, model.lora.LoraFactors(a, b, scale), None if adapted is None else set(adapted)
         )
     return factors
 
 
-def _apart(
-    ours: Sequence[str], outs: Sequence[int], joined: model.lora.LoraFactors, targets: set[str] | None
+def _split(
+    kvad_names: Sequence[str], out_sizes: Sequence[int], joined: model.lora.LoraFactors, adapted: set[str] | None
 ) -> dict[str, model.lora.LoraFactors]:
-    """The reverse of :func:`_joined`; parts that nothing is added to are left out."""
-    kept = [name for name in ours if targets is None or name in targets]
-    rows = dict(zip(ours, joined.b.split(list(outs)), strict=True))
-    rank, cut = joined.a.shape[0], targets is not None and len(kept) > 1
-    if not cut:
-        return {name: model.lora.LoraFactors(joined.a, rows[name], joined.scale) for name in kept}
-    each = rank // len(kept)
-    spans = {name: slice(i * each, (i + 1) * each) for i, name in enumerate(kept)}
+    """Reverse :func:`_join`; layers without an adapter are left out."""
+    adapted_names = [name for name in kvad_names if adapted is None or name in adapted]
+    rows = dict(zip(kvad_names, joined.b.split(list(out_sizes)), strict=True))
+    rank, is_concatenated = joined.a.shape[0], adapted is not None and len(adapted_names) > 1
+    if not is_concatenated:
+        return {name: model.lora.LoraFactors(joined.a, rows[name], joined.scale) for name in adapted_names}
+    rank_per_layer = rank // len(adapted_names)
+    spans = {name: slice(i * rank_per_layer, (i + 1) * rank_per_layer) for i, name in enumerate(adapted_names)}
     return {
         name: model.lora.LoraFactors(joined.a[span], rows[name][:, span], joined.scale) for name, span in spans.items()
     }
 
 
-def _module(name: str, where: str) -> str:
-    for end in TENSOR_SUFFIXES:
-        if name.startswith(PREFIX) and name.endswith(end):
-            return name.removeprefix(PREFIX).removesuffix(end)
-    raise CheckpointError(f"{where}: tensor {name} is not supported", "kvad reads lora_A and lora_B of linear modules")
+def _module_name(name: str, where: str) -> str:
+    for suffix in TENSOR_SUFFIXES:
+        if name.startswith(PREFIX) and name.endswith(suffix):
+            return name.removeprefix(PREFIX).removesuffix(suffix)
+    raise CheckpointError(f"{where}: tensor {name} is not supported", "kvad reads lora_A and lora_B of linear modules.")
 
 
-def _spellings(theirs: str, prefix: str) -> tuple[str, ...]:
-    """An adapter may have been made for their base model, whose names lack the prefix, or for one with a head."""
-    return (theirs,) if not prefix else (theirs, theirs.removeprefix(prefix), prefix + theirs.removeprefix(prefix))
+def _name_variants(module: str, prefix: str) -> tuple[str, ...]:
+    """Return a module's names with and without the base model's prefix."""
+    return (module,) if not prefix else (module, module.removeprefix(prefix), prefix + module.removeprefix(prefix))
 
 
 def _scale(module: str, rank: int, content: Mapping[str, Any], where: str) -> float:
-    said = _of_pattern(module, content.get("rank_pattern") or {}, content["r"])
-    alpha = _of_pattern(module, content.get("alpha_pattern") or {}, content["lora_alpha"])
-    if said != rank:
-        raise CheckpointError(f"{where}: {module} has rank {rank}, its config says {said}")
+    config_rank = _pattern_value(module, content.get("rank_pattern") or {}, content["r"])
+    alpha = _pattern_value(module, content.get("alpha_pattern") or {}, content["lora_alpha"])
+    if config_rank != rank:
+        raise CheckpointError(f"{where}: {module} has rank {rank}, its config has {config_rank}")
     return float(alpha / math.sqrt(rank) if content.get("use_rslora") else alpha / rank)
 
 
-def _of_pattern(module: str, pattern: Mapping[str, Any], usual: Any) -> Any:
-    """The first key that is the module's name, or its end after a dot; PEFT reads them as regular expressions."""
+def _pattern_value(module: str, pattern: Mapping[str, Any], default: Any) -> Any:
+    """Return the value of the first key that matches the module's name or its dotted suffix.
+
+    PEFT reads the keys as regular expressions.
+    """
     for key, value in pattern.items():
         try:
-            hit = re.match(rf"(.*\.)?({key})$", module)
+            matches = re.match(rf"(.*\.)?({key})$", module)
         except re.error:
-            hit = None  # PEFT would fail here; what it cannot name, it does not say
-        if hit:
+            matches = None  # PEFT fails on such a key, so it names no module
+        if matches:
             return value
-    return usual
+    return default

@@ -1,13 +1,15 @@
-"""Compressors on disk: what ``kvad train --objective compress`` writes, and what a cache is given.
+"""Summarizers on disk: written by ``kvad train --objective summarizer``, read by a cache.
 
-A folder of its own, beside the model and not in it::
+A folder, separate from the model's::
 
-    compressor.json          {"kvad": version, "format": 1, "model": fingerprint, "ratio", "hidden", "recent", "sinks"}
-    compressor.safetensors   what was learned, by layer
-    manifest.json            as of a checkpoint (``native.py``)
-    training/                where training can go on
+    summarizer.json          {"kvad": version, "format": 2, "model": fingerprint, "ratio", "hidden_size", "recent",
+                             "num_sinks"}
+    summarizer.safetensors   trained weights by layer
+    manifest.json            as in a checkpoint (``native.py``)
+    training/                training state, if training can be resumed
 
-It belongs to one model and is refused for another: ``model`` names config and weights (:func:`model_fingerprint`).
+A summarizer belongs to one model and is refused for another: ``model`` is the fingerprint of config and weights
+(:func:`sampled_fingerprint`).
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from torch import Tensor
 from kvad import storage
 from kvad.checkpoint.folder import (
     MANIFEST,
-    NAME,
+    SUMMARIZER_FILE,
     SUMMARIZER_FORMAT,
-    TENSORS,
+    SUMMARIZER_TENSORS,
     TRAINING,
     file_digest,
     list_steps,
@@ -41,17 +43,17 @@ from kvad.config import attention_specs, canonical_config
 from kvad.errors import CheckpointError
 from kvad.model import Summarizer
 
-SAMPLED_ELEMENTS = 64  # numbers of each tensor
+SAMPLED_ELEMENTS = 64  # per tensor
 
 
-def sampled_fingerprint(opened: CheckpointHandle) -> str:
-    """Names a model whatever the layout that it is stored in: its config, and numbers from all over each tensor."""
-    digest = hashlib.blake2b(json.dumps(canonical_config(opened.config), sort_keys=True).encode(), digest_size=16)
-    for name, tensor in sorted(opened.weights()):
-        flat = tensor.reshape(-1)
-        some = flat[:: max(1, len(flat) // SAMPLED_ELEMENTS)][:SAMPLED_ELEMENTS].double()
+def sampled_fingerprint(handle: CheckpointHandle) -> str:
+    """Fingerprint a model, independent of its layout, by config and sampled elements."""
+    digest = hashlib.blake2b(json.dumps(canonical_config(handle.config), sort_keys=True).encode(), digest_size=16)
+    for name, tensor in sorted(handle.weights()):
+        elements = tensor.reshape(-1)
+        sample = elements[:: max(1, len(elements) // SAMPLED_ELEMENTS)][:SAMPLED_ELEMENTS].double()
         digest.update(name.encode())
-        digest.update(some.numpy().tobytes())
+        digest.update(sample.numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -67,66 +69,94 @@ def save_summarizer_step(
     best: int | None = None,
     fresh: bool = False,
 ) -> Path:
-    """Write ``run/checkpoints/step-N``, whole or not at all; the rest as ``native.save_step``.
+    """Write ``run/checkpoints/step-N`` atomically and prune older steps.
 
-    ``model``: the fingerprint of the one that it is for; ``settings``: what else compressor.json says, ratio and hidden
-    among it.  Raises SaveError.
+    Args:
+        run: Run folder.
+        step: Number of the step.
+        tensors: State dict of the summarizer.
+        model: Fingerprint of the model that it was trained for.
+        settings: Other fields of summarizer.json, with ratio and hidden_size among them.
+        training: Training state.
+        keep: Number of newest steps to retain.
+        best: Number of the best step, if any.
+        fresh: First save of a new run; the steps of an old one are replaced.
+
+    Raises:
+        SaveError: If the folder cannot be written.
     """
     from kvad import __version__
 
     folder = step_folder(run, step)
     storage.atomic.recover_interrupted(folder.parent)
-    with storage.atomic.new_folder(folder, replaces=list_steps(run) if fresh else ()) as new:
-        write_json(new / NAME, {"kvad": __version__, "format": SUMMARIZER_FORMAT, "model": model, **settings})
-        save_tensors(folder, new / TENSORS, tensors)
-        (new / TRAINING).mkdir()
-        write_json(new / TRAINING / "state.json", training.state)
-        save_tensors(folder, new / TRAINING / "state.safetensors", training.tensors)
+    with storage.atomic.new_folder(folder, replaces=list_steps(run) if fresh else ()) as temp_folder:
+        write_json(
+            temp_folder / SUMMARIZER_FILE,
+            {"kvad": __version__, "format": SUMMARIZER_FORMAT, "model": model, **settings},
+        )
+        save_tensors(folder, temp_folder / SUMMARIZER_TENSORS, tensors)
+        (temp_folder / TRAINING).mkdir()
+        write_json(temp_folder / TRAINING / "state.json", training.state)
+        save_tensors(folder, temp_folder / TRAINING / "state.safetensors", training.tensors)
         files = {
-            path.relative_to(new).as_posix(): file_digest(path) for path in sorted(new.rglob("*")) if path.is_file()
+            path.relative_to(temp_folder).as_posix(): file_digest(path)
+            for path in sorted(temp_folder.rglob("*"))
+            if path.is_file()
         }
-        write_json(new / MANIFEST, {"kvad": __version__, "format": SUMMARIZER_FORMAT, "files": files})
+        write_json(temp_folder / MANIFEST, {"kvad": __version__, "format": SUMMARIZER_FORMAT, "files": files})
     prune_steps(run, keep, best)
     return folder
 
 
 @dataclass(frozen=True)
 class StoredSummarizer:
-    """A folder that has been looked at; ``content``: of its compressor.json."""
+    """An opened summarizer folder."""
 
     path: Path
-    content: dict[str, Any]
+    content: dict[str, Any]  # of summarizer.json
 
     @property
     def model(self) -> str:
-        """The fingerprint of the model that it was trained for."""
+        """Fingerprint of the model that the summarizer was trained for."""
         return str(self.content["model"])
 
     @cached_property
     def training(self) -> TrainingState | None:
+        """The training state, or None if there is none."""
         return read_training_state(self.path)
 
-    def load(self, opened: CheckpointHandle) -> Summarizer:
-        """For this model.  CheckpointError for another one, and for tensors that are missing or of another shape."""
-        if sampled_fingerprint(opened) != self.model:
+    def load(self, handle: CheckpointHandle) -> Summarizer:
+        """Load the summarizer for a model.
+
+        Raises:
+            CheckpointError: If it was trained for another model, or a tensor is missing, unexpected, or of another
+                shape.
+        """
+        if sampled_fingerprint(handle) != self.model:
             raise CheckpointError(
-                f"{self.path}: this compressor was trained for another model than {opened.path}",
-                "train one for it: kvad train --objective compress --init MODEL",
+                f"{self.path}: this summarizer was trained for another model than {handle.path}",
+                "Train one for it: kvad train --objective summarizer --init MODEL.",
             )
-        compressor = Summarizer(attention_specs(opened.config), self.content["ratio"], self.content["hidden"])
-        found, wanted = LazyTensors(self.path / TENSORS), compressor.state_dict()
-        for name in sorted({*found, *wanted}):
-            if name not in found or name not in wanted or found.shape(name) != tuple(wanted[name].shape):
-                raise CheckpointError(f"{found.path}: tensor {name} is missing, extra, or of another shape")
-        compressor.load_state_dict(dict(found))  # copied: what is mapped may be trained further
-        return compressor.eval().requires_grad_(False)
+        summarizer = Summarizer(attention_specs(handle.config), self.content["ratio"], self.content["hidden_size"])
+        stored, expected = LazyTensors(self.path / SUMMARIZER_TENSORS), summarizer.state_dict()
+        for name in sorted({*stored, *expected}):
+            if name not in stored or name not in expected or stored.shape(name) != tuple(expected[name].shape):
+                raise CheckpointError(f"{stored.path}: tensor {name} is missing, extra, or of another shape")
+        summarizer.load_state_dict(dict(stored))  # copies, so that training cannot write to the mapped file
+        return summarizer.eval().requires_grad_(False)
 
 
 def open_summarizer(path: Path) -> StoredSummarizer:
-    """A folder, or the newest of a run.  Raises CheckpointError for what is no whole compressor."""
+    """Open a summarizer's folder, or the newest of a run.
+
+    Raises CheckpointError if it is incomplete.
+    """
     return StoredSummarizer(*read_summarizer_folder(path))
 
 
-def load_summarizer(path: Path, opened: CheckpointHandle) -> Summarizer:
-    """The compressor in ``path``, for this model.  Raises CheckpointError, also for another model's."""
-    return open_summarizer(path).load(opened)
+def load_summarizer(path: Path, handle: CheckpointHandle) -> Summarizer:
+    """Load the summarizer in ``path`` for a model.
+
+    Raises CheckpointError, also for another model's.
+    """
+    return open_summarizer(path).load(handle)

@@ -1,6 +1,6 @@
-"""The command line: one file per family of commands.  It wires the floors below and decides nothing itself.
+"""The command line: one file per family of commands. It calls the layers below and contains no logic of its own.
 
-No module of this package imports torch when it is imported: the heavy imports stand inside the commands.
+No module of this package imports torch when it is imported; commands import it when they run.
 """
 
 from __future__ import annotations

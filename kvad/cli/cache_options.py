@@ -1,10 +1,6 @@
-"""Options that say what stays in a cache and what is done when it is full; and telling, afterwards, what was done.
+"""Options of cache policy, overflow, swap space and prefix cache, and the prefix cache's lines of ``--stats``.
 
-No torch until a model is there.
-
-Options that say where blocks live on beyond the pool, and what ``--stats`` tells of it.
-
-No torch until a model is there.
+No torch until a model is loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ import click
 
 from kvad import cache as cache_lib
 from kvad.cache import CacheConfig
-from kvad.cli.options import SIZE, ByteSize, Line, explicit_options, format_bytes
+from kvad.cli.options import PREFIX_CACHE_OPTIONS, SIZE, ByteSize, Line, explicit_options, format_bytes
 from kvad.errors import UsageError, format_count
 
 if TYPE_CHECKING:
@@ -28,35 +24,55 @@ if TYPE_CHECKING:
     from kvad.llm import LLM
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
-FIELDS = ("policy", "endless", "rotate", "on_full", "watermark", "spill_dir", "spill_ram", "park_ram")
+POLICY_OPTIONS = ("policy", "endless", "rope_at", "overflow", "watermark", "offload_dir", "offload_ram", "swap_space")
 
 
 def _table(first: str, lines: Mapping[str, str]) -> str:
-    """A help text with a line for each name, kept as lines."""
+    """Build a help text with one unwrapped line per name."""
     width = max(map(len, lines))
     return "\n".join([first, "", "\b", *(f"{name:<{width}}  {text}" for name, text in lines.items())])
 
 
 swap_space_option = click.option(
-    "--park-ram", type=SIZE, help="Host memory for rows that give way to others [default: for those that must]."
+    "--swap-space",
+    type=SIZE,
+    help="Host memory for preempted sequences [default: only those that cannot be recomputed].",
 )
-_ENDLESS = click.option("--endless", is_flag=True, help="Rows have no end; without --policy: --on-full sinks.")
+_ENDLESS = click.option(
+    "--endless", is_flag=True, help="Let sequences exceed the length limit; without --policy this is --overflow sinks."
+)
 _OTHERS = (
     click.option(
         "--policy",
         metavar="NAME(N,...)",
-        help=_table("What stays of a row [default: full].", cache_lib.policy_parser.POLICY_HELP),
+        help=_table("Tokens that the cache keeps [default: full]:", cache_lib.policy_parser.POLICY_HELP),
     ),
-    click.option("--rotate", metavar="write|read", help="When RoPE turns a key: stored [default], or each time read."),
     click.option(
-        "--on-full",
+        "--rope-at",
+        metavar="write|read",
+        help="Rotate RoPE keys when they are written or each time they are read [default: write].",
+    ),
+    click.option(
+        "--overflow",
         metavar="NAME",
-        help=_table("When a row or the pool is full [default: preempt].", cache_lib.config.OVERFLOW_MODES),
+        help=_table(
+            "Action at a length limit L or when the pool is full [default: preempt]:", cache_lib.config.OVERFLOW_MODES
+        ),
     ),
-    click.option("--watermark", type=float, help="Share of the blocks that an admission leaves free [default: 0]."),
-    click.option("--spill-dir", metavar="FOLDER", help="Where the others lie [default: the user's cache folder]."),
     click.option(
-        "--spill-ram", type=SIZE, help="Host memory for spilled tokens, before any go to disk [default: 1GiB]."
+        "--watermark",
+        type=float,
+        help="Fraction of the blocks that stays free when a sequence is admitted [default: 0].",
+    ),
+    click.option(
+        "--offload-dir",
+        metavar="FOLDER",
+        help="Folder for offloaded tokens beyond --offload-ram [default: the user's cache folder].",
+    ),
+    click.option(
+        "--offload-ram",
+        type=SIZE,
+        help="Host memory for offloaded tokens; the rest is written to disk [default: 1GiB].",
     ),
 )
 
@@ -66,59 +82,64 @@ def policy_options(command: CommandT) -> CommandT:
 
 
 def short_policy_options(command: CommandT) -> CommandT:
-    """For a command whose rows all end: no --endless."""
+    """Add the policy options without --endless, for commands whose sequences all end."""
     for option in reversed(_OTHERS):
         command = option(command)
     return command
 
 
 def parse_policy_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What of them was said, as fields of CacheConfig.  ConfigError for a value that no model's cache could have."""
-    said = cache_lib.config.resolve_endless(
-        {name: value for name, value in explicit_options(options, FIELDS).items() if value is not False}
+    """Return the explicitly given policy options as CacheConfig fields.
+
+    Raises:
+        ConfigError: If a value is invalid for every model.
+        UsageError: If an offload option is given without offloading.
+    """
+    fields = cache_lib.config.resolve_endless(
+        {name: value for name, value in explicit_options(options, POLICY_OPTIONS).items() if value is not False}
     )
-    CacheConfig(max_seq_len=1, **said)
-    unread = [name for name in ("spill_ram", "spill_dir") if name in said]
-    if unread and said.get("on_full") != "spill" and "spilled(" not in said.get("policy", ""):
-        flag = f"--{unread[0].replace('_', '-')}"
-        raise UsageError(f"{flag}: nothing is spilled", "--on-full spill, or --policy 'spilled(N)', spills")
-    return said
+    CacheConfig(max_seq_len=1, **fields)
+    unused = [name for name in ("offload_ram", "offload_dir") if name in fields]
+    if unused and fields.get("overflow") != "offload" and "offload(" not in fields.get("policy", ""):
+        flag = f"--{unused[0].replace('_', '-')}"
+        raise UsageError(f"{flag}: nothing is offloaded", "add --overflow offload or --policy 'offload(N)'")
+    return fields
 
 
-# ---------------------------------------------------------------- what was done
+# ---------------------------------------------------------------- limits and evictions
 
 
 def describe_limit(llm: LLM, limit: cache_lib.config.LengthLimit | None) -> str:
-    """Why a text ended, where it was neither the model's doing nor the caller's; "" where it was."""
+    """Describe the limit that ended a text; "" if the model or the caller ended it."""
     config, cache = llm.model.config, llm.engine.cache
-    more = "" if config.embedding.position is not None else "; --endless goes on without its oldest tokens"
+    more = "" if config.embedding.position is not None else "; --endless continues without the oldest tokens"
     if limit == "model":
         return (
             f"ended at the model's limit of {format_count(config.max_seq_len, 'token')}{'' if cache.endless else more}"
         )
     if limit == "cache":
-        return f"ended at the cache's limit of {format_count(cache.max_seq_len, 'token')} (--context)"
+        return f"ended at the cache's limit of {format_count(cache.max_seq_len, 'token')} (--max-seq-len)"
     return "ended because the cache ran out of blocks" if limit == "pool" else ""
 
 
 def describe_evicted(llm: LLM, length: int) -> str:
-    """What a row of ``length`` tokens has lost by the cache's policy, in words; "" for nothing."""
+    """Describe the tokens that the policy evicted from a sequence of ``length`` tokens; "" if none."""
     from kvad.config import attention_specs
 
-    cache, ledger, own = llm.engine.cache, llm.engine.kv_cache_manager, attention_specs(llm.model.config)
-    kept = [
+    cache, manager, specs = llm.engine.cache, llm.engine.kv_cache_manager, attention_specs(llm.model.config)
+    lossy_groups = [
         group
-        for group in ledger.token_groups
-        if group.eviction_policy or group.demotion_policy or group.spec != own[group.layers[0]]
+        for group in manager.token_groups
+        if group.eviction_policy or group.demotion_policy or group.spec != specs[group.layers[0]]
     ]
-    count = max((_lost(group, length) for group in kept), default=0)
+    count = max((_num_evicted(group, length) for group in lossy_groups), default=0)
     if not count:
         return ""
-    what = "stand in for themselves no more" if cache.resolved_policy.tiered else "are out of sight"
-    return f"{count:,} of {format_count(length, 'token')} {what}: {cache.policy}"
+    action = "were quantized or summarized" if cache.resolved_policy.tiered else "were evicted"
+    return f"{count:,} of {format_count(length, 'token')} {action}: {cache.policy}"
 
 
-def _lost(group: CacheGroup, length: int) -> int:
+def _num_evicted(group: CacheGroup, length: int) -> int:
     from kvad import cache as cache_lib
     from kvad.model_input import AttentionPattern
 
@@ -130,21 +151,30 @@ def _lost(group: CacheGroup, length: int) -> int:
         )
     if isinstance(group.demotion_policy, cache_lib.policy.TieredPolicy):
         policy = group.demotion_policy
-        moved = length // policy.interval * policy.interval - policy.recent - policy.num_sinks
-        return max(0, moved // group.block_size * group.block_size)
+        num_demoted = length // policy.interval * policy.interval - policy.recent - policy.num_sinks
+        return max(0, num_demoted // group.block_size * group.block_size)
     return max(0, AttentionPattern.from_spec(group.spec).first_visible(length) - group.spec.num_sinks)
 
 
-PREFIX_CACHE_SIZE_TYPE = ByteSize("a tier of no bytes holds nothing")
+PREFIX_CACHE_SIZE_TYPE = ByteSize("must be at least 1 byte")
 _OPTIONS = (
-    click.option("--tier", metavar="FOLDER", type=click.Path(path_type=Path), help="Keeps the prefix cache."),
-    click.option("--tier-bytes", type=PREFIX_CACHE_SIZE_TYPE, help="What it may hold [default: 4GiB]."),
     click.option(
-        "--tier-ram",
-        type=PREFIX_CACHE_SIZE_TYPE,
-        help="Host memory for blocks that the pool had to give up [default: none].",
+        "--prefix-cache-dir",
+        metavar="FOLDER",
+        type=click.Path(path_type=Path),
+        help="Folder of the prefix cache [default: pool only].",
     ),
-    click.option("--tier-replacement", metavar="lru|arc", help="Which of its blocks goes first [default: lru]."),
+    click.option(
+        "--prefix-cache-size", type=PREFIX_CACHE_SIZE_TYPE, help="Maximum size of that folder [default: 4GiB]."
+    ),
+    click.option(
+        "--prefix-cache-ram",
+        type=PREFIX_CACHE_SIZE_TYPE,
+        help="Host memory for blocks that the pool evicted [default: none].",
+    ),
+    click.option(
+        "--prefix-cache-eviction", metavar="lru|arc", help="Order in which its blocks are evicted [default: lru]."
+    ),
 )
 
 
@@ -155,9 +185,11 @@ def prefix_cache_options(command: CommandT) -> CommandT:
 
 
 def parse_prefix_cache_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What of them was said, as fields of CacheConfig."""
-    asked = explicit_options(options, ("tier", "tier_bytes", "tier_ram", "tier_replacement"))
-    return {**asked, "tier": os.fspath(asked["tier"])} if "tier" in asked else asked
+    """Return the explicitly given prefix cache options as CacheConfig fields."""
+    fields = explicit_options(options, PREFIX_CACHE_OPTIONS)
+    if "prefix_cache_dir" in fields:
+        fields["prefix_cache_dir"] = os.fspath(fields["prefix_cache_dir"])
+    return fields
 
 
 # ---------------------------------------------------------------- statistics
@@ -165,35 +197,34 @@ def parse_prefix_cache_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PrefixCacheUse:
-    """Tokens of hits by place, admissions that ended early by reason, bytes copied out of and into the pool, all since
-    the model was loaded; and what the tiers hold now.  ``off``: why the folder is no longer written to, or read."""
+    """Use of the prefix cache since the model was loaded, and its contents now."""
 
-    pool_tokens: int
-    ram_tokens: int
-    disk_tokens: int
-    misses: Mapping[str, int]
-    out_bytes: int
-    into_bytes: int
-    ram_bytes: int
+    pool_tokens: int  # tokens found in the pool
+    ram_tokens: int  # tokens loaded from RAM
+    disk_tokens: int  # tokens loaded from disk
+    misses: Mapping[str, int]  # reason -> lookups that ended early for it
+    out_bytes: int  # copied out of the pool
+    into_bytes: int  # copied into the pool
+    ram_bytes: int  # stored in RAM now
     ram_blocks: int
-    ram_compressed: int
-    disk_bytes: int
+    ram_compressed: int  # of these, compressed blocks
+    disk_bytes: int  # stored on disk now
     disk_blocks: int
-    disk_limit: int
-    pinned: int
-    evictions: int
-    failures: int
-    late: int
-    off: str
+    disk_limit: int  # bytes
+    pinned: int  # blocks of pinned prefixes
+    evictions: int  # blocks evicted from RAM and disk
+    failures: int  # failed disk operations
+    late: int  # blocks that were not written because the queue was full
+    off: str  # reason why the folder is no longer used, or ""
 
 
 def prefix_cache_use(llm: LLM) -> PrefixCacheUse | None:
-    """None: the cache has no tiers."""
-    tiers, deposits = llm.engine.block_store, llm.engine.kv_cache_manager.prefix_offload
-    if tiers is None or deposits is None:
+    """Return the use of the prefix cache; None if blocks are stored in the pool only."""
+    block_store, prefix_offload = llm.engine.block_store, llm.engine.kv_cache_manager.prefix_offload
+    if block_store is None or prefix_offload is None:
         return None
-    stats, tokens = tiers.stats(), deposits.hits.tokens
-    misses = Counter(deposits.hits.misses)
+    stats, tokens = block_store.stats(), prefix_offload.hits.tokens
+    misses = Counter(prefix_offload.hits.misses)
     return PrefixCacheUse(
         pool_tokens=llm.engine.kv_cache_manager.stats().hit_tokens - tokens["ram"] - tokens["disk"],
         ram_tokens=tokens["ram"],
@@ -218,19 +249,19 @@ def prefix_cache_use(llm: LLM) -> PrefixCacheUse | None:
 def prefix_cache_lines(use: PrefixCacheUse | None) -> list[Line]:
     if use is None:
         return []
-    reasons = ", ".join(f"{count} {why}" for why, count in sorted(use.misses.items())) or "none"
-    moved = f"{format_bytes(use.out_bytes)} out of the pool, {format_bytes(use.into_bytes)} into it"
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(use.misses.items())) or "none"
+    copied = f"{format_bytes(use.out_bytes)} out of the pool, {format_bytes(use.into_bytes)} into it"
     places = f"{use.ram_tokens:,} from RAM, {use.disk_tokens:,} from disk"
     lines = [
         ("hits", f"{format_count(use.pool_tokens, 'token')} from the pool, {places}; misses: {reasons}"),
-        ("moved", f"{moved}; {format_count(use.evictions, 'block')} evicted, {use.failures} failed, {use.late} late"),
+        ("copied", f"{copied}; {format_count(use.evictions, 'block')} evicted, {use.failures} failed, {use.late} late"),
     ]
     if use.ram_blocks:
-        held = f"{use.ram_compressed} packed, {format_bytes(use.ram_bytes)}"
-        lines.append(("tier RAM", f"{format_count(use.ram_blocks, 'block')}, {held}"))
+        contents = f"{use.ram_compressed} compressed, {format_bytes(use.ram_bytes)}"
+        lines.append(("prefix RAM", f"{format_count(use.ram_blocks, 'block')}, {contents}"))
     if use.disk_limit:
-        held = f"{use.pinned} pinned, {format_bytes(use.disk_bytes)} of {format_bytes(use.disk_limit)}"
-        lines.append(("tier disk", f"{format_count(use.disk_blocks, 'block')}, {held}"))
+        contents = f"{use.pinned} pinned, {format_bytes(use.disk_bytes)} of {format_bytes(use.disk_limit)}"
+        lines.append(("prefix disk", f"{format_count(use.disk_blocks, 'block')}, {contents}"))
     if use.off:
-        lines.append(("tier disk", f"off: {use.off}"))
+        lines.append(("prefix disk", f"off: {use.off}"))
     return lines

@@ -1,12 +1,10 @@
-"""Many lines through a model: read as they come, answered in batches of like length, printed in their own order.
+"""Line-by-line processing: lines are read in windows, batched by length and answered in input order.
 
-Lines are taken in windows that grow from 64 to 4,096: the first answers come soon, and later windows have lines enough
-to put those of like length together.  A pipe that pauses is not waited for: what has come is answered.  One invariant:
-every line of input gives one answer, in its place.  An empty line gives an empty one; a line that cannot be answered
-(too long, not UTF-8, numbers that are not finite) is told on stderr, gives an empty one too, and costs no other line
-its own.  The exit code is then 1.
-
-The commands themselves: ``translate.py``, ``encoding.py``.  No torch until a model is opened.
+Windows grow from 64 to 4,096 lines: the first answers come soon, and later windows have enough lines to batch those
+of similar length. If a pipe pauses, the lines read so far are answered. Invariant: every line of input gives one
+answer, in order. An empty line gives an empty answer. A line that cannot be answered (too long, not UTF-8, logits
+that are not finite) is reported on stderr and gives an empty answer; other lines are unaffected, and the exit code
+is 1. Used by ``commands/translate.py`` and ``commands/encode.py``. No torch until a model is loaded.
 """
 
 from __future__ import annotations
@@ -41,20 +39,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-WINDOW_SIZES = (64, 256, 1024, 4096)  # lines; the last again and again
-BATCH_LINES = 64  # lines that the engine is given at once: more than it seats, so that its seats stay taken
-READ_CHUNK = 1 << 17  # bytes of one reading
-POLL_SECONDS = 0.02  # seconds that a pipe may take to go on
+WINDOW_SIZES = (64, 256, 1024, 4096)  # lines; the last size repeats
+BATCH_LINES = 64  # lines per call of the engine
+READ_CHUNK = 1 << 17  # bytes per read
+POLL_SECONDS = 0.02  # seconds to wait for a pipe
 
 
 def line_options(command: Command) -> Command:
-    """The FILE argument and the options of every command that reads lines."""
+    """Add the FILE argument and the options of the commands that read lines."""
     options = [
         click.argument("file", required=False, metavar="[FILE|-]", type=click.Path(path_type=Path, allow_dash=True)),
         adapter_option,
-        click.option("--dtype", type=click.Choice(DTYPES), help="What to compute in [default: what is stored]."),
+        click.option("--dtype", type=click.Choice(DTYPES), help="Dtype of the computation [default: as stored]."),
         deterministic_option,
-        click.option("--quiet", is_flag=True, help="No progress on stderr."),
+        click.option("-q", "--quiet", is_flag=True, help="Show no progress on stderr."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line of input."),
     ]
     for option in reversed(options):
@@ -66,7 +64,7 @@ def line_options(command: Command) -> Command:
 
 
 def model_capabilities(config: ModelConfig) -> tuple[str, tuple[str, ...]]:
-    """What a model is, and the commands that serve it."""
+    """Return the kind of a model and the commands that accept it."""
     from kvad.config import ClassificationHeadConfig, LanguageHeadConfig
 
     if config.kind == "decoder":
@@ -74,7 +72,7 @@ def model_capabilities(config: ModelConfig) -> tuple[str, tuple[str, ...]]:
     if config.kind == "encoder-decoder":
         return "an encoder-decoder", ("translate", "embed")
     if isinstance(config.head, LanguageHeadConfig):
-        return "an encoder that fills masks", ("fill", "embed")
+        return "an encoder that predicts masked tokens", ("fill-mask", "embed")
     if isinstance(config.head, ClassificationHeadConfig):
         tokens = config.head.level == "token"
         return f"an encoder that labels {'tokens' if tokens else 'texts'}", ("tag" if tokens else "classify", "embed")
@@ -82,20 +80,24 @@ def model_capabilities(config: ModelConfig) -> tuple[str, tuple[str, ...]]:
 
 
 def open_for_command(model: Path, command: str) -> CheckpointHandle:
-    """A checkpoint, without its weights.  RequestError, with what it can do, for one that ``command`` is not for."""
+    """Open a checkpoint without loading weights.
+
+    Raises:
+        RequestError: If ``command`` does not accept this kind of model.
+    """
     from kvad.checkpoint import open_checkpoint
 
-    opened = open_checkpoint(model)
-    kind, can = model_capabilities(opened.config)
-    if command not in can:
-        others = ", ".join(f"kvad {name}" for name in can)
-        raise RequestError(f"{model} is {kind}: kvad {command} is not for it", f"it can: {others}")
-    return opened
+    handle = open_checkpoint(model)
+    kind, commands = model_capabilities(handle.config)
+    if command not in commands:
+        others = ", ".join(f"kvad {name}" for name in commands)
+        raise RequestError(f"{model} is {kind}: kvad {command} does not accept it", f"use {others}")
+    return handle
 
 
 def require_tokenizer(llm: LLM) -> Tokenizer:
     if llm.tokenizer is None:
-        raise RequestError("this model came without a tokenizer: it cannot read lines")
+        raise RequestError("the model has no tokenizer, so it cannot read lines")
     return llm.tokenizer
 
 
@@ -103,52 +105,56 @@ def require_tokenizer(llm: LLM) -> Tokenizer:
 
 
 class LineSource:
-    """The lines of a file, or of standard input (None), as bytes without their ends.  ``total``: bytes, where known."""
+    """Lines of a file, or of standard input, as bytes without line ends.
+
+    Attributes:
+        total: Size of the file in bytes; None for standard input.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._path = None if path is None or str(path) == "-" else path
         self._file: BinaryIO = sys.stdin.buffer if self._path is None else self._path.open("rb")
         self.total = None if self._path is None else os.fstat(self._file.fileno()).st_size
-        self._whole: deque[bytes] = deque()
-        self._rest: list[bytes] = []  # of the last line, whose end has not come
+        self._lines: deque[bytes] = deque()
+        self._rest: list[bytes] = []  # parts of the last line, which is not complete
         self._ended = False
 
-    def take(self, most: int) -> list[bytes]:
-        """Up to ``most`` lines: at least one unless all have been taken, and no more than come without waiting."""
-        while not self._whole and not self._ended:
+    def take(self, max_lines: int) -> list[bytes]:
+        """Return up to ``max_lines`` lines without waiting; at least one unless the input has ended."""
+        while not self._lines and not self._ended:
             self._read()
-        while len(self._whole) < most and not self._ended and self._goes_on():
+        while len(self._lines) < max_lines and not self._ended and self._can_read():
             self._read()
-        return [self._whole.popleft() for _ in range(min(most, len(self._whole)))]
+        return [self._lines.popleft() for _ in range(min(max_lines, len(self._lines)))]
 
     def _read(self) -> None:
-        piece = self._file.read1(READ_CHUNK) if hasattr(self._file, "read1") else self._file.read(READ_CHUNK)
-        if b"\n" in piece:
-            first, *others = piece.split(b"\n")
-            self._whole.append(b"".join([*self._rest, first]))
-            self._whole.extend(others[:-1])
+        data = self._file.read1(READ_CHUNK) if hasattr(self._file, "read1") else self._file.read(READ_CHUNK)
+        if b"\n" in data:
+            first, *others = data.split(b"\n")
+            self._lines.append(b"".join([*self._rest, first]))
+            self._lines.extend(others[:-1])
             self._rest = others[-1:]
         else:
-            self._rest.append(piece)
-        if not piece:
+            self._rest.append(data)
+        if not data:
             self._ended = True
             last = b"".join(self._rest)
-            self._whole.extend([last] if last else [])
+            self._lines.extend([last] if last else [])
 
-    def _goes_on(self) -> bool:
-        """Whether reading would not wait; what is no pipe or terminal never does."""
+    def _can_read(self) -> bool:
+        """True if a read would not block; a file never blocks."""
         if self._path is not None:
             return True
         try:
             return bool(select.select([self._file], [], [], POLL_SECONDS)[0])
-        except (OSError, ValueError):  # a test's bytes; a system that selects sockets only
+        except (OSError, ValueError):  # the bytes of a test, or a system that selects sockets only
             return True
 
     def __enter__(self) -> LineSource:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._path is not None:
             self._file.close()
@@ -159,63 +165,55 @@ class LineSource:
 
 @dataclass(frozen=True)
 class LineResult(Generic[T]):
-    """What became of a line: an answer, None for an empty line, or an error.
-
-    ``size``: its bytes, with its end.  ``note``: what the tokenizer had to say of it (pieces that became UNK), or "".
-    """
+    """Result of a line: an answer, None for an empty line, or an error."""
 
     number: int  # from 1
-    size: int
+    size: int  # bytes, including the line end
     answer: T | None = None
     error: str | None = None
-    note: str = ""
+    note: str = ""  # the tokenizer's warning (text that became UNK), or ""
 
 
 @dataclass(frozen=True)
 class LineTask(Generic[T]):
-    """``prepare``: a line's token ids, or a UsageError; ``ask``: the answers to many of them, in their order.
+    """Functions that encode, answer and format lines."""
 
-    ``plain`` and ``fields``: an answer (of the line of that number) as text, and as fields of a JSON object; ``plain``
-    None: only JSON is printed.
-    ``nothing``: the answer to an empty line.
-    """
-
-    prepare: Callable[[str], list[int]]
-    run: Callable[[list[list[int]]], Sequence[T]]
-    plain: Callable[[int, T], str] | None
-    fields: Callable[[T], Mapping[str, object]]
-    empty: T
+    prepare: Callable[[str], list[int]]  # line -> token ids; raises UsageError
+    run: Callable[[list[list[int]]], Sequence[T]]  # token ids of lines -> their answers
+    plain: Callable[[int, T], str] | None  # line number, answer -> text; None prints only JSON
+    fields: Callable[[T], Mapping[str, object]]  # answer -> fields of a JSON object
+    empty: T  # answer to an empty line
 
 
 def answer_lines(lines: LineSource, task: LineTask[T]) -> Iterator[LineResult[T]]:
-    """Every line's answer in the order of the lines, as soon as those before it have theirs.
+    """Yield the results in the order of the lines, each as soon as all earlier ones are available.
 
-    A UsageError of ``ask`` is nobody's line: it ends everything.
+    A UsageError of ``task.run`` does not belong to a line and is raised.
     """
     sizes = iter(WINDOW_SIZES)
     window, number = next(sizes), 1
-    while taken := lines.take(window):
-        yield from _answer_window(_Window(number, taken), task)
-        number += len(taken)
+    while batch := lines.take(window):
+        yield from _answer_window(_Window(number, batch), task)
+        number += len(batch)
         window = next(sizes, WINDOW_SIZES[-1])
 
 
 @dataclass
 class _Window(Generic[T]):
-    """Consecutive lines and what is known of them."""
+    """Consecutive lines with their token ids and results."""
 
     first: int
     raw: list[bytes]
     ids: dict[int, list[int]] = field(default_factory=dict)
     notes: dict[int, str] = field(default_factory=dict)
-    done: dict[int, LineResult[T]] = field(default_factory=dict)
+    results: dict[int, LineResult[T]] = field(default_factory=dict)
 
     def end(self, number: int, answer: T | None = None, error: str | None = None) -> None:
         size, note = len(self.raw[number - self.first]) + 1, self.notes.get(number, "")
-        self.done[number] = LineResult(number, size, answer, error, note)
+        self.results[number] = LineResult(number, size, answer, error, note)
 
     def batches(self) -> list[list[int]]:
-        """Numbers of lines of like length; the batch with the earliest line first."""
+        """Group line numbers by similar length; the batch with the earliest line comes first."""
         order = sorted(self.ids, key=lambda number: (len(self.ids[number]), number))
         return sorted((order[i : i + BATCH_LINES] for i in range(0, len(order), BATCH_LINES)), key=min)
 
@@ -227,21 +225,21 @@ def _answer_window(window: _Window[T], task: LineTask[T]) -> Iterator[LineResult
             if not text.strip():
                 window.end(number)
                 continue
-            with redirect_stderr(StringIO()) as said:  # where a tokenizer tells what became UNK, line after line
+            with redirect_stderr(StringIO()) as warnings:  # a tokenizer prints there what became UNK
                 window.ids[number] = task.prepare(text)
-            window.notes[number] = said.getvalue().strip()
+            window.notes[number] = warnings.getvalue().strip()
         except UsageError as error:
             window.end(number, error=error.message)
     following = window.first
     for batch in [[], *window.batches()]:
-        _ask(window, batch, task)
-        while following in window.done:
-            yield window.done.pop(following)
+        _run_batch(window, batch, task)
+        while following in window.results:
+            yield window.results.pop(following)
             following += 1
 
 
-def _ask(window: _Window[T], batch: list[int], task: LineTask[T]) -> None:
-    """Answer lines together; if one of them fails in the engine, each alone."""
+def _run_batch(window: _Window[T], batch: list[int], task: LineTask[T]) -> None:
+    """Answer lines together; if the engine fails, answer each alone."""
     try:
         answers = task.run([window.ids[number] for number in batch]) if batch else []
         for number, answer in zip(batch, answers, strict=True):
@@ -251,11 +249,11 @@ def _ask(window: _Window[T], batch: list[int], task: LineTask[T]) -> None:
             window.end(batch[0], error=error.message)
             return
         for number in batch:
-            _ask(window, [number], task)
+            _run_batch(window, [number], task)
 
 
 def _decode(raw: bytes, number: int) -> str:
-    """Without a mark of the byte order, and without the first half of a Windows line's end."""
+    """Decode a line without its byte order mark and the CR of a Windows line end."""
     raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
     try:
         return raw.removesuffix(b"\r").decode("utf-8")
@@ -267,7 +265,7 @@ def _decode(raw: bytes, number: int) -> str:
 
 
 def printer(task: LineTask[T], *, as_json: bool) -> Callable[[LineResult[T]], None]:
-    """Prints an answer to stdout: a line of text, or a JSON object."""
+    """Create a function that prints an answer to stdout, as text or as a JSON object."""
 
     def show(line: LineResult[T]) -> None:
         answer = task.empty if line.answer is None else line.answer
@@ -284,60 +282,60 @@ def printer(task: LineTask[T], *, as_json: bool) -> Callable[[LineResult[T]], No
 def print_answers(
     answers: Iterable[LineResult[T]], show: Callable[[LineResult[T]], None], lines: LineSource, *, quiet: bool
 ) -> int:
-    """Show each answer as it comes, and on stderr what failed; how many lines did.
+    """Show each answer as it is available, and failures on stderr; return the number of failed lines.
 
-    Of the tokenizer's notes the first is told, and how many more there were.
+    The first warning of the tokenizer is printed, and the number of the others.
     """
-    number = failed = noted = 0
+    number = failed = num_warnings = 0
     try:
         with _progress(lines.total, quiet) as progress:
             for line in answers:
                 show(line)
                 number = line.number
-                noted += bool(line.note)
-                if line.note and noted == 1:
-                    progress.say(f"kvad: line {number}: {line.note.removeprefix('kvad: ')}")
+                num_warnings += bool(line.note)
+                if line.note and num_warnings == 1:
+                    progress.write(f"kvad: line {number}: {line.note.removeprefix('kvad: ')}")
                 if line.error is not None:
                     failed += 1
-                    progress.say(f"kvad: line {number}: {line.error}")
+                    progress.write(f"kvad: line {number}: {line.error}")
                 progress.advance(number, line.size)
     except KeyboardInterrupt:
         click.echo(f"kvad: interrupted after {format_count(number, 'line')}", err=True)
         raise
-    if noted > 1:
-        click.echo(f"kvad: likewise in {format_count(noted - 1, 'other line')}", err=True)
+    if num_warnings > 1:
+        click.echo(f"kvad: the same in {format_count(num_warnings - 1, 'other line')}", err=True)
     if failed:
         click.echo(f"kvad: {failed:,} of {format_count(number, 'line')} failed", err=True)
     return failed
 
 
 class _NoProgress:
-    """No bar."""
+    """Progress without a bar."""
 
     def advance(self, number: int, size: int) -> None:
-        """``number`` lines are done, the last of them of ``size`` bytes."""
+        """Report that ``number`` lines are done, the last with ``size`` bytes."""
 
-    def say(self, text: str) -> None:
+    def write(self, text: str) -> None:
         click.echo(text, err=True)
 
 
 class _ProgressBar(_NoProgress):
-    """What is said stays above the bar."""
+    """Progress bar on stderr; text is written above it."""
 
     def __init__(self, bar: Progress, total: int | None) -> None:
-        self._bar, self._task, self._began = bar, bar.add_task("0 lines", total=total), time.monotonic()
+        self._bar, self._task, self._start = bar, bar.add_task("0 lines", total=total), time.monotonic()
 
     def advance(self, number: int, size: int) -> None:
-        rate = number / max(1e-3, time.monotonic() - self._began)
+        rate = number / max(1e-3, time.monotonic() - self._start)
         self._bar.update(self._task, advance=size, description=f"{format_count(number, 'line')}, {rate:,.1f} lines/s")
 
-    def say(self, text: str) -> None:
+    def write(self, text: str) -> None:
         self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def _progress(total: int | None, quiet: bool) -> Iterator[_NoProgress]:
-    """A bar on stderr where that is a terminal; not where the answers themselves scroll by."""
+    """Show a bar if stderr is a terminal and stdout is not."""
     if quiet or not sys.stderr.isatty() or sys.stdout.isatty():
         yield _NoProgress()
         return

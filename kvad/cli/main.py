@@ -1,12 +1,10 @@
-"""``kvad``: the table of commands, and what every command does with errors.
+"""Entry point of ``kvad``: the table of commands, error reporting and exit codes.
 
-A command's module is imported when that command runs, completes or is asked for its help, never for ``kvad --help``;
-so the list is instant, and a broken command takes no other one down.  Nothing here imports torch.
+The module of a command is imported when the command runs, completes or shows its help, never for ``kvad --help``:
+the list is printed at once, and a command that cannot be imported does not affect the others. No torch.
 
-Exit codes: 0 done; 1 failed while running, or a check that says no; 2 the input cannot be right (nothing was
-changed); 130 Ctrl-C; 141 the reader of our output went away.
-
-``kvad completion SHELL``: prints the script that lets a shell complete kvad's commands and options.
+Exit codes: 0 success; 1 failure while running, or a failed check; 2 invalid input (nothing was changed);
+130 Ctrl-C; 141 the reader of the output closed the pipe.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from click.shell_completion import CompletionItem, get_completion_class, shell_c
 
 from kvad import __version__
 from kvad.cli.options import normalize_metavars
-from kvad.errors import KvadError, suggest
+from kvad.errors import KvadError, UsageError, suggest
 
 COMPLETE_VARIABLE = "_KVAD_COMPLETE"
 
@@ -47,37 +45,71 @@ def completion(ctx: click.Context, shell: str) -> None:
     click.echo(script(ctx.find_root().command, {}, "kvad", COMPLETE_VARIABLE).source())
 
 
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {  # title -> name -> ("module:attribute", one line of help)
+    "Run": {
+        "demo": (
+            "kvad.cli.commands.demo:demo_command",
+            "Train a small model on this machine, generate from it and verify its cache.",
+        ),
+        "generate": ("kvad.cli.commands.generate:generate_command", "Continue prompts."),
+        "chat": ("kvad.cli.commands.chat:chat_command", "Chat with a model."),
+        "translate": ("kvad.cli.commands.translate:translate_command", "Translate lines of text."),
+        "embed": ("kvad.cli.commands.encode:embed_command", "Compute a vector for each line."),
+        "classify": ("kvad.cli.commands.encode:classify_command", "Assign a label to each line."),
+        "tag": ("kvad.cli.commands.encode:tag_command", "Assign a label to each word."),
+        "fill-mask": ("kvad.cli.commands.encode:fill_mask_command", "Predict masked tokens."),
+    },
+    "Train": {
+        "train": ("kvad.cli.commands.train:train_command", "Train a model."),
+        "data": ("kvad.cli.commands.data:data_group", "Create, prepare and check training data."),
+        "eval": ("kvad.cli.commands.eval:eval_command", "Evaluate a model on text, pairs or labels."),
+        "compare": ("kvad.cli.commands.runs:compare_command", "Compare training runs."),
+        "plot": ("kvad.cli.commands.runs:plot_command", "Plot JSON lines."),
+    },
+    "Cache": {
+        "plan": ("kvad.cli.commands.plan:plan_command", "Estimate memory without loading a model."),
+        "verify": (
+            "kvad.cli.commands.verify:verify_command",
+            "Compare every cache configuration with the uncached model.",
+        ),
+        "bench": ("kvad.cli.commands.bench:bench_group", "Measure the speed and the quality of the cache."),
+        "session": ("kvad.cli.commands.session:session_group", "Save and restore the cache of a text."),
+        "prefix": ("kvad.cli.commands.session:prefix_group", "Pin prefixes in the prefix cache."),
+    },
+    "Models": {
+        "import": ("kvad.cli.commands.convert:import_command", "Convert a Hugging Face model to kvad's layout."),
+        "export": ("kvad.cli.commands.convert:export_command", "Convert a checkpoint to Hugging Face's layout."),
+        "merge": ("kvad.cli.commands.convert:merge_command", "Merge an adapter into its base model."),
+    },
+    "Inspect": {
+        "inspect": (
+            "kvad.cli.commands.inspect:inspect_command",
+            "Show the contents, the architecture or the attention of a model.",
+        ),
+        "tokenize": ("kvad.cli.commands.tokenize:tokenize_command", "Show the tokens of a text."),
+        "chat-template": (
+            "kvad.cli.commands.tokenize:chat_template_command",
+            "Show the prompt that a chat template renders.",
+        ),
+        "doctor": (
+            "kvad.cli.commands.doctor:doctor_command",
+            "Check a checkpoint or a cache directory for damage.",
+        ),
+    },
+}
+_COMPLETION_HELP = "Print the completion script of a shell."
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("kvad.cli.commands.demo:demo_command", "Train a small model here and now, and prove its cache."),
-    "corpus": ("kvad.cli.commands.data:create_group", "Make texts to train on that every machine can make."),
-    "data": ("kvad.cli.commands.data:data_group", "Prepare texts for training; prove what packing promises."),
-    "train": ("kvad.cli.commands.train:train_command", "Train a model on text files."),
-    "compare": (
-        "kvad.cli.commands.runs:compare_command",
-        "Hold training runs against each other: curves, and a table.",
-    ),
-    "eval": ("kvad.cli.commands.eval:eval_command", "How well does a model do on texts, pairs or labels?"),
-    "generate": ("kvad.cli.commands.generate:generate_command", "Continue a prompt."),
-    "chat": ("kvad.cli.commands.chat:chat_command", "Talk with a model."),
-    "session": ("kvad.cli.commands.session:session_group", "Save what the cache holds of a text; go on from it later."),
-    "translate": ("kvad.cli.commands.translate:translate_command", "Translate lines."),
-    "fill": ("kvad.cli.commands.encode:fill_mask_command", "Fill the masks of lines."),
-    "tag": ("kvad.cli.commands.encode:tag_command", "Label the words of lines."),
-    "classify": ("kvad.cli.commands.encode:classify_command", "Label lines."),
-    "embed": ("kvad.cli.commands.encode:embed_command", "A vector for every line."),
-    "tokenize": ("kvad.cli.commands.tokenize:tokenize_command", "Show the tokens of a text."),
-    "render": ("kvad.cli.commands.tokenize:chat_template_command", "Show the exact prompt of a chat, and its tokens."),
-    "import": ("kvad.cli.commands.convert:import_command", "Make kvad's own checkpoint of a Hugging Face model."),
-    "export": ("kvad.cli.commands.convert:export_command", "Make a Hugging Face folder of a checkpoint."),
-    "merge": ("kvad.cli.commands.convert:merge_command", "Add an adapter (LoRA) to the weights that it stands beside."),
-    "plan": ("kvad.cli.commands.plan:plan_command", "How much memory will it take? Nothing is loaded."),
-    "verify": ("kvad.cli.commands.verify:verify_command", "Prove that the cache changes nothing."),
-    "bench": ("kvad.cli.commands.bench:bench_group", "Time a cache, and measure what one that forgets costs."),
-    "prefix": ("kvad.cli.commands.session:prefix_group", "Compute once what many requests begin with, and keep it."),
-    "inspect": ("kvad.cli.commands.inspect:inspect_command", "What is in a checkpoint; draw its attention."),
-    "doctor": ("kvad.cli.commands.doctor:doctor_command", "Look a checkpoint, or a cache's folder, over: is it whole?"),
-    "plot": ("kvad.cli.commands.runs:plot_command", "Draw figures from JSON lines."),
-    "completion": ("kvad.cli.main:completion", "Print the completion script of a shell."),
+    **{name: target for group in GROUPS.values() for name, target in group.items()},
+    "completion": ("kvad.cli.main:completion", _COMPLETION_HELP),
+}
+
+# Commands of other tools, with the kvad command that does the same.
+FOREIGN_COMMANDS = {
+    "run": "use kvad generate MODEL PROMPT, or kvad chat MODEL",
+    "pull": "name the hub model in any command, or use kvad import NAME to convert it",
+    "list": "use kvad inspect MODEL, or kvad plan --list-models",
+    "finetune": "use kvad train DATA --init MODEL --lora-rank RANK --out FOLDER",
+    "serve": "serving is not available yet; use kvad generate, kvad chat, or kvad.LLM in Python",
 }
 
 _EXTRAS = {"matplotlib": "plot", "transformers": "oracle", "sacrebleu": "eval", "tensorboard": "tensorboard"}
@@ -97,9 +129,9 @@ _OS_ERRORS = {
 
 @dataclass
 class CliState:
-    """What the whole invocation knows."""
+    """State of one invocation."""
 
-    debug: bool = False
+    debug: bool = False  # show tracebacks
 
 
 def _set_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
@@ -121,7 +153,7 @@ def _debug_option(*, hidden: bool) -> click.Option:
 
 
 def _accept_debug(command: click.Command) -> click.Command:
-    """``kvad --debug train`` and ``kvad train --debug`` are the same."""
+    """Add --debug to a command: ``kvad --debug train`` equals ``kvad train --debug``."""
     if all(param.name != "debug" for param in command.params):
         command.params.append(_debug_option(hidden=True))
     if isinstance(command, click.Group):
@@ -131,20 +163,27 @@ def _accept_debug(command: click.Command) -> click.Command:
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are ``name -> ("package.module:attribute", one line of help)``."""
+    """Group of commands that are imported on first use.
 
-    def __init__(self, table: Mapping[str, tuple[str, str]], **settings: Any) -> None:
+    Attributes:
+        table: Command name to ("package.module:attribute", one line of help).
+        sections: Section title to the names that the help page lists under it.
+    """
+
+    def __init__(
+        self, table: Mapping[str, tuple[str, str]], sections: Mapping[str, Sequence[str]], **settings: Any
+    ) -> None:
         super().__init__(**settings)
-        self.table = dict(table)
+        self.table, self.sections = dict(table), dict(sections)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.table)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command, imported now; None for an unknown name.
+        """Import a command; return None for an unknown name.
 
         Raises:
-            KvadError: the name is listed, but its module is not part of this installation.
+            KvadError: If the name is listed, but its module is not part of this installation.
         """
         if cmd_name not in self.table:
             return None
@@ -163,25 +202,36 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name not in self.table and not ctx.resilient_parsing:
-            raise click.UsageError(f"No such command {name!r}; {suggest(name, self.table)}", ctx)
+            if name in FOREIGN_COMMANDS:
+                raise UsageError(f"No such command {name!r}: {FOREIGN_COMMANDS[name]}")
+            close = suggest(name, self.table)
+            hint = f"; {close}" if close.startswith("did you mean") else ""
+            raise click.UsageError(f"No such command {name!r}{hint}", ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, short_help) for name, (_, short_help) in self.table.items()])
+        sections = {title: list(names) for title, names in self.sections.items()}
+        listed = {name for names in sections.values() for name in names} | {"completion"}  # named in the epilog
+        sections["Other"] = [name for name in self.table if name not in listed]
+        width = max(map(len, self.table))
+        for title, names in sections.items():
+            if names:
+                with formatter.section(title):
+                    formatter.write_dl([(name.ljust(width), self.table[name][1]) for name in names])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        found = [
+        items = [
             CompletionItem(name, help=text) for name, (_, text) in self.table.items() if name.startswith(incomplete)
         ]
-        return found or click.Command.shell_complete(self, ctx, incomplete)
+        return items or click.Command.shell_complete(self, ctx, incomplete)
 
 
 cli = LazyGroup(
     COMMANDS,
+    {title: tuple(group) for title, group in GROUPS.items()},
     name="kvad",
-    help="Train and run Transformers, with a KV cache that you can see, size, and make prove itself.",
-    epilog="Start with:  kvad demo",
+    help="Train and run Transformers. The KV cache can be inspected, planned in advance and verified.",
+    epilog=f"\b\nStart with:  kvad demo\nkvad completion SHELL:  {_COMPLETION_HELP}",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     params=[_debug_option(hidden=False)],
 )
@@ -189,7 +239,7 @@ click.version_option(__version__, prog_name="kvad", message="%(prog)s %(version)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``kvad argv`` and return the exit code; raises nothing but a command's own ``SystemExit``."""
+    """Run ``kvad argv`` and return the exit code; only a command's own ``SystemExit`` is raised."""
     if instruction := os.environ.get(COMPLETE_VARIABLE):
         return shell_complete(cli, {}, "kvad", COMPLETE_VARIABLE, instruction)
     session = CliState()
@@ -220,12 +270,12 @@ def _run(arguments: list[str], session: CliState) -> int:
         code = 0
     except click.exceptions.Exit as stop:  # --help, --version, ctx.exit(1)
         code = stop.exit_code
-    sys.stdout.flush()  # here, where a full disk or a closed pipe can still be reported
+    sys.stdout.flush()  # a full disk or a closed pipe can still be reported here
     return code
 
 
 def describe_error(error: Exception) -> tuple[str, str, int]:
-    """What the user reads of ``error`` (the message, and a hint or ""), and the exit code."""
+    """Return the message, the hint (or "") and the exit code for an error."""
     match error:
         case KvadError():
             return error.message, error.hint, error.exit_code
@@ -234,18 +284,18 @@ def describe_error(error: Exception) -> tuple[str, str, int]:
             return error.format_message(), hint, 2
         case click.ClickException():
             return error.format_message(), "", error.exit_code
-        case OSError(errno=int(number)) if number in _OS_ERRORS:
+        case OSError(errno=int(code)) if code in _OS_ERRORS:
             path = f"{error.filename}: " if error.filename else ""
-            return f"{path}{_OS_ERRORS[number]}", "", 2
+            return f"{path}{_OS_ERRORS[code]}", "", 2
         case ModuleNotFoundError(name=str(name)) if name.partition(".")[0] in _EXTRAS:
             package = name.partition(".")[0]
             return f"this needs {package}, which is not installed", f"pip install 'kvad[{_EXTRAS[package]}]'", 2
         case MemoryError():
-            return "out of memory", "kvad plan says what would fit", 1
+            return "out of memory", "kvad plan estimates what would fit", 1
     return f"this is a bug in kvad: {type(error).__name__}: {error}", "--debug shows the traceback", 1
 
 
 def _detach_output(stream: TextIO) -> None:
-    """Let what is still buffered for a reader that went away go nowhere, instead of failing again at exit."""
-    with suppress(OSError, ValueError):  # a test's stream has no descriptor
+    """Discard the buffered output of a closed pipe, so that exit does not fail again."""
+    with suppress(OSError, ValueError):  # the stream of a test has no descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

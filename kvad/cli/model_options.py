@@ -1,10 +1,7 @@
-"""What the commands that run a model share: opening it with a cache to order, Ctrl-C, and the text that it is given.
+"""Options of the commands that run a model: cache, dtype, adapter and sampling; prompt text and Ctrl-C.
 
-No torch until a model is opened.
-
-The sampling options of the command line: one flag per field of :class:`kvad.engine.scheduling.request.SamplingParams`.
-
-Ranges are checked before anything is loaded; what needs a tokenizer (bad words) is added afterwards.  No torch.
+There is one flag per field of :class:`~kvad.engine.scheduling.request.SamplingParams`. Ranges are checked before
+anything is loaded; bad words, which need a tokenizer, are added afterwards. No torch until a model is loaded.
 """
 
 from __future__ import annotations
@@ -37,21 +34,28 @@ if TYPE_CHECKING:
     from kvad.text import Tokenizer
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+LOAD_OPTIONS = (
+    "max_num_seqs", "layout", "block_size", "max_seq_len", "num_blocks", "swap_dir", "summarizer", "adapter"
+)  # fmt: skip
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 FORMAT_OPTIONS = (
     click.option(
         "--cache-dtype",
         metavar="FORMAT",
         type=FORMAT,
-        help=f"What is stored: {', '.join(cache.quantization.FORMATS)} [default: the model's].",
+        help=f"Format of keys and values: {', '.join(cache.quantization.FORMATS)} [default: the model's dtype].",
     ),
-    click.option("--cache-keys", metavar="FORMAT", type=FORMAT, help="The same, of keys alone."),
-    click.option("--cache-values", metavar="FORMAT", type=FORMAT, help="The same, of values alone."),
+    click.option(
+        "--cache-key-dtype", metavar="FORMAT", type=FORMAT, help="Format of the keys [default: --cache-dtype]."
+    ),
+    click.option(
+        "--cache-value-dtype", metavar="FORMAT", type=FORMAT, help="Format of the values [default: --cache-dtype]."
+    ),
 )
 
 
 deterministic_option = click.option(
-    "--deterministic", is_flag=True, help="The same bits alone and in any batch, on this machine (CPU; slower)."
+    "--deterministic", is_flag=True, help="Make results independent of the batch (CPU only, slower)."
 )
 
 
@@ -59,33 +63,41 @@ adapter_option = click.option(
     "--adapter",
     metavar="FOLDER",
     type=click.Path(path_type=Path),
-    help="A LoRA adapter, kvad's or PEFT's, merged into the weights.",
+    help="LoRA adapter, kvad's or PEFT's, to merge into the weights.",
 )
 
 
 def add_cache_options(command: CommandT) -> CommandT:
     options: list[Callable[[Any], Any]] = [
-        click.option("--rows", type=int, help="Live sequences of the cache [default: as many as asked for, up to 8]."),
-        click.option("--layout", type=click.Choice(["paged", "contiguous"]), help="[default: paged]"),
+        click.option(
+            "--max-num-seqs",
+            type=int,
+            help="Maximum number of sequences in the cache [default: as many as requested, up to 8].",
+        ),
+        click.option("--layout", type=click.Choice(["paged", "contiguous"]), help="Cache layout [default: paged]."),
         *FORMAT_OPTIONS,
-        click.option("--block-size", type=int, help="Slots of a block [default: 16]."),
-        click.option("--context", type=int, help="Tokens of the longest row [default: the model's limit]."),
-        click.option("--blocks", type=int, help="Blocks of the pool [default: for every row at its longest]."),
+        click.option("--block-size", type=int, help="Tokens per block [default: 16]."),
+        click.option(
+            "-c", "--max-seq-len", type=int, help="Maximum tokens of a sequence [default: the model's limit]."
+        ),
+        click.option(
+            "--num-blocks", type=int, help="Blocks of the pool [default: enough for all sequences at full length]."
+        ),
         swap_space_option,
         click.option(
-            "--park-dir",
+            "--swap-dir",
             metavar="FOLDER",
             type=click.Path(path_type=Path),
-            help="Where rows go for which that is too little.",
+            help="Folder for swapped sequences beyond --swap-space [default: none].",
         ),
         deterministic_option,
         policy_options,
         prefix_cache_options,
         click.option(
-            "--compressor",
+            "--summarizer",
             metavar="FOLDER",
             type=click.Path(path_type=Path),
-            help="What makes a hierarchy's summaries.",
+            help="Summarizer for a tiered policy with summaries.",
         ),
         adapter_option,
     ]
@@ -95,42 +107,37 @@ def add_cache_options(command: CommandT) -> CommandT:
 
 
 def format_options(command: CommandT) -> CommandT:
-    """In which formats keys and values are stored."""
+    """Add the options for the formats of keys and values."""
     for option in reversed(FORMAT_OPTIONS):
         command = option(command)
     return command
 
 
 def parse_format_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What of ``cache_dtype``, ``cache_keys``, ``cache_values`` was said."""
-    said = {name: options[name] for name in ("cache_dtype", "cache_keys", "cache_values")}
-    return {name: value for name, value in said.items() if value is not None}
+    """Return the explicitly given formats of keys and values."""
+    return explicit_options(options, ("cache_dtype", "cache_key_dtype", "cache_value_dtype"))
 
 
-def open_llm(model: Path, options: Mapping[str, Any], *, rows: int) -> LLM:
-    """Load a model with the cache that ``options`` ask for, of ``rows`` rows where they do not say.
+def open_llm(model: Path, options: Mapping[str, Any], *, max_num_seqs: int) -> LLM:
+    """Load a model with the cache that the options describe.
 
-    Raises CheckpointError, ConfigError or MemoryPlanError, each before the cache is allocated.
+    Args:
+        model: The checkpoint.
+        options: Values of :func:`add_cache_options`.
+        max_num_seqs: Number of sequences if the options do not set it.
+
+    Raises:
+        CheckpointError, ConfigError, MemoryPlanError: Each before the cache is allocated.
     """
     from kvad.llm import LLM
 
-    asked = {
-        "rows": options["rows"] if options["rows"] is not None else rows,
-        "layout": options["layout"],
-        "block_size": options["block_size"],
-        "capacity": options["context"],
-        "blocks": options["blocks"],
-        "park_dir": options["park_dir"],
-        "compressor": options["compressor"],
-        "adapter": options["adapter"],
-    }
-    fields = {name: value for name, value in asked.items() if value is not None}
-    chosen = {**parse_format_options(options), **parse_policy_options(options), **parse_prefix_cache_options(options)}
-    return LLM.load(model, deterministic=options["deterministic"], **chosen, **fields)
+    fields = {"max_num_seqs": max_num_seqs, **explicit_options(options, LOAD_OPTIONS)}
+    fields |= {**parse_format_options(options), **parse_policy_options(options), **parse_prefix_cache_options(options)}
+    return LLM.load(model, deterministic=options["deterministic"], **fields)
 
 
 def read_stdin() -> str:
-    """All of standard input, as it is.  DataError names the first byte that is not UTF-8."""
+    """Read standard input unchanged; DataError names the first byte that is not UTF-8."""
     raw = sys.stdin.buffer.read()
     try:
         return raw.decode("utf-8")
@@ -139,9 +146,13 @@ def read_stdin() -> str:
 
 
 def read_prompt_text(prompt: str | None, file: Path | None) -> str:
-    """The text of --prompt, or of its --file; - is standard input, and "" what nobody said.  DataError: not UTF-8."""
+    """Return the text of --prompt or --file ("-" reads standard input); "" without either.
+
+    Raises:
+        DataError: If the text is not UTF-8.
+    """
     if prompt is not None and file is not None:
-        raise click.UsageError("--prompt and --file both given: one of them is the text.")
+        raise click.UsageError("--prompt and --file exclude each other: give one of them.")
     if prompt == "-" or str(file) == "-":
         return read_stdin()
     if file is None:
@@ -153,60 +164,66 @@ def read_prompt_text(prompt: str | None, file: Path | None) -> str:
 
 
 class InterruptFlag:
-    """``with Interrupt() as stop``: the first Ctrl-C sets ``stop.asked``, so that a step in flight ends well; a second
-    one raises KeyboardInterrupt.  In a thread that gets no signals it does nothing."""
+    """Flag that the first Ctrl-C sets, so that the current step can finish; the second raises KeyboardInterrupt.
+
+    Use it as ``with InterruptFlag() as stop`` and read ``stop.requested``. Outside the main thread it does nothing.
+    """
 
     def __init__(self) -> None:
         self.requested = False
-        self._before: Any = None
+        self._previous: Any = None
 
     def __enter__(self) -> InterruptFlag:
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._note)
+            self._previous = signal.signal(signal.SIGINT, self._set)
         return self
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _set(self, signum: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
 
 
-MAX_TOKENS = 128  # where neither the caller nor the checkpoint says
+MAX_TOKENS = 128  # default of --max-tokens if the checkpoint has none
 
 
 _NUMBERS: tuple[tuple[str, type, str], ...] = (
-    ("--temperature", float, "0 is greedy [default: 1]."),
-    ("--top-k", int, "Keep the K likeliest tokens [default: 0, all]."),
-    ("--top-p", float, "Keep the fewest tokens whose probabilities reach P [default: 1]."),
-    ("--min-p", float, "Keep tokens of at least P times the likeliest one's probability [default: 0]."),
-    ("--typical-p", float, "Keep the tokens of the most typical surprise, up to mass P [default: 1]."),
-    ("--repetition-penalty", float, "Above 1: tokens of prompt and output are less likely [default: 1]."),
-    ("--presence-penalty", float, "Subtracted from the logits of tokens of the output, once [default: 0]."),
-    ("--frequency-penalty", float, "The same, once per occurrence [default: 0]."),
-    ("--min-tokens", int, "No end before so many tokens [default: 0]."),
-    ("--no-repeat-ngram", int, "No sequence of N tokens comes twice [default: 0, off]."),
-    ("--beams", int, "Search with so many beams instead of sampling [default: 1]."),
-    ("--length-penalty", float, "Beams: scores are divided by length ** A [default: 1]."),
-    ("--seed", int, "The same seed gives the same text, whoever else is in the batch [default: 0]."),
+    ("-t/--temperature", float, "Sampling temperature; 0 is greedy [default: 1]."),
+    ("--top-k", int, "Sample from the K most likely tokens; 0 is off [default: 0]."),
+    ("--top-p", float, "Sample from the most likely tokens that together reach probability P [default: 1]."),
+    ("--min-p", float, "Drop tokens below P times the highest probability [default: 0]."),
+    ("--typical-p", float, "Sample from the tokens of most typical information, up to probability P [default: 1]."),
+    ("--repetition-penalty", float, "Above 1, make tokens of prompt and output less likely [default: 1]."),
+    ("--presence-penalty", float, "Subtract X from the logits of tokens that the output contains [default: 0]."),
+    ("--frequency-penalty", float, "Subtract X per occurrence in the output [default: 0]."),
+    ("--min-tokens", int, "Minimum number of new tokens [default: 0]."),
+    ("--no-repeat-ngram-size", int, "Never repeat a sequence of N tokens; 0 is off [default: 0]."),
+    ("--num-beams", int, "Beams of a beam search; 1 is sampling [default: 1]."),
+    ("--length-penalty", float, "Divide beam scores by length ** X [default: 1]."),
+    ("-s/--seed", int, "Seed of the samples, independent of the batch [default: 0]."),
 )
-_FIELDS = tuple(flag.removeprefix("--").replace("-", "_") for flag, _, _ in _NUMBERS)
+_FIELDS = tuple(flag.rpartition("--")[2].replace("-", "_") for flag, _, _ in _NUMBERS)
 
 
 def sampling_options(command: CommandT) -> CommandT:
-    """All of them but ``--n`` and the log-probabilities, which only ``kvad generate`` has."""
+    """Add the sampling options except ``--n`` and the log-probabilities, which only ``kvad generate`` has."""
     options = [
-        click.option("--max-tokens", type=int, help="New tokens, at most [default: 128; --endless: no end]."),
-        *(click.option(flag, type=kind, help=text) for flag, kind, text in _NUMBERS),
+        click.option(
+            "-n", "--max-tokens", type=int, help="Maximum number of new tokens [default: 128; none with --endless]."
+        ),
+        *(click.option(*flag.split("/"), type=kind, help=text) for flag, kind, text in _NUMBERS),
         click.option("--logit-bias", multiple=True, metavar="ID=V", help="Add V to the logit of token ID. Repeatable."),
-        click.option("--bad-word", multiple=True, metavar="TEXT", help="Never complete TEXT, or it after a space."),
-        click.option("--stop", multiple=True, metavar="TEXT", help="End before TEXT. Repeatable."),
-        click.option("--ignore-eos", is_flag=True, help="Go on past the token that ends a document."),
+        click.option(
+            "--bad-word", multiple=True, metavar="TEXT", help="Never generate TEXT, also after a space. Repeatable."
+        ),
+        click.option("--stop", multiple=True, metavar="TEXT", help="Stop before TEXT. Repeatable."),
+        click.option("--ignore-eos", is_flag=True, help="Continue after end tokens."),
     ]
     for option in reversed(options):
         command = option(command)
@@ -214,40 +231,52 @@ def sampling_options(command: CommandT) -> CommandT:
 
 
 def parse_sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What was given, by the names of :class:`Sampling`; the rest is the checkpoint's to say.
+    """Return the explicitly given sampling options as SamplingParams fields.
 
-    RequestError for a value out of range.
+    Raises:
+        RequestError: If a value is out of range.
     """
     names = (*_FIELDS, "max_tokens", "n", "logprobs", "prompt_logprobs")
-    several = {"logit_bias": _biases(options["logit_bias"]), "stop": tuple(options["stop"])}
-    several["ignore_eos"] = options["ignore_eos"]
-    asked = {**explicit_options(options, names), **{name: value for name, value in several.items() if value}}
-    check_sampling_ranges({"max_tokens": MAX_TOKENS, **asked})
-    return asked
+    collections: dict[str, Any] = {"logit_bias": _biases(options["logit_bias"]), "stop": tuple(options["stop"])}
+    collections["ignore_eos"] = options["ignore_eos"]
+    fields = {**explicit_options(options, names), **{name: value for name, value in collections.items() if value}}
+    check_sampling_ranges({"max_tokens": MAX_TOKENS, **fields})
+    return fields
 
 
-def check_sampling_ranges(asked: Mapping[str, Any]) -> None:
-    """RequestError for a value out of range, before anything is opened.  What is said of a search without --beams may
-    be for the checkpoint's own search: whether it has one is found when it is opened."""
+def check_sampling_ranges(fields: Mapping[str, Any]) -> None:
+    """Check the ranges of sampling options before anything is loaded.
+
+    Beam options without --num-beams may belong to the checkpoint's own beam search; only their ranges are checked.
+
+    Raises:
+        RequestError: If a value is out of range.
+    """
     from kvad.engine import scheduling
     from kvad.engine.scheduling import SamplingParams
 
-    of_beams = {} if "beams" in asked else explicit_options(asked, scheduling.request.BEAM_ONLY_FIELDS)
-    SamplingParams.from_options(beams=2, **of_beams)
-    SamplingParams.from_options(**{name: value for name, value in asked.items() if name not in of_beams})
+    beam_fields = {} if "num_beams" in fields else explicit_options(fields, scheduling.request.BEAM_ONLY_FIELDS)
+    SamplingParams.from_options(num_beams=2, **beam_fields)
+    SamplingParams.from_options(**{name: value for name, value in fields.items() if name not in beam_fields})
 
 
 def resolve_sampling_options(
-    llm: LLM, asked: Mapping[str, Any], words: Sequence[str], *, endless: bool = False
+    llm: LLM, fields: Mapping[str, Any], bad_words: Sequence[str], *, endless: bool = False
 ) -> SamplingParams:
-    """The options over the checkpoint's own defaults, with the bad words as this tokenizer spells them.  ``endless``:
-    what is not said of the length is no length."""
-    chosen = llm.sampling_params(**asked)
-    if endless and "max_tokens" not in asked:
-        chosen = replace(chosen, max_tokens=None)
-    elif chosen.max_tokens is None:
-        chosen = replace(chosen, max_tokens=MAX_TOKENS)
-    return _with_bad_words(chosen, words, llm.tokenizer)
+    """Merge the options with the defaults of the checkpoint.
+
+    Args:
+        llm: The loaded model.
+        fields: Explicitly given SamplingParams fields.
+        bad_words: Texts that must not be generated.
+        endless: Without --max-tokens, generation has no maximum length.
+    """
+    params = llm.sampling_params(**fields)
+    if endless and "max_tokens" not in fields:
+        params = replace(params, max_tokens=None)
+    elif params.max_tokens is None:
+        params = replace(params, max_tokens=MAX_TOKENS)
+    return _with_bad_words(params, bad_words, llm.tokenizer)
 
 
 def _biases(pairs: Sequence[str]) -> dict[int, float]:
@@ -261,13 +290,13 @@ def _biases(pairs: Sequence[str]) -> dict[int, float]:
     return biases
 
 
-def _with_bad_words(sampling: SamplingParams, words: Sequence[str], tokenizer: Tokenizer | None) -> SamplingParams:
-    """Each text as it is spelled, and as it is spelled after a space: to a tokenizer those are different tokens."""
-    if not words:
+def _with_bad_words(sampling: SamplingParams, bad_words: Sequence[str], tokenizer: Tokenizer | None) -> SamplingParams:
+    """Ban the tokens of each text, and of the text after a space, which a tokenizer encodes differently."""
+    if not bad_words:
         return sampling
     if tokenizer is None:
-        raise RequestError("--bad-word needs a tokenizer, and this model came without one", "use --logit-bias ID=-1000")
-    if "" in words:
-        raise RequestError("--bad-word: an empty text would ban nothing or everything")
-    spelled = {tuple(tokenizer.encode(text)) for word in words for text in (word, f" {word}")}
+        raise RequestError("--bad-word: the model has no tokenizer", "use --logit-bias ID=-1000")
+    if "" in bad_words:
+        raise RequestError("--bad-word: must not be empty")
+    spelled = {tuple(tokenizer.encode(text)) for word in bad_words for text in (word, f" {word}")}
     return replace(sampling, bad_words_ids=(*sampling.bad_words_ids, *sorted(spelled)))

@@ -1,11 +1,8 @@
-"""What several commands share: the MODEL argument, ``--json``, sizes in bytes, and where output goes.
+"""Options and output helpers of all commands: the MODEL argument, ``--json``, byte sizes, sections of help pages.
 
 Results go to stdout; progress, notes and errors go to stderr, so that ``kvad ... --json | jq`` always works.
-Imports no torch, and rich only when a console is asked for.
-
-Help pages: one way of writing what an option takes, and long lists of options in sections.
-
-A size is a SIZE, a count N, another number X, a folder FOLDER, a file FILE, a format FORMAT.  No torch.
+No torch, and rich only when a console is requested. Help pages name values in one form: a size is SIZE, a count N,
+another number X, a folder FOLDER, a file FILE, a format FORMAT.
 """
 
 from __future__ import annotations
@@ -31,26 +28,26 @@ if TYPE_CHECKING:
 
 CounterT = TypeVar("CounterT", bound="DataclassInstance")
 
-# Whether the folder is a checkpoint is for kvad.checkpoint to say: it names what is missing.
+# kvad.checkpoint checks whether the folder is a checkpoint, and names the missing file.
 model_argument = click.argument("model", metavar="MODEL", type=click.Path(path_type=Path))
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object on stdout.")
 
 
 def figures_option(default: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """``-o FILE``: figures to draw; ``default`` says where they lie without it."""
-    said = f"  [default: {default}]" if default else ""
+    """Build ``-o FILE`` for figures; ``default`` describes the files that are written without it."""
+    suffix = f" [default: {default}]" if default else ""
     return click.option(
         "-o",
         "--out",
         multiple=True,
         metavar="FILE",
         type=click.Path(path_type=Path),
-        help=f"PNG, SVG or PDF; may be repeated.{said}",
+        help=f"File for the figure: PNG, SVG or PDF. Repeatable.{suffix}",
     )
 
 
 class _FormatName(click.Choice[str]):
-    """A format of ``kvad/cache/formats.py``, or package.module:Class of one's own."""
+    """A format of ``kvad.cache.quantization``, or a custom format named as package.module:Class."""
 
     def __init__(self) -> None:
         super().__init__(tuple(cache.quantization.FORMATS))
@@ -62,7 +59,10 @@ class _FormatName(click.Choice[str]):
 
 
 class ByteSize(click.ParamType[int]):
-    """Bytes, as :func:`parse_bytes` reads them; 0 too, but where that would be ``nothing``."""
+    """A size in bytes, read by :func:`parse_bytes`.
+
+    Zero is refused with the message ``nothing``, if one is given.
+    """
 
     name = "SIZE"
 
@@ -81,33 +81,33 @@ class ByteSize(click.ParamType[int]):
 
 
 FORMAT, SIZE = _FormatName(), ByteSize()
-Line = tuple[str, str]  # of statistics: what it is about, and what there is to say
+Line = tuple[str, str]  # of statistics: label, text
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<kind>i?b?)\s*", re.IGNORECASE)
 
 
 def explicit_options(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Those of a command's options that were given."""
+    """Return the explicitly given options among ``names``."""
     return {name: options[name] for name in names if options.get(name) is not None}
 
 
 def counter_diff(before: CounterT, now: CounterT, names: Iterable[str]) -> CounterT:
-    """``now``, but of these counts what has come since ``before``."""
-    moved = {name: getattr(now, name) - getattr(before, name) for name in names}
-    return dataclasses.replace(now, **moved)
+    """Return ``now`` with the named counters reduced by their values in ``before``."""
+    changed = {name: getattr(now, name) - getattr(before, name) for name in names}
+    return dataclasses.replace(now, **changed)
 
 
 def token_ids(text: str, flag: str) -> list[int]:
-    """``12 7 99``, with commas or without."""
+    """Parse token ids such as ``12 7 99``, with or without commas."""
     try:
         return [int(number) for number in text.replace(",", " ").split()]
     except ValueError as error:
         wrong = str(error).rpartition(": ")[2]
-        raise UsageError(f"{flag}: {wrong} is not a token id", "write them like '12 7 99'") from None
+        raise UsageError(f"{flag}: {wrong} is not a token id", "write ids like '12 7 99'") from None
 
 
 def tokenizer_folder(model: Path) -> Path:
-    """Where a model's tokenizer and chat template are; of a model on the hub nothing else is fetched."""
+    """Return the folder of a model's tokenizer and chat template; no weights are downloaded from the hub."""
     from kvad import checkpoint
 
     folder = checkpoint.hub.resolve_model_path(model, weights=False)
@@ -115,7 +115,7 @@ def tokenizer_folder(model: Path) -> Path:
 
 
 def console() -> Console:
-    """A rich console on stderr."""
+    """Create a rich console on stderr."""
     from rich.console import Console
 
     return Console(stderr=True)
@@ -130,7 +130,7 @@ def emit_json(result: object) -> None:
 
 
 def json_line(result: object) -> str:
-    """What :func:`emit_json` prints, without its newline."""
+    """Format ``result`` as :func:`emit_json` prints it, without the newline."""
     return json.dumps(_plain(result), ensure_ascii=False, allow_nan=False)
 
 
@@ -153,12 +153,19 @@ def _plain(value: object) -> object:
 
 
 def parse_bytes(text: str, *, zero: bool = False) -> int:
-    """Bytes of ``8GiB``, ``512MiB``, ``1.5G``, ``4GB`` or ``1024``.
+    """Parse a size such as ``8GiB``, ``512MiB``, ``1.5G``, ``4GB`` or ``1024``.
 
-    ``K M G T`` alone and with ``iB`` are powers of 1024; with ``B`` alone powers of 1000, as on a disk's label.
+    ``K M G T`` alone and with ``iB`` are powers of 1024; with ``B`` alone they are powers of 1000.
+
+    Args:
+        text: The size.
+        zero: Accept 0.
+
+    Returns:
+        The size in bytes.
 
     Raises:
-        UsageError: not a size, or less than one byte (``zero``: but not 0).
+        UsageError: If ``text`` is not a size, or less than one byte.
     """
     match = _SIZE.fullmatch(text)
     if match is None or (match["kind"].lower() == "i") or (not match["unit"] and match["kind"].lower() == "ib"):
@@ -172,7 +179,7 @@ def parse_bytes(text: str, *, zero: bool = False) -> int:
 
 
 def parse_optional_number(text: str | None) -> float | None:
-    """Of an option that is a number or a file's name: the number, or None."""
+    """Parse the value of an option that is a number or a file name; None if it is not a number."""
     try:
         return None if text is None else float(text)
     except ValueError:
@@ -180,7 +187,7 @@ def parse_optional_number(text: str | None) -> float | None:
 
 
 def format_bytes(num_bytes: int | float) -> str:
-    """``3221225472`` -> ``3.00 GiB``; under 1 KiB in plain bytes."""
+    """Format a size: ``3221225472`` -> ``3.00 GiB``; below 1 KiB in bytes."""
     size = float(num_bytes)
     if abs(size) < 1024:
         return f"{size:.0f} B"
@@ -192,11 +199,20 @@ def format_bytes(num_bytes: int | float) -> str:
 
 
 def with_seq_len(config: RunConfig, tables: Mapping[str, Any], stored: RunConfig | None = None) -> RunConfig:
-    """The same as the run file's ``tables`` say it; where they do not say how long rows are, and it goes on from a
-    checkpoint, they are as long as that model holds, or as the run's own ``stored`` configuration has them.
+    """Set ``data.seq_len`` of a run that starts from a checkpoint and does not set it.
 
-    Raises CheckpointError for a model that cannot be opened."""
-    if "context" in tables.get("data", {}) or (config.init is None and config.summarizer.model is None):
+    Args:
+        config: The run, read from ``tables``.
+        tables: The tables of the run file.
+        stored: The configuration of the run that is resumed; its ``seq_len`` is used.
+
+    Returns:
+        ``config``, or a copy whose rows are at most as long as the checkpoint allows.
+
+    Raises:
+        CheckpointError: If the model cannot be opened.
+    """
+    if "seq_len" in tables.get("data", {}) or (config.init is None and config.summarizer.model is None):
         return config
     if stored is not None:
         return dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=stored.data.seq_len))
@@ -206,42 +222,42 @@ def with_seq_len(config: RunConfig, tables: Mapping[str, Any], stored: RunConfig
 
 
 _WORDS = {"INTEGER": "N", "FLOAT": "X"}
-OVERFLOW_OPTIONS = ("on_full", "watermark", "park_ram", "park_dir", "spill_ram", "spill_dir")
-PREFIX_CACHE_OPTIONS = ("tier", "tier_bytes", "tier_ram", "tier_replacement")
+OVERFLOW_OPTIONS = ("overflow", "watermark", "swap_space", "swap_dir", "offload_ram", "offload_dir")
+PREFIX_CACHE_OPTIONS = ("prefix_cache_dir", "prefix_cache_size", "prefix_cache_ram", "prefix_cache_eviction")
 SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Length and end", ("max_tokens", "min_tokens", "stop", "ignore_eos", "endless")),
+    ("Length", ("max_tokens", "min_tokens", "stop", "ignore_eos", "endless")),
     ("Sampling", ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "n", "logit_bias", "bad_word")),
-    ("Repetition", ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram")),
-    ("Search", ("beams", "length_penalty", "n_best")),
-    ("Cache: size and format", ("rows", "context", "source_context", "layout", "block_size", "blocks")),
-    ("", ("dtype", "cache_dtype", "cache_keys", "cache_values", "weights_dtype", "deterministic")),
-    ("Cache: what stays of a row", ("policy", "rotate", "compressor")),
-    ("Cache: when it is full", OVERFLOW_OPTIONS),
-    ("Cache: beyond the request and the process", (*PREFIX_CACHE_OPTIONS, "session", "sessions")),
+    ("Repetition", ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size")),
+    ("Search", ("num_beams", "length_penalty", "n_best")),
+    ("Cache size and format", ("max_num_seqs", "max_seq_len", "max_source_len", "layout", "block_size", "num_blocks")),
+    ("", ("dtype", "cache_dtype", "cache_key_dtype", "cache_value_dtype", "deterministic")),
+    ("Cache policy", ("policy", "rope_at", "summarizer")),
+    ("Cache overflow", OVERFLOW_OPTIONS),
+    ("Prefix cache and sessions", (*PREFIX_CACHE_OPTIONS, "session", "session_dir")),
 )
 
 
 class SectionedCommand(click.Command):
-    """A command with many options: its own first, then those that commands share, by what they are about."""
+    """A command with many options: its own options first, then the shared ones in sections."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        options = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
-        records = {each.name: found for each in options if (found := each.get_help_record(ctx))}
-        placed: list[tuple[str, list[tuple[str, str]]]] = []
+        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        records = {option.name: record for option in options if (record := option.get_help_record(ctx))}
+        sections: list[tuple[str, list[tuple[str, str]]]] = []
         for title, names in SECTIONS:
             rows = [records.pop(name) for name in names if name in records]
             if title:
-                placed.append((title, rows))
-            else:  # the last one's, goes on
-                placed[-1][1].extend(rows)
-        for title, rows in (("Options", list(records.values())), *placed):
+                sections.append((title, rows))
+            else:  # continues the previous section
+                sections[-1][1].extend(rows)
+        for title, rows in (("Options", list(records.values())), *sections):
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows, col_max=30)
 
 
 def normalize_metavars(command: click.Command) -> click.Command:
-    """Say what its options take as this page's first lines do; in the commands of a group, too."""
+    """Give the options of a command, and of the commands of a group, the metavars of the module docstring."""
     for param in command.params:
         word = _WORDS.get(param.type.name.upper().partition(" ")[0])  # of a range, too
         if isinstance(param, click.Option) and param.metavar is None and word and not (param.is_flag or param.count):

@@ -1,9 +1,6 @@
-"""What a run took and what the cache did meanwhile, as numbers (``--json``) and in words (``--stats``).
+"""Statistics of a run and its cache, as numbers (``--json``) and as labeled lines (``--stats``).
 
-Each part of the cache tells of itself in lines: what it is about, and what there is to say.  No torch until a model is
-there.
-
-How rows gave way during a run, in words: computed again, swapped to memory or to disk, and what that costs here.
+No torch until a model is loaded.
 """
 
 from __future__ import annotations
@@ -29,31 +26,32 @@ if TYPE_CHECKING:
 def preemption_diff(
     before: scheduling.preemption.PreemptionStats, now: scheduling.preemption.PreemptionStats
 ) -> scheduling.preemption.PreemptionStats:
-    """What has happened between two moments; what is parked, and what copying costs, as they are now."""
-    counts = ("recomputed", "recomputed_tokens", "to_ram", "to_disk", "swapped_bytes", "lost")
-    parked = ("written", "written_bytes", "read", "read_bytes", "failed")
-    seconds = {way: spent - before.seconds.get(way, 0.0) for way, spent in now.seconds.items()}
-    parking = counter_diff(before.swap_space, now.swap_space, parked)
-    return replace(counter_diff(before, now, counts), seconds=seconds, swap_space=parking)
+    """Return the preemptions between two snapshots; swapped bytes and copy costs are those of ``now``."""
+    counts = ("recomputed", "recomputed_tokens", "to_ram", "to_disk", "swapped_bytes", "num_lost")
+    swap_counts = ("written", "written_bytes", "read", "read_bytes", "failed")
+    seconds = {direction: spent - before.seconds.get(direction, 0.0) for direction, spent in now.seconds.items()}
+    swap_space = counter_diff(before.swap_space, now.swap_space, swap_counts)
+    return replace(counter_diff(before, now, counts), seconds=seconds, swap_space=swap_space)
 
 
 def preemption_lines(stats: scheduling.preemption.PreemptionStats) -> list[Line]:
-    """None where no row gave way."""
+    """Format the preemptions; no line if no sequence was preempted."""
     if not (stats.recomputed or stats.to_ram or stats.to_disk):
         return []
-    seconds = ", ".join(f"{way} {1e3 * spent:.1f} ms" for way, spent in stats.seconds.items())
+    seconds = ", ".join(f"{direction} {1e3 * spent:.1f} ms" for direction, spent in stats.seconds.items())
     swapped = f"{format_bytes(stats.swapped_bytes)} swapped" + (f" ({seconds})" if seconds else "")
     costs = stats.costs
-    again = f"{stats.recomputed} computed again ({format_count(stats.recomputed_tokens, 'token')})"
-    ways = ", ".join(f"{costs[f'{way}_ns'] * 1.048576:.2f} ms {way}" for way in ("out", "in", "write", "read"))
+    recomputed = f"{stats.recomputed} recomputed ({format_count(stats.recomputed_tokens, 'token')})"
+    copies = ", ".join(f"{costs[f'{name}_ns'] * 1.048576:.2f} ms {name}" for name in ("out", "in", "write", "read"))
     lines = [
-        f"{again}, {stats.to_ram} swapped to memory, {stats.to_disk} to disk; {swapped}",
-        f"a token costs {costs['token_us']:.1f} us; a MiB {ways}",
+        f"{recomputed}, {stats.to_ram} swapped to memory, {stats.to_disk} to disk; {swapped}",
+        f"a token costs {costs['token_us']:.1f} us; a MiB {copies}",
     ]
     if stats.num_lost or stats.swap_space.failed:
         lost = format_count(stats.num_lost, "copy", "copies")
         lines.append(
-            f"{format_count(stats.swap_space.failed, 'failure')} of the disk, {lost} lost: {stats.swap_space.fault}"
+            f"{format_count(stats.swap_space.failed, 'failure')} of the swap files, {lost} lost: "
+            f"{stats.swap_space.fault}"
         )
     return [("preempted", line) for line in lines]
 
@@ -61,46 +59,42 @@ def preemption_lines(stats: scheduling.preemption.PreemptionStats) -> list[Line]
 LIMIT_TEXTS = {
     "max_tokens": "--max-tokens",
     "model": "the model's limit",
-    "cache": "the cache's",
+    "cache": "the cache's limit",
     "pool": "a full pool",
 }
 
 
 @dataclass(frozen=True)
 class CacheGroupUse:
-    """Blocks of one cache group: read by rows now, at the peak, kept for reuse, free, left free by admissions; and
-    bytes, columns and scales included.  ``stored``: the format of its keys and values; ``form``: "hot", or what older
-    tokens are there: "packed", "summarised", "spilled"."""
+    """Blocks and bytes of one cache group."""
 
     layers: int
     window: int | None
-    used: int
-    peak: int
-    evictable: int
+    used: int  # blocks that sequences read now
+    peak: int  # highest ``used`` since the meter started
+    evictable: int  # cached blocks that no sequence reads
     free: int
-    watermark: int
+    watermark: int  # blocks that admission leaves free
     total: int
-    block_bytes: int
+    block_bytes: int  # metadata and scales included
     pool_bytes: int
     scale_bytes: int
-    stored: str
-    description: str = "hot"
+    stored: str  # format of keys and values
+    description: str = "hot"  # or the state of a lower level's tokens: "quantized", "summarized", "offloaded"
 
 
 @dataclass(frozen=True)
 class RunStats:
-    """Seconds and milliseconds as named; ``engine_ms`` and ``model_ms`` are per generated token, over all rows.
-    ``gave_way``: how rows were preempted, and what that costs here.
-    ``ended``: samples, by what ended them: a limit ("max_tokens", "model", "cache", "pool"), or "stop" and the like."""
+    """Statistics of one run."""
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
     seconds: float
-    first_token: float
+    first_token: float  # seconds until the first token
     tokens_per_second: float
-    engine_ms: float
-    model_ms: float
+    engine_ms: float  # per generated token, over all sequences
+    model_ms: float  # per generated token, over all sequences
     steps: int
     cache: tuple[CacheGroupUse, ...]
     prefix_hits: int
@@ -108,21 +102,21 @@ class RunStats:
     preemptions: int
     preemptions_by_kind: scheduling.preemption.PreemptionStats
     evictions: int
-    finish_limits: Mapping[str, int]
+    finish_limits: Mapping[str, int]  # limit ("max_tokens", "model", "cache", "pool") or finish reason -> samples
     offload: OffloadStats | None
     prefix_cache: PrefixCacheUse | None
 
 
 def group_use(llm: LLM) -> tuple[CacheGroupUse, ...]:
-    """The cache as it is now, group by group; its peak since the last :class:`Meter` was made."""
+    """Return the current use of each cache group; the peak is since the last :class:`RunMeter` was created."""
     from kvad import cache as cache_lib
     from kvad.cache import group_bytes
 
-    ledger, made = llm.engine.kv_cache_manager, []
-    stats = ledger.stats()
-    for index, group in enumerate(ledger.groups):
+    manager, uses = llm.engine.kv_cache_manager, []
+    stats = manager.stats()
+    for index, group in enumerate(manager.groups):
         size = group_bytes(group)
-        made.append(
+        uses.append(
             CacheGroupUse(
                 layers=len(group.layers),
                 window=group.spec.window,
@@ -136,73 +130,75 @@ def group_use(llm: LLM) -> tuple[CacheGroupUse, ...]:
                 pool_bytes=size.total,
                 scale_bytes=size.scales,
                 stored=cache_lib.quantization.join_format_names(group.key_format, group.value_format),
-                description=_form(group),
+                description=_describe(group),
             )
         )
-    return tuple(made)
+    return tuple(uses)
 
 
-def _form(group: CacheGroup) -> str:
+def _describe(group: CacheGroup) -> str:
     if group.lower_level is None:
         return "hot"
-    return "spilled" if group.lower_level.is_offloaded else "packed" if group.lower_level.ratio == 1 else "summarised"
+    return (
+        "offloaded" if group.lower_level.is_offloaded else "quantized" if group.lower_level.ratio == 1 else "summarized"
+    )
 
 
 def offload_use(llm: LLM) -> OffloadStats | None:
-    """Since the engine started; None for a cache that spills nothing."""
-    spill = llm.engine.kv_cache.offload_reader
-    return None if spill is None else spill.stats()
+    """Return the token offload since the engine started; None if the cache offloads nothing."""
+    reader = llm.engine.kv_cache.offload_reader
+    return None if reader is None else reader.stats()
 
 
 class RunMeter:
-    """Counts one run: make it before the first request, show it every piece, ask it at the end."""
+    """Counter of one run: create it before the first request, pass every chunk to :meth:`add`, read :meth:`stats`."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        self._times, self._ledger = replace(llm.engine.times), llm.engine.kv_cache_manager.stats()
-        self._swaps = llm.engine.preemption.stats()
+        self._times, self._cache_before = replace(llm.engine.times), llm.engine.kv_cache_manager.stats()
+        self._preemption_before = llm.engine.preemption.stats()
         llm.engine.kv_cache_manager.reset_peak()
-        self._before = offload_use(llm)
-        self._usages: dict[int, RequestMetrics] = {}
-        self._ended: Counter[str] = Counter()
+        self._offload_before = offload_use(llm)
+        self._metrics: dict[int, RequestMetrics] = {}
+        self._finish_limits: Counter[str] = Counter()
         self._tokens = 0
-        self._began, self._first = time.perf_counter(), 0.0
+        self._start, self._first = time.perf_counter(), 0.0
 
-    def add(self, piece: StreamChunk) -> None:
-        if piece.request not in self._usages:
-            self._usages[piece.request] = self._llm.engine.metrics(piece.request)
-        if piece.token_id is not None:
+    def add(self, chunk: StreamChunk) -> None:
+        if chunk.request not in self._metrics:
+            self._metrics[chunk.request] = self._llm.engine.metrics(chunk.request)
+        if chunk.token_id is not None:
             self._tokens += 1
             self._first = self._first or time.perf_counter()
-        if piece.finish_reason is not None:
-            self._ended[piece.limit or piece.finish_reason] += 1
+        if chunk.finish_reason is not None:
+            self._finish_limits[chunk.limit or chunk.finish_reason] += 1
 
     def usage(self, request: int) -> RequestMetrics:
-        return self._usages[request]
+        return self._metrics[request]
 
     def stats(self) -> RunStats:
-        end, times, ledger = time.perf_counter(), self._llm.engine.times, self._llm.engine.kv_cache_manager.stats()
+        end, times, cache = time.perf_counter(), self._llm.engine.times, self._llm.engine.kv_cache_manager.stats()
         first = self._first or end
         model, total = times.model - self._times.model, times.total - self._times.total
-        usages = self._usages.values()
+        usages = self._metrics.values()
         return RunStats(
             prompt_tokens=sum(usage.num_prompt_tokens for usage in usages),
             cached_tokens=sum(usage.num_cached_tokens for usage in usages),
             completion_tokens=self._tokens,
-            seconds=end - self._began,
-            first_token=first - self._began,
+            seconds=end - self._start,
+            first_token=first - self._start,
             tokens_per_second=(self._tokens - 1) / (end - first) if self._tokens > 1 else 0.0,
             engine_ms=1e3 * (total - model) / max(1, self._tokens),
             model_ms=1e3 * model / max(1, self._tokens),
             steps=times.steps - self._times.steps,
             cache=group_use(self._llm),
-            prefix_hits=ledger.hits - self._ledger.hits,
-            prefix_misses=ledger.misses - self._ledger.misses,
+            prefix_hits=cache.hits - self._cache_before.hits,
+            prefix_misses=cache.misses - self._cache_before.misses,
             preemptions=sum(usage.num_preemptions for usage in usages),
-            preemptions_by_kind=preemption_diff(self._swaps, self._llm.engine.preemption.stats()),
-            evictions=sum(ledger.evictions) - sum(self._ledger.evictions),
-            finish_limits=dict(self._ended),
-            offload=_offload_since(self._before, offload_use(self._llm)),
+            preemptions_by_kind=preemption_diff(self._preemption_before, self._llm.engine.preemption.stats()),
+            evictions=sum(cache.evictions) - sum(self._cache_before.evictions),
+            finish_limits=dict(self._finish_limits),
+            offload=_offload_since(self._offload_before, offload_use(self._llm)),
             prefix_cache=prefix_cache_use(self._llm),
         )
 
@@ -217,7 +213,7 @@ def _offload_since(before: OffloadStats | None, now: OffloadStats | None) -> Off
 
 def stats_lines(stats: RunStats) -> list[str]:
     tokens = format_count(stats.completion_tokens, "token")
-    ended = ", ".join(f"{count} by {LIMIT_TEXTS.get(by, by)}" for by, count in stats.finish_limits.items())
+    ended = ", ".join(f"{count} by {LIMIT_TEXTS.get(limit, limit)}" for limit, count in stats.finish_limits.items())
     lines = [
         (
             "prompt",
@@ -234,31 +230,33 @@ def stats_lines(stats: RunStats) -> list[str]:
         *preemption_lines(stats.preemptions_by_kind),
         ("ended", ended or "nothing"),
     ]
-    return [f"{what:<10} {line}" for what, line in lines]
+    return [f"{label:<11} {line}" for label, line in lines]
 
 
 def cache_lines(groups: Sequence[CacheGroupUse]) -> list[Line]:
-    """One line per group of layers."""
+    """Format one line per cache group."""
     return [("cache", _cache_line(use)) for use in groups]
 
 
 def _cache_line(use: CacheGroupUse) -> str:
     scales = f", {format_bytes(use.scale_bytes)} of it scales" if use.scale_bytes else ""
-    what = "all tokens" if use.window is None else f"window of {use.window}"
+    tokens = "all tokens" if use.window is None else f"window of {use.window}"
+    if use.description != "hot":
+        tokens = f"older tokens, {use.description}"
     return (
-        f"{format_count(use.layers, 'layer')}, {what if use.description == 'hot' else f'older tokens, {use.description}'}: "
-        f"{use.used} of {format_count(use.total, 'block')} in use, {use.evictable} kept for reuse, {use.free} free "
+        f"{format_count(use.layers, 'layer')}, {tokens}: "
+        f"{use.used} of {format_count(use.total, 'block')} in use, {use.evictable} cached for reuse, {use.free} free "
         f"(watermark {use.watermark}); "
         f"peak {use.peak} = {format_bytes(use.peak * use.block_bytes)} of {format_bytes(use.pool_bytes)} "
         f"in {use.stored}{scales}"
     )
 
 
-def offload_lines(spill: OffloadStats | None) -> list[Line]:
-    if spill is None:
+def offload_lines(stats: OffloadStats | None) -> list[Line]:
+    if stats is None:
         return []
-    where = "" if spill.folder is None else f", {format_bytes(spill.from_disk)} from disk"
-    files = "" if spill.folder is None else f"; {format_bytes(spill.disk_bytes)} of files in {spill.folder}"
-    failed = f"; {format_count(spill.failed, 'operation')} on the disk failed" if spill.failed else ""
-    read = f"{format_bytes(spill.from_ram)} read from memory{where}"
-    return [("spilled", f"{format_bytes(spill.written)} written, {read}{files}{failed}")]
+    from_disk = "" if stats.folder is None else f", {format_bytes(stats.from_disk)} from disk"
+    files = "" if stats.folder is None else f"; {format_bytes(stats.disk_bytes)} of files in {stats.folder}"
+    failed = f"; {format_count(stats.failed, 'operation')} on disk failed" if stats.failed else ""
+    read = f"{format_bytes(stats.from_ram)} read from memory{from_disk}"
+    return [("offloaded", f"{format_bytes(stats.written)} written, {read}{files}{failed}")]

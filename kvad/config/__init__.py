@@ -1,4 +1,4 @@
-"""kvad.config.model"""
+"""Model configuration as frozen dataclasses; parameter shapes and FLOPs computed from it."""
 
 from __future__ import annotations
 

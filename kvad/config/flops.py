@@ -1,24 +1,24 @@
-"""What a forward pass costs, from shapes alone: floating point operations and bytes, with a cache and without one.
+"""FLOPs and bytes of forward passes and training steps, with and without a cache, computed from shapes.
 
-A product of [m, k] and [k, n] is 2 m k n operations.  Attention is counted as the rectangle that is computed, new
-tokens x slots, and not as the triangle that is visible: so counts torch's own counter (the test holds them together),
-and so does document 004, section 4.7.  Norms, rotations, softmax and activations are not products and are left out.
-Of experts each token's active ones are counted, and as many matrices as the tokens can choose.
+A product of [m, k] and [k, n] counts 2 m k n operations. Attention counts the computed rectangle, new tokens x slots,
+not the visible triangle, like torch's counter (a test compares them) and document 004, section 4.7. Norms, rotations,
+softmax and activations are omitted. Of experts, each token's active ones are counted, and as many matrices as the
+tokens can choose.
 
-An encoder-decoder's source is read by the encoder and made into keys and values once with a cache, and again for every
-token by recomputation.
+An encoder-decoder's input is encoded and projected to keys and values once with a cache, and for every token by
+recomputation.
 
-Bytes: every weight matrix once per pass, and the keys and values that are written and read.  Activations are left out.
+Bytes: every weight matrix once per pass, and the keys and values that are written and read. Activations are omitted.
 
 Over N tokens from an opening token, recomputation costs (2N + 1) / 3 times the attention (the sum of t^2 over the sum
 of t) and (N + 1) / 2 times the projections (the sum of t over N) of a cache: 4.7's 2N / 3 and N / 2.
 
-A training step costs three times its forward pass: each product has two more in the backward pass, one for what it was
-given and one for its weights.  This is the convention of PaLM (Chowdhery et al. 2022, appendix B), 6 N + 12 L H Q T per
-token, with every product counted: what is computed again (``train.recompute``) and what scheduled sampling reads first
-are not the model's and are left out; so are the products of adapters, beside which frozen weights have one more only.
+A training step costs three times its forward pass: each product has two more in the backward pass, for the gradients of
+its input and of its weight. This is the convention of PaLM (Chowdhery et al. 2022, appendix B), 6 N + 12 L H Q T per
+token, with every product counted. Omitted: activation checkpointing, the first pass of scheduled sampling, and the
+products of adapters, with which frozen weights have one more product only.
 
-Nothing here imports torch.
+No torch.
 """
 
 from __future__ import annotations
@@ -39,15 +39,14 @@ from kvad.config.model import ModelConfig, attention_specs, encoder_hidden_size,
 
 
 class Cost(NamedTuple):
-    """``projections``: of embeddings, q, k, v, out and MLPs; ``attention``: q.k and weights.v; ``head``: the answers.
-    All in FLOPs.  ``weights``, ``written`` and ``read`` (keys and values): bytes."""
+    """FLOPs and bytes of a pass."""
 
-    projections: int = 0
-    attention: int = 0
-    head: int = 0
-    weights: int = 0
-    bytes_written: int = 0
-    bytes_read: int = 0
+    projections: int = 0  # FLOPs of embeddings, q, k, v, out and MLPs
+    attention: int = 0  # FLOPs of q.k and weights.v
+    head: int = 0  # FLOPs of the head
+    weights: int = 0  # bytes read
+    bytes_written: int = 0  # keys and values
+    bytes_read: int = 0  # keys and values
 
     @property
     def flops(self) -> int:
@@ -62,17 +61,23 @@ class Cost(NamedTuple):
 
 
 class Gain(NamedTuple):
-    """How many times more a recomputation costs than a cache."""
+    """Ratio of the cost of recomputation to that of a cache."""
 
     attention: float
     projections: float
 
 
 def uncached_pass(config: ModelConfig, length: int, *, source: int = 0, element: int = 4) -> Cost:
-    """All ``length`` tokens of a row at once, with logits for the last: one token's worth of recomputation.
+    """Return the cost of all ``length`` tokens at once, with logits of the last: one step of recomputation.
 
-    ``source``: tokens that an encoder-decoder's encoder reads first.  An encoder alone reads ``length``, and its head
-    answers for all of them, or for the row.  ``element``: bytes per number.  A window is a mask here: it saves nothing.
+    An encoder alone reads ``length`` tokens, and its head is applied to all of them or to the pooled sequence. A window
+    is a mask and saves nothing.
+
+    Args:
+        config: The model.
+        length: Tokens of the sequence.
+        source: Tokens of an encoder-decoder's encoder input.
+        element: Bytes per number.
     """
     if config.decoder is None:
         return encoder_pass(config, length, element=element)
@@ -83,23 +88,33 @@ def uncached_pass(config: ModelConfig, length: int, *, source: int = 0, element:
 def cached_pass(
     config: ModelConfig, new: int, length: int, *, source: int = 0, element: int = 4, stored: float | None = None
 ) -> Cost:
-    """The last ``new`` tokens of a row that is ``length`` tokens long after them, with logits for the last; its
-    ``source`` has been read.
+    """Return the cost of the last ``new`` of ``length`` tokens, with logits of the last.
 
-    ``stored``: bytes per number in the cache.  A layer with a window reads its last ``window + new - 1`` tokens.
+    The encoder's input has been encoded before. A layer with a window reads its last ``window + new - 1`` tokens.
+
+    Args:
+        config: The model.
+        new: New tokens.
+        length: Tokens of the sequence, new ones included.
+        source: Tokens of an encoder-decoder's encoder input.
+        element: Bytes per number.
+        stored: Bytes per number in the cache, by default ``element``.
     """
-    own = [mixer for mixer in attention_specs(config) if not mixer.is_cross_attention]
-    slots = [length if mixer.window is None else min(length, mixer.window + new - 1) for mixer in own]
+    own = [spec for spec in attention_specs(config) if not spec.is_cross_attention]
+    slots = [length if spec.window is None else min(length, spec.window + new - 1) for spec in own]
     return _decoder_pass(config, new, slots, source, element, element if stored is None else stored)
 
 
 def encoder_pass(config: ModelConfig, length: int, *, element: int = 4, stored: float | None = None) -> Cost:
-    """The encoder over a text of ``length`` tokens: its head, where it stands alone; else the keys and values that
-    cross-attention will read, ``stored`` bytes per number."""
+    """Return the cost of the encoder over ``length`` tokens.
+
+    An encoder alone includes its head; otherwise the keys and values of cross-attention are included, with ``stored``
+    bytes per number.
+    """
     cost, width = _encoder(config, length, element), encoder_hidden_size(config)
     if config.decoder is None:
-        return cost.add(_answers(config, 1 if config.pools_sequence else length, element))
-    for spec in (mixer for mixer in attention_specs(config) if mixer.is_cross_attention):
+        return cost.add(_head_cost(config, 1 if config.pools_sequence else length, element))
+    for spec in (spec for spec in attention_specs(config) if spec.is_cross_attention):
         values = spec.num_kv_heads * (spec.head_dim + spec.value_dim)
         written = round(length * values * (element if stored is None else stored))
         cost = cost.add(
@@ -109,26 +124,34 @@ def encoder_pass(config: ModelConfig, length: int, *, element: int = 4, stored: 
 
 
 def training_pass(
-    config: ModelConfig, rows: int, length: int, asked: int, *, source: int = 0, frozen: bool = False
+    config: ModelConfig, rows: int, length: int, num_targets: int, *, source: int = 0, frozen: bool = False
 ) -> int:
-    """FLOPs of the forward and the backward pass over ``rows`` rows of ``length`` tokens, as they lie in memory, beside
-    sources of ``source`` tokens, with ``asked`` answers in all; ``frozen``: the weights are not trained."""
+    """Return the FLOPs of a forward and backward pass.
+
+    Args:
+        config: The model.
+        rows: Rows of the batch.
+        length: Tokens per row, padding included.
+        num_targets: Targets in the whole batch.
+        source: Tokens per row of the encoder input.
+        frozen: The weights are not trained.
+    """
     row = Cost()
     if config.encoder is not None:
         row = row.add(_encoder(config, source if config.decoder is not None else length, 0))
     if config.decoder is not None:
         row = row.add(_decoder_layers(config, length, [length] * config.decoder.num_layers, source, 0, 0))
-        for spec in (mixer for mixer in attention_specs(config) if mixer.is_cross_attention):
+        for spec in (spec for spec in attention_specs(config) if spec.is_cross_attention):
             values = spec.num_kv_heads * (spec.head_dim + spec.value_dim)
             row = row.add(Cost(projections=2 * source * encoder_hidden_size(config) * values))
-    weighted = rows * row.projections + _answers(config, asked, 0).head
+    weighted = rows * row.projections + _head_cost(config, num_targets, 0).head
     return (2 if frozen else 3) * weighted + 3 * rows * row.attention
 
 
 def generation_cost(
     config: ModelConfig, prompt: int, new: int, *, source: int = 0, element: int = 4, stored: float | None = None
 ) -> tuple[Cost, Cost]:
-    """(with a cache, by recomputation): what it costs to generate ``new`` tokens after a prompt, greedily."""
+    """Return the costs (with a cache, by recomputation) of generating ``new`` tokens after a prompt."""
     cached = [encoder_pass(config, source, element=element, stored=stored)] if source else []
     cached += [cached_pass(config, prompt, prompt, source=source, element=element, stored=stored)]
     cached += [cached_pass(config, 1, prompt + i, source=source, element=element, stored=stored) for i in range(1, new)]
@@ -136,7 +159,7 @@ def generation_cost(
 
 
 def closed_form_flops(tokens: int) -> Gain:
-    """Document 004, section 4.7, for ``tokens`` tokens from an opening token."""
+    """Return the ratios of document 004, section 4.7, for ``tokens`` tokens from an opening token."""
     return Gain(2 * tokens / 3, tokens / 2)
 
 
@@ -148,7 +171,7 @@ def _sum(costs: Iterable[Cost]) -> Cost:
 
 
 def _encoder(config: ModelConfig, length: int, element: int) -> Cost:
-    """Its layers, over one text."""
+    """Return the cost of the encoder's layers over one text."""
     assert config.encoder is not None, "this model has no encoder"
     width = encoder_hidden_size(config)
     cost = _projection(
@@ -162,12 +185,12 @@ def _encoder(config: ModelConfig, length: int, element: int) -> Cost:
 
 
 def _decoder_pass(config: ModelConfig, new: int, slots: list[int], source: int, element: int, stored: float) -> Cost:
-    return _decoder_layers(config, new, slots, source, element, stored).add(_answers(config, 1, element))
+    return _decoder_layers(config, new, slots, source, element, stored).add(_head_cost(config, 1, element))
 
 
 def _decoder_layers(config: ModelConfig, new: int, slots: list[int], source: int, element: int, stored: float) -> Cost:
-    assert config.decoder is not None, "an encoder generates nothing"
-    assert bool(source) == (config.encoder is not None), "an encoder-decoder reads a source, and no other does"
+    assert config.decoder is not None, "this model has no decoder"
+    assert bool(source) == (config.encoder is not None), "only an encoder-decoder reads a source"
     cost = _projection(config.embedding, config.hidden_size, new, element)
     for index, seen in enumerate(slots):
         layer = config.decoder.layer_config(index)
@@ -181,14 +204,14 @@ def _decoder_layers(config: ModelConfig, new: int, slots: list[int], source: int
 
 
 def _projection(embed: EmbeddingConfig, width: int, new: int, element: int) -> Cost:
-    """From a table of another width to the model's."""
+    """Return the cost of projecting a token table to the hidden size."""
     matrix = 0 if embed.embedding_size is None else embed.embedding_size * width
     return Cost(projections=2 * new * matrix, weights=matrix * element)
 
 
 def _layer(
     config: ModelConfig,
-    mixer: AttentionConfig,
+    spec: AttentionConfig,
     width: int,
     own: int,
     new: int,
@@ -196,14 +219,14 @@ def _layer(
     element: int,
     stored: float = 0,
 ) -> Cost:
-    """One attention.  ``own``: the width that keys and values are made of; 0: none are made, they are read only."""
-    dim, kv_heads = head_dim(config, mixer), mixer.num_kv_heads or mixer.num_heads
-    value_dim = mixer.value_dim or dim
+    """Return the cost of one attention; ``own`` is the input size of keys and values, 0 if they are only read."""
+    dim, kv_heads = head_dim(config, spec), spec.num_kv_heads or spec.num_heads
+    value_dim = spec.value_dim or dim
     values = kv_heads * (dim + value_dim)
-    matrices = width * mixer.num_heads * (dim + value_dim) + own * values
+    matrices = width * spec.num_heads * (dim + value_dim) + own * values
     return Cost(
         projections=2 * new * matrices,
-        attention=2 * new * seen * mixer.num_heads * (dim + value_dim),
+        attention=2 * new * seen * spec.num_heads * (dim + value_dim),
         weights=matrices * element,
         bytes_written=round(new * values * stored) if own else 0,
         bytes_read=round(seen * values * stored),
@@ -211,18 +234,17 @@ def _layer(
 
 
 def _mlp(mlp: PlainMLPConfig | GatedMLPConfig | MoEConfig, width: int, new: int, element: int) -> Cost:
-    one = (2 if isinstance(mlp, PlainMLPConfig) else 3) * width * mlp.intermediate_size
+    expert = (2 if isinstance(mlp, PlainMLPConfig) else 3) * width * mlp.intermediate_size
     if not isinstance(mlp, MoEConfig):
-        return Cost(projections=2 * new * one, weights=one * element)
+        return Cost(projections=2 * new * expert, weights=expert * element)
     router = width * mlp.num_experts
     chosen = min(mlp.num_experts, new * mlp.num_experts_per_token)
-    return Cost(
-        projections=2 * new * (mlp.num_experts_per_token * one + router), weights=(chosen * one + router) * element
-    )
+    active = mlp.num_experts_per_token * expert + router
+    return Cost(projections=2 * new * active, weights=(chosen * expert + router) * element)
 
 
-def _answers(config: ModelConfig, count: int, element: int) -> Cost:
-    """The head, of ``count`` tokens or pooled rows."""
+def _head_cost(config: ModelConfig, count: int, element: int) -> Cost:
+    """Return the cost of the head for ``count`` tokens or pooled sequences."""
     head, width = config.head, head_input_size(config)
     outputs = (
         0

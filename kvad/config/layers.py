@@ -1,6 +1,6 @@
-"""The parts that a model is composed of, as frozen dataclasses: positions, norms, mixers, MLPs, layers, stacks, heads.
+"""Configuration of a model's parts: positions, norms, attention, MLPs, layers, stacks and heads.
 
-:mod:`kvad.config.model` puts them together, checks them, and hands them on: import them from there.  Standard library only.
+Frozen dataclasses; :mod:`kvad.config.model` combines and validates them. Standard library only.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ class LinearScalingConfig:
 
 @dataclass(frozen=True)
 class DynamicScalingConfig:
-    """Dynamic NTK: a row whose limit n exceeds ``original`` gets the base theta * (f n/original - (f-1))^(D/(D-2)).
+    """Dynamic NTK scaling of the RoPE base.
 
-    n is the row's limit, fixed at admission, so that keys already stored are never rotated by another base.
+    If a sequence's maximum length n exceeds ``original_max_seq_len`` o, the base is theta * (f n/o - (f-1))^(D/(D-2)).
+    n is fixed at admission, so stored keys are never rotated by another base.
     """
 
-    factor: float
-    original_max_seq_len: int
+    factor: float  # f above
+    original_max_seq_len: int  # the length that the model was trained with
     kind: Literal["dynamic"] = "dynamic"
 
 
 @dataclass(frozen=True)
 class Llama3ScalingConfig:
-    """Llama 3.1: long wavelengths are divided by ``factor``, short ones kept, those between interpolated."""
+    """Llama 3.1 scaling: low frequencies are divided by ``factor``, high ones unchanged, others interpolated."""
 
     factor: float
     original_max_seq_len: int
@@ -51,7 +52,7 @@ class Llama3ScalingConfig:
 class YarnScalingConfig:
     """YaRN (Peng et al. 2023, sec. 3.2): NTK by parts, and a temperature on cos and sin.
 
-    ``attention_factor`` None means 0.1 ln(factor) + 1, or the ratio of the two mscale terms where they are given.
+    ``attention_factor`` None means 0.1 ln(factor) + 1, or the ratio of the two mscale terms if they are given.
     """
 
     factor: float
@@ -67,12 +68,12 @@ class YarnScalingConfig:
 
 @dataclass(frozen=True)
 class LongRopeScalingConfig:
-    """LongRoPE (Ding et al. 2024): one factor per frequency, ``short`` up to ``original``, ``long`` for longer rows."""
+    """LongRoPE (Ding et al. 2024): one factor per frequency, chosen by the length of the sequence."""
 
-    short_factor: tuple[float, ...]
-    long_factor: tuple[float, ...]
+    short_factor: tuple[float, ...]  # [D_rot/2] for sequences up to original_max_seq_len
+    long_factor: tuple[float, ...]  # [D_rot/2] for longer sequences
     original_max_seq_len: int
-    factor: float | None = None  # limit / original, where the checkpoint states it; decides the attention factor
+    factor: float | None = None  # max_seq_len / original_max_seq_len, if given; determines the attention factor
     attention_factor: float | None = None
     kind: Literal["longrope"] = "longrope"
 
@@ -84,63 +85,61 @@ RopeScalingConfig = (
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary positions on the first ``fraction`` of each head; ``interleaved`` pairs (0,1),(2,3),... as GPT-J does."""
+    """Rotary position embedding (RoPE)."""
 
     theta: float = 10000.0
-    partial_rotary_factor: float = 1.0
-    interleaved: bool = False
+    partial_rotary_factor: float = 1.0  # the fraction of each head's dims that is rotated, from the front
+    interleaved: bool = False  # pairs (0,1), (2,3), ... as in GPT-J
     scaling: RopeScalingConfig | None = None
     kind: Literal["rope"] = "rope"
 
 
 @dataclass(frozen=True)
 class AlibiConfig:
-    """Linear biases (Press et al. 2021); slopes follow from the number of heads, powers of two or not.
+    """ALiBi: linear biases (Press et al. 2021); the slopes follow from the number of heads."""
 
-    ``factor`` multiplies the slopes; ``rounded``: a slope, and it times the key's position, are bfloat16 numbers (so
-    Falcon computes it, and adds it before the division by sqrt(head_dim)).
-    """
-
-    factor: float = 1.0
+    factor: float = 1.0  # multiplies the slopes
+    # Round each slope, and its product with the key's position, to bfloat16, as in Falcon, which adds the bias
+    # before the division by sqrt(head_dim).
     round_to_bfloat16: bool = False
     kind: Literal["alibi"] = "alibi"
 
 
 @dataclass(frozen=True)
 class T5BiasConfig:
-    """Bucketed relative bias; one table shared by all layers of the stack (T5), or one per layer (UMT5)."""
+    """T5's bucketed relative bias."""
 
     num_buckets: int = 32
     max_distance: int = 128
     bidirectional: bool = False
-    shared: bool = True
+    shared: bool = True  # one table for all layers of the stack (T5), else one per layer (UMT5)
     kind: Literal["t5"] = "t5"
 
 
 @dataclass(frozen=True)
 class CustomPositionsConfig:
-    """A position encoding of one's own: ``name`` is "package.module:Class" (docs/extending.md), ``options`` its own."""
+    """Custom position encoding (docs/extending.md)."""
 
-    name: str
-    options: Mapping[str, float | int | str] = field(default_factory=dict)
-    kind: Literal["own"] = "own"
+    name: str  # "package.module:Class"
+    options: Mapping[str, float | int | str] = field(default_factory=dict)  # keyword arguments of the class
+    kind: Literal["custom"] = "custom"
 
 
 @dataclass(frozen=True)
 class LearnedPositionsConfig:
-    """A table of ``size`` rows added to the embeddings (GPT-2); ``offset`` is added to the position (OPT: 2)."""
+    """Learned absolute positions, added to the embeddings (GPT-2)."""
 
-    num_positions: int
-    offset: int = 0
+    num_positions: int  # rows of the table
+    offset: int = 0  # added to the position (OPT: 2)
     kind: Literal["learned"] = "learned"
 
 
 @dataclass(frozen=True)
 class SinusoidalPositionsConfig:
-    """Sines and cosines added to the embeddings (Vaswani et al. 2017, sec. 3.5).
+    """Sines and cosines added to the embeddings (Vaswani et al. 2017, sec. 3.5); the length is unlimited.
 
     ``form``: ``interleaved`` (the paper: sin, cos, sin, cos), ``concat`` (all sines, then all cosines; Marian),
-    ``fairseq`` (concat with the half-1 frequencies; M2M100, XGLM).  No table limits the length.
+    ``fairseq`` (concat with the half-1 frequencies; M2M100, XGLM).
     """
 
     base: float = 10000.0
@@ -154,65 +153,58 @@ class SinusoidalPositionsConfig:
 
 @dataclass(frozen=True)
 class NormConfig:
-    """``layer``: (x - mean) / sqrt(var + eps) * w (+ b).  ``rms``: x / sqrt(mean(x^2) + eps) * (w or 1 + w)."""
+    """LayerNorm, (x - mean) / sqrt(var + eps) * w (+ b), or RMSNorm, x / sqrt(mean(x^2) + eps) * (w or 1 + w)."""
 
     kind: Literal["layer", "rms"] = "rms"
     eps: float = 1e-5
     bias: bool = False
     unit_offset: bool = False  # the weight is stored as w - 1 (Gemma)
-    weight: bool = True  # False: no weight at all (OLMo)
+    weight: bool = True  # False: no weight (OLMo)
 
 
 @dataclass(frozen=True)
 class DropoutConfig:
-    """Shares of numbers that training sets to zero, what is left divided by what remains (Srivastava et al. 2014).
+    """Dropout rates in training (Srivastava et al. 2014): fractions set to zero, the rest is divided by 1 - rate.
 
-    ``embedding``: of the vectors that enter a stack (the sums with positions, normed where the embedding norms them);
-    ``residual``: of what each branch adds to the stream (both: Vaswani et al. 2017, sec. 5.4); ``attention``: of the
-    weights of the softmax; ``hidden``: of an MLP's activations; ``output``: of what leaves a stack (T5: Raffel et al.
-    2020, sec. 2.1).  Outside training nothing is dropped.
+    ``embedding`` and ``residual``: Vaswani et al. 2017, sec. 5.4; ``output``: T5 (Raffel et al. 2020, sec. 2.1).
     """
 
-    embedding: float = 0.0
-    residual: float = 0.0
-    attention: float = 0.0
-    hidden: float = 0.0
-    output: float = 0.0
+    embedding: float = 0.0  # vectors that enter a stack: sums with positions, after the embedding's norm
+    residual: float = 0.0  # output of each branch, before it is added to the residual stream
+    attention: float = 0.0  # softmax weights
+    hidden: float = 0.0  # activations of an MLP
+    output: float = 0.0  # output of a stack
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Multi-head attention: ``heads`` queries share ``kv_heads`` keys and values (MHA = all, GQA, MQA = 1).
+    """Multi-head attention: ``num_heads`` query heads share ``num_kv_heads`` key-value heads (MHA, GQA, MQA).
 
-    ``head_dim`` and ``value_dim`` are free of width / heads.  ``scale``: ``"default"`` = 1/sqrt(head_dim),
-    ``"none"`` = 1 (T5), or a number.  ``qk_norm``: normalise q and k per ``head`` with one weight for all heads, per
-    head with a weight for ``each``, or over the ``full`` projection; by ``norm``, or as the layer does.  ``clip``: q, k
-    and v are cut to [-clip, clip].
+    ``qk_norm`` normalizes q and k: ``head`` per head with one weight for all heads, ``each`` per head with a weight for
+    each, ``full`` over the whole projection.
     """
 
     num_heads: int
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    value_dim: int | None = None
+    num_kv_heads: int | None = None  # None: num_heads
+    head_dim: int | None = None  # None: hidden_size / num_heads
+    value_dim: int | None = None  # None: head_dim
     position: RopeConfig | AlibiConfig | T5BiasConfig | CustomPositionsConfig | None = field(default_factory=RopeConfig)
     causal: bool = True
     window: int | None = None
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["none", "head", "each", "full"] = "none"
-    qk_norm_config: NormConfig | None = None
-    clip_qkv: float | None = None
+    qk_norm_config: NormConfig | None = None  # None: the layer's norm
+    clip_qkv: float | None = None  # clamps q, k and v to [-clip_qkv, clip_qkv]
     logit_softcap: float | None = None
-    sink_logits: bool = False
-    softmax_scale: Literal["default", "none"] | float = "default"
-    custom_class: str | None = (
-        None  # "package.module:Class": a mixer of one's own in place of kvad's (docs/extending.md)
-    )
+    sink_logits: bool = False  # one learned logit per head joins the softmax's denominator
+    softmax_scale: Literal["default", "none"] | float = "default"  # "default": 1/sqrt(head_dim); "none": 1 (T5)
+    custom_class: str | None = None  # "package.module:Class" of a custom attention (docs/extending.md)
 
 
 @dataclass(frozen=True)
 class PlainMLPConfig:
-    """``down(act(up(x)))``."""
+    """MLP with two matrices: ``down(act(up(x)))``."""
 
     intermediate_size: int
     activation: Activation = "gelu"
@@ -222,7 +214,7 @@ class PlainMLPConfig:
 
 @dataclass(frozen=True)
 class GatedMLPConfig:
-    """``down(act(gate(x)) * up(x))`` (Shazeer 2020): SwiGLU with silu, GeGLU with gelu."""
+    """Gated MLP, ``down(act(gate(x)) * up(x))`` (Shazeer 2020): SwiGLU with silu, GeGLU with gelu."""
 
     intermediate_size: int
     activation: Activation = "silu"
@@ -232,15 +224,15 @@ class GatedMLPConfig:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A mixture of gated MLPs (Shazeer et al. 2017): each token goes to the ``active`` best of ``count`` experts.
+    """Mixture of experts (Shazeer et al. 2017): each token is routed to its best gated MLPs.
 
-    ``router``: ``softmax_first`` takes the best of a softmax over all and lets them sum to one (Mixtral),
-    ``softmax_last`` takes a softmax over the best logits: the same numbers, in another order of rounding.
-    ``alpha`` and ``clip`` are GPT-OSS's form, ``(up + 1) * gate * sigmoid(alpha * gate)`` with the gate cut at
-    ``clip`` and up to [-clip, clip].
+    ``router``: ``softmax_first`` renormalizes the best weights of a softmax over all experts (Mixtral);
+    ``softmax_last`` is a softmax over the best logits. The results differ only by rounding.
+    ``swiglu_alpha`` and ``swiglu_limit`` are GPT-OSS's form, ``(up + 1) * gate * sigmoid(alpha * gate)`` with the gate
+    clamped to at most the limit and up to [-limit, limit].
     """
 
-    intermediate_size: int
+    intermediate_size: int  # of one expert
     num_experts: int
     num_experts_per_token: int
     activation: Activation = "silu"
@@ -249,78 +241,75 @@ class MoEConfig:
     router: Literal["softmax_first", "softmax_last"] = "softmax_first"
     swiglu_alpha: float | None = None
     swiglu_limit: float | None = None
-    kind: Literal["experts"] = "experts"
+    kind: Literal["moe"] = "moe"
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """``cross``: attention to the encoder's output, between the mixer and the MLP.  ``first_norm`` False: none before
-    the mixer (ModernBERT's first layer, whose input the embedding has normalised)."""
+    """One Transformer layer: attention, cross-attention if any, MLP."""
 
     attention: AttentionConfig
     mlp: PlainMLPConfig | GatedMLPConfig | MoEConfig
     norm: NormConfig = field(default_factory=NormConfig)
-    cross_attention: AttentionConfig | None = None
-    pre_attention_norm: bool = True
+    cross_attention: AttentionConfig | None = None  # attention to the encoder's output
+    pre_attention_norm: bool = True  # False: none (ModernBERT's first layer, whose input the embedding normalizes)
 
 
 @dataclass(frozen=True)
 class StackConfig:
-    """``layers`` layers; layer i is of kind ``pattern[i % len(pattern)]``.
+    """A stack of layers; layer i has the type ``layer_pattern[i % len(layer_pattern)]``.
 
-    ``norm_place``: ``pre`` x + f(norm(x)); ``post`` norm(x + f(x)); ``sandwich`` x + norm(f(norm(x)));
+    ``norm_position``: ``pre`` x + f(norm(x)); ``post`` norm(x + f(x)); ``sandwich`` x + norm(f(norm(x)));
     ``after`` x + norm(f(x)) (OLMo 2); ``normed`` norm(x) + f(norm(x)) (a variant of BLOOM);
-    ``parallel`` x + attention(norm(x)) + mlp(norm(x)); ``parallel_pair`` likewise with a norm for each (GPT-NeoX).
-    ``final_norm`` follows the last layer.  ``residual`` multiplies what a branch adds (Granite).
+    ``parallel`` x + attention(norm(x)) + mlp(norm(x)); ``parallel_pair`` the same with a norm for each (GPT-NeoX).
     """
 
     num_layers: int
-    layer_types: Mapping[str, LayerConfig]
+    layer_types: Mapping[str, LayerConfig]  # by the letters of layer_pattern
     layer_pattern: str = "L"
     norm_position: Literal["pre", "post", "sandwich", "after", "normed", "parallel", "parallel_pair"] = "pre"
-    final_norm: bool = True
-    residual_scale: float = 1.0
+    final_norm: bool = True  # a norm after the last layer
+    residual_scale: float = 1.0  # multiplies the output of each branch (Granite)
 
     def layer_type(self, index: int) -> str:
+        """Return the letter of layer ``index``."""
         return self.layer_pattern[index % len(self.layer_pattern)]
 
     def layer_config(self, index: int) -> LayerConfig:
+        """Return the configuration of layer ``index``."""
         return self.layer_types[self.layer_type(index)]
 
 
 @dataclass(frozen=True)
 class EmbeddingConfig:
-    """How ids become vectors: ``norm(scale * table[id] + position + segment)``.
+    """Token embedding: ``norm(scale * table[id] + position + token_type)``.
 
-    ``segments``: rows of a segment table (BERT's token types), one of which is added to every token: row 0 unless the
-    step says another.  ``width``: of the table where it is not the model's; a projection then leads to the model's
-    width, at the ``end`` (ELECTRA, with a bias) or at the ``start``, before positions are added (OPT-350m, without).
-    ``norm_first``: positions and segments are added to what is already normalised (BlenderbotSmall's decoder).
+    If ``embedding_size`` differs from the model's hidden size, a projection follows: at the ``end`` (ELECTRA, with a
+    bias) or at the ``start``, before positions are added (OPT-350m, without a bias).
     """
 
     position: LearnedPositionsConfig | SinusoidalPositionsConfig | None = None
     scale: float = 1.0
     norm: NormConfig | None = None
-    num_token_types: int = 0
-    embedding_size: int | None = None
+    num_token_types: int = 0  # rows of the token type table (BERT); tokens have type 0 unless the input gives another
+    embedding_size: int | None = None  # columns of the table; None: hidden_size
     projection: Literal["start", "end"] = "end"
-    norm_first: bool = False
+    norm_first: bool = False  # positions and token types are added after the norm (BlenderbotSmall's decoder)
 
 
 @dataclass(frozen=True)
 class HeadTransformConfig:
-    """What stands before an output matrix: ``norm(activation(W h + b))``; ``width``: of its output, if another."""
+    """Transform before a head's output matrix: ``norm(activation(W h + b))``."""
 
     activation: Activation | None = "gelu"
     bias: bool = True
     norm: NormConfig | None = None
-    output_size: int | None = None
+    output_size: int | None = None  # None: hidden_size
 
 
 @dataclass(frozen=True)
 class LanguageHeadConfig:
-    """From hidden states to logits over the vocabulary: ``softcap(scale * (W h + b))``, of a language model or of a
-    masked one."""
+    """Head of a causal or masked language model: logits ``softcap(scale * (W h + b))`` over the vocabulary."""
 
     bias: bool = False
     logit_softcap: float | None = None
@@ -331,22 +320,21 @@ class LanguageHeadConfig:
 
 @dataclass(frozen=True)
 class ClassificationHeadConfig:
-    """A score for each label: of every token (tagging), or of the whole row, from its pooled hidden states."""
+    """Classification head: one score per label, for each token (tagging) or for the pooled sequence."""
 
     labels: tuple[str, ...]
-    level: Literal["token", "row"] = "token"
+    level: Literal["token", "row"] = "token"  # row: the whole sequence
     pool: Pooling = "first"
     transform: HeadTransformConfig | None = None
     bias: bool = True
-    kind: Literal["classes"] = "classes"
+    kind: Literal["classification"] = "classification"
 
 
 @dataclass(frozen=True)
 class PoolingHeadConfig:
-    """A row's embedding: the mean of its hidden states or the first of them, transformed (BERT's pooler: a matrix and
-    tanh); ``unit``: scaled to length one."""
+    """Sequence embedding: the mean or the first of the hidden states, transformed (BERT's pooler: a matrix, tanh)."""
 
     pool: Pooling = "mean"
-    normalize: bool = False
+    normalize: bool = False  # scale to length one
     transform: HeadTransformConfig | None = None
-    kind: Literal["pooled"] = "pooled"
+    kind: Literal["pooling"] = "pooling"

@@ -1,8 +1,8 @@
-"""What a model is, as frozen nested dataclasses: JSON in and out, dotted overrides, errors that name the key.
+"""Model configuration: nested frozen dataclasses that are read from JSON and validated.
 
-``ModelConfig.load(path)`` / ``.to_dict()`` round-trip exactly.  A layer is a composition of parts (mixer, mlp, norm),
-a stack repeats kinds of layers by a pattern string (``"LLLG"``), and nothing anywhere asks for a family's name.
-Standard library only: no torch, so that ``kvad plan`` starts fast.
+``ModelConfig.load(path)`` and ``.to_dict()`` round-trip exactly. A layer is composed of parts (attention, MLP, norm),
+and a stack repeats layer types by a pattern string (``"LLLG"``). No code depends on the name of a model family.
+Standard library only: without torch, ``kvad plan`` starts fast.
 """
 
 from __future__ import annotations
@@ -45,50 +45,46 @@ from kvad.errors import ConfigError, suggest
 
 @dataclass(frozen=True)
 class EncoderInputConfig:
-    """The encoder's side of an encoder-decoder.  ``vocab`` None: it shares the decoder's table of tokens.  ``width``:
-    of the encoder's layers, where it is not the decoder's (T5Gemma 9B-2B)."""
+    """The encoder's input in an encoder-decoder."""
 
     max_seq_len: int
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
-    vocab_size: int | None = None
-    hidden_size: int | None = None
+    vocab_size: int | None = None  # None: the encoder shares the decoder's token table
+    hidden_size: int | None = None  # of the encoder's layers, if not the decoder's (T5Gemma 9B-2B)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A Transformer: a decoder, an encoder, or both.
-
-    ``limit`` is the longest row (prompt + generated; of an encoder, its tokens) that the model may hold.  ``embed`` is
-    the decoder's embedding, or the encoder's where it stands alone; ``source`` the encoder's where there are both.
-    """
+    """A Transformer: a decoder, an encoder, or both."""
 
     hidden_size: int
     vocab_size: int
-    max_seq_len: int
+    max_seq_len: int  # longest sequence: prompt and generated tokens, or an encoder's tokens
     decoder: StackConfig | None = None
     encoder: StackConfig | None = None
-    embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
-    encoder_input: EncoderInputConfig | None = None
+    embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)  # of the decoder, or of an encoder alone
+    encoder_input: EncoderInputConfig | None = None  # of an encoder-decoder only
     head: LanguageHeadConfig | ClassificationHeadConfig | PoolingHeadConfig = field(default_factory=LanguageHeadConfig)
-    tie_embeddings: bool = True
+    tie_embeddings: bool = True  # the language head uses the token table
     dropout: DropoutConfig = field(default_factory=DropoutConfig)
 
     @property
     def kind(self) -> Literal["decoder", "encoder", "encoder-decoder"]:
+        """The topology."""
         if self.decoder is None:
             return "encoder"
         return "decoder" if self.encoder is None else "encoder-decoder"
 
     @property
     def stack(self) -> StackConfig:
-        """The stack whose output the head reads: the decoder, or the encoder where it stands alone."""
+        """The stack whose output the head reads: the decoder, or a single encoder."""
         stack = self.encoder if self.decoder is None else self.decoder
-        assert stack is not None, "_check_model has looked"
+        assert stack is not None, "_check_model requires a stack"
         return stack
 
     @property
     def pools_sequence(self) -> bool:
-        """Whether the head answers for a whole row, and not for each of its tokens."""
+        """True if the head has one output per sequence, not one per token."""
         return isinstance(self.head, PoolingHeadConfig) or (
             isinstance(self.head, ClassificationHeadConfig) and self.head.level == "row"
         )
@@ -98,15 +94,24 @@ class ModelConfig:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> ModelConfig:
-        """Raises ConfigError naming the key (``decoder.layer_types.L.attention.num_heads``) for anything unknown or out of range."""
+        """Build the configuration from JSON values.
+
+        Raises:
+            ConfigError: For an unknown or invalid key, such as ``decoder.layer_types.L.attention.num_heads``.
+        """
         return from_dict(ModelConfig, data)
 
     def to_dict(self) -> dict[str, Any]:
+        """Convert the configuration to JSON values."""
         return typing.cast("dict[str, Any]", to_dict(self))
 
     @staticmethod
     def load(path: Path) -> ModelConfig:
-        """From a JSON file; a checkpoint's ``config.json`` holds the model under ``"model"``.  ConfigError names it."""
+        """Read a JSON file: a configuration, or a checkpoint's ``config.json`` with the key ``"model"``.
+
+        Raises:
+            ConfigError: If the file is missing, is not JSON, or is not a valid configuration.
+        """
         try:
             data = json.loads(path.read_text("utf-8"))
         except FileNotFoundError as error:
@@ -114,43 +119,45 @@ class ModelConfig:
         except (ValueError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not JSON: {error}") from error
         if not isinstance(data, dict):
-            raise ConfigError(f"{path}: expected an object of keys, found {type(data).__name__}")
+            raise ConfigError(f"{path}: must be an object of keys, got {type(data).__name__}")
         try:
             return ModelConfig.from_dict(data.get("model", data))
         except ConfigError as error:
             raise ConfigError(f"{path}: {error.message}", error.hint) from error
 
 
-# ---------------------------------------------------------------- when two are the same model
+# ---------------------------------------------------------------- comparison
 
 
 def canonical_config(config: ModelConfig) -> dict[str, Any]:
-    """Every number of a model by its dotted name, layer by layer, with what is left open filled in.
+    """Return every value of a configuration by its dotted name, layer by layer, with defaults filled in.
 
-    Two configs with the same meaning are one model in two spellings: ``kv_heads`` unsaid or as many as ``heads``, a
-    pattern written once or twice, kinds of layers by other letters.
+    Equal results mean equal models, for example if ``num_kv_heads`` is omitted or equal to ``num_heads``, a pattern is
+    written once or twice, or layer types have other letters.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in to_dict(config).items():
         if name not in ("encoder", "decoder"):
-            found |= _flat(name, value)
+            values |= _flat(name, value)
     for name, stack in (("encoder", config.encoder), ("decoder", config.decoder)):
         if stack is None:
             continue
-        said = to_dict(stack).items()
-        found |= {f"{name}.{key}": value for key, value in said if key not in ("layer_types", "layer_pattern")}
+        fields = to_dict(stack).items()
+        values |= {f"{name}.{key}": value for key, value in fields if key not in ("layer_types", "layer_pattern")}
         for index in range(stack.num_layers):
             layer = stack.layer_config(index)
             cross = None if layer.cross_attention is None else _filled(config, layer.cross_attention)
             filled = replace(layer, attention=_filled(config, layer.attention), cross_attention=cross)
-            found |= _flat(f"{name}.layers.{index}", to_dict(filled))
-    return found
+            values |= _flat(f"{name}.layers.{index}", to_dict(filled))
+    return values
 
 
-def _filled(config: ModelConfig, mixer: AttentionConfig) -> AttentionConfig:
-    dim, kv_heads = head_dim(config, mixer), mixer.num_kv_heads or mixer.num_heads
-    scale = {"default": dim**-0.5, "none": 1.0}.get(str(mixer.softmax_scale), mixer.softmax_scale)
-    return replace(mixer, head_dim=dim, num_kv_heads=kv_heads, value_dim=mixer.value_dim or dim, softmax_scale=scale)
+def _filled(config: ModelConfig, attention: AttentionConfig) -> AttentionConfig:
+    dim, kv_heads = head_dim(config, attention), attention.num_kv_heads or attention.num_heads
+    scale = {"default": dim**-0.5, "none": 1.0}.get(str(attention.softmax_scale), attention.softmax_scale)
+    return replace(
+        attention, head_dim=dim, num_kv_heads=kv_heads, value_dim=attention.value_dim or dim, softmax_scale=scale
+    )
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -161,14 +168,13 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _flat(f"{name}.{key}", part)
 
 
-# ---------------------------------------------------------------- what a memory must hold
+# ---------------------------------------------------------------- requirements of the attention layers
 
 
 class AttentionSpec(NamedTuple):
-    """What one attention layer asks of a memory.  Layers with equal specs form a cache group and share a table.
+    """Requirements of an attention layer on its cache. Layers with equal specs form a cache group.
 
-    ``cross``: it reads the encoder's output, written once per source.  ``sinks``, ``grain``, ``outer`` and
-    ``renumber`` are a policy's (``cache/policy.py``); what they mean stands at ``step.Reach``.
+    The last four fields are set by a policy (``cache/policy.py``) and defined at ``model_input.AttentionPattern``.
     """
 
     causal: bool
@@ -176,49 +182,52 @@ class AttentionSpec(NamedTuple):
     num_kv_heads: int
     head_dim: int
     value_dim: int
-    is_cross_attention: bool = False
+    is_cross_attention: bool = False  # reads the encoder's output, which is written once per encoder input
     num_sinks: int = 0
     window_step: int = 1
     layer_window: int | None = None
     renumber_positions: bool = False
 
 
-def head_dim(config: ModelConfig, mixer: AttentionConfig) -> int:
-    return mixer.head_dim if mixer.head_dim is not None else config.hidden_size // mixer.num_heads
+def head_dim(config: ModelConfig, attention: AttentionConfig) -> int:
+    """Return the head dim of a layer: its own, or hidden_size / num_heads."""
+    return attention.head_dim if attention.head_dim is not None else config.hidden_size // attention.num_heads
 
 
 def attention_specs(config: ModelConfig) -> tuple[AttentionSpec, ...]:
-    """What a memory must hold: one :class:`MixerSpec` per decoder layer, from first to last, then one per
-    cross-attention.  An encoder keeps nothing: it has none."""
+    """Return one spec per decoder layer in order, then one per cross-attention; none for an encoder alone."""
     if config.decoder is None:
         return ()
     layers = [config.decoder.layer_config(index) for index in range(config.decoder.num_layers)]
-    own = [_spec(config, layer.attention, config.max_seq_len) for layer in layers]
-    cross = [
+    self_specs = [_spec(config, layer.attention, config.max_seq_len) for layer in layers]
+    cross_specs = [
         _spec(config, layer.cross_attention, config.max_seq_len)._replace(is_cross_attention=True)
         for layer in layers
         if layer.cross_attention
     ]
-    return (*own, *cross)
+    return (*self_specs, *cross_specs)
 
 
 def encoder_attention_specs(config: ModelConfig) -> tuple[AttentionSpec, ...]:
-    """The encoder's attention layers, from first to last."""
+    """Return the specs of the encoder's attention layers in order."""
     if config.encoder is None:
         return ()
-    limit = config.max_seq_len if config.encoder_input is None else config.encoder_input.max_seq_len
+    max_len = config.max_seq_len if config.encoder_input is None else config.encoder_input.max_seq_len
     return tuple(
-        _spec(config, config.encoder.layer_config(index).attention, limit) for index in range(config.encoder.num_layers)
+        _spec(config, config.encoder.layer_config(index).attention, max_len)
+        for index in range(config.encoder.num_layers)
     )
 
 
-def _spec(config: ModelConfig, mixer: AttentionConfig, limit: int) -> AttentionSpec:
-    dim = head_dim(config, mixer)
-    window = mixer.window if mixer.window is not None and mixer.window < limit else None
-    return AttentionSpec(mixer.causal, window, mixer.num_kv_heads or mixer.num_heads, dim, mixer.value_dim or dim)
+def _spec(config: ModelConfig, attention: AttentionConfig, max_len: int) -> AttentionSpec:
+    dim = head_dim(config, attention)
+    window = attention.window if attention.window is not None and attention.window < max_len else None
+    return AttentionSpec(
+        attention.causal, window, attention.num_kv_heads or attention.num_heads, dim, attention.value_dim or dim
+    )
 
 
-# ---------------------------------------------------------------- what can be right
+# ---------------------------------------------------------------- validation
 
 
 def _check_model(config: ModelConfig) -> None:
@@ -230,47 +239,50 @@ def _check_model(config: ModelConfig) -> None:
         if stack is not None:
             _check_stack(config, stack, name)
     _check_embedding(config.hidden_size, config.embedding, config.max_seq_len, "embedding")
-    _check_source(config)
+    _check_encoder_input(config)
     _check_head(config)
-    for name, share in to_dict(config.dropout).items():
-        if not 0 <= share < 1:
-            raise ConfigError(f"dropout.{name}: must be in [0, 1), found {share}")
+    for name, rate in to_dict(config.dropout).items():
+        if not 0 <= rate < 1:
+            raise ConfigError(f"dropout.{name}: must be in [0, 1), got {rate}")
 
 
 def _check_stack(config: ModelConfig, stack: StackConfig, where: str) -> None:
     _check_min(1, stack.num_layers, f"{where}.num_layers")
     if not stack.layer_pattern:
-        raise ConfigError(f"{where}.layer_pattern is empty", "name a kind per layer, as in 'LLLG'")
+        raise ConfigError(f"{where}.layer_pattern: must not be empty", "name a type per layer, as in 'LLLG'")
     for letter in stack.layer_pattern:
         if letter not in stack.layer_types:
-            raise ConfigError(f"{where}.layer_pattern names kind {letter!r}", suggest(letter, stack.layer_types))
+            hint = suggest(letter, stack.layer_types)
+            raise ConfigError(f"{where}.layer_pattern: unknown layer type {letter!r}", hint)
     for letter, layer in stack.layer_types.items():
         at = f"{where}.layer_types.{letter}"
         if letter not in stack.layer_pattern:
-            raise ConfigError(f"{at} is in no place of the pattern {stack.layer_pattern!r}", "leave it out")
+            raise ConfigError(f"{at}: is not used by layer_pattern {stack.layer_pattern!r}", "omit it")
         _check_attention(config, layer.attention, f"{at}.attention")
         _check_mlp(layer.mlp, f"{at}.mlp")
         _check_eps(layer.norm, f"{at}.norm")
         if not layer.pre_attention_norm and stack.norm_position != "pre":
             raise ConfigError(
-                f"{at}.pre_attention_norm: only a layer of norm_place pre can do without", stack.norm_position
+                f"{at}.pre_attention_norm: must be true with norm_position {stack.norm_position}",
+                "only norm_position pre allows false",
             )
         _check_cross(config, stack, layer, where, at)
 
 
 def _check_cross(config: ModelConfig, stack: StackConfig, layer: LayerConfig, where: str, at: str) -> None:
-    wanted = where == "decoder" and config.encoder is not None
+    required = where == "decoder" and config.encoder is not None
     if layer.cross_attention is None:
-        if wanted:
+        if required:
             raise ConfigError(
-                f"{at}.cross_attention is missing", "each decoder layer of an encoder-decoder attends to the source"
+                f"missing key {at}.cross_attention", "every decoder layer of an encoder-decoder needs cross-attention"
             )
         return
-    if not wanted:
-        raise ConfigError(f"{at}.cross_attention: there is no encoder to attend to", "leave it out")
+    if not required:
+        raise ConfigError(f"{at}.cross_attention: there is no encoder to attend to", "omit it")
     if stack.norm_position not in ("pre", "post", "sandwich"):
         raise ConfigError(
-            f"{at}.cross_attention: not known with norm_place {stack.norm_position}", "pre, post or sandwich"
+            f"{at}.cross_attention: is not supported with norm_position {stack.norm_position}",
+            "use pre, post or sandwich",
         )
     _check_attention(config, layer.cross_attention, f"{at}.cross_attention")
     if (
@@ -279,7 +291,7 @@ def _check_cross(config: ModelConfig, stack: StackConfig, layer: LayerConfig, wh
         or layer.cross_attention.position is not None
     ):
         raise ConfigError(
-            f"{at}.cross_attention: sees the whole source, without positions", "causal = false, position = null"
+            f"{at}.cross_attention: must have no mask, window or positions", "set causal = false, position = null"
         )
 
 
@@ -288,39 +300,39 @@ def _check_mlp(mlp: PlainMLPConfig | GatedMLPConfig | MoEConfig, where: str) -> 
     if isinstance(mlp, MoEConfig):
         _check_min(1, mlp.num_experts_per_token, f"{where}.num_experts_per_token")
         _check_min(mlp.num_experts_per_token, mlp.num_experts, f"{where}.num_experts")
-        _check_positive(mlp.swiglu_limit, f"{where}.clip_qkv")
+        _check_positive(mlp.swiglu_limit, f"{where}.swiglu_limit")
 
 
-def _check_source(config: ModelConfig) -> None:
-    both = config.decoder is not None and config.encoder is not None
+def _check_encoder_input(config: ModelConfig) -> None:
+    is_encoder_decoder = config.decoder is not None and config.encoder is not None
     if config.encoder_input is None:
-        if both:
-            raise ConfigError("source is missing", "an encoder-decoder's source has a limit and an embedding")
+        if is_encoder_decoder:
+            raise ConfigError("missing key encoder_input", "an encoder-decoder needs its max_seq_len and embedding")
         return
-    if not both:
-        raise ConfigError("source: only an encoder-decoder has one", "leave it out")
+    if not is_encoder_decoder:
+        raise ConfigError("encoder_input: only an encoder-decoder has one", "omit it")
     _check_min(1, config.encoder_input.max_seq_len, "encoder_input.max_seq_len")
     if config.encoder_input.vocab_size is not None:
         _check_min(1, config.encoder_input.vocab_size, "encoder_input.vocab_size")
     elif config.encoder_input.embedding.embedding_size != config.embedding.embedding_size:
         raise ConfigError(
-            "encoder_input.embedding.embedding_size: a shared table has one width",
-            "set encoder_input.vocab_size for a table of its own",
+            "encoder_input.embedding.embedding_size: must equal embedding.embedding_size of the shared table",
+            "set encoder_input.vocab_size for a separate table",
         )
     elif config.encoder_input.embedding.embedding_size is None and config.encoder_input.hidden_size not in (
         None,
         config.hidden_size,
     ):
         raise ConfigError(
-            "encoder_input.hidden_size: a shared table has one width",
-            "set encoder_input.vocab_size for a table of its own",
+            "encoder_input.hidden_size: must equal hidden_size, because the token table is shared",
+            "set encoder_input.vocab_size for a separate table",
         )
     if config.encoder_input.hidden_size is not None:
         _check_min(1, config.encoder_input.hidden_size, "encoder_input.hidden_size")
         for letter, layer in () if config.encoder is None else config.encoder.layer_types.items():
             if layer.attention.head_dim is None:
                 raise ConfigError(
-                    f"encoder.kinds.{letter}.attention.head_dim is missing", "encoder_input.hidden_size needs it"
+                    f"missing key encoder.layer_types.{letter}.attention.head_dim", "encoder_input.hidden_size needs it"
                 )
     _check_embedding(
         encoder_hidden_size(config),
@@ -333,11 +345,11 @@ def _check_source(config: ModelConfig) -> None:
 def _check_head(config: ModelConfig) -> None:
     head = config.head
     if isinstance(head, LanguageHeadConfig):
-        _check_positive(head.logit_softcap, "head.softcap")
+        _check_positive(head.logit_softcap, "head.logit_softcap")
     elif config.decoder is not None:
-        raise ConfigError(f"head.kind: a decoder ends in a language head, found {head.kind}")
+        raise ConfigError(f"head.kind: must be language for a decoder, got {head.kind}")
     if isinstance(head, ClassificationHeadConfig) and not head.labels:
-        raise ConfigError("head.labels is empty", "name the classes")
+        raise ConfigError("head.labels: must not be empty", "name the classes")
     transform = head.transform
     if transform is not None:
         if transform.norm is not None:
@@ -350,13 +362,14 @@ def _check_head(config: ModelConfig) -> None:
         and head_input_size(config) != embedding_size(config)
     ):
         raise ConfigError(
-            f"tie: the table is {embedding_size(config)} wide, the head reads {head_input_size(config)}",
-            "set head.transform.width, or tie = false",
+            f"tie_embeddings: the token table has {embedding_size(config)} columns, the head needs"
+            f" {head_input_size(config)}",
+            "set head.transform.output_size, or tie_embeddings = false",
         )
 
 
 def encoder_hidden_size(config: ModelConfig) -> int:
-    """Of the encoder's layers, and of what cross-attention reads."""
+    """Return the hidden size of the encoder's layers, which cross-attention reads."""
     return (
         config.hidden_size
         if config.encoder_input is None or config.encoder_input.hidden_size is None
@@ -365,88 +378,90 @@ def encoder_hidden_size(config: ModelConfig) -> int:
 
 
 def embedding_size(config: ModelConfig) -> int:
-    """Columns of the table of tokens."""
+    """Return the number of columns of the token table."""
     return config.hidden_size if config.embedding.embedding_size is None else config.embedding.embedding_size
 
 
 def head_input_size(config: ModelConfig) -> int:
-    """What the head's output matrix reads."""
+    """Return the input size of the head's output matrix."""
     transform = config.head.transform
     return config.hidden_size if transform is None or transform.output_size is None else transform.output_size
 
 
-def _check_embedding(model_width: int, embed: EmbeddingConfig, limit: int, where: str) -> None:
+def _check_embedding(hidden_size: int, embed: EmbeddingConfig, max_len: int, where: str) -> None:
     if embed.norm is not None:
         _check_eps(embed.norm, f"{where}.norm")
     elif embed.norm_first:
-        raise ConfigError(f"{where}.norm_first: there is no norm", "leave it out")
+        raise ConfigError(f"{where}.norm_first: must be false without a norm", "omit it")
     _check_min(0, embed.num_token_types, f"{where}.num_token_types")
     if embed.embedding_size is not None:
         _check_min(1, embed.embedding_size, f"{where}.embedding_size")
-    width = model_width if embed.embedding_size is None or embed.projection == "start" else embed.embedding_size
-    _check_position(embed.position, width, limit, f"{where}.position")
+    size = hidden_size if embed.embedding_size is None or embed.projection == "start" else embed.embedding_size
+    _check_position(embed.position, size, max_len, f"{where}.position")
 
 
 def _check_position(
-    position: LearnedPositionsConfig | SinusoidalPositionsConfig | None, width: int, limit: int, where: str
+    position: LearnedPositionsConfig | SinusoidalPositionsConfig | None, size: int, max_len: int, where: str
 ) -> None:
     if position is not None:
         _check_min(0, position.offset, f"{where}.offset")
-    if isinstance(position, LearnedPositionsConfig) and limit + position.offset > position.num_positions:
+    if isinstance(position, LearnedPositionsConfig) and max_len + position.offset > position.num_positions:
         raise ConfigError(
-            f"{where}: limit {limit} (+ offset {position.offset}) exceeds the table's {position.num_positions} rows"
+            f"{where}.num_positions: must be at least max_seq_len {max_len} + offset {position.offset},"
+            f" got {position.num_positions}"
         )
     if isinstance(position, SinusoidalPositionsConfig):
         _check_positive(position.base, f"{where}.base")
-        if width % 2:
-            raise ConfigError(f"{where}.kind sinusoidal needs an even width, found {width}")
-        if position.form == "fairseq" and width < 4:
-            raise ConfigError(f"{where}.form fairseq needs a width of at least 4, found {width}")
+        if size % 2:
+            raise ConfigError(f"{where}.kind: sinusoidal needs an even hidden_size, got {size}")
+        if position.form == "fairseq" and size < 4:
+            raise ConfigError(f"{where}.form: fairseq needs a hidden_size of at least 4, got {size}")
 
 
-def _check_attention(config: ModelConfig, mixer: AttentionConfig, where: str) -> None:
-    _check_min(1, mixer.num_heads, f"{where}.num_heads")
-    kv_heads = mixer.num_heads if mixer.num_kv_heads is None else mixer.num_kv_heads
+def _check_attention(config: ModelConfig, attention: AttentionConfig, where: str) -> None:
+    _check_min(1, attention.num_heads, f"{where}.num_heads")
+    kv_heads = attention.num_heads if attention.num_kv_heads is None else attention.num_kv_heads
     _check_min(1, kv_heads, f"{where}.num_kv_heads")
-    if mixer.num_heads % kv_heads:
-        raise ConfigError(f"{where}.num_kv_heads: {kv_heads} does not divide heads {mixer.num_heads}")
-    if mixer.head_dim is None and config.hidden_size % mixer.num_heads:
+    if attention.num_heads % kv_heads:
+        raise ConfigError(f"{where}.num_kv_heads: must divide num_heads {attention.num_heads}, got {kv_heads}")
+    if attention.head_dim is None and config.hidden_size % attention.num_heads:
         raise ConfigError(
-            f"{where}.num_heads: {mixer.num_heads} does not divide width {config.hidden_size}",
+            f"{where}.num_heads: must divide hidden_size {config.hidden_size}, got {attention.num_heads}",
             f"or set {where}.head_dim",
         )
-    dim = head_dim(config, mixer)
+    dim = head_dim(config, attention)
     _check_min(1, dim, f"{where}.head_dim")
     for name in ("value_dim", "window"):
-        if getattr(mixer, name) is not None:
-            _check_min(1, getattr(mixer, name), f"{where}.{name}")
-    _check_positive(mixer.logit_softcap, f"{where}.logit_softcap")
-    _check_positive(mixer.clip_qkv, f"{where}.clip_qkv")
-    if mixer.qk_norm_config is not None:
-        _check_eps(mixer.qk_norm_config, f"{where}.norm")
-        if mixer.qk_norm == "none":
-            raise ConfigError(f"{where}.norm: of q and k, which qk_norm none leaves as they are", "leave it out")
-    if isinstance(mixer.position, AlibiConfig) and mixer.position.round_to_bfloat16 and not mixer.causal:
-        raise ConfigError(f"{where}.position.rounded: only a causal layer rounds by the key's position")
-    if isinstance(mixer.position, RopeConfig):
-        _check_rope(mixer.position, dim, f"{where}.position")
-    if isinstance(mixer.position, T5BiasConfig):
-        _check_buckets(mixer.position, f"{where}.position")
+        if getattr(attention, name) is not None:
+            _check_min(1, getattr(attention, name), f"{where}.{name}")
+    _check_positive(attention.logit_softcap, f"{where}.logit_softcap")
+    _check_positive(attention.clip_qkv, f"{where}.clip_qkv")
+    if attention.qk_norm_config is not None:
+        _check_eps(attention.qk_norm_config, f"{where}.qk_norm_config")
+        if attention.qk_norm == "none":
+            raise ConfigError(f"{where}.qk_norm_config: must be null with qk_norm none", "omit it")
+    if isinstance(attention.position, AlibiConfig) and attention.position.round_to_bfloat16 and not attention.causal:
+        raise ConfigError(f"{where}.position.round_to_bfloat16: must be false in a layer that is not causal")
+    if isinstance(attention.position, RopeConfig):
+        _check_rope(attention.position, dim, f"{where}.position")
+    if isinstance(attention.position, T5BiasConfig):
+        _check_buckets(attention.position, f"{where}.position")
 
 
 def _check_buckets(bias: T5BiasConfig, where: str) -> None:
-    ways = 2 if bias.bidirectional else 1
-    _check_min(2 * ways, bias.num_buckets, f"{where}.num_buckets")
-    exact = bias.num_buckets // ways // 2
-    if bias.max_distance <= exact:
-        raise ConfigError(f"{where}.max_distance: must exceed the {exact} exact buckets, found {bias.max_distance}")
+    directions = 2 if bias.bidirectional else 1
+    _check_min(2 * directions, bias.num_buckets, f"{where}.num_buckets")
+    num_exact = bias.num_buckets // directions // 2
+    if bias.max_distance <= num_exact:
+        raise ConfigError(f"{where}.max_distance: must exceed the {num_exact} exact buckets, got {bias.max_distance}")
 
 
 def _check_rope(rope: RopeConfig, dim: int, where: str) -> None:
     rotated = int(dim * rope.partial_rotary_factor)
     if not 0 < rope.partial_rotary_factor <= 1 or rotated < 2 or rotated % 2:
         raise ConfigError(
-            f"{where}.partial_rotary_factor: {rope.partial_rotary_factor} of head_dim {dim} is {rotated} dims, not an even number"
+            f"{where}.partial_rotary_factor: must rotate an even number of dims, got"
+            f" {rope.partial_rotary_factor} of head_dim {dim} = {rotated}"
         )
     _check_positive(rope.theta, f"{where}.theta")
     if rope.scaling is not None:
@@ -458,36 +473,41 @@ def _check_scaling(scaling: RopeScalingConfig, rotated: int, where: str) -> None
     if not isinstance(scaling, LinearScalingConfig):
         _check_min(1, scaling.original_max_seq_len, f"{where}.original_max_seq_len")
     if isinstance(scaling, DynamicScalingConfig) and rotated == 2:
-        raise ConfigError(f"{where}.kind: dynamic needs more than 2 rotated dims")
+        raise ConfigError(f"{where}.kind: dynamic needs more than 2 rotated dims, got {rotated}")
     if isinstance(scaling, (YarnScalingConfig, LongRopeScalingConfig)):
         _check_positive(scaling.attention_factor, f"{where}.attention_factor")
     if isinstance(scaling, YarnScalingConfig):
         _check_positive(scaling.beta_slow, f"{where}.beta_slow")
         if scaling.beta_fast < scaling.beta_slow:
-            raise ConfigError(f"{where}.beta_fast: {scaling.beta_fast} is below beta_slow {scaling.beta_slow}")
+            raise ConfigError(
+                f"{where}.beta_fast: must be at least beta_slow {scaling.beta_slow}, got {scaling.beta_fast}"
+            )
     if isinstance(scaling, Llama3ScalingConfig):
         _check_positive(scaling.low_freq_factor, f"{where}.low_freq_factor")
         if scaling.high_freq_factor <= scaling.low_freq_factor:
-            raise ConfigError(f"{where}.high_freq_factor: must exceed low_freq_factor {scaling.low_freq_factor}")
+            raise ConfigError(
+                f"{where}.high_freq_factor: must be above low_freq_factor {scaling.low_freq_factor},"
+                f" got {scaling.high_freq_factor}"
+            )
     if isinstance(scaling, LongRopeScalingConfig):
         for name in ("short_factor", "long_factor"):
             factors = getattr(scaling, name)
             if len(factors) != rotated // 2:
-                raise ConfigError(f"{where}.{name}: {len(factors)} factors for {rotated // 2} frequencies")
+                raise ConfigError(f"{where}.{name}: must have {rotated // 2} factors, got {len(factors)}")
             for index, factor in enumerate(factors):
                 _check_positive(factor, f"{where}.{name}[{index}]")
 
 
 def _check_eps(norm: NormConfig, where: str) -> None:
     if norm.eps < 0:
-        raise ConfigError(f"{where}.eps: must not be negative, found {norm.eps}")
+        raise ConfigError(f"{where}.eps: must not be negative, got {norm.eps}")
 
 
 def _check_positive(value: float | None, where: str) -> None:
     if value is not None and value <= 0:
-        raise ConfigError(f"{where}: must be above 0, found {value}")
+        raise ConfigError(f"{where}: must be above 0, got {value}")
 
 
-def _check_min(low: int, value: int, where: str) -> None:
-    if value < low:
-        raise ConfigError(f"{where}: must be at least {low}, found {value}")
+def _check_min(minimum: int, value: int, where: str) -> None:
+    if value < minimum:
+        raise ConfigError(f"{where}: must be at least {minimum}, got {value}")

@@ -1,7 +1,7 @@
-"""The weights of a model from its config alone: every tensor's name and shape, no torch, nothing loaded.
+"""Names and shapes of a model's weights, computed from its config without torch.
 
-The one promise: ``weight_shapes(config)`` is what ``Transformer(config).state_dict()`` holds, name by name.  It stands
-here and not in ``kvad.model`` because planning must know it without torch, and ``kvad.cache`` never imports the model.
+``weight_shapes(config)`` equals the names and shapes of ``Transformer(config).state_dict()``. It is defined here,
+because ``kvad plan`` must not import torch, and ``kvad.cache`` never imports the model.
 """
 
 from __future__ import annotations
@@ -36,54 +36,55 @@ COMPONENTS = ("embedding", "attention", "mlp", "norms", "head")
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, TensorShape]:
-    """Name -> shape of every tensor that a checkpoint of this model stores."""
+    """Return the shape of every tensor of a checkpoint by name."""
     return dict(_model(config))
 
 
 class SummarizerShape(NamedTuple):
-    """What learned summaries are made by: one of ``ratio`` tokens, by ``hidden`` units."""
+    """Sizes of a summarizer."""
 
-    ratio: int
-    hidden: int
+    ratio: int  # tokens per summary
+    hidden: int  # hidden units
 
 
-def summarizer_shapes(mixers: Sequence[AttentionSpec], learned: SummarizerShape) -> dict[str, TensorShape]:
-    """The same of a compressor for layers that are so (``model/compress.py``): those that keep all their tokens."""
-    found: dict[str, TensorShape] = {}
-    for number, mixer in enumerate(mixers):
-        if mixer.causal and not mixer.is_cross_attention and mixer.window is None:
-            both, (ratio, hidden), name = mixer.head_dim + mixer.value_dim, learned, f"layers.{number}"
-            found[f"{name}.look"] = (mixer.num_kv_heads, 2, both)
-            found[f"{name}.place"] = (mixer.num_kv_heads, 2, ratio)
-            found[f"{name}.inner"] = (mixer.num_kv_heads, both, hidden)
-            found[f"{name}.inner_bias"] = (mixer.num_kv_heads, hidden)
-            found[f"{name}.outer"] = (mixer.num_kv_heads, hidden, both + 1)
-    return found
+def summarizer_shapes(specs: Sequence[AttentionSpec], summarizer_shape: SummarizerShape) -> dict[str, TensorShape]:
+    """Return the shape of every tensor of a ``model.Summarizer``, for the causal layers without a window."""
+    shapes: dict[str, TensorShape] = {}
+    for index, spec in enumerate(specs):
+        if spec.causal and not spec.is_cross_attention and spec.window is None:
+            both, (ratio, hidden), name = spec.head_dim + spec.value_dim, summarizer_shape, f"layers.{index}"
+            shapes[f"{name}.query"] = (spec.num_kv_heads, 2, both)
+            shapes[f"{name}.position_bias"] = (spec.num_kv_heads, 2, ratio)
+            shapes[f"{name}.hidden_weight"] = (spec.num_kv_heads, both, hidden)
+            shapes[f"{name}.hidden_bias"] = (spec.num_kv_heads, hidden)
+            shapes[f"{name}.output_weight"] = (spec.num_kv_heads, hidden, both + 1)
+    return shapes
 
 
 def mismatches(config: ModelConfig, stored: Mapping[str, TensorShape]) -> list[str]:
-    """What is wrong with stored tensors, name by name: missing, of no place in the model, of another shape."""
-    wanted = weight_shapes(config)
-    found = [f"{name} {list(shape)} is missing" for name, shape in wanted.items() if name not in stored]
+    """Describe stored tensors that are missing, unexpected or of another shape, one line each."""
+    expected = weight_shapes(config)
+    lines = [f"{name} {list(shape)} is missing" for name, shape in expected.items() if name not in stored]
     for name, shape in stored.items():
-        if name not in wanted:
-            found.append(f"{name} {list(shape)} is extra: the config has no place for it")
-        elif shape != wanted[name]:
-            found.append(f"{name} is {list(shape)}, the config says {list(wanted[name])}")
-    return found
+        if name not in expected:
+            lines.append(f"{name} {list(shape)} is extra: the config has no place for it")
+        elif shape != expected[name]:
+            lines.append(f"{name} is {list(shape)}, the config says {list(expected[name])}")
+    return lines
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """All of them; a tied head's matrix counts once."""
+    """Return the number of parameters; a tied head's matrix counts once."""
     return sum(math.prod(shape) for shape in weight_shapes(config).values())
 
 
 def weight_bytes(config: ModelConfig, dtype: str) -> int:
+    """Return the bytes of all weights."""
     return num_parameters(config) * DTYPE_BYTES[dtype]
 
 
 def lookup_bytes(config: ModelConfig, dtype: str) -> int:
-    """Weights of which a token reads one row only: the position table, and the embedding where no head shares it."""
+    """Return the bytes of tables of which a token reads one row: positions, token types, untied embeddings."""
     read_whole = config.tie_embeddings and isinstance(config.head, LanguageHeadConfig)
     numbers = 0 if read_whole else config.vocab_size * embedding_size(config)
     for name, shape in weight_shapes(config).items():
@@ -93,17 +94,17 @@ def lookup_bytes(config: ModelConfig, dtype: str) -> int:
 
 
 def tensor_component(name: str) -> str:
-    """Which of :data:`PARTS` a tensor of a checkpoint belongs to."""
+    """Return the member of :data:`COMPONENTS` that a tensor belongs to."""
     pieces = name.split(".")
     if any(piece.startswith("norm") or piece.endswith("_norm") for piece in pieces):
         return "norms"
-    if pieces[0] in ("embed", "source", "head"):
+    if pieces[0] in ("embedding", "encoder_embedding", "head"):
         return "head" if pieces[0] == "head" else "embedding"
     return "mlp" if "mlp" in pieces else "attention"
 
 
 def component_sizes(shapes: Mapping[str, TensorShape]) -> dict[str, int]:
-    """Parameters by part, in the order of :data:`PARTS`."""
+    """Return the number of parameters by component, in the order of :data:`COMPONENTS`."""
     counts = dict.fromkeys(COMPONENTS, 0)
     for name, shape in shapes.items():
         counts[tensor_component(name)] += math.prod(shape)
@@ -111,10 +112,13 @@ def component_sizes(shapes: Mapping[str, TensorShape]) -> dict[str, int]:
 
 
 def _model(config: ModelConfig) -> NamedShapes:
-    yield from _embedding("embed", config.hidden_size, config.vocab_size, config.embedding)
+    yield from _embedding("embedding", config.hidden_size, config.vocab_size, config.embedding)
     if config.encoder_input is not None:
         yield from _embedding(
-            "source", encoder_hidden_size(config), config.encoder_input.vocab_size, config.encoder_input.embedding
+            "encoder_embedding",
+            encoder_hidden_size(config),
+            config.encoder_input.vocab_size,
+            config.encoder_input.embedding,
         )
     sides = (("encoder", config.encoder, encoder_hidden_size(config)), ("decoder", config.decoder, config.hidden_size))
     for name, stack, width in sides:
@@ -148,10 +152,8 @@ def _stack(name: str, config: ModelConfig, stack: StackConfig, width: int) -> Na
         if isinstance(position, T5BiasConfig) and position.shared:
             yield f"{name}.relative_bias.{letter}", (position.num_buckets, kind.attention.num_heads)
         if isinstance(position, CustomPositionsConfig):
-            made = load_plugin(position.name, "position.name")
-            shapes = getattr(made, "shapes", _none)(
-                kind.attention, head_dim(config, kind.attention), **position.options
-            )
+            cls = load_plugin(position.name, "position.name")
+            shapes = getattr(cls, "shapes", _none)(kind.attention, head_dim(config, kind.attention), **position.options)
             yield from ((f"{name}.positions.{letter}.{own}", shape) for own, shape in shapes.items())
 
 
@@ -188,25 +190,27 @@ def _layer(name: str, config: ModelConfig, stack: StackConfig, layer: LayerConfi
 
 
 def _attention(
-    name: str, config: ModelConfig, mixer: AttentionConfig, norm: NormConfig, width: int, source: int
+    name: str, config: ModelConfig, attention: AttentionConfig, norm: NormConfig, width: int, source: int
 ) -> NamedShapes:
-    """``source``: the width of what keys and values are made of."""
-    dim, kv_heads = head_dim(config, mixer), mixer.num_kv_heads or mixer.num_heads
-    value_dim = mixer.value_dim or dim
-    yield from _linear(f"{name}.q", width, mixer.num_heads * dim, mixer.qkv_bias)
-    yield from _linear(f"{name}.k", source, kv_heads * dim, mixer.qkv_bias)
-    yield from _linear(f"{name}.v", source, kv_heads * value_dim, mixer.qkv_bias)
-    yield from _linear(f"{name}.out", mixer.num_heads * value_dim, width, mixer.out_bias)
-    if mixer.qk_norm != "none":
-        for part, heads in (("q_norm", mixer.num_heads), ("k_norm", kv_heads)):
+    """Yield the shapes of one attention; ``source`` is the input size of keys and values."""
+    dim, kv_heads = head_dim(config, attention), attention.num_kv_heads or attention.num_heads
+    value_dim = attention.value_dim or dim
+    yield from _linear(f"{name}.q", width, attention.num_heads * dim, attention.qkv_bias)
+    yield from _linear(f"{name}.k", source, kv_heads * dim, attention.qkv_bias)
+    yield from _linear(f"{name}.v", source, kv_heads * value_dim, attention.qkv_bias)
+    yield from _linear(f"{name}.out", attention.num_heads * value_dim, width, attention.out_bias)
+    if attention.qk_norm != "none":
+        for part, heads in (("q_norm", attention.num_heads), ("k_norm", kv_heads)):
             shapes: dict[str, TensorShape] = {"head": (dim,), "each": (heads, dim), "full": (heads * dim,)}
-            yield from _norm(f"{name}.{part}", shapes[mixer.qk_norm], mixer.qk_norm_config or norm)
-    if mixer.sink_logits:
-        yield f"{name}.sink_logits", (mixer.num_heads,)
-    if isinstance(mixer.position, T5BiasConfig) and not mixer.position.shared:
-        yield f"{name}.relative_bias", (mixer.position.num_buckets, mixer.num_heads)
-    if mixer.custom_class is not None:
-        shapes = getattr(load_plugin(mixer.custom_class, "mixer.own"), "shapes", _none)(config, mixer)
+            yield from _norm(f"{name}.{part}", shapes[attention.qk_norm], attention.qk_norm_config or norm)
+    if attention.sink_logits:
+        yield f"{name}.sink_logits", (attention.num_heads,)
+    if isinstance(attention.position, T5BiasConfig) and not attention.position.shared:
+        yield f"{name}.relative_bias", (attention.position.num_buckets, attention.num_heads)
+    if attention.custom_class is not None:
+        shapes = getattr(load_plugin(attention.custom_class, "attention.custom_class"), "shapes", _none)(
+            config, attention
+        )
         yield from ((f"{name}.{own}", shape) for own, shape in shapes.items())
 
 

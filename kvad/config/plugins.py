@@ -1,4 +1,4 @@
-"""Classes of one's own, by name: ``"package.module:Class"`` in a config stands for a class that the user brings."""
+"""Custom classes, named ``"package.module:Class"`` in a configuration."""
 
 from __future__ import annotations
 
@@ -9,13 +9,21 @@ from kvad.errors import ConfigError
 
 
 def load_plugin(name: str, where: str) -> Any:
-    """What ``name`` says.  ConfigError names ``where`` it was asked for, and what is not there."""
+    """Import the object called ``name``.
+
+    Args:
+        name: "package.module:Class".
+        where: The configuration key, for errors.
+
+    Raises:
+        ConfigError: If the module cannot be imported or has no such attribute.
+    """
     module, _, attribute = name.partition(":")
     if not module or not attribute:
-        raise ConfigError(f"{where}: {name!r} names no class", "write it as package.module:Class")
+        raise ConfigError(f"{where}: must name a class, got {name!r}", "write it as package.module:Class")
     try:
         return getattr(importlib.import_module(module), attribute)
     except ImportError as error:
-        raise ConfigError(f"{where}: cannot import {module!r}: {error}", "is it on PYTHONPATH?") from error
+        raise ConfigError(f"{where}: cannot import {module!r}: {error}", "check PYTHONPATH") from error
     except AttributeError:
         raise ConfigError(f"{where}: {module!r} has no {attribute!r}") from None

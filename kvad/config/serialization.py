@@ -1,7 +1,7 @@
-"""Plain JSON values <-> frozen nested dataclasses; every error names the dotted key and the nearest known one.
+"""Conversion between JSON values and nested frozen dataclasses.
 
-Nothing is ignored: an unknown key, a missing one and a value of another type are ConfigError.  A union of dataclasses
-is told apart by their ``kind`` field.  Standard library only.
+No key is ignored: an unknown key, a missing key and a value of another type raise ConfigError with the dotted key and
+the nearest known one. The ``kind`` field selects the class in a union of dataclasses. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def to_dict(value: Any) -> Any:
-    """Nested dataclasses, mappings and tuples as plain JSON values."""
+    """Convert nested dataclasses, mappings and tuples to JSON values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_dict(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -31,12 +31,21 @@ def to_dict(value: Any) -> Any:
 
 
 def from_dict(cls: type[T], data: Any, where: str = "") -> T:
-    """Build the dataclass ``cls`` from plain values; ConfigError names the dotted key of whatever does not fit."""
+    """Build the dataclass ``cls`` from JSON values.
+
+    Args:
+        cls: The dataclass.
+        data: A mapping of its fields.
+        where: Dotted key of ``data``, for errors.
+
+    Raises:
+        ConfigError: For an unknown key, a missing key or a wrong value, named by its dotted key.
+    """
     return typing.cast("T", _read(cls, data, where))
 
 
 def override(data: dict[str, Any], assignments: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of ``data`` with dotted keys set: ``{"decoder.num_layers": 4}``.  A key's parents must exist."""
+    """Return a copy of ``data`` with dotted keys set: ``{"decoder.num_layers": 4}``; a key's parents must exist."""
     result: dict[str, Any] = json.loads(json.dumps(data))
     for dotted, value in assignments.items():
         node = result
@@ -44,7 +53,7 @@ def override(data: dict[str, Any], assignments: Mapping[str, Any]) -> dict[str, 
         for depth, name in enumerate(parents):
             child = node.get(name)
             if name in node and child is None:
-                raise ConfigError(f"{'.'.join(parents[: depth + 1])} is null: there is no {dotted}")
+                raise ConfigError(f"{dotted}: cannot be set, because {'.'.join(parents[: depth + 1])} is null")
             if not isinstance(child, dict):
                 raise ConfigError(f"unknown key {'.'.join(parents[: depth + 1])!r}", suggest(name, node))
             node = child
@@ -59,15 +68,15 @@ def _read(kind: Any, data: Any, where: str) -> Any:
     if origin is Literal:
         allowed = typing.get_args(kind)
         if data not in allowed:
-            raise ConfigError(f"{where}: {data!r} is not one of {', '.join(map(repr, allowed))}")
+            raise ConfigError(f"{where}: must be one of {', '.join(map(repr, allowed))}, got {data!r}")
         return data
     if origin is tuple:
         if not isinstance(data, (list, tuple)):
-            raise ConfigError(f"{where}: expected a list, found {data!r}")
+            raise ConfigError(f"{where}: must be a list, got {data!r}")
         return tuple(_read(typing.get_args(kind)[0], item, f"{where}[{i}]") for i, item in enumerate(data))
     if origin is not None and issubclass(origin, Mapping):
         if not isinstance(data, Mapping):
-            raise ConfigError(f"{where}: expected an object, found {data!r}")
+            raise ConfigError(f"{where}: must be an object, got {data!r}")
         return {key: _read(typing.get_args(kind)[1], item, f"{where}.{key}") for key, item in data.items()}
     if dataclasses.is_dataclass(kind):
         return _read_dataclass(typing.cast("type[Any]", kind), data, where)
@@ -78,36 +87,36 @@ def _read_scalar(kind: Any, data: Any, where: str) -> Any:
     if kind is float and isinstance(data, int) and not isinstance(data, bool):
         return float(data)
     if not isinstance(data, kind) or (isinstance(data, bool) and kind is not bool):
-        raise ConfigError(f"{where}: expected {kind.__name__}, found {data!r}")
+        raise ConfigError(f"{where}: must be {kind.__name__}, got {data!r}")
     if kind is float and not math.isfinite(data):
-        raise ConfigError(f"{where}: expected a finite number, found {data!r}")
+        raise ConfigError(f"{where}: must be a finite number, got {data!r}")
     return data
 
 
 def _read_union(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
     if data is None and type(None) in kinds:
         return None
-    structures = [k for k in kinds if dataclasses.is_dataclass(k)]
-    if structures and isinstance(data, Mapping):
-        by_kind = {_kind_name(k): k for k in structures}
-        if len(structures) == 1:
-            return _read(structures[0], data, where)
+    classes = [k for k in kinds if dataclasses.is_dataclass(k)]
+    if classes and isinstance(data, Mapping):
+        by_kind = {_kind_name(k): k for k in classes}
+        if len(classes) == 1:
+            return _read(classes[0], data, where)
         if "kind" not in data:
             raise ConfigError(f"missing key {where}.kind", f"known: {', '.join(sorted(by_kind))}")
         name = data["kind"]
         if name not in by_kind:
-            raise ConfigError(f"{where}.kind: {name!r} is not known", suggest(str(name), by_kind))
+            raise ConfigError(f"{where}.kind: unknown kind {name!r}", suggest(str(name), by_kind))
         return _read(by_kind[name], data, where)
     errors = []
     for kind in kinds:
-        if kind is type(None) or kind in structures:
+        if kind is type(None) or kind in classes:
             continue
         try:
             return _read(kind, data, where)
         except ConfigError as error:
             errors.append(error.message)
-    wanted = "an object or null" if type(None) in kinds else "an object"
-    raise ConfigError(errors[0] if errors else f"{where}: expected {wanted}, found {data!r}")
+    expected = "an object or null" if type(None) in kinds else "an object"
+    raise ConfigError(errors[0] if errors else f"{where}: must be {expected}, got {data!r}")
 
 
 def _kind_name(cls: Any) -> str:
@@ -116,7 +125,7 @@ def _kind_name(cls: Any) -> str:
 
 def _read_dataclass(cls: type[Any], data: Any, where: str) -> Any:
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{where or cls.__name__}: expected an object, found {data!r}")
+        raise ConfigError(f"{where or cls.__name__}: must be an object, got {data!r}")
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
     prefix = f"{where}." if where else ""
@@ -132,7 +141,7 @@ def _read_dataclass(cls: type[Any], data: Any, where: str) -> Any:
 
 
 def _with_kind(field: dataclasses.Field[Any], data: Any) -> Any:
-    """A structure that does not say its kind is of the kind that the field has by default."""
+    """Add the field's default kind to an object without a kind."""
     if not isinstance(data, Mapping) or "kind" in data:
         return data
     default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default

@@ -1,4 +1,4 @@
-"""kvad.datasets"""
+"""Text that every machine has, and synthetic tasks."""
 
 from __future__ import annotations
 

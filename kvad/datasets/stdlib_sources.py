@@ -1,10 +1,10 @@
-"""Real text that every machine has: the source of the running Python's own standard library.
+"""Python's own source code as training text that every machine has.
 
-Found by ``sysconfig``; where it comes without sources, the sources of installed packages.  Nothing is downloaded.
-Tests, generated tables and vendored code are left out: a small model should not spend its minutes on them.
+The standard library is found by ``sysconfig``; if it has no sources, installed packages are used. Nothing is
+downloaded. Tests, generated tables and vendored code are excluded, so that a small model does not train on them.
 
-A tenth of the files is held out, by a hash of their names: whoever trains on the rest (``kvad corpus python``) can be
-judged on texts that it never saw, on any machine with the same Python.
+About a tenth of the files is held out by a hash of their names: a model trained on the rest (``kvad data create
+python``) can be evaluated on unseen text on any machine with the same Python.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ EXCLUDED_FOLDERS = {
     "tests",
     "turtledemo",
 }
-MIN_BYTES = 2_000_000  # bytes: less would not keep a model busy for two minutes
-HELD_OUT_PER_256 = 26  # of 256
-MAX_FILE_BYTES = 200_000  # bytes: a larger file is a table more often than a program
+MIN_BYTES = 2_000_000  # minimum size of the text: enough for two minutes of training
+HELD_OUT_PER_256 = 26  # held-out files of 256
+MAX_FILE_BYTES = 200_000  # Larger files are more often tables than programs.
 
 
 class SourceFiles(NamedTuple):
-    """``what`` says in words where the files come from."""
+    """Python source files; ``description`` names their origin."""
 
     description: str
     root: Path
@@ -44,25 +44,33 @@ class SourceFiles(NamedTuple):
     num_bytes: int
 
 
-def find_sources(places: Iterable[tuple[str, str]] | None = None) -> SourceFiles:
-    """The first place with enough Python sources; DataError, naming the places, where there is none.
+def find_sources(candidates: Iterable[tuple[str, str]] | None = None) -> SourceFiles:
+    """Return the first candidate folder with enough Python sources.
 
-    ``places``: (what, folder) in order of preference, this Python's own by default.
+    Args:
+        candidates: (description, folder) in order of preference; this Python's folders by default.
+
+    Raises:
+        DataError: If no folder has enough; the message names the folders.
     """
     tried = []
-    for what, folder in places if places is not None else _candidate_folders():
+    for description, folder in candidates if candidates is not None else _candidate_folders():
         root = Path(folder)
         files = tuple(sorted(_sources(root))) if root.is_dir() else ()
         size = sum(path.stat().st_size for path in files)
         if size >= MIN_BYTES:
-            return SourceFiles(what, root, files, size)
+            return SourceFiles(description, root, files, size)
         tried.append(f"{root} ({size:,} bytes)")
-    where = ", ".join(tried)
-    raise DataError(f"no Python sources found in {where}", "train on your own text: kvad train FILE --out DIR")
+    listing = ", ".join(tried)
+    raise DataError(f"no Python sources found in {listing}", "Train on your own text: kvad train FILE --out DIR.")
 
 
 def is_held_out(name: str) -> bool:
-    """Whether the file of this name (its path under ``Sources.root``, with slashes) is kept from training."""
+    """True if the file is excluded from training.
+
+    Args:
+        name: Path relative to ``SourceFiles.root``, with slashes.
+    """
     return hashlib.sha256(name.encode()).digest()[0] < HELD_OUT_PER_256
 
 

@@ -1,23 +1,20 @@
-"""Pairs whose answer is known: numbers to copy, and numbers to reverse.
+"""Synthetic data with known answers: sequence pairs and lookup texts. No torch.
 
-``copy`` is the task of the Annotated Transformer (Rush 2018, "A first example"): rows of ten numbers out of ten.
-``reverse`` is that of JoeyNMT's tutorial (Kreutzer et al. 2019): rows of 1 to 25 numbers out of fifty, and of 1 to 30
-where the model is judged, so that it meets rows longer than it ever saw.
+Pairs: ``copy`` is the task of the Annotated Transformer (Rush 2018, "A first example"): sequences of ten numbers out
+of ten. ``reverse`` is that of JoeyNMT's tutorial (Kreutzer et al. 2019): 1 to 25 numbers out of fifty, and 1 to 30 in
+the dev and test splits, so that the model is evaluated on longer sequences than it was trained on. Every number is a
+word; all data is a function of a seed, the same in every Python version.
 
-Every number is a word; all of it is a function of a seed, the same with every Python.  No torch.
-
-A small language in which everything worth remembering is said once, and texts of it to train on.
-
-A sentence is *noise* (five of them, in turn), a *binding* of a key to a value or to an earlier key, or a *question*,
-which is answered by following the bindings::
+Lookup texts: a small language in which each fact occurs once. A sentence is *noise* (five of them, in turn), a
+*binding* of a key to a value or to an earlier key, or a *question*, which is answered by following the bindings::
 
     the sky is blue . k17 v9 the sun is yellow . k200 k17 here we go . ? k200 k17 v9
 
-So a model that has learned it answers ``? k`` by one look back (an induction head: Olsson et al. 2022), and a chain by
-one look per link, which is how RULER (Hsieh et al. 2024) asks for the variables of a chain.  A key is bound once in a
-text, so every question has one answer; its value may be anything, so nothing but the text can tell it.
+A trained model answers ``? k`` by one lookup (an induction head: Olsson et al. 2022), and a chain by one lookup per
+link, as in the variable tracking of RULER (Hsieh et al. 2024). A key is bound once in a text, so every question has
+one answer; the value is random, so only the text determines it.
 
-Every word is one token of a word tokenizer, every text a line.  All of it is a function of a seed.  No torch.
+Every word is one token of a word tokenizer, every text is one line.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SplitSpec:
-    """One file: so many pairs, of ``shortest`` to ``longest`` numbers."""
+    """One file of ``num_pairs`` pairs with ``shortest`` to ``longest`` numbers each."""
 
     name: str
     num_pairs: int
@@ -39,24 +36,27 @@ class SplitSpec:
 
 @dataclass(frozen=True)
 class SyntheticTask:
-    """``numbers``: from ``low`` on, so many different ones; ``backwards``: the target is the source reversed."""
+    """A task over ``numbers`` numbers from ``low`` on; ``reverse`` reverses the target."""
 
     low: int
     numbers: int
     reverse: bool
     parts: tuple[SplitSpec, ...]
 
-    def pairs(self, part: SplitSpec, seed: int) -> Iterator[tuple[str, str]]:
-        """Of one part, each (source, target)."""
-        rng = random.Random(f"{seed} {part.name}")
-        for _ in range(part.num_pairs):
-            length = part.shortest + _below(rng, part.longest - part.shortest + 1)
-            row = [str(self.low + _below(rng, self.numbers)) for _ in range(length)]
-            yield " ".join(row), " ".join(reversed(row) if self.reverse else row)
+    def pairs(self, split: SplitSpec, seed: int) -> Iterator[tuple[str, str]]:
+        """Yield the (source, target) pairs of a split."""
+        rng = random.Random(f"{seed} {split.name}")
+        for _ in range(split.num_pairs):
+            length = split.shortest + _below(rng, split.longest - split.shortest + 1)
+            numbers = [str(self.low + _below(rng, self.numbers)) for _ in range(length)]
+            yield " ".join(numbers), " ".join(reversed(numbers) if self.reverse else numbers)
 
 
 def _below(rng: random.Random, bound: int) -> int:
-    """From 0 to bound - 1.  Of Random's methods only random() promises the same numbers in every version."""
+    """Return a number from 0 to bound - 1.
+
+    Of the methods of ``Random``, only random() is guaranteed to return the same numbers in every version.
+    """
     return int(rng.random() * bound)
 
 
@@ -86,20 +86,20 @@ NOISE = (
     "there and back again .",
 )
 LINKS = 3  # bindings of the longest chain
-MIN_WORDS = 12  # words of a text
+MIN_WORDS = 12  # words of the shortest text
 MAX_BINDINGS = 48
-NOISE_RATIOS = (0.0, 0.0, 0.3, 0.6, 0.95)  # shares of a text's sentences
-LINK_RATIO = 0.25  # share of the bindings that bind to a key
-HELD_OUT_SEED = 1 << 40  # seeds from here on belong to nobody's training
+NOISE_RATIOS = (0.0, 0.0, 0.3, 0.6, 0.95)  # fractions of a text's sentences
+LINK_RATIO = 0.25  # fraction of the bindings that bind to a key
+HELD_OUT_SEED = 1 << 40  # Seeds from here on are never used for training.
 
 
 def vocabulary() -> list[str]:
-    """Every word, in a fixed order."""
+    """Return every word in a fixed order."""
     return [*dict.fromkeys(" ".join(NOISE).split()), "?", *KEYS, *VALUES]
 
 
 def episodes(num_words: int, longest: int, seed: int) -> Iterator[str]:
-    """Texts of ``num_words`` words in all, their lengths log-uniform up to ``longest``: as many short ones as long."""
+    """Yield texts of ``num_words`` words in total, with log-uniform lengths up to ``longest``."""
     rng, total = random.Random(seed), 0
     while total < num_words:
         text = episode(round(MIN_WORDS * (longest / MIN_WORDS) ** rng.random()), rng.getrandbits(32))
@@ -108,16 +108,16 @@ def episodes(num_words: int, longest: int, seed: int) -> Iterator[str]:
 
 
 def episode(num_words: int, seed: int) -> str:
-    """A text of ``num_words`` words, its last sentence cut where it must be."""
+    """Return a text of ``num_words`` words; its last sentence may be truncated."""
     rng = random.Random(seed)
     noise, turn = rng.choice(NOISE_RATIOS), rng.randrange(len(NOISE))
-    most = min(MAX_BINDINGS, max(2, num_words // 6))
-    left = rng.sample(KEYS, round(most ** rng.random()))
+    max_bindings = min(MAX_BINDINGS, max(2, num_words // 6))
+    unbound = rng.sample(KEYS, round(max_bindings ** rng.random()))
     chains: dict[str, tuple[str, ...]] = {}
     words: list[str] = []
     while len(words) < num_words:
-        if left and (not chains or rng.random() < (1 - noise) / 2):
-            key = left.pop()
+        if unbound and (not chains or rng.random() < (1 - noise) / 2):
+            key = unbound.pop()
             chains[key] = _bound(rng, chains)
             words += [key, chains[key][0]]
         elif rng.random() < 1 - noise:
@@ -130,7 +130,7 @@ def episode(num_words: int, seed: int) -> str:
 
 
 def _bound(rng: random.Random, chains: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """A value, or an earlier key and all that it leads to."""
+    """Return a value, or an earlier key and its chain."""
     if chains and rng.random() < LINK_RATIO:
         earlier = rng.choice(list(chains))
         if len(chains[earlier]) < LINKS:

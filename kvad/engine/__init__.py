@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out, many rows at once over one cache."""
+"""Engine, clients, outputs, sessions and forward traces."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Many callers, one engine: requests of all threads share one batch, and whoever holds the lock drives it for all.
+"""Client of the engine: requests of all threads share one batch.
 
-A :class:`Ticket` gathers one request's pieces.  Dropping a ticket (an iterator closed, an exception on the way) cancels
-what is left of its request, also from a finaliser that runs in the middle of a step.
+The thread that holds the lock runs steps for all. A :class:`RequestHandle` collects the chunks of one request.
+Cancelling a handle (a closed iterator, an exception) aborts the rest of its request, also from a finalizer that runs
+during a step.
 
-Texts as a model wants them: a decoder's prompts, an encoder-decoder's sources and targets, an encoder's rows.
-
-A tokenizer knows its own frame (``[CLS] x [SEP]``, ``<s> x``); a checkpoint knows where targets begin
-(:class:`Generation`).  Here the two meet, and lengths and ids are checked before anything is queued.
+:class:`PromptEncoder` turns texts into token ids: a decoder's prompts, an encoder-decoder's inputs and targets, an
+encoder's texts. It combines the tokenizer's special tokens (``[CLS] x [SEP]``, ``<s> x``) with the checkpoint's start
+of targets (:class:`GenerationConfig`), and checks lengths and ids before anything is queued.
 """
 
 from __future__ import annotations
@@ -26,69 +26,71 @@ from kvad.checkpoint import GenerationConfig
 from kvad.config import ModelConfig
 from kvad.engine.engine import Engine, StreamChunk
 from kvad.engine.output import Completion, CompletionChoice, CompletionUsage, Timings
-from kvad.engine.scheduling import RequestMetrics as EngineUsage
-from kvad.engine.scheduling import SamplingParams, TokenLogprob
+from kvad.engine.scheduling import RequestMetrics, SamplingParams, TokenLogprob
 from kvad.errors import EngineError, NumericalError, RequestError, suggest
 from kvad.text import Tokenizer
 
 
 class EngineClient:
-    """Takes requests and hands out their pieces."""
+    """Submits requests to an engine and distributes their chunks."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.lock = threading.Lock()
-        self._mail: dict[int, deque[StreamChunk]] = {}
-        self._dropped: deque[int] = deque()  # requests to cancel: a finaliser may run in the middle of a step
+        self._chunk_queues: dict[int, deque[StreamChunk]] = {}
+        self._cancelled: deque[int] = deque()  # requests to abort; a finalizer may run during a step
         self._closed = False
 
-    def submit(self, queue: Callable[[Engine], int], sampling: SamplingParams, num_prompt: int) -> RequestHandle:
-        """``queue`` hands the request to the engine and returns its number."""
+    def submit(self, queue: Callable[[Engine], int], sampling_params: SamplingParams, num_prompt: int) -> RequestHandle:
+        """Submit a request; ``queue`` adds it to the engine and returns its number."""
         with self.lock:
             self.check_open()
-            self._cancel_dropped()
+            self._abort_cancelled()
             request = queue(self.engine)
-            self._mail[request] = deque()
-            return RequestHandle(self, request, sampling, num_prompt, self.engine.metrics(request))
+            self._chunk_queues[request] = deque()
+            return RequestHandle(self, request, sampling_params, num_prompt, self.engine.metrics(request))
 
     def next_chunk(self, request: int) -> StreamChunk:
-        """The request's next piece; whoever holds the lock steps the engine for everybody."""
+        """Return the request's next chunk, running engine steps for all requests if needed."""
         while True:
             with self.lock:
                 self.check_open()
-                self._cancel_dropped()
-                box = self._mail[request]
-                if box:
-                    return box.popleft()
-                pieces = self.engine.step()
-                if not pieces and self.engine.idle:
-                    raise EngineError(f"request {request} ended without saying so", "this is a bug in kvad")
-                for piece in pieces:
-                    if piece.request in self._mail:
-                        self._mail[piece.request].append(piece)
+                self._abort_cancelled()
+                chunk_queue = self._chunk_queues[request]
+                if chunk_queue:
+                    return chunk_queue.popleft()
+                chunks = self.engine.step()
+                if not chunks and self.engine.idle:
+                    raise EngineError(f"request {request} ended without a final chunk", "This is a bug in kvad.")
+                for chunk in chunks:
+                    if chunk.request in self._chunk_queues:
+                        self._chunk_queues[chunk.request].append(chunk)
 
-    def cancel(self, tickets: Sequence[RequestHandle]) -> None:
-        """Cancel what is left of requests.  May be called from anywhere, a finaliser inside a step included."""
-        self._dropped.extend(ticket.request for ticket in tickets)
+    def cancel(self, handles: Sequence[RequestHandle]) -> None:
+        """Abort the rest of requests.
+
+        May be called from anywhere, also from a finalizer during a step.
+        """
+        self._cancelled.extend(handle.request for handle in handles)
         if self.lock.acquire(blocking=False):
             try:
-                self._cancel_dropped()
+                self._abort_cancelled()
             finally:
                 self.lock.release()
 
     def pop_state(self, request: int) -> SequenceState:
-        """What a request has left (``Engine.kept``)."""
+        """Return a request's final state (``Engine.pop_state``)."""
         with self.lock:
             self.check_open()
             return self.engine.pop_state(request)
 
     def forget(self, request: int) -> None:
         with self.lock:
-            self._mail.pop(request, None)
+            self._chunk_queues.pop(request, None)
 
     def check_open(self) -> None:
         if self._closed:
-            raise EngineError("this LLM is closed", "load it again")
+            raise EngineError("this LLM is closed", "Load it again.")
 
     def close(self) -> None:
         with self.lock:
@@ -96,77 +98,88 @@ class EngineClient:
                 self._closed = True
                 self.engine.close()
 
-    def _cancel_dropped(self) -> None:
-        while self._dropped:
-            request = self._dropped.popleft()
-            if self._mail.pop(request, None) is not None and not self._closed:
+    def _abort_cancelled(self) -> None:
+        while self._cancelled:
+            request = self._cancelled.popleft()
+            if self._chunk_queues.pop(request, None) is not None and not self._closed:
                 self.engine.abort_request(request)
 
 
 class RequestHandle:
-    """Gathers one request's pieces."""
+    """Collects the chunks of one request."""
 
     def __init__(
-        self, client: EngineClient, request: int, sampling: SamplingParams, num_prompt: int, metrics: EngineUsage
+        self,
+        client: EngineClient,
+        request: int,
+        sampling_params: SamplingParams,
+        num_prompt: int,
+        metrics: RequestMetrics,
     ) -> None:
-        self.client, self.request, self.sampling = client, request, sampling
+        self.client, self.request, self.sampling_params = client, request, sampling_params
         self._num_prompt, self.metrics = num_prompt, metrics
 
     def chunks(self) -> Iterator[StreamChunk]:
-        left = self.sampling.n
-        while left:
-            piece = self.client.next_chunk(self.request)
-            if piece.error is not None:
-                kind = NumericalError if piece.error.startswith("numerical") else EngineError
-                raise kind(f"request {self.request}, sample {piece.sample_index}: {piece.error}")
-            left -= piece.finish_reason is not None
-            yield piece
+        num_samples_left = self.sampling_params.n
+        while num_samples_left:
+            chunk = self.client.next_chunk(self.request)
+            if chunk.error is not None:
+                error_type = NumericalError if chunk.error.startswith("numerical") else EngineError
+                raise error_type(f"request {self.request}, sample {chunk.sample_index}: {chunk.error}")
+            num_samples_left -= chunk.finish_reason is not None
+            yield chunk
 
     def encoder_output(self) -> Tensor:
-        """What an encoder says of the text."""
-        (piece,) = self.chunks()
+        """Return the encoder's output for the text."""
+        (chunk,) = self.chunks()
         self.client.forget(self.request)
-        assert piece.output is not None
-        return piece.output
+        assert chunk.output is not None
+        return chunk.output
 
     def result(self) -> Completion:
-        n = self.sampling.n
+        n = self.sampling_params.n
         texts, tokens = [""] * n, [list[int]() for _ in range(n)]
-        scores, reasons = [list[TokenLogprob]() for _ in range(n)], ["stop"] * n
-        totals: list[float | None] = [None] * n
+        scores, finish_reasons = [list[TokenLogprob]() for _ in range(n)], ["stop"] * n
+        cumulative_logprobs: list[float | None] = [None] * n
         limits: list[cache.config.LengthLimit | None] = [None] * n
         prompt: list[TokenLogprob] = []
-        for piece in self.chunks():
-            texts[piece.sample_index] += piece.text
-            prompt.extend(piece.prompt_logprobs)
-            if piece.token_id is not None:
-                tokens[piece.sample_index].append(piece.token_id)
-            if piece.logprob is not None:
-                scores[piece.sample_index].append(piece.logprob)
-            if piece.finish_reason is not None:
-                reasons[piece.sample_index], totals[piece.sample_index] = piece.finish_reason, piece.cumulative_logprob
-                limits[piece.sample_index] = piece.limit
+        for chunk in self.chunks():
+            texts[chunk.sample_index] += chunk.text
+            prompt.extend(chunk.prompt_logprobs)
+            if chunk.token_id is not None:
+                tokens[chunk.sample_index].append(chunk.token_id)
+            if chunk.logprob is not None:
+                scores[chunk.sample_index].append(chunk.logprob)
+            if chunk.finish_reason is not None:
+                finish_reasons[chunk.sample_index], cumulative_logprobs[chunk.sample_index] = (
+                    chunk.finish_reason,
+                    chunk.cumulative_logprob,
+                )
+                limits[chunk.sample_index] = chunk.limit
         cached = self.metrics.num_cached_tokens
         self.client.forget(self.request)
-        samples = tuple(
-            CompletionChoice(text, tuple(ids), tuple(score), reason, total, limit)
-            for text, ids, score, reason, total, limit in zip(
-                texts, tokens, scores, reasons, totals, limits, strict=True
+        choices = tuple(
+            CompletionChoice(text, tuple(ids), tuple(score), finish_reason, cumulative_logprob, limit)
+            for text, ids, score, finish_reason, cumulative_logprob, limit in zip(
+                texts, tokens, scores, finish_reasons, cumulative_logprobs, limits, strict=True
             )
         )
-        count = sum(map(len, tokens))
+        num_output_tokens = sum(map(len, tokens))
         return Completion(
-            samples, CompletionUsage(self._num_prompt, count, cached), _timings(self.metrics, count), tuple(prompt)
+            choices,
+            CompletionUsage(self._num_prompt, num_output_tokens, cached),
+            _timings(self.metrics, num_output_tokens),
+            tuple(prompt),
         )
 
 
-def _timings(usage: EngineUsage, count: int) -> Timings:
-    """By the stamps of the engine: other requests may have kept the caller waiting."""
-    assert usage.finished is not None, "the request has not ended"
-    first = usage.finished if usage.first_token is None else usage.first_token
-    decode = usage.finished - first
-    rate = (count - 1) / decode if count > 1 and decode > 0 else 0.0
-    return Timings(first - usage.arrived, usage.finished - usage.arrived, rate)
+def _timings(metrics: RequestMetrics, num_output_tokens: int) -> Timings:
+    """Compute timings on the engine's clock, since other requests may have delayed the caller."""
+    assert metrics.finished is not None, "the request has not ended"
+    first = metrics.finished if metrics.first_token is None else metrics.first_token
+    decode = metrics.finished - first
+    rate = (num_output_tokens - 1) / decode if num_output_tokens > 1 and decode > 0 else 0.0
+    return Timings(first - metrics.arrived, metrics.finished - metrics.arrived, rate)
 
 
 PromptInput = str | Sequence[int]
@@ -174,7 +187,7 @@ PromptInput = str | Sequence[int]
 
 @dataclass(frozen=True)
 class PromptEncoder:
-    """``tokenizer`` None: ids only."""
+    """Encodes prompts, encoder inputs and targets; without a tokenizer, token ids only."""
 
     config: ModelConfig
     tokenizer: Tokenizer | None
@@ -182,14 +195,16 @@ class PromptEncoder:
     endless: bool = False
 
     def encode_prompt(self, prompt: PromptInput, *, whole: bool = False) -> list[int]:
-        """What a decoder continues; an empty text becomes the token that opens every text.  It may be as long as rows
-        may; ``whole``: as the model sees at once."""
+        """Return a decoder's prompt; an empty text becomes the opening token.
+
+        It may be as long as a sequence, or, with ``whole``, as one forward pass.
+        """
         tokens = self._ids(prompt, self.tokenizer, None)
         if not tokens:
-            opening = self._opening()
-            if opening is None:
-                raise RequestError("the prompt is empty and this model has no opening token", "give at least one token")
-            return [opening]
+            opening_token = self._opening_token()
+            if opening_token is None:
+                raise RequestError("prompt: must have at least 1 token, because this model has no opening token")
+            return [opening_token]
         _check(
             tokens,
             "prompt",
@@ -199,54 +214,77 @@ class PromptEncoder:
         return tokens
 
     def encode_continuation(self, text: PromptInput) -> list[int]:
-        """What is added to a text that has begun: as it is spelled, without what opens a text."""
-        tokens = self._encoder(self.tokenizer).encode(text) if text and isinstance(text, str) else _integers(text or ())
+        """Return the token ids of text appended to a prompt, without opening tokens."""
+        tokens = (
+            self._require_tokenizer(self.tokenizer).encode(text)
+            if text and isinstance(text, str)
+            else _integers(text or ())
+        )
         _check(tokens, "text", self.config.vocab_size, len(tokens))
         return tokens
 
     def encode_source(self, text: PromptInput, language: str | None = None, *, specials: bool = False) -> list[int]:
-        """What an encoder reads, in its frame; ids are taken as they are.  ``specials``: special tokens that the text
-        spells (``[MASK]``) are read as such."""
-        source, tokenizer = self.config.encoder_input, self.tokenizer
+        """Return an encoder's input with its special tokens; token ids are used unchanged.
+
+        ``specials``: parse special tokens in the text, such as ``[MASK]``.
+        """
+        source_config, tokenizer = self.config.encoder_input, self.tokenizer
         if tokenizer is not None and tokenizer.source_tokenizer is not None:
             tokenizer = tokenizer.source_tokenizer
         if language is not None and not isinstance(text, str):
-            raise RequestError(f"language {language!r}: the source is ids, taken as they are", "give a text")
+            raise RequestError(f"language {language!r}: requires text, got token ids", "Give a text.")
         tokens = self._ids(text, tokenizer, language, specials)
         if isinstance(text, str):
             tokens = self.generation.with_source_eos(tokens)
         if not tokens:
-            raise RequestError("the text is empty: an encoder reads at least one token")
-        vocab = self.config.vocab_size if source is None or source.vocab_size is None else source.vocab_size
-        _check(tokens, "source", vocab, self.config.max_seq_len if source is None else source.max_seq_len)
+            raise RequestError("encoder input: must have at least 1 token, got 0")
+        vocab_size = (
+            self.config.vocab_size
+            if source_config is None or source_config.vocab_size is None
+            else source_config.vocab_size
+        )
+        _check(
+            tokens,
+            "encoder input",
+            vocab_size,
+            self.config.max_seq_len if source_config is None else source_config.max_seq_len,
+        )
         return tokens
 
     def encode_target(self, prefix: PromptInput | None, first: int | None = None) -> list[int]:
-        """How the target begins: the token that opens it, and a prefix forced on it, behind the token ``first`` (of a
-        language, say).  Ids are the whole start."""
+        """Return the start of a target: the start token, the token ``first``, and a forced prefix.
+
+        ``first`` is a language token, for example. Token ids in ``prefix`` are the whole start.
+        """
         if prefix is not None and not isinstance(prefix, str):
             tokens = _integers(prefix)
         else:
-            start = self.generation.decoder_start_token_id
-            if start is None:
-                start = self.generation.bos_token_id if self.generation.bos_token_id is not None else self._opening()
-            if start is None:
-                raise RequestError("this checkpoint does not say how a target begins", "give prefix= as token ids")
-            tokens = [start]
+            start_token = self.generation.decoder_start_token_id
+            if start_token is None:
+                start_token = (
+                    self.generation.bos_token_id if self.generation.bos_token_id is not None else self._opening_token()
+                )
+            if start_token is None:
+                raise RequestError(
+                    "this checkpoint has no start token for targets", "Pass target_prefix= as token ids."
+                )
+            tokens = [start_token]
             if prefix:
                 tokens += [] if first is None else [first]
-                tokens += self._encoder(self.tokenizer).encode(prefix)
+                tokens += self._require_tokenizer(self.tokenizer).encode(prefix)
         _check(tokens, "target", self.config.vocab_size, self.config.max_seq_len)
         return tokens
 
     def language_token(self, code: str) -> int:
-        """The id with which targets in this language begin."""
-        known = {} if self.tokenizer is None else self.tokenizer.languages
-        if code not in known:
-            raise RequestError(f"unknown language {code!r}", suggest(code, known) if known else "this model has none")
-        return known[code]
+        """Return the token id that targets in this language begin with."""
+        language_ids = {} if self.tokenizer is None else self.tokenizer.languages
+        if code not in language_ids:
+            raise RequestError(
+                f"unknown language {code!r}", suggest(code, language_ids) if language_ids else "This model has none."
+            )
+        return language_ids[code]
 
-    def _opening(self) -> int | None:
+    def _opening_token(self) -> int | None:
         specials = None if self.tokenizer is None else self.tokenizer.special_tokens
         if specials is not None and specials.separator is not None:
             return specials.separator
@@ -263,26 +301,26 @@ class PromptEncoder:
     ) -> list[int]:
         if not isinstance(text, str):
             return _integers(text)
-        encoder = self._encoder(tokenizer)
-        ids = encoder.encode(text, specials=specials)
-        return encoder.add_special_tokens(ids, language=language) if ids else []
+        tokenizer = self._require_tokenizer(tokenizer)
+        ids = tokenizer.encode(text, specials=specials)
+        return tokenizer.add_special_tokens(ids, language=language) if ids else []
 
-    def _encoder(self, tokenizer: Tokenizer | None) -> Tokenizer:
+    def _require_tokenizer(self, tokenizer: Tokenizer | None) -> Tokenizer:
         if tokenizer is None:
-            raise RequestError("this model came without a tokenizer", "give token ids")
+            raise RequestError("this model has no tokenizer", "Give token ids.")
         return tokenizer
 
 
-def _check(tokens: Sequence[int], what: str, vocab: int, limit: int) -> None:
+def _check(tokens: Sequence[int], label: str, vocab_size: int, max_len: int) -> None:
     for token in tokens:
-        if not 0 <= token < vocab:
-            raise RequestError(f"{what}: token id {token} is outside the vocabulary of {vocab}")
-    if len(tokens) > limit:
-        raise RequestError(f"the {what} has {len(tokens)} tokens and the model's limit is {limit}", "shorten it")
+        if not 0 <= token < vocab_size:
+            raise RequestError(f"{label}: token id must be below {vocab_size}, got {token}")
+    if len(tokens) > max_len:
+        raise RequestError(f"{label}: must have at most {max_len} tokens, got {len(tokens)}", "Shorten it.")
 
 
 def normalize_prompts(prompts: Any) -> tuple[bool, list[Any]]:
-    """(whether it is one prompt, the prompts): a text, ids (a tensor or an array too), or a list of either.
+    """Return (is a single prompt, prompts) for a text, ids, an array of ids, or a list.
 
     An empty list is one empty prompt.
     """
@@ -290,15 +328,15 @@ def normalize_prompts(prompts: Any) -> tuple[bool, list[Any]]:
         return True, [prompts]
     items = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     if not isinstance(items, Iterable):
-        raise RequestError(f"prompt: expected text or token ids, found {prompts!r}", "give 'text', [1, 2] or a list")
+        raise RequestError(f"prompt: must be text or token ids, got {prompts!r}", "Give 'text', [1, 2] or a list.")
     items = list(items)
-    one = not items or (not isinstance(items[0], (str, Sequence)) and not hasattr(items[0], "tolist"))
-    return one, [items] if one else items
+    is_single = not items or (not isinstance(items[0], (str, Sequence)) and not hasattr(items[0], "tolist"))
+    return is_single, [items] if is_single else items
 
 
 def _integers(prompt: Any) -> list[int]:
-    """Token ids as plain integers; RequestError for what is none."""
+    """Return token ids as plain integers; raise RequestError for other values."""
     try:
         return [operator.index(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)]
     except TypeError as error:
-        raise RequestError(f"prompt: expected text or token ids: {error}") from None
+        raise RequestError(f"prompt: must be text or token ids: {error}") from None

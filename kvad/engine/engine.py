@@ -1,7 +1,9 @@
-"""The engine: submit requests, step, and read pieces of text; many rows share one model and one cache.
+"""Engine: submit requests, run steps and read chunks of text.
 
-One step is: the scheduler places a plan, the runner computes its logits, the sampler chooses, the scheduler settles.
-What fails for one request ends that request with an error piece; its neighbours go on.
+Many sequences share one model and one cache.
+
+In one step the scheduler chooses sequences and allocates blocks, the model runner computes logits, the sampler chooses
+tokens, and the scheduler is updated. An error in one request ends that request with an error chunk; others continue.
 """
 
 from __future__ import annotations
@@ -45,15 +47,17 @@ from kvad.model import Summarizer, Transformer
 from kvad.storage import REAL_FILE_SYSTEM, CacheFingerprint, FileSystem
 from kvad.text import Tokenizer
 
-# Bytes of weights up to which those that share an input are joined.  In a larger model a kernel's start is nothing
-# beside its reading, and joining would copy weights that are mapped from a file.
+# Up to this many bytes of weights, projections with the same input are fused. In a larger model, kernel launches are
+# negligible, and fusing would copy weights that are mapped from a file.
 MAX_PACKED_BYTES = 1 << 28
-POLL_SECONDS = 0.005  # seconds that a caller waits at once for blocks on their way, where there is nothing else to do
+POLL_SECONDS = 0.005  # longest wait for loading blocks in one call, if nothing else can run
 
 
 class StreamChunk(NamedTuple):
-    """What one step gave one sample: new text (UTF-8 whole, never part of a stop string), its token, or the end
-    (``limit``: which one it came to, where it ended by its length)."""
+    """Output of one step for one sample.
+
+    New text (whole UTF-8, no stop strings), its token, or its end.
+    """
 
     request: int
     sample_index: int
@@ -70,7 +74,7 @@ class StreamChunk(NamedTuple):
 
 @dataclass
 class StepTimes:
-    """Where the time went since the engine started, in seconds: ``model`` in the forward pass, ``total`` in all."""
+    """Seconds since the engine started: ``model`` in forward passes, ``total`` in all."""
 
     steps: int = 0
     tokens: int = 0
@@ -79,19 +83,27 @@ class StepTimes:
 
 
 class Engine:
-    """One model, one cache, many requests.  Not safe for several threads: :class:`kvad.llm.LLM` holds the lock.
+    """One model, one cache, many requests.
 
-    ``cache``: settled for this model (``cache/settle.py``) and kept so.
-    ``budget``: at most so many new tokens per step; ``cache.chunk``: at most so many of them for one row.
-    ``stop_tokens``: what ends a text; the tokenizer's separator and end where none are given.  ``deterministic``: a
-    request's logits and tokens are the same, bit for bit, whatever runs beside it and however its tokens are cut into
-    steps (on a CPU, of one process: other machines, builds and numbers of threads round otherwise).
-    ``compressor``: what makes the policy's summaries; ConfigError where the policy has none, or of another ratio.
-    ``memory``: what makes the memory, where it is one of several ranks (``parallel/ranks.py``); ``weights``: the
-    fingerprint of all ranks' weights, for :meth:`identity`, which sees this rank's part alone.  ``adapter``: the
-    fingerprint of what was merged into the weights, which :meth:`identity` names.
-    ``park_dir``: where rows that give way are written when ``cache.park_ram`` is full; ``costs``: what decides whether
-    they are.  ``disk``: what spilled and parked tokens go through (tests break it).
+    Not thread-safe: :class:`kvad.llm.LLM` holds the lock.
+
+    Args:
+        model: The model.
+        cache: Configuration of the cache; resolved for this model.
+        tokenizer: Tokenizer for output text (None: token ids only).
+        max_num_batched_tokens: New tokens per step.
+        kernel: Attention kernel.
+        deterministic: Make logits and tokens of a request independent of the batch and of chunking, bit for bit (CPU,
+            one process; other machines, builds and numbers of threads round differently).
+        attention_hook: Called with the tensors of every attention layer.
+        summarizer: Computes the policy's summaries; ConfigError if the policy has none, or another ratio.
+        stop_tokens: Tokens that end a text (default: the tokenizer's separator and end token).
+        cache_factory: Builds the KVCache, if it is one of several ranks (``parallel/distributed_cache.py``).
+        weights_fingerprint: Fingerprint of all ranks' weights, for :meth:`cache_fingerprint`.
+        adapter_fingerprint: Fingerprint of an adapter merged into the weights.
+        swap_dir: Folder for preempted sequences when ``cache.swap_space`` is full.
+        cost_model: Costs that decide between swapping and recomputing.
+        fs: File system for offloaded and swapped tokens (replaced in tests).
     """
 
     def __init__(
@@ -121,182 +133,214 @@ class Engine:
             model.fuse_projections()
         if deterministic:
             kernel = model_lib.batch_invariant.make_batch_invariant(model)
-        placed = build_groups(attention_specs(model.config), cache)
+        groups = build_groups(attention_specs(model.config), cache)
         if summarizer is not None:
-            check_summarizer_groups(summarizer, placed)
+            check_summarizer_groups(summarizer, groups)
             summarizer = summarizer.to(self.device)
         self.deterministic = deterministic
-        self._weights_fingerprint = weights_fingerprint  # their fingerprint, when it was asked for
+        self._weights_fingerprint = weights_fingerprint  # computed on first use
         self._adapter_fingerprint = {"adapter": adapter_fingerprint} if adapter_fingerprint else {}
         self._summaries = "" if summarizer is None else summarizer.fingerprint()
-        with ExitStack() as opened:  # what fails on the way leaves no file, no thread and no lock behind
+        with ExitStack() as resources:  # an error here leaves no file, thread or lock behind
             self.kv_cache = (KVCache if cache_factory is None else cache_factory)(
-                placed,
+                groups,
                 device=self.device,
                 rope_at=cache.rope_at,
                 exact_rope=cache.endless,
                 summarizers=None if summarizer is None else summarizer.by_layer(),
                 kernel=kernel,
                 attention_hook=attention_hook,
-                offload_reader=open_offload_reader(cache, placed, fs),
+                offload_reader=open_offload_reader(cache, groups, fs),
             )
-            opened.callback(self.kv_cache.release)
-            self.block_store = open_block_store(cache, placed, lambda: self.cache_fingerprint(""))
+            resources.callback(self.kv_cache.release)
+            self.block_store = open_block_store(cache, groups, lambda: self.cache_fingerprint(""))
             if self.block_store is not None:
-                opened.callback(self.block_store.close)
+                resources.callback(self.block_store.close)
             self.kv_cache.host_store = self.block_store
-            self._stored = b""  # what the roots of chains begin with where blocks outlive the process
+            self._root_seed = b""  # prefix of hash chain roots, if blocks outlive the process
             if self.block_store is not None and cache.prefix_cache_dir is not None:
-                self._stored = self.cache_fingerprint("").digest() + f"{cache.block_size}".encode()
+                self._root_seed = self.cache_fingerprint("").digest() + f"{cache.block_size}".encode()
             self.kv_cache_manager = KVCacheManager(
-                placed,
+                groups,
                 prefix_caching=cache.enable_prefix_caching,
                 max_num_seqs=cache.max_num_seqs,
                 watermark=cache.watermark,
                 block_store=self.block_store,
             )
             self.limits = LengthLimits.from_config(model.config.max_seq_len, cache)
-            chunk = min(cache.prefill_chunk_size, cache.max_seq_len)  # what a window's pool is sized for
-            folder = None if swap_dir is None else Path(swap_dir)
-            parking = open_swap_space(self.kv_cache, self.kv_cache_manager, cache.swap_space, folder, fs)
+            prefill_chunk_size = min(
+                cache.prefill_chunk_size, cache.max_seq_len
+            )  # the window's pool is sized for this chunk
+            swap_path = None if swap_dir is None else Path(swap_dir)
+            swap_space = open_swap_space(self.kv_cache, self.kv_cache_manager, cache.swap_space, swap_path, fs)
             self.preemption = scheduling.preemption.PreemptionManager(
-                self.kv_cache_manager, cost_model, parking, self.kv_cache.block_bytes()
+                self.kv_cache_manager, cost_model, swap_space, self.kv_cache.block_bytes()
             )
-            opened.callback(self.preemption.close)
+            resources.callback(self.preemption.close)
             self.kv_cache.copier.on_copied = self.preemption.on_copied
             self.scheduler = Scheduler(
                 self.kv_cache_manager,
                 max_num_seqs=cache.max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
-                prefill_chunk_size=chunk,
+                prefill_chunk_size=prefill_chunk_size,
                 limit=self.limits,
                 preemption=self.preemption,
             )
-            self._opened = opened.pop_all()
+            self._resources = resources.pop_all()
         self.runner = ModelRunner(model, self.kv_cache)
         self.state_keeper = StateKeeper(self.kv_cache, self.kv_cache_manager)
         self.times = StepTimes()
-        self._next, self._ends = 0, stop_tokens
+        self._next, self._eos_token_ids = 0, stop_tokens
         self._texts: dict[tuple[int, int], OutputTextStream] = {}
         self._undelivered: list[StreamChunk] = []
 
     def add_request(
         self,
-        tokens: Sequence[int],
-        sampling: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
         *,
-        salt: str = "",
-        source: Sequence[int] | None = None,
+        cache_salt: str = "",
+        encoder_token_ids: Sequence[int] | None = None,
         resume: SequenceState | None = None,
-        keep: bool = False,
+        keep_state: bool = False,
     ) -> int:
-        """Queue a prompt and return the request's number.  RequestError names what cannot be served.
+        """Queue a prompt and return the request's number.
 
-        ``source``: what an encoder-decoder translates; ``tokens`` then begin the target.  ``salt`` separates prefix
-        reuse: requests share blocks only with requests of the same salt.  ``resume``: what an earlier request left,
-        used as far as it agrees (``resume.py``; ``usage(request).cached`` says how far, ``missed`` why not); ``keep``:
-        what this one leaves is kept for :meth:`kept`.  Both are of one sample, without beams.
+        Args:
+            prompt_token_ids: The prompt; for an encoder-decoder the start of the target.
+            sampling_params: Sampling parameters.
+            cache_salt: Requests share cached blocks only with requests of the same salt.
+            encoder_token_ids: Input of an encoder-decoder's encoder.
+            resume: State of an earlier request, used up to the first differing token (see ``RequestMetrics``).
+            keep_state: Capture the final state for :meth:`pop_state`. Like ``resume``, for one sample without beams.
+
+        Raises:
+            RequestError: If the request cannot be served.
         """
-        check_topology(self.model.config, source)
-        check_token_ids(self.model.config, tokens, sampling, source)
-        if sampling.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and this model came without one", "use stop_tokens")
-        if resume is not None or keep:
-            check_single_sequence(sampling)
+        check_topology(self.model.config, encoder_token_ids)
+        check_token_ids(self.model.config, prompt_token_ids, sampling_params, encoder_token_ids)
+        if sampling_params.stop and self.tokenizer is None:
+            raise RequestError("stop: requires a tokenizer, and this model has none", "Use stop_token_ids.")
+        if resume is not None or keep_state:
+            check_single_sequence(sampling_params)
             if self.kv_cache_manager.uses_offload:
-                raise RequestError(
-                    "a row that spills is neither kept nor resumed", "give the cache room for it, or another on_full"
-                )
+                hint = "Use a larger cache, or another overflow mode."
+                raise RequestError("keep_state, resume: unavailable with token offload", hint)
         request, texts = self._next, []
         if self.tokenizer is not None:
-            texts = [OutputTextStream(self.tokenizer, sampling) for _ in range(sampling.n)]
-        root, stops = self._root(tokens, sampling, salt, source), self._stops(sampling)
-        regime, going = self.rope_regime(tokens, sampling), ResumePoint()
+            texts = [OutputTextStream(self.tokenizer, sampling_params) for _ in range(sampling_params.n)]
+        prefix_root = self._root(prompt_token_ids, sampling_params, cache_salt, encoder_token_ids)
+        stops = self._stops(sampling_params)
+        regime, resume_point = self.rope_regime(prompt_token_ids, sampling_params), ResumePoint()
         if resume is not None:
-            going = self.state_keeper.resume(
-                resume, tokens, sampling, root=root, regime=regime, salt=salt, source=source
+            resume_point = self.state_keeper.resume(
+                resume,
+                prompt_token_ids,
+                sampling_params,
+                prefix_root=prefix_root,
+                regime=regime,
+                cache_salt=cache_salt,
+                encoder_tokens=encoder_token_ids,
             )
-        usage = self.scheduler.add_request(
-            request, tokens, sampling, root, stop_tokens=stops, source=source, parked=going.swapped, keep=keep
+        metrics = self.scheduler.add_request(
+            request,
+            prompt_token_ids,
+            sampling_params,
+            prefix_root,
+            stop_tokens=stops,
+            encoder_tokens=encoder_token_ids,
+            swapped=resume_point.swapped,
+            keep_state=keep_state,
         )
-        usage.resume_miss_reason = going.miss_reason
-        self.state_keeper.begin(going)
-        if keep:
-            self.state_keeper.track(request, regime, salt)
+        metrics.resume_miss_reason = resume_point.miss_reason
+        self.state_keeper.begin(resume_point)
+        if keep_state:
+            self.state_keeper.track(request, regime, cache_salt)
         self._next += 1
         self._texts.update({(request, number): text for number, text in enumerate(texts)})
         return request
 
-    def add_encoder_request(self, tokens: Sequence[int], want: Literal["head", "mean", "first"] = "head") -> int:
-        """Queue a text for the encoder alone: its one piece carries what the head answers (``Piece.output``).
+    def add_encoder_request(
+        self, tokens: Sequence[int], encoder_output: Literal["head", "mean", "first"] = "head"
+    ) -> int:
+        """Queue a text for the encoder only.
 
-        A tensor on the host: [T, labels] or [T, V] of a head that answers for tokens, [labels] or [E] of one that pools
-        the row, [T, E] of an encoder-decoder; [E] where ``want`` is a way of pooling the hidden states.
+        Its one chunk carries the output (``StreamChunk.output``).
+
+        The output is a host tensor: [T, labels] or [T, V] of a head per token, [labels] or [E] of a pooling head, [T,
+        E] of an encoder-decoder; [E] if ``encoder_output`` is "mean" or "first".
         """
         if self.model.encoder is None:
-            raise RequestError("this model has no encoder", "it continues prompts")
+            raise RequestError("this model has no encoder", "It continues prompts.")
         check_source(self.model.config, tokens)
         request = self._next
-        self.scheduler.add_request(request, (), SamplingParams(max_tokens=0), source=tokens, want=want)
+        self.scheduler.add_request(
+            request, (), SamplingParams(max_tokens=0), encoder_tokens=tokens, encoder_output=encoder_output
+        )
         self._next += 1
         return request
 
     def step(self) -> list[StreamChunk]:
-        """Run one plan; an empty list when there is nothing to do.
+        """Run one step; return [] if there is nothing to run.
 
-        An exception ends the rows of its step; their pieces, which say so, come with the next call.
+        An exception ends the sequences of its step; their error chunks are returned by the next call.
         """
         if self._undelivered:
-            pieces, self._undelivered = self._undelivered, []
-            return pieces
-        began = time.perf_counter()
-        plan = self.scheduler.schedule()
-        self.state_keeper.collect(self.scheduler.pop_finished_states())  # of rows that gave way to this step
-        if plan is None:
+            chunks, self._undelivered = self._undelivered, []
+            return chunks
+        step_start = time.perf_counter()
+        output = self.scheduler.schedule()
+        self.state_keeper.collect(self.scheduler.pop_finished_states())  # of sequences that ended to make room
+        if output is None:
             self.flush_offload()
             if self.block_store is not None:
-                self.block_store.wait(POLL_SECONDS)  # nobody runs, and somebody's blocks are on their way
-            return self._pieces(self.scheduler.pop_events())
-        inside = time.perf_counter()
+                self.block_store.wait(POLL_SECONDS)  # nothing runs, and blocks are loading
+            return self._to_chunks(self.scheduler.pop_events())
+        model_start = time.perf_counter()
         try:
-            if plan.encoder_batch is not None:
-                results = self._encode(plan.encoder_batch)
-                self.times.model += time.perf_counter() - inside
+            if output.encoder_batch is not None:
+                results = self._encode(output.encoder_batch)
+                self.times.model += time.perf_counter() - model_start
             else:
-                logits = self.runner.execute(plan)
-                self.times.model += time.perf_counter() - inside
-                results = sample_outputs(plan, logits)
-                for number, why in self.kv_cache.failed_rows([lane.num_seqs for lane in plan.sub_batches]).items():
-                    results[number] = SequenceOutput(error=why, retry=True)
-                self._weigh(plan, time.perf_counter() - inside)
-        except BaseException as error:  # Ctrl-C too: the rows of this step end, the engine goes on
-            self.kv_cache.discard(plan.allocation.block_ops)
+                logits = self.runner.execute(output)
+                self.times.model += time.perf_counter() - model_start
+                results = sample_outputs(output, logits)
+                for number, reason in self.kv_cache.failed_rows(
+                    [sub_batch.num_seqs for sub_batch in output.sub_batches]
+                ).items():
+                    results[number] = SequenceOutput(error=reason, retry=True)
+                self._record_compute_cost(output, time.perf_counter() - model_start)
+        except BaseException as error:  # includes Ctrl-C: the step's sequences end, the engine continues
+            self.kv_cache.discard(output.allocation.block_ops)
             fault = SequenceOutput(error=f"the step failed: {type(error).__name__}: {error}")
-            rows = len(plan.scheduled) if plan.encoder_batch is None else len(plan.encoder_batch.sequences)
-            self._undelivered = self._pieces(self.scheduler.update_from_output(plan, [fault] * rows))
+            rows = len(output.scheduled) if output.encoder_batch is None else len(output.encoder_batch.sequences)
+            self._undelivered = self._to_chunks(self.scheduler.update_from_output(output, [fault] * rows))
             raise
-        events = self.scheduler.update_from_output(plan, results)
+        events = self.scheduler.update_from_output(output, results)
         self.times.steps += 1
         self.times.tokens += sum(event.token_id is not None for event in events)
-        pieces = self._pieces(events)
+        chunks = self._to_chunks(events)
         self.state_keeper.collect(self.scheduler.pop_finished_states())
         if self.scheduler.idle:
             self.flush_offload()
             ops.malloc.trim_heap()
-        self.times.total += time.perf_counter() - began
-        return pieces
+        self.times.total += time.perf_counter() - step_start
+        return chunks
 
     def pop_state(self, request: int) -> SequenceState:
-        """What a request submitted with ``keep`` has left, handed over once.  RequestError: it was not, it has not
-        ended, or it was cancelled or failed."""
+        """Return the final state of a request with ``keep_state``, once.
+
+        Raises:
+            RequestError: If none was requested, or the request has not ended, was aborted or failed.
+        """
         return self.state_keeper.pop_state(request)
 
     def metrics(self, request: int) -> RequestMetrics:
-        """What a request used, kept up to date while it runs and for a while after its end."""
+        """Return a request's metrics, updated while it runs and available for a while after its end."""
         return self.scheduler.metrics(request)
 
     def abort_request(self, request: int) -> None:
-        """End a request now; its rows are released before the next step."""
+        """End a request now; its blocks are freed before the next step."""
         self.scheduler.abort_request(request)
         self.state_keeper.forget(request)
         for key in [key for key in self._texts if key[0] == request]:
@@ -304,78 +348,90 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Nothing to do, and nothing to tell."""
+        """True if there is no request to run and no chunk to return."""
         return self.scheduler.idle and not self._undelivered
 
     def flush_offload(self) -> None:
-        """Hand the tiers what has been published since the last step.  (A step does it too.)"""
-        moves = self.kv_cache_manager.flush_offload()
-        if moves is not None:
-            self.kv_cache.apply(moves)
+        """Pass blocks published since the last step to the block store (a step does this too)."""
+        block_ops = self.kv_cache_manager.flush_offload()
+        if block_ops is not None:
+            self.kv_cache.apply(block_ops)
 
     def close(self) -> None:
-        """Free the pool and what was parked, and let the tiers' folder go when all is written.  The engine serves
-        nothing afterwards.  What fails on the way is raised when all the rest is closed."""
-        with self._opened:
+        """Free the pool and swapped blocks, and close the block store after its last write.
+
+        Errors are raised at the end.
+        """
+        with self._resources:
             self.flush_offload()
 
-    def _weigh(self, plan: SchedulerOutput, seconds: float) -> None:
-        """What a step has cost per token, where most of its tokens were read and not said."""
-        tokens = sum(work.num_tokens for work in plan.scheduled)
-        if tokens > 2 * len(plan.scheduled):
+    def _record_compute_cost(self, output: SchedulerOutput, seconds: float) -> None:
+        """Record the cost per token of a step, if most of its tokens were prompt tokens."""
+        tokens = sum(scheduled.num_tokens for scheduled in output.scheduled)
+        if tokens > 2 * len(output.scheduled):
             self.preemption.costs.record_compute(tokens, seconds)
 
-    def _encode(self, encoding: scheduling.sequence.EncoderBatch) -> list[SequenceOutput]:
-        """Run the encoder; its answers where they are wanted."""
-        hidden, step = self.runner.encode(encoding)
-        lengths = [lane.num_new_tokens for lane in step.sub_batches for _ in range(lane.num_seqs)]
-        fine = hidden.isfinite().all(dim=-1).cpu().split(lengths)  # one wait for the device
+    def _encode(self, encoder_batch: scheduling.sequence.EncoderBatch) -> list[SequenceOutput]:
+        """Run the encoder; return its outputs if requested."""
+        hidden, model_input = self.runner.encode(encoder_batch)
+        lengths = [sub_batch.num_new_tokens for sub_batch in model_input.sub_batches for _ in range(sub_batch.num_seqs)]
+        finite_rows = hidden.isfinite().all(dim=-1).cpu().split(lengths)  # one device synchronization
         outputs: Sequence[Tensor | None] = [None] * len(lengths)
-        if encoding.allocation is None:
-            wants = [row.request.encoder_output for row in encoding.sequences]
-            outputs = [answer.cpu() for answer in self.runner.encoder_outputs(hidden, step, lengths, wants)]
+        if encoder_batch.allocation is None:
+            output_kinds = [row.request.encoder_output for row in encoder_batch.sequences]
+            outputs = [
+                encoder_output.cpu()
+                for encoder_output in self.runner.encoder_outputs(hidden, model_input, lengths, output_kinds)
+            ]
         results = []
-        for row, output in zip(fine, outputs, strict=True):
+        for row, output in zip(finite_rows, outputs, strict=True):
             finite = bool(row.all()) and (output is None or bool(output.isfinite().all()))
             results.append(SequenceOutput(output=output) if finite else SequenceOutput(error=NONFINITE_ERROR))
         return results
 
-    def _stops(self, sampling: SamplingParams) -> frozenset[int]:
-        ends: set[int] = set(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            ends |= self._ends
-        if self.tokenizer is not None and not sampling.ignore_eos and not self._ends:
+    def _stops(self, sampling_params: SamplingParams) -> frozenset[int]:
+        stop_ids: set[int] = set(sampling_params.stop_token_ids)
+        if not sampling_params.ignore_eos:
+            stop_ids |= self._eos_token_ids
+        if self.tokenizer is not None and not sampling_params.ignore_eos and not self._eos_token_ids:
             specials = self.tokenizer.special_tokens
-            opens = specials.separator if specials.separator != specials.bos or specials.eos is None else None
-            ends |= {token for token in (opens, specials.eos) if token is not None}
-        return frozenset(ends)
+            separator = specials.separator if specials.separator != specials.bos or specials.eos is None else None
+            stop_ids |= {token for token in (separator, specials.eos) if token is not None}
+        return frozenset(stop_ids)
 
     def _root(
-        self, tokens: Sequence[int], sampling: SamplingParams, salt: str, source: Sequence[int] | None = None
+        self,
+        tokens: Sequence[int],
+        sampling_params: SamplingParams,
+        cache_salt: str,
+        encoder_token_ids: Sequence[int] | None = None,
     ) -> bytes:
-        """Where this row's chain of block hashes starts: nothing computed under other conditions can match."""
-        regime = self.rope_regime(tokens, sampling)
-        kept = f"{self.cache.resolved_policy}\0{self.cache.endless}\0{self.cache.rope_at}\0{self._summaries}"
-        name = f"{salt}\0{self.cache.format_name}\0{kept}\0{regime}\0{'' if source is None else list(source)}"
-        return hashlib.blake2b(self._stored + name.encode(), digest_size=16).digest()
+        """Return the start of the block hash chain, unique to the conditions of the computation."""
+        regime = self.rope_regime(tokens, sampling_params)
+        encoder_part = "" if encoder_token_ids is None else str(list(encoder_token_ids))
+        policy_parts = f"{self.cache.resolved_policy}\0{self.cache.endless}\0{self.cache.rope_at}\0{self._summaries}"
+        root_parts = f"{cache_salt}\0{self.cache.format_name}\0{policy_parts}\0{regime}\0{encoder_part}"
+        return hashlib.blake2b(self._root_seed + root_parts.encode(), digest_size=16).digest()
 
-    def block_keys(self, tokens: Sequence[int], sampling: SamplingParams, *, salt: str = "") -> list[str]:
-        """Under which keys the tiers have the whole blocks of such a request's prompt."""
-        return self.kv_cache_manager.block_keys(tokens, self._root(tokens, sampling, salt))
+    def block_keys(self, tokens: Sequence[int], sampling_params: SamplingParams, *, cache_salt: str = "") -> list[str]:
+        """Return the block store's keys of the full blocks of a prompt."""
+        return self.kv_cache_manager.block_keys(tokens, self._root(tokens, sampling_params, cache_salt))
 
-    def rope_regime(self, tokens: Sequence[int], sampling: SamplingParams) -> str:
-        """Names how positions are turned into angles for such a request, where its length decides that."""
-        longest = self.limits.max_len_for(sampling)[0]
-        wanted = len(tokens) + (longest if sampling.max_tokens is None else sampling.max_tokens)
-        return self.runner.rope_regime(min(longest, wanted, self.model.config.max_seq_len))
+    def rope_regime(self, tokens: Sequence[int], sampling_params: SamplingParams) -> str:
+        """Return the rotary regime of such a request, if it depends on the length."""
+        max_len = self.limits.max_len_for(sampling_params)[0]
+        num_requested = len(tokens) + (max_len if sampling_params.max_tokens is None else sampling_params.max_tokens)
+        return self.runner.rope_regime(min(max_len, num_requested, self.model.config.max_seq_len))
 
-    def cache_fingerprint(self, regime: str, *, salt: str = "", template: str = "") -> CacheFingerprint:
-        """What the keys and values of this engine's rows belong to, for whatever is stored beyond its life.
-        ``template``: the fingerprint of the chat template, where there is one.  The first call reads every weight."""
+    def cache_fingerprint(self, regime: str, *, cache_salt: str = "", template: str = "") -> CacheFingerprint:
+        """Return the fingerprint of everything that this engine's keys and values depend on.
+
+        ``template`` is the chat template's fingerprint, if any. The first call reads all weights.
+        """
         if self._weights_fingerprint is None and self.kv_cache.ranks > 1:
             raise ConfigError(
-                f"weights: this is one of {self.kv_cache.ranks} ranks, which sees a part of them alone",
-                "give Engine(weights=...) the fingerprint of the whole model",
+                f"weights: this rank has only its shard of {self.kv_cache.ranks}",
+                "Pass Engine(weights_fingerprint=...) the fingerprint of the whole model.",
             )
         if self._weights_fingerprint is None:
             self._weights_fingerprint = model_lib.fingerprint.weights_fingerprint(self.model)
@@ -393,14 +449,14 @@ class Engine:
             endless=str(cache.endless),
             summaries=self._summaries,
             regime=regime,
-            salt=salt,
+            salt=cache_salt,
             **self._adapter_fingerprint,
         )
 
-    def _pieces(self, events: Sequence[scheduling.request.SequenceEvent]) -> list[StreamChunk]:
-        return [self._piece(event) for event in events]
+    def _to_chunks(self, events: Sequence[scheduling.request.SequenceEvent]) -> list[StreamChunk]:
+        return [self._to_chunk(event) for event in events]
 
-    def _piece(self, event: scheduling.request.SequenceEvent) -> StreamChunk:
+    def _to_chunk(self, event: scheduling.request.SequenceEvent) -> StreamChunk:
         text = self._texts.get((event.request, event.sample_index))
         emitted, finish, error = "", event.finish_reason, event.error
         if finish == "error":
@@ -408,7 +464,7 @@ class Engine:
         if text is not None:
             try:
                 emitted, finish = self._next_text(text, event)
-            except KvadError as failure:  # of this sample alone: a token that its tokenizer does not know, say
+            except KvadError as failure:  # an error of this sample only, such as a token that its tokenizer lacks
                 self.scheduler.finish_sequence(event.request, event.sample_index, "error")
                 finish, error = "error", str(failure)
             if finish is not None:
@@ -430,9 +486,11 @@ class Engine:
     def _next_text(
         self, text: OutputTextStream, event: scheduling.request.SequenceEvent
     ) -> tuple[str, scheduling.request.FinishReason | None]:
-        """What this event adds to its sample's text, and how the sample ends if it does."""
+        """Return the event's new text, and the finish reason if the sample ends."""
         finish = event.finish_reason
-        emitted, stopped = text.push(None if finish == "stop" else event.token_id)  # a stop token is no text
+        emitted, stopped = text.push(
+            None if finish == "stop" else event.token_id
+        )  # a stop token is not part of the text
         if stopped and finish is None:
             self.scheduler.finish_sequence(event.request, event.sample_index, "stop")
         if stopped and finish in (None, "length"):

@@ -1,8 +1,6 @@
-"""The text of one sample as its tokens come: whole characters, and the end where a stop string is found.
+"""Typed, frozen, printable results.
 
-What a caller gets back: typed, frozen, printable results.
-
-An encoder's numbers as answers: labels of words, labels of a text, tokens for its masks.
+Output text of samples, completions, scores and encoder outputs.
 """
 
 from __future__ import annotations
@@ -21,19 +19,22 @@ from kvad.text import Detokenizer, StopStringMatcher, Tokenizer
 
 
 class OutputTextStream:
-    """One sample's text: bytes made whole, stop strings found across tokens once ``min_tokens`` have come."""
+    """Incremental text of one sample.
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
-        self._words, self._stops = Detokenizer(tokenizer), StopStringMatcher(sampling.stop)
-        self._unstoppable = sampling.min_tokens
+    Stop strings are matched once ``min_tokens`` are generated.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, sampling_params: SamplingParams) -> None:
+        self._detokenizer, self._stops = Detokenizer(tokenizer), StopStringMatcher(sampling_params.stop)
+        self._min_tokens_left = sampling_params.min_tokens
         self._stopped = False
 
     def push(self, token: int | None) -> tuple[str, bool]:
         if token is None:
             return "", False
-        text = self._words.push(token)
-        self._unstoppable -= 1
-        if self._unstoppable >= 0:
+        text = self._detokenizer.push(token)
+        self._min_tokens_left -= 1
+        if self._min_tokens_left >= 0:
             return text, False
         text, stopped = self._stops.push(text)
         self._stopped = stopped is not None
@@ -42,13 +43,13 @@ class OutputTextStream:
     def flush(self) -> str:
         if self._stopped:
             return ""
-        text, stopped = self._stops.push(self._words.flush())
+        text, stopped = self._stops.push(self._detokenizer.flush())
         return text if stopped is not None else text + self._stops.flush()
 
 
 @dataclass(frozen=True)
 class CompletionUsage:
-    """``cached``: prompt tokens whose keys and values were reused instead of computed."""
+    """Token counts; ``num_cached_tokens`` are prompt tokens that were not recomputed."""
 
     num_prompt_tokens: int
     num_completion_tokens: int
@@ -57,10 +58,12 @@ class CompletionUsage:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds from submission to the first token and to the end; ``tokens_per_second`` after the first token.
+    """Seconds from submission to the first token and to the end.
 
-    They are the request's own, on the scheduler's clock: when its tokens were made, not when somebody fetched them.
-    Where no token was asked for, ``first_token`` is ``total``.
+    ``tokens_per_second`` after the first token.
+
+    Measured on the scheduler's clock when tokens were computed, not when they were read. Without generated tokens,
+    ``first_token`` equals ``total``.
     """
 
     first_token: float
@@ -70,9 +73,12 @@ class Timings:
 
 @dataclass(frozen=True)
 class CompletionChoice:
-    """One continuation.  ``tokens`` holds every generated token, the stop token too; ``text`` never shows it.
-    ``total``: of a beam search, its sum of log-probabilities over the length penalty.  ``limit``: where it ended by its
-    length, whose limit that was: "max_tokens", "model", "cache" (its capacity) or "pool" (no block was left)."""
+    """One continuation.
+
+    ``token_ids`` includes the stop token, ``text`` does not. ``cumulative_logprob``: of a beam search, the sum of
+    log-probabilities over the length penalty. ``limit``: for finish reason "length", the limit: "max_tokens", "model",
+    "cache" (its ``max_seq_len``) or "pool" (no free block).
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -84,7 +90,7 @@ class CompletionChoice:
 
 @dataclass(frozen=True)
 class Completion:
-    """The answer to one prompt: sample 0 through the plain attributes, all ``n`` of them in ``samples``."""
+    """Result of one prompt: sample 0 as attributes, all ``n`` samples in ``choices``."""
 
     choices: tuple[CompletionChoice, ...]
     usage: CompletionUsage
@@ -114,7 +120,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class TextScore:
-    """Log-probabilities of a text's tokens; the first token has none, for nothing stands before it."""
+    """Log-probabilities of a text's tokens; the first token has none."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float | None, ...]
@@ -126,9 +132,9 @@ class TextScore:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean negative log-probability over the tokens that have one."""
-        counted = sum(p is not None for p in self.logprobs)
-        return math.exp(-self.total_logprob / counted) if counted else math.nan
+        """Exponential of the mean negative log-probability over the scored tokens."""
+        num_scored = sum(p is not None for p in self.logprobs)
+        return math.exp(-self.total_logprob / num_scored) if num_scored else math.nan
 
 
 @dataclass(frozen=True)
@@ -141,7 +147,7 @@ class Label:
 
 @dataclass(frozen=True)
 class TokenLabel:
-    """A word of the text, labelled as its first token is."""
+    """A word of the text with the label of its first token."""
 
     word: str
     label: str
@@ -150,7 +156,7 @@ class TokenLabel:
 
 @dataclass(frozen=True)
 class MaskPrediction:
-    """A candidate for a mask: its token, its text, and the whole text with it in place."""
+    """Candidate for a mask: its token, its text, and the whole text with the mask replaced."""
 
     token: int
     text: str
@@ -159,52 +165,55 @@ class MaskPrediction:
 
 
 def rank_labels(scores: Tensor, labels: Sequence[str]) -> tuple[Label, ...]:
-    """scores [labels] -> all labels, the likeliest first."""
-    chances = scores.float().softmax(dim=-1)
-    order = chances.argsort(descending=True).tolist()
-    return tuple(Label(labels[number], float(chances[number])) for number in order)
+    """Return all labels for scores [labels], most probable first."""
+    probabilities = scores.float().softmax(dim=-1)
+    order = probabilities.argsort(descending=True).tolist()
+    return tuple(Label(labels[index], float(probabilities[index])) for index in order)
 
 
 def label_tokens(
     tokenizer: Tokenizer, ids: Sequence[int], scores: Tensor, labels: Sequence[str]
 ) -> tuple[TokenLabel, ...]:
-    """ids [T], scores [T, labels] -> the words between spaces, special tokens left out."""
-    chances = scores.float().softmax(dim=-1)
-    best = chances.max(dim=-1)
+    """Label the words between spaces, given ids [T] and scores [T, labels]."""
+    probabilities = scores.float().softmax(dim=-1)
+    best = probabilities.max(dim=-1)
     special = set(tokenizer.special_tokens.names().values())
-    said = tokenizer.incremental_decoder()
+    decode_token = tokenizer.incremental_decoder()
     words: list[tuple[str, int]] = []
-    raw = b""
-    for place, token in enumerate(ids):
+    word_bytes = b""
+    for index, token in enumerate(ids):
         if token in special:
             continue
-        added = said(token)
-        if not words or added[:1].isspace():
-            words.append(("", place))
-            raw = b""
-        raw += added
-        words[-1] = raw.decode("utf-8", errors="replace").strip(), words[-1][1]
+        token_bytes = decode_token(token)
+        if not words or token_bytes[:1].isspace():
+            words.append(("", index))
+            word_bytes = b""
+        word_bytes += token_bytes
+        words[-1] = word_bytes.decode("utf-8", errors="replace").strip(), words[-1][1]
     return tuple(
-        TokenLabel(word, labels[int(best.indices[place])], float(best.values[place])) for word, place in words if word
+        TokenLabel(word, labels[int(best.indices[index])], float(best.values[index])) for word, index in words if word
     )
 
 
 def fill_masks(
     tokenizer: Tokenizer, ids: Sequence[int], logits: Tensor, top: int
 ) -> tuple[tuple[MaskPrediction, ...], ...]:
-    """ids [T], logits [T, V] -> per mask of the text, its ``top`` candidates.  RequestError where there is no mask."""
+    """Return ``top`` candidates per mask from ids [T] and logits [T, V].
+
+    Raise RequestError without a mask.
+    """
     mask = tokenizer.special_tokens.mask
-    places = [place for place, token in enumerate(ids) if token == mask]
-    if mask is None or not places:
+    mask_indices = [index for index, token in enumerate(ids) if token == mask]
+    if mask is None or not mask_indices:
         name = "" if mask is None else f" ({tokenizer.token_text(mask)})"
-        raise RequestError(f"the text has no mask{name}", "write the mask token where a word is to be found")
-    found = []
-    for place in places:
-        chances = logits[place].float().softmax(dim=-1)
-        values, tokens = chances.topk(min(top, len(chances)))
-        rows = []
-        for token, chance in zip(tokens.tolist(), values.tolist(), strict=True):
-            whole = tokenizer.decode([*ids[:place], token, *ids[place + 1 :]])
-            rows.append(MaskPrediction(token, tokenizer.decode([token]).strip(), chance, whole))
-        found.append(tuple(rows))
-    return tuple(found)
+        raise RequestError(f"the text has no mask{name}", "Write the mask token at the position to fill.")
+    predictions = []
+    for index in mask_indices:
+        probabilities = logits[index].float().softmax(dim=-1)
+        values, tokens = probabilities.topk(min(top, len(probabilities)))
+        candidates = []
+        for token, probability in zip(tokens.tolist(), values.tolist(), strict=True):
+            whole = tokenizer.decode([*ids[:index], token, *ids[index + 1 :]])
+            candidates.append(MaskPrediction(token, tokenizer.decode([token]).strip(), probability, whole))
+        predictions.append(tuple(candidates))
+    return tuple(predictions)

@@ -1,8 +1,8 @@
-"""Beginning a request from what an earlier one left, and keeping what it leaves.
+"""Resume a request from an earlier one's state, and capture states.
 
-A state is used as far as its tokens agree with the prompt's, where the cache can be cut there, and one token is left to
-compute; else not at all, and the reason is said.  What is reused counts as ``Usage.cached``.  A known prefix that
-reaches as far is taken instead: its blocks are there already.
+A state is used up to the last token that agrees with the prompt, if the cache can be truncated there and one token
+remains to compute; otherwise not at all, with a reason. Reused tokens count as ``RequestMetrics.num_cached_tokens``.
+A cached prefix of that length is used instead: its blocks are already in the pool.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvad.errors import RequestError
 
 
 class ResumePoint:
-    """What a request goes on from: nothing (``missed`` says why, where that is worth saying), or a state."""
+    """Start of a request: nothing (``miss_reason``: why, if that is informative), or a state."""
 
     def __init__(
         self,
@@ -31,85 +31,98 @@ class ResumePoint:
 
 
 class StateKeeper:
-    """States of one engine's requests.  ``home``: what its states are known by."""
+    """States of one engine's requests; ``engine_id`` identifies the engine in its states."""
 
     def __init__(self, kv_cache: KVCache, kv_cache_manager: KVCacheManager) -> None:
         self._kv_cache, self._kv_cache_manager = kv_cache, kv_cache_manager
         self.engine_id = object()
-        self._asked: dict[int, tuple[str, str]] = {}  # request -> regime, salt
-        self._pop_state: dict[int, SequenceState] = {}
+        self._tracked: dict[int, tuple[str, str]] = {}  # request -> rope regime, salt
+        self._states: dict[int, SequenceState] = {}
 
     def resume(
         self,
         state: SequenceState,
         tokens: Sequence[int],
-        sampling: SamplingParams,
+        sampling_params: SamplingParams,
         *,
-        root: bytes,
+        prefix_root: bytes,
         regime: str,
-        salt: str,
-        source: Sequence[int] | None,
+        cache_salt: str,
+        encoder_tokens: Sequence[int] | None,
     ) -> ResumePoint:
-        """How this prompt goes on from ``state``.  RequestError: it was made by another engine."""
+        """Return the resume point of this prompt; raise RequestError for another engine's state."""
         if state.engine_id is not self.engine_id:
-            raise RequestError("the state was made by another engine", "save it as a session, and load that here")
-        for name, here, there in (("regime", regime, state.regime), ("salt", salt, state.salt)):
-            if here != there:
-                return ResumePoint(miss_reason=f"{name}: {here or 'none'} here, {there or 'none'} there")
-        if (None if source is None else tuple(source)) != state.encoder_tokens:
-            return ResumePoint(miss_reason="source: it answers another source")
-        if sampling.prompt_logprobs is not None:
-            return ResumePoint(miss_reason="prompt_logprobs: every token of the prompt is to be computed")
-        agreed = sessions.state.common_prefix_length(state, tokens)
-        wanted = min(agreed, len(tokens) - 1)
-        if wanted == 0:
-            return ResumePoint(miss_reason="tokens: they differ from the first on" if agreed == 0 else "")
-        if self._kv_cache_manager.cached_prefix_length(tokens, root) >= wanted:
+            raise RequestError(
+                "resume: the state belongs to another engine", "Save it as a session and load that here."
+            )
+        for label, current, stored in (("rope_regime", regime, state.regime), ("cache_salt", cache_salt, state.salt)):
+            if current != stored:
+                return ResumePoint(miss_reason=f"{label}: {current or 'none'} here, {stored or 'none'} in the state")
+        if (None if encoder_tokens is None else tuple(encoder_tokens)) != state.encoder_tokens:
+            return ResumePoint(miss_reason="encoder input: it differs from the state's")
+        if sampling_params.prompt_logprobs is not None:
+            return ResumePoint(miss_reason="prompt_logprobs: every token of the prompt must be computed")
+        num_common = sessions.state.common_prefix_length(state, tokens)
+        num_reused = min(num_common, len(tokens) - 1)
+        if num_reused == 0:
+            return ResumePoint(miss_reason="tokens: the first token differs" if num_common == 0 else "")
+        if self._kv_cache_manager.cached_prefix_length(tokens, prefix_root) >= num_reused:
             return ResumePoint()
-        fitted = sessions.state.fit_state(state, self._kv_cache.all_groups, wanted)
-        if isinstance(fitted, str):
-            return ResumePoint(miss_reason=fitted)
-        parked = self._kv_cache_manager.import_sequence(
-            tokens[:wanted], root, fitted.layouts, fitted.lower_levels, source=source is not None
+        fitted_state = sessions.state.fit_state(state, self._kv_cache.all_groups, num_reused)
+        if isinstance(fitted_state, str):
+            return ResumePoint(miss_reason=fitted_state)
+        swapped = self._kv_cache_manager.import_sequence(
+            tokens[:num_reused],
+            prefix_root,
+            fitted_state.layouts,
+            fitted_state.lower_levels,
+            has_encoder_blocks=encoder_tokens is not None,
         )
-        return ResumePoint(parked, sessions.state.PendingRestore(state, fitted))
+        return ResumePoint(swapped, sessions.state.PendingRestore(state, fitted_state))
 
-    def begin(self, resumed: ResumePoint) -> None:
-        """The request was taken: its state waits in the memory until it is seated."""
-        if resumed.swapped is not None and resumed.pending_restore is not None:
-            self._kv_cache.swapped[resumed.swapped.key] = resumed.pending_restore
+    def begin(self, resume_point: ResumePoint) -> None:
+        """Pass the state of an accepted request to the cache, until the request is admitted."""
+        if resume_point.swapped is not None and resume_point.pending_restore is not None:
+            self._kv_cache.swapped[resume_point.swapped.key] = resume_point.pending_restore
 
-    def track(self, request: int, regime: str, salt: str) -> None:
-        """Keep what this request leaves."""
-        self._asked[request] = regime, salt
+    def track(self, request: int, regime: str, cache_salt: str) -> None:
+        """Capture the state of this request when it ends."""
+        self._tracked[request] = regime, cache_salt
 
-    def collect(self, left: Sequence[scheduling.sequence.FinishedState]) -> None:
-        """Copy out what ended rows left, before the next step writes over it."""
-        for each in left:
-            asked = self._asked.pop(each.request, None)
-            if asked is not None:
-                regime, salt = asked
-                self._pop_state[each.request] = sessions.state.capture(
-                    self._kv_cache, each.layout, each.tokens, regime=regime, salt=salt, home=self.engine_id
+    def collect(self, finished: Sequence[scheduling.sequence.FinishedState]) -> None:
+        """Copy the states of ended requests to the host before the next step overwrites them."""
+        for finished_state in finished:
+            tracked = self._tracked.pop(finished_state.request, None)
+            if tracked is not None:
+                regime, cache_salt = tracked
+                self._states[finished_state.request] = sessions.state.capture(
+                    self._kv_cache,
+                    finished_state.layout,
+                    finished_state.tokens,
+                    regime=regime,
+                    salt=cache_salt,
+                    engine_id=self.engine_id,
                 )
 
     def forget(self, request: int) -> None:
-        self._asked.pop(request, None)
-        self._pop_state.pop(request, None)
+        self._tracked.pop(request, None)
+        self._states.pop(request, None)
 
     def pop_state(self, request: int) -> SequenceState:
-        """Handed over once.  RequestError: nothing of it was kept."""
-        state = self._pop_state.pop(request, None)
+        """Return a state once; raise RequestError if there is none."""
+        state = self._states.pop(request, None)
         if state is None:
             raise RequestError(
-                f"nothing was kept of request {request}",
-                "submit it with keep=True, and ask when it has ended by itself",
+                f"request {request} has no state",
+                "Submit it with keep_state=True and read the state after it ended by itself.",
             )
         return state
 
 
-def check_single_sequence(sampling: SamplingParams) -> None:
-    """RequestError: states are of one row."""
-    if sampling.n > 1 or sampling.num_beams > 1:
-        what = f"{sampling.num_beams} beams" if sampling.num_beams > 1 else f"{sampling.n} samples"
-        raise RequestError(f"what is resumed or kept is one row, not {what}", "leave n= and beams= out")
+def check_single_sequence(sampling_params: SamplingParams) -> None:
+    """Raise RequestError for several samples or beams: a state holds one sequence."""
+    if sampling_params.n > 1 or sampling_params.num_beams > 1:
+        label = (
+            f"{sampling_params.num_beams} beams" if sampling_params.num_beams > 1 else f"{sampling_params.n} samples"
+        )
+        raise RequestError(f"resume, keep_state: must be one sequence, got {label}", "Omit n= and num_beams=.")

@@ -1,11 +1,10 @@
-"""A text that goes on from turn to turn, and from process to process: its tokens, and what the cache holds of them.
+"""Session: a text that continues over turns and processes, with its cached tokens.
 
-Each turn begins from what the last one left, as far as the tokens agree; what is saved is one file
-(``cache/session.py``) from which another process goes on without computing it again.  Whatever cannot be reused is
-computed: a turn says what it would say if all of it were, and ``reused`` and ``missed`` say truly what was there and
-why not.
+Each turn reuses the state of the last one up to the first differing token. A saved session is one file
+(``cache/sessions/file.py``), from which another process continues without recomputing. Tokens that cannot be reused are
+computed, so the output never depends on reuse; ``reused`` and ``missed`` report how much was reused and why not more.
 
-Where the engine finds prefixes, a turn leaves its blocks there, and nothing is copied out before :meth:`Session.save`.
+If the engine caches prefixes, a turn leaves its blocks there, and nothing is copied before :meth:`Session.save`.
 """
 
 from __future__ import annotations
@@ -28,31 +27,32 @@ from kvad.text import ids_of_text
 
 
 class _Turn(NamedTuple):
-    ticket: RequestHandle
+    handle: RequestHandle
     tokens: list[int]
     source: list[int] | None
     seed: int
 
 
 class Session:
-    """Make it with ``LLM.session``.  For one thread.
+    """A continued text, created by ``LLM.session``; not safe for several threads.
 
-    ``tokens``: all of its text; ``source``: what an encoder-decoder's answers.  Of the last turn: ``reused``, tokens
-    that needed no computing, and ``missed``, why what was kept was of no use.  ``restored``: tokens whose keys and
-    values the file had.  ``seed``: of the last turn, the next one's default.
+    ``tokens``: the whole text; ``source``: token ids of the encoder input. For the last turn: ``reused``, tokens that
+        were
+    not recomputed; ``missed``, why the previous state was not used; ``seed``, the default of the next turn.
+    ``restored``: tokens whose keys and values were loaded from the file.
     """
 
     def __init__(
         self,
         client: EngineClient,
         prompt_encoder: PromptEncoder,
-        sampling: Callable[..., SamplingParams],
+        resolve_sampling: Callable[..., SamplingParams],
         *,
         path: Path | None = None,
         name: str = "",
         model: str = "",
         template: str = "",
-        disk: FileSystem = REAL_FILE_SYSTEM,
+        fs: FileSystem = REAL_FILE_SYSTEM,
     ) -> None:
         self.path, self.name = path, name
         self.tokens: list[int] = []
@@ -60,7 +60,12 @@ class Session:
         self.reused = self.restored = self.seed = 0
         self.missed = ""
         self.created = _now()
-        self._client, self._prompt_encoder, self._sampling, self._disk = client, prompt_encoder, sampling, disk
+        self._client, self._prompt_encoder, self._resolve_sampling, self._fs = (
+            client,
+            prompt_encoder,
+            resolve_sampling,
+            fs,
+        )
         self._model, self._template = model, template
         self._state: SequenceState | None = None
 
@@ -69,121 +74,144 @@ class Session:
     def generate(
         self,
         text: PromptInput = "",
-        sampling: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
-        source: PromptInput | None = None,
+        encoder_input: PromptInput | None = None,
         **options: Any,
     ) -> Completion:
-        """Add ``text`` to the session and let the model go on; both are part of it then.
+        """Append ``text`` and the model's continuation to the session.
 
-        ``source``: of an encoder-decoder, with the first turn; the text is the target's then.  ``options``: the fields
-        of :class:`Sampling`.  RequestError for what cannot be served; nothing is changed by a turn that fails.
+        Args:
+            text: Text or token ids; for an encoder-decoder, part of the target.
+            sampling_params: Options; alternatively their fields as keywords.
+            encoder_input: Input of an encoder-decoder, with the first turn only.
+            **options: Fields of :class:`SamplingParams`.
+
+        Raises:
+            RequestError: If the turn cannot be served; the session is then unchanged.
         """
-        turn = self._begin(*self._prompt(text, source), sampling, options)
+        turn = self._begin(*self._prompt(text, encoder_input), sampling_params, options)
         try:
-            done = turn.ticket.result()
+            completion = turn.handle.result()
         except BaseException:
-            self._client.cancel([turn.ticket])
+            self._client.cancel([turn.handle])
             raise
-        self._end(turn, done.text, done.tokens, whole=True)
-        return done
+        self._end(turn, completion.text, completion.tokens, is_complete=True)
+        return completion
 
     def stream(
         self,
         text: PromptInput = "",
-        sampling: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
-        source: PromptInput | None = None,
+        encoder_input: PromptInput | None = None,
         **options: Any,
     ) -> Generator[StreamChunk, None, None]:
-        """The same, in pieces as they come; closing the iterator ends the turn with what there is."""
-        return self._streamed(*self._prompt(text, source), sampling, options)
+        """Yield the turn of :meth:`generate` in chunks.
+
+        Closing the iterator ends it with the tokens so far.
+        """
+        return self._stream_turn(*self._prompt(text, encoder_input), sampling_params, options)
 
     def continue_from(
-        self, tokens: Sequence[int], sampling: SamplingParams | None = None, **options: Any
+        self, tokens: Sequence[int], sampling_params: SamplingParams | None = None, **options: Any
     ) -> Generator[StreamChunk, None, None]:
-        """Go on from ``tokens``, the whole text: what of it the session has is reused, the rest of the session is
-        forgotten (none: what opens every text).  For chats, whose template writes the text anew at each turn."""
-        whole = list(tokens) if self.source is not None else self._prompt_encoder.encode_prompt(tokens)
-        return self._streamed(whole, self.source, sampling, options)
+        """Continue from ``tokens``, the whole text; the rest of the session is dropped.
 
-    def append(self, text: PromptInput, *, source: PromptInput | None = None) -> None:
-        """Add ``text`` without going on from it: all but its last token is computed, which a continuation needs."""
-        tokens, read = self._prompt(text, source)
+        The common prefix is reused. For chats, whose template rewrites the whole text in each turn.
+        """
+        all_tokens = list(tokens) if self.source is not None else self._prompt_encoder.encode_prompt(tokens)
+        return self._stream_turn(all_tokens, self.source, sampling_params, options)
+
+    def append(self, text: PromptInput, *, encoder_input: PromptInput | None = None) -> None:
+        """Append ``text`` without generating; all but its last token is computed."""
+        tokens, encoder_tokens = self._prompt(text, encoder_input)
         if len(tokens) > 1:
-            self._state, (self.reused, self.missed) = self._computed(tokens[:-1], read)
-        self.tokens, self.source = tokens, read
+            self._state, (self.reused, self.missed) = self._compute_state(tokens[:-1], encoder_tokens)
+        self.tokens, self.source = tokens, encoder_tokens
 
-    def _streamed(
-        self, tokens: list[int], source: list[int] | None, sampling: SamplingParams | None, options: Mapping[str, Any]
+    def _stream_turn(
+        self,
+        tokens: list[int],
+        source: list[int] | None,
+        sampling_params: SamplingParams | None,
+        options: Mapping[str, Any],
     ) -> Generator[StreamChunk, None, None]:
-        turn = self._begin(tokens, source, sampling, options)
-        text, came, whole = "", list[int](), False
+        turn = self._begin(tokens, source, sampling_params, options)
+        text, output_tokens, is_complete = "", list[int](), False
         try:
-            for piece in turn.ticket.chunks():
-                text += piece.text
-                if piece.token_id is not None:
-                    came.append(piece.token_id)
-                whole = piece.finish_reason is not None
-                yield piece
+            for chunk in turn.handle.chunks():
+                text += chunk.text
+                if chunk.token_id is not None:
+                    output_tokens.append(chunk.token_id)
+                is_complete = chunk.finish_reason is not None
+                yield chunk
         except GeneratorExit:
-            self._end(turn, text, came, whole=whole)
+            self._end(turn, text, output_tokens, is_complete=is_complete)
             raise
         except BaseException:
-            self._client.cancel([turn.ticket])
+            self._client.cancel([turn.handle])
             raise
-        self._end(turn, text, came, whole=whole)
+        self._end(turn, text, output_tokens, is_complete=is_complete)
 
     # ------------------------------------------------------------ files
 
-    def save(self, path: Path | None = None, **said: Any) -> int:
-        """Write the session to its file, or to ``path``; returns its bytes.  Durable when it returns.
+    def save(self, path: Path | None = None, **metadata: Any) -> int:
+        """Write the session to its file or to ``path``, durably, and return the number of bytes.
 
-        ``said``: more for the file's header, plain JSON.  RequestError: there is nothing yet, or no file;
-        EntryError: a file that is no session stands there; SaveError: the disk refused, and what was there before is
-        whole.
+        Args:
+            path: Another file.
+            **metadata: More entries of the file's header, plain JSON.
+
+        Raises:
+            RequestError: If the session is empty or has no file.
+            StorageError: If an existing file is not a session.
+            SaveError: If the file cannot be written; the previous file is unchanged.
         """
         path = self.path if path is None else path
         if path is None:
-            raise RequestError("this session has no file", "give save() a path, or session() a name")
+            raise RequestError("this session has no file", "Give save() a path, or session() a name.")
         if not self.tokens:
-            raise RequestError("the session is empty", "generate something first")
-        state = self._state = self._caught_up()
-        identity = self._identity(state.regime, state.salt)
-        facts = {**self._said(), **said}
+            raise RequestError("the session is empty", "Generate something first.")
+        state = self._state = self._complete_state()
+        fingerprint = self._cache_fingerprint(state.regime, state.salt)
+        metadata_fields = {**self._metadata(), **metadata}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            sessions.directory.check_overwritable(path, self._disk)
-            return save_session(path, state, identity, self.tokens, facts, self._disk)
+            sessions.directory.check_overwritable(path, self._fs)
+            return save_session(path, state, fingerprint, self.tokens, metadata_fields, self._fs)
         except OSError as error:
-            raise SaveError(f"{path}: {error.strerror}", "what was there before is whole") from None
+            raise SaveError(f"{path}: {error.strerror}", "The previous file is unchanged.") from None
 
     def load(self, path: Path | None = None) -> None:
-        """Replace the session by that of its file, or of ``path``.
+        """Replace the session by its file, or by ``path``.
 
-        EntryError: it is missing, damaged, or belongs to another model or cache, and it says which part differs; the
-        session is as it was.
+        Raises:
+            StorageError: If the file is missing, damaged, or belongs to another model or cache (the message names the
+                difference); the session is then unchanged.
         """
         path = self.path if path is None else path
         if path is None:
-            raise RequestError("this session has no file", "give load() a path, or session() a name")
+            raise RequestError("this session has no file", "Give load() a path, or session() a name.")
         self._client.check_open()
         engine = self._engine
         try:
-            loaded = load_session(path, self._identity, engine.kv_cache, engine.state_keeper.engine_id, self._disk)
+            loaded_session = load_session(
+                path, self._cache_fingerprint, engine.kv_cache, engine.state_keeper.engine_id, self._fs
+            )
         except OSError as error:
-            raise StorageError(f"{path}: {error.strerror}", "nothing of it is used", reason="unread") from None
-        said, state = loaded.metadata, loaded.state
-        self.tokens, self._state, self.restored = list(loaded.history), state, state.length
+            raise StorageError(f"{path}: {error.strerror}", "The session is unchanged.", reason="unread") from None
+        metadata, state = loaded_session.metadata, loaded_session.state
+        self.tokens, self._state, self.restored = list(loaded_session.history), state, state.length
         self.source = None if state.encoder_tokens is None else list(state.encoder_tokens)
-        self.seed, self.created = int(said.get("seed", 0)), str(said.get("created", self.created))
+        self.seed, self.created = int(metadata.get("seed", 0)), str(metadata.get("created", self.created))
         self.reused, self.missed = 0, ""
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ internals
 
     @property
     def state(self) -> SequenceState | None:
-        """What the next turn begins from, where anything is kept of the tokens."""
+        """State from which the next turn starts, or None."""
         return self._state
 
     @property
@@ -191,19 +219,24 @@ class Session:
         return self._client.engine
 
     @property
-    def _keeps(self) -> bool:
-        """Is what a turn leaves kept for the next?  Elsewhere that finds it as a prefix, or, where rows spill, reads
-        the text again."""
-        ledger = self._engine.kv_cache_manager
-        return not ledger.prefix_caching and not ledger.uses_offload
+    def _keeps_state(self) -> bool:
+        """True if a turn's state is captured for the next turn.
 
-    def _identity(self, regime: str, salt: str) -> CacheFingerprint:
-        return self._engine.cache_fingerprint(regime, salt=salt, template=self._template)
+        Otherwise the prefix cache finds it, or, with token offload, the text is recomputed.
+        """
+        manager = self._engine.kv_cache_manager
+        return not manager.prefix_caching and not manager.uses_offload
 
-    def _said(self) -> dict[str, Any]:
+    def _cache_fingerprint(self, regime: str, salt: str) -> CacheFingerprint:
+        return self._engine.cache_fingerprint(regime, cache_salt=salt, template=self._template)
+
+    def _metadata(self) -> dict[str, Any]:
         from kvad import __version__
 
-        cache, asked = self._engine.cache, ("policy", "keys", "values", "dtype", "rotate", "endless", "on_full")
+        cache, policy_fields = (
+            self._engine.cache,
+            ("policy", "key_dtype", "value_dtype", "dtype", "rope_at", "endless", "overflow"),
+        )
         return {
             "name": self.name,
             "model": self._model,
@@ -211,84 +244,100 @@ class Session:
             "saved": _now(),
             "kvad": __version__,
             "seed": self.seed,
-            "cache": {each: getattr(cache, each) for each in (*asked, "layout", "block_size", "max_seq_len")},
+            "cache": {
+                field: getattr(cache, field) for field in (*policy_fields, "layout", "block_size", "max_seq_len")
+            },
         }
 
-    def _prompt(self, text: PromptInput, source: PromptInput | None) -> tuple[list[int], list[int] | None]:
-        """The whole text of the next turn, and its source."""
-        crossed, read = self._prompt_encoder.config.kind == "encoder-decoder", self.source
-        if source is not None and (not crossed or read is not None):
-            what = "this model has no source" if not crossed else "this session has its source"
-            raise RequestError(f"source=: {what}", "leave it out")
-        if crossed and read is None:
-            if source is None:
-                raise RequestError("source=: this model answers a source", "give it with the first turn")
-            read = self._prompt_encoder.encode_source(source)
+    def _prompt(self, text: PromptInput, encoder_input: PromptInput | None) -> tuple[list[int], list[int] | None]:
+        """Return the whole token ids of the next turn, and the encoder's token ids."""
+        is_encoder_decoder, encoder_tokens = self._prompt_encoder.config.kind == "encoder-decoder", self.source
+        if encoder_input is not None and (not is_encoder_decoder or encoder_tokens is not None):
+            message = (
+                "this model has no encoder input"
+                if not is_encoder_decoder
+                else "this session already has its encoder input"
+            )
+            raise RequestError(f"encoder_input: {message}", "Omit it.")
+        if is_encoder_decoder and encoder_tokens is None:
+            if encoder_input is None:
+                raise RequestError("encoder_input: required by this model", "Give it with the first turn.")
+            encoder_tokens = self._prompt_encoder.encode_source(encoder_input)
         if not self.tokens:
             return (
                 self._prompt_encoder.encode_target(text or None)
-                if crossed
+                if is_encoder_decoder
                 else self._prompt_encoder.encode_prompt(text)
-            ), read
-        return [*self.tokens, *self._prompt_encoder.encode_continuation(text)], read
+            ), encoder_tokens
+        return [*self.tokens, *self._prompt_encoder.encode_continuation(text)], encoder_tokens
 
     def _begin(
-        self, tokens: list[int], source: list[int] | None, sampling: SamplingParams | None, options: Mapping[str, Any]
+        self,
+        tokens: list[int],
+        source: list[int] | None,
+        sampling_params: SamplingParams | None,
+        options: Mapping[str, Any],
     ) -> _Turn:
-        chosen = self._sampling(sampling, dict(options))
-        if sampling is None and "seed" not in options and not chosen.greedy and chosen.num_beams == 1:
-            chosen = replace(chosen, seed=self.seed)
-        if chosen.n > 1 or chosen.num_beams > 1:
-            raise RequestError("a session is one text, without samples or beams beside it", "leave n= and beams= out")
-        return _Turn(self._queue(tokens, source, chosen, keep=self._keeps), tokens, source, chosen.seed)
+        params = self._resolve_sampling(sampling_params, dict(options))
+        if sampling_params is None and "seed" not in options and not params.greedy and params.num_beams == 1:
+            params = replace(params, seed=self.seed)
+        if params.n > 1 or params.num_beams > 1:
+            raise RequestError("a session is one sequence, without samples or beams", "Omit n= and num_beams=.")
+        return _Turn(self._queue(tokens, source, params, keep_state=self._keeps_state), tokens, source, params.seed)
 
     def _queue(
-        self, tokens: Sequence[int], source: Sequence[int] | None, sampling: SamplingParams, *, keep: bool
+        self, tokens: Sequence[int], source: Sequence[int] | None, sampling_params: SamplingParams, *, keep_state: bool
     ) -> RequestHandle:
         state = self._state
 
         def queue(engine: Engine) -> int:
-            return engine.add_request(tokens, sampling, source=source, resume=state, keep=keep)
+            return engine.add_request(
+                tokens, sampling_params, encoder_token_ids=source, resume=state, keep_state=keep_state
+            )
 
-        return self._client.submit(queue, sampling, len(tokens))
+        return self._client.submit(queue, sampling_params, len(tokens))
 
-    def _end(self, turn: _Turn, text: str, came: Sequence[int], *, whole: bool) -> None:
-        usage, tokenizer = turn.ticket.metrics, self._prompt_encoder.tokenizer
-        self.reused, self.missed = usage.num_cached_tokens, usage.resume_miss_reason
-        if whole and self._keeps:
-            self._state = self._client.pop_state(turn.ticket.request)
-        self.tokens = turn.tokens + list(came if tokenizer is None else ids_of_text(tokenizer, text, came))
+    def _end(self, turn: _Turn, text: str, output_tokens: Sequence[int], *, is_complete: bool) -> None:
+        metrics, tokenizer = turn.handle.metrics, self._prompt_encoder.tokenizer
+        self.reused, self.missed = metrics.num_cached_tokens, metrics.resume_miss_reason
+        if is_complete and self._keeps_state:
+            self._state = self._client.pop_state(turn.handle.request)
+        self.tokens = turn.tokens + list(
+            output_tokens if tokenizer is None else ids_of_text(tokenizer, text, output_tokens)
+        )
         self.source, self.seed = turn.source, turn.seed
-        self._client.cancel([turn.ticket])
+        self._client.cancel([turn.handle])
 
-    def _caught_up(self) -> SequenceState:
-        """A state of as many of the tokens as can be: what no turn has left is computed now, from what is there."""
+    def _complete_state(self) -> SequenceState:
+        """Return a state of as many tokens as possible; missing ones are computed now."""
         state = self._state
-        held = (
+        num_held = (
             state.length
             if state is not None and sessions.state.common_prefix_length(state, self.tokens) == state.length
             else 0
         )
         if (
             state is not None
-            and held
-            and (held >= len(self.tokens) - 1 or not self._engine.kv_cache_manager.prefix_caching)
+            and num_held
+            and (num_held >= len(self.tokens) - 1 or not self._engine.kv_cache_manager.prefix_caching)
         ):
             return state
-        return self._computed(self.tokens, self.source)[0]
+        return self._compute_state(self.tokens, self.source)[0]
 
-    def _computed(self, tokens: Sequence[int], source: Sequence[int] | None) -> tuple[SequenceState, tuple[int, str]]:
-        """The state of these tokens, and what of it was there already."""
-        ticket = self._queue(tokens, source, SamplingParams(max_tokens=0), keep=True)
+    def _compute_state(
+        self, tokens: Sequence[int], source: Sequence[int] | None
+    ) -> tuple[SequenceState, tuple[int, str]]:
+        """Return the state of these tokens, the number of reused tokens, and why not more."""
+        handle = self._queue(tokens, source, SamplingParams(max_tokens=0), keep_state=True)
         try:
-            for _ in ticket.chunks():
+            for _ in handle.chunks():
                 pass
-            return self._client.pop_state(ticket.request), (
-                ticket.metrics.num_cached_tokens,
-                ticket.metrics.resume_miss_reason,
+            return self._client.pop_state(handle.request), (
+                handle.metrics.num_cached_tokens,
+                handle.metrics.resume_miss_reason,
             )
         finally:
-            self._client.cancel([ticket])
+            self._client.cancel([handle])
 
 
 def _now() -> str:

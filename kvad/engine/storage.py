@@ -1,9 +1,9 @@
-"""Open what an engine's cache has beside its pool, where it asks for any: the tiers, and the spill.
+"""Factories for an engine's storage besides the pool.
 
-A folder that cannot be had (another process holds it, the disk refuses) is said in one line, and the engine goes on
-without it; one that cannot be meant is the user's error.
+Block stores, token offload and swap space.
 
-The parking of one engine: the device's host copies, a bound, and a folder for what is beyond it.
+If a folder is unavailable (used by another process, or not writable), the engine logs one line and continues without
+it; an invalid folder is a ConfigError.
 """
 
 from __future__ import annotations
@@ -29,103 +29,124 @@ LOG = logging.getLogger(__name__)
 
 
 def open_offload_reader(
-    cache: CacheConfig, placed: Sequence[CacheGroup], disk: FileSystem = REAL_FILE_SYSTEM
+    cache: CacheConfig, groups: Sequence[CacheGroup], fs: FileSystem = REAL_FILE_SYSTEM
 ) -> OffloadReader | None:
-    """Where tokens go that leave the pool; None: none does.  ConfigError: its folder cannot be used."""
-    if not any(group.lower_level is not None and group.lower_level.is_offloaded for group in placed):
+    """Open the storage of offloaded tokens.
+
+    None if there are none. ConfigError: unusable folder.
+    """
+    if not any(group.lower_level is not None and group.lower_level.is_offloaded for group in groups):
         return None
-    return OffloadReader(
-        placed, cache.offload_ram, None if cache.offload_dir is None else Path(cache.offload_dir), disk
-    )
+    return OffloadReader(groups, cache.offload_ram, None if cache.offload_dir is None else Path(cache.offload_dir), fs)
 
 
 def open_block_store(
     cache: CacheConfig,
-    placed: Sequence[CacheGroup],
-    identity: Callable[[], CacheFingerprint],
-    disk: FileSystem = REAL_FILE_SYSTEM,
+    groups: Sequence[CacheGroup],
+    fingerprint: Callable[[], CacheFingerprint],
+    fs: FileSystem = REAL_FILE_SYSTEM,
 ) -> BlockStore | None:
-    """The tiers of a settled cache; None where it asks for none, or there is none to be had.
+    """Open the block store of a resolved cache configuration.
 
-    ``identity`` is asked only where blocks outlive the process.  ConfigError: a policy under which nothing is shared, a
-    folder that is none of ours.
+    Args:
+        cache: Configuration of the cache.
+        groups: Its cache groups.
+        fingerprint: Computes the cache's fingerprint; called only if blocks outlive the process.
+        fs: File system.
+
+    Returns:
+        None if no store is configured or available.
+
+    Raises:
+        ConfigError: If blocks cannot be shared under the policy, or the folder is not a prefix cache.
     """
     if cache.prefix_cache_dir is None and cache.prefix_cache_ram is None:
         return None
-    check_shareable(cache, placed)
-    own = [group for group in placed if not group.spec.is_cross_attention and group.lower_level is None]
-    sizes = device.host_copy.block_bytes_per_group(own)
+    check_shareable(cache, groups)
+    token_groups = [group for group in groups if not group.spec.is_cross_attention and group.lower_level is None]
+    block_sizes = device.host_copy.block_bytes_per_group(token_groups)
     widths = [
-        storage.container.WIDTHS[group.tensor_formats[0][0].arrays(group.spec.head_dim)[0].dtype] for group in own
+        storage.container.WIDTHS[group.tensor_formats[0][0].arrays(group.spec.head_dim)[0].dtype]
+        for group in token_groups
     ]
     if cache.prefix_cache_dir is None:
-        return BlockStore(sizes, widths, ram=cache.prefix_cache_ram)
-    known = identity()
-    shelf = _open_disk_store(Path(cache.prefix_cache_dir), cache, disk)
-    if shelf is None and cache.prefix_cache_ram is None:
+        return BlockStore(block_sizes, widths, ram_bytes=cache.prefix_cache_ram)
+    cache_fingerprint = fingerprint()
+    disk_store = _open_disk_store(Path(cache.prefix_cache_dir), cache, fs)
+    if disk_store is None and cache.prefix_cache_ram is None:
         return None
-    if shelf is not None:
-        _warn_shared(shelf, known, disk)
-    return BlockStore(sizes, widths, ram=cache.prefix_cache_ram, disk=shelf, identity=known)
+    if disk_store is not None:
+        _warn_shared(disk_store, cache_fingerprint, fs)
+    return BlockStore(
+        block_sizes, widths, ram_bytes=cache.prefix_cache_ram, disk_store=disk_store, fingerprint=cache_fingerprint
+    )
 
 
-def _open_disk_store(folder: Path, cache: CacheConfig, disk: FileSystem) -> DiskBlockStore | None:
-    """None: it is not to be had now, and that was said."""
+def _open_disk_store(folder: Path, cache: CacheConfig, fs: FileSystem) -> DiskBlockStore | None:
+    """Open the disk store, or log why it is unavailable and return None."""
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"cache.prefix_cache_dir: {folder} is not a folder", "name one that is new, or a tier's")
+        raise ConfigError(
+            f"cache.prefix_cache_dir: {folder} must be a folder", "Name a new folder, or an existing prefix cache."
+        )
     try:
         if folder.exists() and not (folder / offload.disk_store.LOCK_NAME).exists() and any(folder.iterdir()):
             raise ConfigError(
-                f"cache.prefix_cache_dir: {folder} has other files in it", "name a folder that is new, or a tier's"
+                f"cache.prefix_cache_dir: {folder} contains other files",
+                "Name a new folder, or an existing prefix cache.",
             )
-        pinned = partial(offload.pinned.pinned_keys, folder, disk)
+        pinned = partial(offload.pinned.pinned_keys, folder, fs)
         return DiskBlockStore(
-            folder, cache.prefix_cache_limit, replacement=cache.prefix_cache_eviction, pinned=pinned, disk=disk
+            folder, cache.prefix_cache_limit, replacement=cache.prefix_cache_eviction, pinned=pinned, fs=fs
         )
     except BlockingIOError:
-        LOG.warning("%s is in use by another process; this one goes on without that tier", folder)
+        LOG.warning("%s is in use by another process; the engine continues without the disk store", folder)
     except OSError as error:
-        LOG.warning("%s cannot be used as a tier (%s); serving goes on without it", folder, error.strerror or error)
+        LOG.warning(
+            "%s cannot be used (%s); the engine continues without the disk store", folder, error.strerror or error
+        )
     return None
 
 
-def _warn_shared(shelf: DiskBlockStore, identity: CacheFingerprint, disk: FileSystem) -> None:
-    """Say once whose the blocks are that this engine will not find."""
-    own, others = offload.block_store.key_prefix(identity), Counter[str]()
-    example: dict[str, str] = {}
-    for key in shelf.eviction_order():
-        start = key.partition("-")[0]
-        others[start] += start != own
-        example[start] = key
-    for start, count in others.items():
-        if not count:
+def _warn_shared(disk_store: DiskBlockStore, fingerprint: CacheFingerprint, fs: FileSystem) -> None:
+    """Log once how many stored blocks belong to other models or cache configurations."""
+    own_prefix, num_blocks_by_prefix = offload.block_store.key_prefix(fingerprint), Counter[str]()
+    example_key: dict[str, str] = {}
+    for key in disk_store.eviction_order():
+        key_prefix = key.partition("-")[0]
+        num_blocks_by_prefix[key_prefix] += key_prefix != own_prefix
+        example_key[key_prefix] = key
+    for key_prefix, num_blocks in num_blocks_by_prefix.items():
+        if not num_blocks:
             continue
         with suppress(StorageError, OSError):
-            header = storage.container.read_header(shelf.folder / f"{example[start]}.kv", disk)
-            differs = ", ".join(identity.differences(header.fingerprint)) or "nothing that is known"
-            level = logging.INFO if own in others else logging.WARNING
-            blocks = format_count(count, "stored block")
-            LOG.log(level, "%s: %s cannot be used here; what differs: %s", shelf.folder, blocks, differs)
+            header = storage.container.read_header(disk_store.folder / f"{example_key[key_prefix]}.kv", fs)
+            differences = ", ".join(fingerprint.differences(header.fingerprint)) or "unknown"
+            level = logging.INFO if own_prefix in num_blocks_by_prefix else logging.WARNING
+            blocks = format_count(num_blocks, "stored block")
+            LOG.log(level, "%s: %s cannot be used here; differences: %s", disk_store.folder, blocks, differences)
 
 
 def open_swap_space(
-    memory: KVCache, ledger: KVCacheManager, ram: int | None, folder: Path | None, disk: FileSystem
+    kv_cache: KVCache, kv_cache_manager: KVCacheManager, ram: int | None, folder: Path | None, fs: FileSystem
 ) -> SwapSpace:
-    """``ram`` None: all in host memory where rows must be parked, all on disk where there is a ``folder``, else none.
-    ConfigError for a folder that cannot be written to, or that would be rank 0's alone."""
-    if folder is not None and memory.ranks > 1:
+    """Open the swap space.
+
+    ``ram`` None: all in host memory if sequences must be swapped, all on disk if there is a ``folder``, else none.
+    Raises ConfigError if the folder cannot be written, or if there are several ranks.
+    """
+    if folder is not None and kv_cache.ranks > 1:
         raise ConfigError(
-            f"park_dir: {memory.ranks} ranks share a model, and their rows are parked in host memory alone",
-            "leave it out; park_ram bounds the bytes of all ranks together",
+            f"swap_dir: unavailable with {kv_cache.ranks} ranks, which swap to host memory only",
+            "Omit it; swap_space limits the bytes of all ranks together.",
         )
-    if ram is None and (folder is not None or not ledger.lossy):
+    if ram is None and (folder is not None or not kv_cache_manager.lossy):
         ram = 0
 
-    def packed(key: int, copies: Sequence[Tensor]) -> list[Section]:
-        memory.copier.wait(key)
+    def to_sections(key: int, copies: Sequence[Tensor]) -> list[Section]:
+        kv_cache.copier.wait(key)
         return device.host_copy.to_sections(copies)
 
-    files = None if folder is None else SwapFiles(folder, disk=disk)
+    files = None if folder is None else SwapFiles(folder, fs=fs)
     return SwapSpace(
-        memory.swapped, ram=ram, files=files, to_sections=packed, from_sections=device.host_copy.from_sections
+        kv_cache.swapped, ram=ram, files=files, to_sections=to_sections, from_sections=device.host_copy.from_sections
     )

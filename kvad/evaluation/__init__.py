@@ -1,4 +1,4 @@
-"""kvad.evaluation"""
+"""Evaluation: perplexity, pairs, labels, BLEU, comparison of runs."""
 
 from __future__ import annotations
 

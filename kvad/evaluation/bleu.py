@@ -22,7 +22,10 @@ BleuTokenization = Literal["words", "spaces"]
 
 @dataclass(frozen=True)
 class BleuOptions:
-    """How texts are compared: ``tokenized`` None is detokenised; ``lower``: in lower case."""
+    """Options of a text comparison; ``tokenization`` None is detokenized.
+
+    ``lowercase``: compare in lower case.
+    """
 
     tokenization: BleuTokenization | None = None
     lowercase: bool = False
@@ -30,8 +33,11 @@ class BleuOptions:
 
 @dataclass(frozen=True)
 class BleuScores:
-    """``bleu`` and ``chrf`` from 0 to 100; ``ratio``: words said over words of the references; ``precisions``: of 1 to
-    4 words in a row, in percent; signatures as sacrebleu prints them."""
+    """Scores from sacrebleu.
+
+    ``bleu`` and ``chrf`` from 0 to 100; ``ratio``: words of the output over words of the references; ``precisions``: of
+    1 to 4 consecutive words, in percent; signatures as sacrebleu prints them.
+    """
 
     bleu: float
     chrf: float
@@ -42,23 +48,23 @@ class BleuScores:
 
 
 def check_sacrebleu() -> None:
-    """ModuleNotFoundError, naming sacrebleu, before anything is translated."""
+    """Raise ModuleNotFoundError, naming sacrebleu, before anything is translated."""
     import sacrebleu  # noqa: F401
 
 
-def compute_bleu(said: Sequence[str], references: Sequence[str], form: BleuOptions | None = None) -> BleuScores:
-    """Of as many texts as references, at least one."""
+def compute_bleu(outputs: Sequence[str], references: Sequence[str], form: BleuOptions | None = None) -> BleuScores:
+    """Compute BLEU and chrF of at least one text, with one reference each."""
     from sacrebleu.metrics.bleu import BLEU
     from sacrebleu.metrics.chrf import CHRF
 
-    assert len(said) == len(references) > 0, "a text for every reference"
+    assert len(outputs) == len(references) > 0, "a text for every reference"
     form = form or BleuOptions()
     if form.tokenization == "words":
-        said, references = ([" ".join(split_words(text)) for text in texts] for texts in (said, references))
-    # force: where texts end in " .", sacrebleu would ask whether they are tokenised; the form has said so.
+        outputs, references = ([" ".join(split_words(text)) for text in texts] for texts in (outputs, references))
+    # force: sacrebleu warns about texts that end in " ."; the options already state the tokenization.
     bleu = BLEU(lowercase=form.lowercase, tokenize=None if form.tokenization is None else "none", force=True)
     chrf = CHRF(lowercase=form.lowercase)
-    words, letters = bleu.corpus_score(said, [references]), chrf.corpus_score(said, [references])
+    words, letters = bleu.corpus_score(outputs, [references]), chrf.corpus_score(outputs, [references])
     more: Any = words
     return BleuScores(
         bleu=float(words.score),

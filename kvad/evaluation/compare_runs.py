@@ -1,13 +1,8 @@
-"""Training runs held against each other: what differs in their configurations, what came of it, and their curves.
+"""Comparison of training runs: differences of their configurations, their results and their curves.
 
-A run is read from its folder: ``metrics.jsonl``, and the newest checkpoint's ``training/state.json`` for what it was
-configured as (before there is one: ``run.toml``), on what texts and with which tokenizer.  Models are held against each
-other as what they are, however they were written; one that began as a checkpoint is what ``model.init`` names.  No
-torch, and no weight is read.
-
-A loss is nats per token, and a token is what the tokenizer makes of a text: losses of two tokenizers, or of two
-objectives, say nothing about each other, and :func:`cautions` says so.  Smoothed is a moving average of the logged
-losses that starts without a bias (Kingma & Ba 2015, sec. 3), over about a fortieth of them where nobody says more.
+A run is read from its folder: ``metrics.jsonl``, and the newest checkpoint's ``training/state.json`` for its
+configuration (without one: ``run.toml``), its data and its tokenizer. Models are compared by their canonical
+configuration, however they were written; one that began as a checkpoint is what ``model.init`` names. No torch.
 """
 
 from __future__ import annotations
@@ -31,9 +26,11 @@ LABELS = {"steps": "step", "tokens": "tokens learned", "seconds": "seconds of tr
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What came of a run, as far as it has come.  ``loss``: smoothed; ``best``: the lowest validation loss, after
-    ``best_step`` steps; ``tokens_per_second`` over the whole run, evaluations and saves among its seconds; ``failed``:
-    by what error it ended."""
+    """Result of a run so far.
+
+    ``loss``: smoothed; ``best``: the lowest validation loss, after ``best_step`` steps; ``tokens_per_second`` over the
+    whole run, evaluations and saves included; ``failed``: the error that ended it.
+    """
 
     parameters: int
     steps: int
@@ -55,9 +52,12 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """``config``: its tables, by dotted key, and ``corpus``; ``model``: what its [model] means (vocab 1 unless it says
-    another), None where that cannot be told from it.  ``tokenizer``: its fingerprint, None where no checkpoint holds
-    one; ``data``: the fingerprint of its tokens, None before there is a checkpoint."""
+    """A run.
+
+    ``config``: its tables, by dotted key, and ``corpus``; ``model``: its [model] (vocabulary 1 if omitted), None if
+    unknown; ``tokenizer``: its fingerprint, None without a checkpoint; ``data``: the fingerprint of its tokens, None
+    without a checkpoint.
+    """
 
     name: str
     path: Path
@@ -96,7 +96,10 @@ class RunRecord:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """Named by as much of their paths as tells them apart.  Raises as :func:`read_run`, and for the same run twice."""
+    """Read runs, named by the distinct parts of their paths.
+
+    Raises as :func:`read_run`, and for a repeated run.
+    """
     places = [path.resolve() for path in paths]
     if twice := next((path for at, path in enumerate(paths) if places[at] in places[:at]), None):
         raise DataError(f"{twice} is named twice")
@@ -112,11 +115,11 @@ def _names(places: Sequence[Path]) -> list[str]:
 
 
 def read_run(path: Path, name: str = "") -> RunRecord:
-    """Raises DataError for a folder that is no run, or whose run has logged no step yet."""
+    """Read a run; DataError for a folder that is no run, or has no logged step yet."""
     if not path.is_dir():
-        raise DataError(f"{path} is no folder", "name the --out of a kvad train")
+        raise DataError(f"{path} is no folder", "Give the --out of a kvad train.")
     if not (path / "metrics.jsonl").is_file():
-        raise DataError(f"{path} is no run: it holds no metrics.jsonl", "name the --out of a kvad train")
+        raise DataError(f"{path} is no run: it has no metrics.jsonl", "Give the --out of a kvad train.")
     lines = inspection.plot.read_jsonl(path / "metrics.jsonl")
     steps = [line for line in lines if line.get("kind") == "step" and _finite(line.get("loss"))]
     failed = next((str(line.get("text", "")) for line in lines if line.get("kind") == "failed"), None)
@@ -136,7 +139,7 @@ def _finite(value: object) -> bool:
 
 
 def _saved(path: Path) -> tuple[dict[str, Any], ModelConfig | None, str | None, str | None]:
-    """Configuration, model, tokenizer and tokens, as the newest checkpoint has them."""
+    """Return configuration, model, tokenizer and tokens of the newest checkpoint."""
     found = checkpoint.folder.list_steps(path)
     if not found or not (found[-1] / checkpoint.folder.TRAINING / "state.json").is_file():
         file = path / "run.toml"
@@ -146,29 +149,29 @@ def _saved(path: Path) -> tuple[dict[str, Any], ModelConfig | None, str | None, 
     config["corpus"] = state.get("corpus")
     try:
         tokenizer: str | None = load_tokenizer(found[-1]).fingerprint()
-    except KvadError:  # of adapters and compressors: it lies with their model
+    except KvadError:  # of adapters and summarizers: it is stored with their model
         tokenizer = None
-    return config, model, tokenizer, state.get("data")
+    return config, model, tokenizer, state.get("data_fingerprint")
 
 
 def _read(tables: Mapping[str, Any]) -> tuple[dict[str, Any], ModelConfig | None]:
-    """Tables by dotted key, what nobody said too, and the model that they mean."""
+    """Return tables by dotted key, defaults included, and the resulting model."""
     model: ModelConfig | None = None
     try:
         run = RunConfig.from_dict(tables)
         tables = run.to_dict()
-        if run.objective.kind != "compress" and run.init is None:
+        if run.objective.kind != "summarizer" and run.init is None:
             model = run.resolve(vocab=1)
     except ConfigError:  # of another version of kvad
         pass
     config = {key: _null(value) if key.startswith("model.") else value for key, value in _flat(tables)}
-    if config.get("objective.kind") != "compress":  # as run.toml leaves it out
-        config = {key: value for key, value in config.items() if not key.startswith("compress.")}
+    if config.get("objective.kind") != "summarizer":  # run.toml omits it
+        config = {key: value for key, value in config.items() if not key.startswith("summarizer.")}
     return config, model
 
 
 def _null(value: Any) -> Any:
-    """As run.toml writes it: in [model] null is a value, and not the same as nothing."""
+    """Encode null as run.toml does: in [model] null is a value, unlike an omitted key."""
     return "null" if value is None else value
 
 
@@ -184,12 +187,15 @@ def _flat(table: Mapping[str, Any], where: str = "") -> Iterable[tuple[str, Any]
 
 
 def run_differences(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
-    """Key -> each run's value, where they are not all the same; None where a run has no such key."""
+    """Return key -> each run's value, for keys whose values differ.
+
+    None if a run has no such key.
+    """
     tables = _tables(runs)
     keys = dict.fromkeys(key for table in tables for key in table)
     known = [table for table in tables if table]
     values = {key: [table.get(key) for table in tables] for key in keys}
-    if len(known) < len(runs):  # of what nobody knows, nobody knows whether it differs
+    if len(known) < len(runs):  # unknown configurations cannot differ
         values = {key: each for key, each in values.items() if len({str(table.get(key)) for table in known}) > 1}
     if any(run.data is None for run in runs):
         values.pop("corpus", None)
@@ -197,17 +203,20 @@ def run_differences(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
 
 
 def _tables(runs: Sequence[RunRecord]) -> list[Mapping[str, Any]]:
-    """Each run's keys and values: of the models what they are, where that is known of all, else what was written."""
+    """Return each run's keys and values, with canonical models if all are known, else as written."""
     models = [run.model for run in runs if run.config]
     found = [canonical_config(model) for model in models if model is not None]
     if len(found) < len(models):
         return [run.config for run in runs]
-    same = all(means == found[0] for means in found)  # in however many spellings
+    same = all(means == found[0] for means in found)  # however they are written
     return [_built(run, same) for run in runs]
 
 
 def _built(run: RunRecord, same: bool) -> dict[str, Any]:
-    """A run's table with its model as it is, and the preset's name; without either where all are the ``same``."""
+    """Return a run's table with its canonical model and the preset's name.
+
+    Without both if all are the ``same``.
+    """
     others = {key: value for key, value in run.config.items() if not key.startswith("model.")}
     if same or run.model is None:
         return others
@@ -219,7 +228,7 @@ def _built(run: RunRecord, same: bool) -> dict[str, Any]:
 
 
 def comparison_warnings(runs: Sequence[RunRecord]) -> list[str]:
-    """Which of them failed, and why losses, or validation losses, of these runs say nothing about each other."""
+    """Return failed runs, and why losses, or validation losses, of these runs are not comparable."""
     found = [f"{run.name} failed: {run.failed}" for run in runs if run.failed is not None]
     if unsaved := [run.name for run in runs if run.data is None]:
         found.append(f"no checkpoint of {', '.join(unsaved)} yet: its tokenizer and its texts are not known")
@@ -245,18 +254,21 @@ def _validation_key(run: RunRecord) -> tuple[object, ...]:
 def draw_runs(
     runs: Sequence[RunRecord], out: Sequence[Path], x: str = "steps", smooth: float | None = None
 ) -> list[Path]:
-    """Their curves, into every file of ``out``.  Raises as ``plot.draw``."""
+    """Draw the curves into every file of ``out``. Raises as ``plot.draw_series``."""
     return inspection.plot.draw_panels(loss_panels(runs, x, smooth), out, x_label=LABELS[x])
 
 
 def plot_run(path: Path) -> list[Path]:
-    """``loss`` and ``curves`` of a run's folder, each as PNG and SVG; ``[]`` where no step was logged yet."""
+    """Draw ``loss`` and ``curves`` of a run's folder, each as PNG and SVG.
+
+    ``[]`` if no step was logged yet.
+    """
     loss = inspection.plot.draw_loss(path / "metrics.jsonl", [path / "loss.png", path / "loss.svg"])
     return loss and [*loss, *draw_runs([read_run(path)], [path / "curves.png", path / "curves.svg"])]
 
 
 def smooth_curve(values: Sequence[float], keep: float) -> list[float]:
-    """A moving average in which a value keeps ``keep`` of its weight with each one after it."""
+    """Compute a moving average; a value retains ``keep`` of its weight with each later one."""
     found, average = list[float](), 0.0
     for count, value in enumerate(values, 1):
         average = keep * average + (1 - keep) * value
@@ -265,14 +277,14 @@ def smooth_curve(values: Sequence[float], keep: float) -> list[float]:
 
 
 def default_smoothing(runs: Sequence[RunRecord]) -> float:
-    """How much is smoothed where nobody says: the same for all, nothing of a few points."""
+    """Return the default smoothing: the same for all runs, none for few points."""
     return max(0.0, 1 - 40 / max(len(run.steps) for run in runs))
 
 
 def loss_panels(
     runs: Sequence[RunRecord], x: str = "steps", smooth: float | None = None
 ) -> list[inspection.plot.PlotPanel]:
-    """Loss (raw, smoothed, validation), learning rate and gradient norm, a colour for each run."""
+    """Build panels of loss (raw, smoothed, validation), learning rate and gradient norm, a color for each run."""
     key, several = X_AXES[x], len(runs) > 1
     keep = default_smoothing(runs) if smooth is None else smooth
     loss, rate, norm = (
@@ -298,17 +310,17 @@ def loss_panels(
         rate.append(inspection.plot.PlotSeries("", at, [line["lr"] for line in run.steps], color=colour))
         norms = [(a, line["grad_norm"]) for a, line in zip(at, run.steps, strict=True) if _finite(line["grad_norm"])]
         norm.append(inspection.plot.PlotSeries("", [a for a, _ in norms], [value for _, value in norms], color=colour))
-    said = "loss (nats per token)"
+    text = "loss (nats per token)"
     title = "thin: raw; line: smoothed; dots: validation" if several else ""
     return [
-        inspection.plot.PlotPanel(said, loss, title),
+        inspection.plot.PlotPanel(text, loss, title),
         inspection.plot.PlotPanel("learning rate", rate),
         inspection.plot.PlotPanel("gradient norm", norm, log_y=True),
     ]
 
 
 def _at(steps: Sequence[Mapping[str, Any]], key: str, step: int) -> float:
-    """Where a step lies on an axis: between the logged ones on its sides."""
+    """Interpolate the axis position of a step between the logged ones."""
     numbers = [int(line["step"]) for line in steps]
     high = min(bisect_left(numbers, step), len(steps) - 1)
     low = max(high - 1, 0)

@@ -1,15 +1,15 @@
-"""Length extrapolation: what a model makes of rows longer than those it was trained on (Press et al. 2021, fig. 1).
+"""Length extrapolation: the loss on rows longer than those of training (Press et al. 2021, fig. 1).
 
-At every length n the *same* tokens of a text are scored, so that the text's own difficulty is the same everywhere: the
-last ``trained / 2`` tokens of rows of n tokens, each with at least ``n - trained / 2`` tokens before it.  A model that
-goes on well loses nothing (or gains, from the longer context); one that does not loses all at once.  Beside it
-``whole``: the mean over all tokens of the same rows, as an evaluation in rows of n tokens without overlap has it.
+At every length n the *same* tokens of a text are scored, so the text's own difficulty is the same everywhere: the last
+``trained / 2`` tokens of rows of n tokens, each with at least ``n - trained / 2`` tokens before it. A model that
+extrapolates loses nothing, or gains from the longer context. ``whole`` is the mean over all tokens of the same rows,
+as in an evaluation in rows of n tokens without overlap.
 
     trained 4, longest 8:   n = 4   reads 4 .. 7     scores  6  7        n = 8   reads 0 .. 7     scores  6  7
                                     reads 6 .. 9     scores  8  9                reads 2 .. 9     scores  8  9
 
-The model's ``limit`` does not bind here.  RoPE, ALiBi, T5's bias, sinusoids and models without positions are computed
-as far as is asked; learned positions end with their table, and lengths beyond are left out, with a note.  No cache.
+The model's limit does not apply. RoPE, ALiBi, T5's bias, sinusoids and models without positions are computed to any
+length; learned positions end with their table, and lengths beyond it are omitted with a note. No cache is used.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from kvad.evaluation.readers import ScoredRow, TokenScorer, UncachedScorer, max_
 from kvad.model import Transformer
 
 MULTIPLES = (1.0, 2.0, 4.0, 8.0, 16.0)
-Tick = Callable[[str, int, int], None]  # (what, tokens done, of so many)
+Tick = Callable[[str, int, int], None]  # (label, tokens done, total)
 
 
 @dataclass(frozen=True)
 class LengthPoint:
-    """Rows of ``length`` tokens, ``multiple`` times the trained length: mean nats and share of hits of ``scored``
-    tokens, the same at every length; ``whole``: mean nats of all tokens of the rows."""
+    """Rows of ``length`` tokens, ``multiple`` times the trained length.
+
+    Mean nats and share of hits of ``scored`` tokens, the same at every length; ``whole``: mean nats of all tokens.
+    """
 
     multiple: float
     length: int
@@ -53,7 +55,10 @@ class LengthPoint:
 
 @dataclass(frozen=True)
 class LengthCurve:
-    """``positions``: the model's encoding; ``rows``: of every length; ``note``: what was left out and why, or ""."""
+    """A length curve.
+
+    ``positions``: the model's encoding; ``rows``: of every length; ``note``: what was omitted, or "".
+    """
 
     positions: str
     trained: int
@@ -64,8 +69,7 @@ class LengthCurve:
 
 
 def position_kinds(config: ModelConfig) -> str:
-    """The encodings of positions that a model has: ``rope``, ``alibi``, ``t5``, ``learned``, ``sinusoidal``, ``none``;
-    of several kinds of layers, joined by a plus."""
+    """Return the position encodings of a model, joined by a plus: rope, alibi, t5, learned, sinusoidal, none."""
     kinds = [config.embedding.position, *(layer.attention.position for layer in config.stack.layer_types.values())]
     return "+".join(dict.fromkeys(kind.kind for kind in kinds if kind is not None)) or "none"
 
@@ -79,14 +83,20 @@ def extrapolate(
     most: int = 8_192,
     tick: Tick = lambda _what, _done, _total: None,
 ) -> LengthCurve:
-    """The curve of a decoder over texts [n] (int64 ids; those shorter than the longest row have no part in it).
+    """Compute the curve of a decoder over texts [n] (int64 ids.
 
-    ``trained``: tokens of the rows that the model was trained on.  ``most``: score about so many tokens at each length.
-    UsageError for multiples that cannot be, and where not even the first length can be computed; DataError where no
-    text is long enough.
+    Texts shorter than the longest row are omitted).
+
+    Args:
+        trained: Tokens of the training rows.
+        most: Approximate number of scored tokens at each length.
+
+    Raises:
+        UsageError: For impossible multiples, or if not even the first length can be computed.
+        DataError: If no text is long enough.
     """
     if not multiples or any(multiple <= 0 for multiple in multiples):
-        raise UsageError("--context-multiples: numbers above 0, as in 1,2,4,8,16")
+        raise UsageError("--length-multiples: numbers above 0, as in 1,2,4,8,16")
     lengths, left = {multiple: round(trained * multiple) for multiple in sorted(set(multiples))}, list[int]()
     end = max_row_length(model.config)
     if end is not None:
@@ -94,7 +104,7 @@ def extrapolate(
         left = [length for length in lengths.values() if length > end]
         lengths = {multiple: length for multiple, length in lengths.items() if length <= end}
     if not lengths or min(lengths.values()) < 2:
-        raise UsageError(f"--context-multiples: of a trained length of {trained} no row can be read", "larger ones")
+        raise UsageError(f"--length-multiples: of a trained length of {trained} no row can be read", "larger ones")
     longest, scored = max(lengths.values()), min(trained, *lengths.values()) // 2
     ends = _ends(texts, longest, scored, most)
     reader = UncachedScorer(model, longest)
@@ -108,13 +118,16 @@ def _listed(lengths: Sequence[int]) -> str:
 
 
 def _ends(texts: Sequence[Tensor], longest: int, scored: int, most: int) -> list[tuple[int, int]]:
-    """(text, where its row ends), evenly spread: each row's last ``scored`` tokens are scored, and by no other row."""
+    """Return (text, end of its row), evenly spread.
+
+    Each row's last ``scored`` tokens are scored, by no other row.
+    """
     found = [(number, end) for number, text in enumerate(texts) for end in range(longest, len(text) + 1, scored)]
     if not found:
         have = max(map(len, texts), default=0)
         raise DataError(
             f"the longest text has {have:,} tokens, and a row takes {longest:,}",
-            "longer texts (--documents joined makes one of all), or smaller --context-multiples",
+            "longer texts (--document-unit joined makes one of all), or smaller --length-multiples",
         )
     count = max(1, min(len(found), most // scored))
     return [found[number * len(found) // count] for number in range(count)]
@@ -141,6 +154,6 @@ def _point(
 
 
 def join_texts(texts: Sequence[Tensor], opening: int | None) -> Tensor:
-    """One stream of all texts, the opening token before each where there is one."""
+    """Join all texts to one stream, with the opening token, if any, before each."""
     first = torch.empty(0, dtype=torch.int64) if opening is None else torch.tensor([opening])
     return torch.cat([part for text in texts for part in (first, text)])

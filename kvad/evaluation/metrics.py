@@ -1,4 +1,4 @@
-"""What an evaluation counts, and the numbers that follow: no model, no torch.
+"""Counts of an evaluation and the numbers derived from them. No torch.
 
 Conventions.  *loss*: mean nats per scored token.  *perplexity* = exp(loss).  *bits per byte* = loss * tokens / (ln 2 *
 bytes): ``tokens`` and UTF-8 ``bytes`` are those of the whole text, so tokens that were not scored (a window's first,
@@ -26,11 +26,11 @@ from kvad.train import sources
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Sums over the tokens that were scored, and the size of the whole text.
+    """Sums over the scored tokens, and the size of the whole text.
 
-    ``nats``: their negative log-likelihood; ``hits``: where the likeliest token was the right one; ``scored``: how
-    many.  ``tokens``, ``bytes`` (UTF-8), ``words`` and ``lines``: of the text, without the tokens that open it.
-    ``unknown``: tokens of the text that are UNK, and so stand for something else.
+    ``nats``: negative log-likelihood; ``hits``: scored tokens that were the likeliest; ``scored``: number of scored
+    tokens; ``tokens``, ``bytes`` (UTF-8), ``words`` and ``lines``: of the text, without opening tokens; ``unknown``:
+    tokens of the text that are UNK.
     """
 
     nats: float
@@ -62,12 +62,12 @@ class Likelihood:
 
     @property
     def word_perplexity(self) -> float:
-        """Per word, what ends a line being none."""
+        """Perplexity per word; a line's end is no word."""
         return _exp(self.loss * self.tokens / self.words) if self.words else math.nan
 
     @property
     def word_perplexity_eos(self) -> float:
-        """Per word, the end of every line being one."""
+        """Perplexity per word; every line's end is a word."""
         words = self.words + self.lines
         return _exp(self.loss * self.tokens / words) if words else math.nan
 
@@ -84,7 +84,7 @@ def _exp(x: float) -> float:
 
 @dataclass(frozen=True)
 class LabelScore:
-    """``support``: how often it is right; ``predicted``: how often it was said; ``hits``: both at once."""
+    """``support``: gold labels; ``num_predicted``: predicted labels; ``hits``: both at once."""
 
     label: str
     support: int
@@ -101,13 +101,13 @@ class LabelScore:
 
     @property
     def f1(self) -> float:
-        """2 hits / (support + predicted): the harmonic mean of precision and recall."""
+        """F1, 2 hits / (support + predicted): the harmonic mean of precision and recall."""
         return 2 * self.hits / (self.support + self.num_predicted)
 
 
 @dataclass(frozen=True)
 class LabelScores:
-    """Of ``count`` labels, ``hits`` were right; ``each``: by label, the most frequent first."""
+    """``hits`` of ``count`` labels were right; ``by_label``: the most frequent first."""
 
     count: int
     hits: int
@@ -122,15 +122,17 @@ class LabelScores:
         return math.fsum(one.f1 for one in self.by_label) / len(self.by_label)
 
 
-def score_labels(gold: Sequence[str], said: Sequence[str]) -> LabelScores:
-    """Gold labels and predicted ones, place by place (of all sentences, one behind the other); at least one.
+def score_labels(gold: Sequence[str], predicted: Sequence[str]) -> LabelScores:
+    """Score predicted labels against gold labels, index by index, at least one.
 
-    A label that is in neither has no line and no part in the mean.
+    A label that is in neither is omitted, also from the mean.
     """
-    assert len(gold) == len(said) > 0, "a prediction for every gold label"
-    support, predicted = Counter(gold), Counter(said)
-    hits = Counter(true for true, have in zip(gold, said, strict=True) if true == have)
-    each = [LabelScore(label, support[label], predicted[label], hits[label]) for label in {*support, *predicted}]
+    assert len(gold) == len(predicted) > 0, "a prediction for every gold label"
+    support, num_predicted = Counter(gold), Counter(predicted)
+    hits = Counter(true for true, have in zip(gold, predicted, strict=True) if true == have)
+    each = [
+        LabelScore(label, support[label], num_predicted[label], hits[label]) for label in {*support, *num_predicted}
+    ]
     each.sort(key=lambda one: (-one.support, one.label))
     return LabelScores(len(gold), sum(hits.values()), tuple(each))
 
@@ -140,7 +142,7 @@ def score_labels(gold: Sequence[str], said: Sequence[str]) -> LabelScores:
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """``hits`` of ``count`` texts are what they should be."""
+    """``hits`` of ``count`` texts equal their references."""
 
     hits: int
     count: int
@@ -150,14 +152,17 @@ class ExactMatch:
         return self.hits / self.count
 
 
-def count_exact_matches(said: Sequence[str], wanted: Sequence[str], *, lower: bool = False) -> ExactMatch:
-    """Equal after white space at both ends is cut off; ``lower``: and in lower case.  At least one text."""
+def count_exact_matches(predicted: Sequence[str], wanted: Sequence[str], *, lower: bool = False) -> ExactMatch:
+    """Equal after white space at both ends is cut off.
+
+    ``lower``: and in lower case.  At least one text.
+    """
 
     def plain(text: str) -> str:
         return text.strip().lower() if lower else text.strip()
 
-    assert len(said) == len(wanted) > 0, "an answer for every text"
-    return ExactMatch(sum(plain(a) == plain(b) for a, b in zip(said, wanted, strict=True)), len(said))
+    assert len(predicted) == len(wanted) > 0, "an answer for every text"
+    return ExactMatch(sum(plain(a) == plain(b) for a, b in zip(predicted, wanted, strict=True)), len(predicted))
 
 
 Sentence = tuple[list[str], list[str]]  # words, tags

@@ -1,10 +1,4 @@
-"""What training poses, posed again: hidden tokens, cut spans, an assistant's turns, of texts that a model is judged by.
-
-The losses and accuracies of ``kvad eval`` where the answer is no next token of a plain text.  Each text stands by
-itself, in rows of at most ``window`` tokens; nothing is packed.  What is hidden or cut out is drawn as at an evaluation
-of training (``train/masking.py``, ``train/spans.py``), from seed :data:`SEED` and the row's number: the same texts and
-the same ``window`` give the same questions every time, whatever the model.  A token weighs the same wherever it stands.
-"""
+"""Evaluation of training objectives on texts: masked tokens, corrupted spans, assistant turns."""
 
 from __future__ import annotations
 
@@ -25,29 +19,29 @@ from kvad.train.objectives import Autocast, EvalResult, evaluate
 from kvad.train.sources import ChatCorpus
 
 SEED = 0
-BATCH_ROWS = 16  # rows that are read side by side
+BATCH_ROWS = 16  # rows that are computed together
 
 
 def evaluate_objective(
     model: Transformer, rows: Iterable[Batch], tick: Callable[[int], None] = lambda rows: None
 ) -> EvalResult:
-    """Loss and accuracy over all that is asked.  DataError where nothing is."""
+    """Compute loss and accuracy over all targets; DataError if there are none."""
 
-    def told() -> Iterator[Batch]:
+    def batches() -> Iterator[Batch]:
         done = 0
         for batch in rows:
             yield batch
             done += batch.model_input.sub_batches[0].num_seqs
             tick(done)
 
-    found = evaluate(model, told(), NoCache(model.config), Autocast("fp32", "cpu"))
+    found = evaluate(model, batches(), NoCache(model.config), Autocast("fp32", "cpu"))
     if not found.targets:
-        raise DataError("nothing is asked of these texts: they are too short")
+        raise DataError("these texts have no targets: they are too short")
     return found
 
 
 def masked_batches(tokenizer: Tokenizer, texts: Iterable[str], window: int, density: float) -> Iterator[Batch]:
-    """Masked language modelling: texts in the tokenizer's frame, cut into rows.  DataError without a mask token."""
+    """Build masked-LM batches: encoded texts, divided into rows; DataError without a mask token."""
     mask, pad = objectives.masked_lm.require_mask_token(tokenizer), tokenizer.special_tokens.pad or 0
     special = np.array(sorted(set(tokenizer.special_tokens.names().values())), np.int64)
     choices: Ints = np.setdiff1d(np.arange(tokenizer.vocab_size), special)
@@ -67,13 +61,16 @@ def masked_batches(tokenizer: Tokenizer, texts: Iterable[str], window: int, dens
         return data.collate.Segment(read, targets)
 
     rows = (row(number, ids) for number, ids in enumerate(_rows(tokenizer, texts, window, framed=True)))
-    asked = (each for each in rows if (each.targets >= 0).any())
-    return _collated(asked, data.collate.CollateConfig(window, pad))
+    rows_with_targets = (each for each in rows if (each.targets >= 0).any())
+    return _collated(rows_with_targets, data.collate.CollateConfig(window, pad))
 
 
 def span_batches(tokenizer: Tokenizer, texts: Iterable[str], window: int, options: ObjectiveConfig) -> Iterator[Batch]:
-    """Span corruption: pieces of texts whose sources and targets have at most ``window`` tokens.  DataError for a
-    tokenizer that lacks what a corrupted text needs."""
+    """Build span-corruption batches whose inputs and targets have at most ``window`` tokens.
+
+    Raises:
+        DataError: If the tokenizer lacks sentinels.
+    """
     raw = objectives.span_corruption.max_raw_length(window, options)
     speech = objectives.span_corruption.span_tokens(
         tokenizer, objectives.span_corruption.span_counts(raw, options.noise_density, options.mean_span_length)[1] + 1
@@ -92,8 +89,9 @@ def span_batches(tokenizer: Tokenizer, texts: Iterable[str], window: int, option
 def chat_batches(
     tokenizer: Tokenizer, folder: Path, paths: Sequence[Path], window: int, errors: str
 ) -> tuple[Iterator[Batch], list[int]]:
-    """(the assistant's tokens, asked behind all that stands before them; [conversations, those longer than ``window``],
-    which grow while the first is read).
+    """Build batches whose targets are the assistant's tokens, and counters.
+
+    The counters [conversations, those longer than ``window``] grow while the batches are read.
 
     ``folder``: of the model's chat template; without one it is ChatML, as in training.  DataError naming file and line.
     """
@@ -112,8 +110,8 @@ def chat_batches(
             counts[0] += 1
             counts[1] += len(ids) > window
             if len(ids) <= window:
-                tokens, said = np.array(ids, np.int64), np.array(columns["mask"], np.int64)
-                yield data.collate.Segment(tokens, np.append(np.where(said[1:] > 0, tokens[1:], -1), -1))
+                tokens, mask_column = np.array(ids, np.int64), np.array(columns["mask"], np.int64)
+                yield data.collate.Segment(tokens, np.append(np.where(mask_column[1:] > 0, tokens[1:], -1), -1))
 
     return _collated(rows(), data.collate.CollateConfig(window, tokenizer.special_tokens.pad or 0)), counts
 

@@ -1,9 +1,9 @@
-"""What a model says of tokens that are given (teacher forcing), by any memory: one question, two answerers.
+"""Scores of given tokens (teacher forcing), with or without a cache.
 
-:class:`Uncached` runs whole rows through the model without a cache; :class:`Cached` sends the same rows through an
-engine and whatever cache it has, so that a policy or a format is judged by the very numbers that the model is.  Both
-give, for every token of a row but the first, its nats and whether it was the likeliest.  A row's last token is read by
-nobody, so a model of limit n can be given rows of n + 1 without a cache.
+``UncachedScorer`` runs whole rows through the model; ``CachedScorer`` sends the same rows through an engine with any
+cache, so a policy or a format is measured by the same numbers as the model. Both return, for every token of a row but
+the first, its loss in nats and whether it was the most likely one. No query reads a row's last token, so a model of
+limit n takes rows of n + 1 without a cache.
 """
 
 from __future__ import annotations
@@ -24,33 +24,35 @@ from kvad.errors import EngineError, NumericalError, RequestError, UsageError
 from kvad.model import NoCache, Transformer
 from kvad.model_input import ModelInput, SubBatch
 
-BATCH = 8192  # tokens of rows that run side by side
-LOGITS = 1 << 22  # elements of [positions, V] made at a time
+BATCH = 8192  # tokens of rows that are computed together
+LOGITS = 1 << 22  # elements of [positions, V] computed at a time
 
 
 class ScoredRow(NamedTuple):
-    """``tokens`` [n] int64 on the host; ``source`` [m], what an encoder reads before them."""
+    """``tokens`` [n] int64 on the host; ``source`` [m], encoder input."""
 
     tokens: Tensor
     source: Tensor | None = None
 
 
 class RowScores(NamedTuple):
-    """Of a row of n tokens, the n - 1 that stand behind another: ``nats`` [n - 1] float64, ``hits`` [n - 1] bool."""
+    """Scores of a row's n - 1 tokens after its first: ``nats`` [n - 1] float64, ``correct`` [n - 1] bool."""
 
     nats: Tensor
     correct: Tensor
 
 
 class TokenScorer(Protocol):
-    """Reads rows; what it says of them comes in their order."""
+    """Scores rows, in their order."""
 
     def score(self, rows: Sequence[ScoredRow]) -> list[RowScores]: ...
 
 
 def max_row_length(config: ModelConfig) -> int | None:
-    """Tokens of the longest row that the model can compute at all, whatever its limit says; None: there is no such
-    number.  Learned positions end with their table; every other encoding is a function of positions."""
+    """Return the longest row that the model can compute at all, beyond its limit, or None if unbounded.
+
+    Learned positions end with their table; every other encoding is a function of positions.
+    """
     position = config.embedding.position
     return position.num_positions - position.offset if isinstance(position, LearnedPositionsConfig) else None
 
@@ -59,8 +61,11 @@ def max_row_length(config: ModelConfig) -> int | None:
 
 
 class UncachedScorer:
-    """``longest``: rows may have so many tokens, beyond the model's limit (None: its limit).  UsageError where its
-    positions end before."""
+    """Scores without a cache; ``longest``: allow rows of this length, beyond the model's limit.
+
+    Raises:
+        UsageError: If the positions end before.
+    """
 
     def __init__(self, model: Transformer, longest: int | None = None) -> None:
         self._model, self._limit = model, max(model.config.max_seq_len, longest or 0)
@@ -70,12 +75,12 @@ class UncachedScorer:
                 f"a row of {self._limit:,} tokens: the table of learned positions ends at {most:,}",
                 "ask for shorter rows; only encodings that are functions of positions go on",
             )
-        # A layer's own window that reaches the limit is none to a model of that limit; of longer rows it is one.
+        # A layer's window of the limit's size has no effect within the limit, but on longer rows it has.
         self._memory = NoCache(dataclasses.replace(model.config, max_seq_len=self._limit), kernel=model.kernel)
 
     @torch.no_grad()
     def score(self, rows: Sequence[ScoredRow]) -> list[RowScores]:
-        """Rows of like shape run side by side, :data:`BATCH` tokens at a time."""
+        """Score rows; rows of similar shape are computed together, :data:`BATCH` tokens at a time."""
         nothing = RowScores(torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.bool))
         found = {number: nothing for number, row in enumerate(rows) if len(row.tokens) < 2}
         order = sorted((n for n in range(len(rows)) if n not in found), key=lambda n: _shape(rows[n]))
@@ -97,20 +102,22 @@ class UncachedScorer:
         return [RowScores(*both) for both in zip(nats.split(sizes), hits.split(sizes), strict=True)]
 
     def _step(self, parts: Sequence[Tensor], rows: Sequence[ScoredRow], more: int) -> ModelInput:
-        """``parts``: of each row, its tokens or its source, and how many ``more`` it has; rows of one shape share a
-        lane."""
+        """Build the input.
+
+        ``parts``: of each row, its tokens or its source, ``more``: further tokens; one shape, one sub-batch.
+        """
         device = self._model.token_embedding.device
-        lanes, shapes = list[SubBatch](), [_shape(row) for row in rows]
+        sub_batches, shapes = list[SubBatch](), [_shape(row) for row in rows]
         for number, part in enumerate(parts):
             if number and shapes[number] == shapes[number - 1]:
-                lanes[-1] = lanes[-1]._replace(num_seqs=lanes[-1].num_seqs + 1)
+                sub_batches[-1] = sub_batches[-1]._replace(num_seqs=sub_batches[-1].num_seqs + 1)
             else:
-                lanes.append(SubBatch(1, len(part), len(part)))
+                sub_batches.append(SubBatch(1, len(part), len(part)))
         lengths = torch.tensor([len(part) for part in parts])
         tokens = torch.cat(list(parts)).to(device)
         positions = torch.cat([torch.arange(len(part)) for part in parts]).to(device)
         limits = (lengths + more).repeat_interleave(lengths).to(device)  # of each token's row
-        return ModelInput(tokens, positions, tuple(lanes), positions[:0], max_seq_lens=limits)
+        return ModelInput(tokens, positions, tuple(sub_batches), positions[:0], max_seq_lens=limits)
 
 
 def _shape(row: ScoredRow) -> tuple[int, int]:
@@ -131,7 +138,10 @@ def _batches(rows: Sequence[ScoredRow], order: Sequence[int]) -> Iterator[list[i
 
 
 def _score_logits(model: Transformer, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """hidden [T, E], targets [T] -> nats [T] (float64) and hits [T], on the host; a slice of positions at a time."""
+    """Score hidden [T, E], targets [T] -> nats [T] (float64) and hits [T], on the host.
+
+    A slice of positions at a time.
+    """
     size, at = max(1, LOGITS // model.config.vocab_size), torch.arange(len(hidden), device=hidden.device)
     both = [
         _score(model.logits(hidden, some), true) for some, true in zip(at.split(size), targets.split(size), strict=True)
@@ -140,11 +150,14 @@ def _score_logits(model: Transformer, hidden: Tensor, targets: Tensor) -> tuple[
 
 
 def _score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [N, V], targets [N] -> nats [N] in float64, hits [N]; in float32 at least.  NumericalError for NaN."""
+    """Score logits [N, V], targets [N] -> nats [N] in float64, hits [N]; at least in float32.
+
+    NumericalError for NaN.
+    """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     nats = F.cross_entropy(wide, targets, reduction="none").double().cpu()
     if bool(nats.isnan().any()):
-        raise NumericalError("the model's logits are NaN", "kvad doctor looks its weights over")
+        raise NumericalError("the model's logits are NaN", "Check the weights with kvad doctor.")
     return nats, (wide.argmax(-1) == targets).cpu()
 
 
@@ -152,20 +165,22 @@ def _score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class CachedScorer:
-    """Through an engine, which from then on is this reader's own: rows are prompts, read in the cache's chunks, so that
-    a token sees what the cache has kept, and at most so many tokens of its own chunk.  What a row's last token but one
-    is followed by is sampled, and thrown away: so its logits are computed, too."""
+    """Scores through the cache of an engine, which it then owns.
+
+    Rows are prompts, read in the cache's chunks, so a token sees what the cache has retained, and the earlier tokens of
+    its own chunk. One token is sampled after the last but one and dropped, so its logits are computed too.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._rows: dict[int, tuple[Tensor, RowScores]] = {}
-        benchmarks.cache_quality.attach_logit_hook(engine, self._hear)
+        benchmarks.cache_quality.attach_logit_hook(engine, self._record)
 
     @torch.no_grad()
     def score(self, rows: Sequence[ScoredRow]) -> list[RowScores]:
-        """RequestError for a row that its cache cannot hold; EngineError where a row fails."""
-        found, asked = list[RowScores](), SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
-        most = self._engine.limits.max_len_for(asked)[0]
+        """Score rows; RequestError for a row that the cache cannot hold, EngineError if a row fails."""
+        found, sampling_params = list[RowScores](), SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+        most = self._engine.limits.max_len_for(sampling_params)[0]
         for row in rows:
             count = len(row.tokens) - 1
             if count >= most:
@@ -175,7 +190,7 @@ class CachedScorer:
             found.append(RowScores(torch.full((count,), torch.nan, dtype=torch.float64), torch.zeros(count).bool()))
             if count:
                 source = None if row.source is None else row.source.tolist()
-                number = self._engine.add_request(row.tokens[:-1].tolist(), asked, source=source)
+                number = self._engine.add_request(row.tokens[:-1].tolist(), sampling_params, encoder_token_ids=source)
                 self._rows[number] = row.tokens, found[-1]
         while not self._engine.idle:
             for piece in self._engine.step():
@@ -185,7 +200,7 @@ class CachedScorer:
         assert not any(bool(one.nats.isnan().any()) for one in found), "every position was computed"
         return found
 
-    def _hear(self, plan: SchedulerOutput, logits: Tensor) -> None:
+    def _record(self, plan: SchedulerOutput, logits: Tensor) -> None:
         start = 0
         for work in plan.scheduled:
             share, start = logits[start : start + len(work.logit_offsets)], start + len(work.logit_offsets)

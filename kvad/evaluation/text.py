@@ -1,6 +1,6 @@
-"""How well a model does on texts, pairs and labels: the numbers of ``kvad eval``, by conventions that are said.
+"""Loss and generated outputs of a model on texts, pairs and labels (``kvad eval``).
 
-**Text.**  A document is read in windows of ``window`` tokens that begin every ``stride`` tokens.  The first window
+**Text.** A document is read in windows of ``window`` tokens that begin every ``stride`` tokens. The first window
 scores all of its tokens that have one before them; every later window scores only what the one before did not, its
 last ``stride`` tokens, each with at least ``window - stride`` tokens before it (Hugging Face's "perplexity of
 fixed-length models")::
@@ -9,13 +9,12 @@ fixed-length models")::
                                         reads 2 3 4 5   scores   4 5
                                         reads 4 5 6     scores   6
 
-With ``stride = window`` nothing overlaps and the first token of every window is scored by nobody.  ``opening``: the
-token that opens a text (a document's separator, BOS) stands at the ``start`` of each document, so that its first token
-is scored too; or in front of every ``window``, of which it takes one place; or nowhere (``none``).  It is read and
-never scored.  Positions count from 0 in every window.  What a mean over windows or over lines would be is not computed:
-a token weighs the same wherever it stands.
+With ``stride = window`` nothing overlaps and the first token of every window is not scored. The ``opening`` token (a
+document's separator, BOS) precedes each document (``start``), so that its first token is scored too, or every
+``window``, as one of its tokens, or nothing (``none``). It is read and never scored. Positions count from 0 in every
+window. All scored tokens have equal weight; means over windows or lines are not computed.
 
-**Pairs.**  The target is given token by token behind what opens it, and its end is scored as the token that it is.
+**Pairs.** The target is scored token by token after its start token, its end token included.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from kvad.llm import LLM
 from kvad.text import Tokenizer
 
 OpeningMode = Literal["none", "start", "window"]
-ProgressFn = Callable[[int, int], None]  # (done, of so many)
+ProgressFn = Callable[[int, int], None]  # (done, total)
 AnswerT = TypeVar("AnswerT")
-BATCH_LINES = 64  # lines that an engine is given at once
-MAX_BATCH_TOKENS = 1 << 16  # tokens of windows that a reader is given at once
+BATCH_LINES = 64  # lines that an engine gets at once
+MAX_BATCH_TOKENS = 1 << 16  # tokens of windows that a scorer gets at once
 
 
 def _quiet(_done: int, _total: int) -> None: ...
@@ -48,7 +47,7 @@ def _quiet(_done: int, _total: int) -> None: ...
 
 
 class EvalDocument(NamedTuple):
-    """``tokens`` [n] int64; of its text the UTF-8 bytes, the words between white space and the lines."""
+    """``tokens`` [n] int64; UTF-8 bytes, whitespace-separated words and lines of the text."""
 
     tokens: Tensor
     bytes: int
@@ -66,7 +65,7 @@ class EvalWindow(NamedTuple):
 
 @dataclass(frozen=True)
 class WindowOptions:
-    """How documents are cut; see the module.  UsageError for what cannot be."""
+    """Division of documents into windows (see the module); UsageError for invalid values."""
 
     window: int
     stride: int
@@ -82,7 +81,7 @@ class WindowOptions:
 
 
 def sliding_windows(tokens: int, window: int, stride: int) -> Iterator[EvalWindow]:
-    """Of a document of so many tokens, until its last one is scored."""
+    """Yield the windows of a document of ``tokens`` tokens, until its last one is scored."""
     known = 0
     for start in range(0, tokens, stride):
         stop = min(start + window, tokens)
@@ -93,7 +92,7 @@ def sliding_windows(tokens: int, window: int, stride: int) -> Iterator[EvalWindo
 
 
 def opening_token(llm: LLM) -> int | None:
-    """The token that opens a text for this model: the separator of documents, else BOS; None where it has neither."""
+    """Return the token that opens a text: the separator of documents, else BOS, else None."""
     specials = None if llm.tokenizer is None else llm.tokenizer.special_tokens
     if specials is not None and specials.separator is not None:
         return specials.separator
@@ -107,11 +106,11 @@ def opening_token(llm: LLM) -> int | None:
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[EvalDocument]:
-    """Empty texts are left out.  Raises TokenizerError for a text that cannot be encoded."""
-    kept = [text for text in texts if text]
+    """Encode texts, without empty ones; TokenizerError for a text that cannot be encoded."""
+    non_empty = [text for text in texts if text]
     return [
         EvalDocument(torch.tensor(ids, dtype=torch.int64), len(text.encode()), len(text.split()), _lines(text))
-        for text, ids in zip(kept, tokenizer.encode_batch(kept), strict=True)
+        for text, ids in zip(non_empty, tokenizer.encode_batch(non_empty), strict=True)
         if ids
     ]
 
@@ -121,7 +120,10 @@ def _lines(text: str) -> int:
 
 
 class _Span(NamedTuple):
-    """One window of one document, to be read behind the opening token or not; ``scored``: within the row."""
+    """One window of one document, after the opening token, if any.
+
+    ``scored``: index within the row.
+    """
 
     row: ScoredRow
     scored: int
@@ -137,18 +139,23 @@ def evaluate_text(
     unknown: int | None = None,
     tick: ProgressFn = _quiet,
 ) -> Likelihood:
-    """Documents, each apart.
+    """Score documents separately.
 
-    ``opening``: the token that ``how.opening`` puts before documents or windows.  ``most``: score about so many tokens,
-    in windows evenly spread over the text (None: all).  ``unknown``: the id of UNK, which is counted.
-    Raises DataError where there is nothing to score, UsageError for an opening that this model lacks.
+    Args:
+        opening: The token that ``how.opening`` puts before documents or windows.
+        most: Approximate number of tokens to score, in windows evenly spread over the text (None: all).
+        unknown: The id of UNK, which is counted.
+
+    Raises:
+        DataError: If nothing can be scored.
+        UsageError: If the model has no opening token.
     """
     if how.opening != "none" and opening is None:
         raise UsageError(f"--bos {how.opening}: this model has no token that opens a text", "--bos none")
     spans = [span for document in documents for span in _spans(document.tokens, how, opening)]
     spans = [span for span in spans if span.scored < len(span.row.tokens)]
     if not spans:
-        raise DataError("the text has no token that stands behind another: there is nothing to score")
+        raise DataError("the text has fewer than two tokens: there is nothing to score")
     spans = _spread(spans, most)
     nats, hits, scored = 0.0, 0, 0
     for some in _portions(spans, tick):
@@ -185,7 +192,7 @@ def _spans(tokens: Tensor, how: WindowOptions, opening: int | None) -> Iterator[
 
 
 def _spread(spans: list[_Span], most: int | None) -> list[_Span]:
-    """As many of them, evenly spread, as score about ``most`` tokens; at least one."""
+    """Select evenly spread windows with about ``most`` scored tokens; at least one."""
     total = sum(len(span.row.tokens) - span.scored for span in spans)
     if most is None or most >= total:
         return spans
@@ -194,7 +201,10 @@ def _spread(spans: list[_Span], most: int | None) -> list[_Span]:
 
 
 def _portions(spans: Sequence[_Span], tick: ProgressFn) -> Iterator[list[_Span]]:
-    """Windows for one call of the reader, :data:`ROOM` tokens; ``tick`` is told tokens read."""
+    """Yield windows for one call of the scorer, :data:`MAX_BATCH_TOKENS` tokens.
+
+    ``tick`` gets the tokens read.
+    """
     total = sum(len(span.row.tokens) for span in spans)
     some, size, done = list[_Span](), 0, 0
     for span in spans:
@@ -214,12 +224,20 @@ def _portions(spans: Sequence[_Span], tick: ProgressFn) -> Iterator[list[_Span]]
 
 
 def build_pair_row(llm: LLM, source: str, target: str) -> tuple[ScoredRow, int]:
-    """(an encoder-decoder's row, how many of its tokens are given): what opens a target, its text, and its end where
-    the checkpoint has a token for it.  RequestError for a side that is longer than the model's limit."""
-    said = llm.generation
-    first = [*llm.texts.encode_target(None), *([] if said.forced_bos_token_id is None else [said.forced_bos_token_id])]
+    """Build (a row of an encoder-decoder, number of its given tokens).
+
+    The row has the opening tokens, the text, and its end token, if any.
+
+    Raises:
+        RequestError: For a side that exceeds the model's limit.
+    """
+    generation_config = llm.generation
+    first = [
+        *llm.texts.encode_target(None),
+        *([] if generation_config.forced_bos_token_id is None else [generation_config.forced_bos_token_id]),
+    ]
     assert llm.tokenizer is not None
-    tokens = [*first, *llm.tokenizer.encode(target), *said.eos_token_ids[:1]]
+    tokens = [*first, *llm.tokenizer.encode(target), *generation_config.eos_token_ids[:1]]
     read = llm.texts.encode_source(source)
     if len(tokens) - 1 > llm.model.config.max_seq_len:
         raise RequestError(
@@ -232,8 +250,11 @@ def build_pair_row(llm: LLM, source: str, target: str) -> tuple[ScoredRow, int]:
 def evaluate_pairs(
     llm: LLM, reader: TokenScorer, pairs: Sequence[tuple[str, str]], *, tick: ProgressFn = _quiet
 ) -> Likelihood:
-    """Targets behind their sources, teacher-forced.  ``tokens`` is ``scored``: all of a target's and its end; ``lines``
-    is the pairs, so that the perplexity per word counts a target's end as one or not.  Raises as :func:`pair_row`."""
+    """Score targets given their sources, teacher-forced.
+
+    ``tokens`` is ``scored``: all of a target's tokens and its end; ``lines`` is the number of pairs, so perplexity per
+    word can count a target's end or not. Raises as :func:`build_pair_row`.
+    """
     rows = [build_pair_row(llm, source, target) for source, target in pairs]
     nats, hits, scored, done = 0.0, 0, 0, 0
     for some in (rows[low : low + BATCH_LINES * 4] for low in range(0, len(rows), BATCH_LINES * 4)):
@@ -259,9 +280,9 @@ def evaluate_pairs(
 def generate_answers(
     llm: LLM, prompts: Sequence[str], sampling: dict[str, Any], *, tick: ProgressFn = _quiet
 ) -> list[str]:
-    """What the model answers to each prompt or source through its engine, lines of like length side by side.
+    """Generate the answers to prompts or sources, lines of similar length together.
 
-    ``sampling``: options of :meth:`LLM.generate`.  An empty prompt is answered by an empty text.
+    ``sampling``: options of :meth:`LLM.generate`. The answer to an empty prompt is an empty text.
     """
     found = [""] * len(prompts)
     order = sorted((n for n, text in enumerate(prompts) if text.strip()), key=lambda n: (len(prompts[n]), n))
@@ -279,7 +300,7 @@ def generate_answers(
 def answer_all(
     ask: Callable[[list[str]], Sequence[AnswerT]], texts: list[str], numbers: Sequence[int]
 ) -> Sequence[AnswerT]:
-    """What is answered to all of them; DataError with the number of the one that cannot be read."""
+    """Answer all texts; DataError with the number of a text that cannot be read."""
     try:
         return ask(texts)
     except RequestError:
@@ -287,34 +308,34 @@ def answer_all(
             try:
                 ask([text])
             except RequestError as error:
-                hint = "nothing is cut: leave it out, or train with a longer --context"
+                hint = "nothing is cut: leave it out, or train with a longer --seq-len"
                 raise DataError(f"text {number}: {error.message}", hint) from error
         raise
 
 
 def evaluate_answers(
-    said: Sequence[str], references: Sequence[str], form: BleuOptions, *, compare: bool = True
+    predicted: Sequence[str], references: Sequence[str], form: BleuOptions, *, compare: bool = True
 ) -> tuple[ExactMatch, BleuScores | None]:
-    """Exact match, and where ``compare`` BLEU and chrF."""
-    match = count_exact_matches(said, references, lower=form.lowercase)
-    return match, compute_bleu(said, references, form) if compare else None
+    """Compute exact match, and with ``compare`` BLEU and chrF."""
+    match = count_exact_matches(predicted, references, lower=form.lowercase)
+    return match, compute_bleu(predicted, references, form) if compare else None
 
 
 # ---------------------------------------------------------------- labels
 
 
 def predict_tags(llm: LLM, sentences: Sequence[Sequence[str]], *, tick: ProgressFn = _quiet) -> list[list[str]]:
-    """A label for every word of every sentence, that of the word's first token; words are joined by spaces.
+    """Predict a label for every word, that of its first token; words are joined by spaces.
 
-    Raises DataError for a sentence that the tokenizer cuts at other places than between its words, and for one that is
-    longer than the model's limit.
+    Raises:
+        DataError: For a sentence whose words are not separate tokens, or one that exceeds the model's limit.
     """
     found = list[list[str]]()
     for low in range(0, len(sentences), BATCH_LINES):
         some = sentences[low : low + BATCH_LINES]
         numbers = range(low + 1, low + 1 + len(some))
-        said = answer_all(llm.tag, [" ".join(s) for s in some], numbers)
-        for number, words, tagged in zip(numbers, some, said, strict=True):
+        predicted = answer_all(llm.tag, [" ".join(s) for s in some], numbers)
+        for number, words, tagged in zip(numbers, some, predicted, strict=True):
             if len(tagged) != len(words):
                 raise DataError(
                     f"sentence {number}: the model labels {len(tagged)} words and the file has {len(words)}",
@@ -325,7 +346,7 @@ def predict_tags(llm: LLM, sentences: Sequence[Sequence[str]], *, tick: Progress
     return found
 
 
-def evaluate_tags(gold: Sequence[Sequence[str]], said: Sequence[Sequence[str]]) -> LabelScores:
-    """Gold labels and predicted ones of sentences, word by word."""
-    assert [len(one) for one in gold] == [len(one) for one in said], "a prediction for every word"
-    return score_labels([label for one in gold for label in one], [label for one in said for label in one])
+def evaluate_tags(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> LabelScores:
+    """Score predicted labels of sentences, word by word."""
+    assert [len(one) for one in gold] == [len(one) for one in predicted], "a prediction for every word"
+    return score_labels([label for one in gold for label in one], [label for one in predicted for label in one])

@@ -1,12 +1,8 @@
-"""What is looked at while a model is trained, through the engine: is the cache exact, what does it say, how well.
+"""Callbacks that run the engine during training: exactness of the cache, samples, translation quality.
 
-Listeners of ``kvad.train``, handed to it by whoever starts a run; training itself imports neither engine nor cache.
-Each works on a copy of the weights, made for the evaluation and dropped after it, so that nothing here can change what
-is trained: a run says the same losses, bit for bit, with them and without.  They take once more the weights' memory
-while they work.
-
-    train(config, corpus, out, callbacks=[CheckCache(), Continue(["def "]), Translate(200)])
-    train(config, corpus, out, callbacks=watchers(config.watch))     # what a run file asks for
+They are passed to ``kvad.train`` by the caller of a run; training itself imports neither engine nor cache. Each works
+on a copy of the weights, made for the evaluation and dropped after it, so nothing here can change training: a run has
+equal losses, bit for bit, with and without them. A copy needs the memory of the weights once more.
 """
 
 from __future__ import annotations
@@ -36,14 +32,14 @@ from kvad.verify import tolerance
 
 
 def build_callbacks(watch: CallbacksConfig) -> list[Callback]:
-    """What a run file's [watch] asks for."""
+    """Build the callbacks of a run file's [callbacks]."""
     found: list[Callback] = [CheckCache()] if watch.check_cache else []
     found += [SamplePrompts(watch.prompts, watch.max_tokens, watch.temperature)] if watch.prompts else []
     return [*found, *([TranslationBleu(watch.bleu_samples)] if watch.bleu_samples is not None else [])]
 
 
-class _Watcher(Callback):
-    """Keeps what is trained, and copies it when it is to be run."""
+class _ModelCallback(Callback):
+    """Stores the training context, and copies the model when it is to be run."""
 
     subject: TrainingContext
 
@@ -54,7 +50,7 @@ class _Watcher(Callback):
         return copy.deepcopy(self.subject.model).eval().requires_grad_(False)
 
     def _llm(self, rows: int, capacity: int) -> LLM:
-        """The copy behind the three-line face, with a cache of so many rows; to be closed."""
+        """Return the copy as an LLM, with a cache of ``rows`` sequences; the caller closes it."""
         model, config = self._copy(), self.subject.model.config
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         source = 0 if config.encoder_input is None else config.encoder_input.max_seq_len
@@ -64,17 +60,17 @@ class _Watcher(Callback):
         return LLM(model, self.subject.tokenizer, cache, generation=self.subject.generation)
 
     def _measured(self, step: int, what: str, values: dict[str, float | str], words: str) -> None:
-        self.subject.log("on_measured", monitoring.callbacks.CallbackReport(step, what, values, words))
+        self.subject.log("on_callback_report", monitoring.callbacks.CallbackReport(step, what, values, words))
 
 
 # ---------------------------------------------------------------- the cache
 
 
-class CheckCache(_Watcher):
-    """At every evaluation: held-out rows token by token through a paged cache, beside the same rows without one.
+class CheckCache(_ModelCallback):
+    """At every evaluation: compares held-out rows, token by token through a paged cache, with the uncached model.
 
-    ``rows`` rows of at most ``tokens`` tokens.  Tells the largest difference of a logit, and how far rounding goes
-    (``lab.compare.tolerance``); beyond it the line says so.  UsageError, before training, for an encoder.
+    ``rows`` rows of at most ``tokens`` tokens. Logs the largest difference of a logit and the expected rounding
+    (``verify.tolerance``); a larger difference is marked. UsageError, before training, for an encoder.
     """
 
     handles = "check_cache"
@@ -94,10 +90,10 @@ class CheckCache(_Watcher):
         most = tolerance(dtype, largest, 0.0)
         values: dict[str, float | str] = {"max_dlogit": worst, "largest_logit": largest, "tolerance": most}
         values |= {"tokens": count, "greedy": agree}
-        said = f"cache: {agree} of {count} greedy tokens, max |dlogit| {worst:.1e} of {largest:.3g}"
+        text = f"cache: {agree} of {count} greedy tokens, max |dlogit| {worst:.1e} of {largest:.3g}"
         if not worst <= most:
-            said += f": BEYOND ROUNDING ({most:.1e}); kvad verify says where"
-        self._measured(report.step, "cache", values, said)
+            text += f": BEYOND ROUNDING ({most:.1e}); kvad verify says where"
+        self._measured(report.step, "cache", values, text)
 
     def _held_out(self) -> list[ScoredRow]:
         data, most = self.subject.data, min(self._tokens, self.subject.model.config.max_seq_len - 1)
@@ -110,7 +106,7 @@ class CheckCache(_Watcher):
 
 
 def _pieces(step: ModelInput) -> Iterator[Tensor]:
-    """The documents of a packed step: a position of 0 begins one."""
+    """Yield the documents of a packed batch: a position of 0 begins one."""
     begins = (step.positions == 0).nonzero().view(-1).tolist()
     for low, high in zip(begins, [*begins[1:], len(step.token_ids)], strict=True):
         yield step.token_ids[low:high]
@@ -118,8 +114,10 @@ def _pieces(step: ModelInput) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def _incremental(model: Transformer, rows: Sequence[ScoredRow]) -> tuple[float, float, int, int]:
-    """(largest |difference| of a logit, largest |logit|, likeliest tokens in common, tokens): a cache that is given one
-    token at a time, beside the model without a cache.  NaN on either side is an infinite difference."""
+    """Return (largest |difference| of a logit, largest |logit|, number of equal greedy tokens, tokens).
+
+    A cache that gets one token at a time, compared with the model without a cache. NaN is an infinite difference.
+    """
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     true = [_at_once(model, row) for row in rows]
     longest = max(len(row.tokens) for row in rows)
@@ -134,7 +132,7 @@ def _incremental(model: Transformer, rows: Sequence[ScoredRow]) -> tuple[float, 
     )
     found: dict[int, list[Tensor]] = {}
 
-    def hear(plan: SchedulerOutput, logits: Tensor) -> None:
+    def record(plan: SchedulerOutput, logits: Tensor) -> None:
         start = 0
         for work in plan.scheduled:
             found.setdefault(work.sequence.request_id, []).append(
@@ -144,10 +142,14 @@ def _incremental(model: Transformer, rows: Sequence[ScoredRow]) -> tuple[float, 
 
     engine = Engine(model, cache)
     try:
-        benchmarks.cache_quality.attach_logit_hook(engine, hear)
-        asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+        benchmarks.cache_quality.attach_logit_hook(engine, record)
+        sampling_params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
         for row in rows:
-            engine.add_request(row.tokens.tolist(), asked, source=None if row.source is None else row.source.tolist())
+            engine.add_request(
+                row.tokens.tolist(),
+                sampling_params,
+                encoder_token_ids=None if row.source is None else row.source.tolist(),
+            )
         while not engine.idle:
             for piece in engine.step():
                 if piece.error is not None:
@@ -163,8 +165,8 @@ def _incremental(model: Transformer, rows: Sequence[ScoredRow]) -> tuple[float, 
 
 
 def _at_once(model: Transformer, row: ScoredRow) -> Tensor:
-    """[T, V] in float64, without a cache; T below the model's limit."""
-    step = _step(row.tokens, model, len(row.tokens) + 1)  # a row in the cache may reach one token more
+    """Compute [T, V] in float64, without a cache; T below the model's limit."""
+    step = _step(row.tokens, model, len(row.tokens) + 1)  # a sequence in the cache may be one token longer
     if row.source is not None:
         step = step._replace(encoder_input=_step(row.source, model, len(row.source)))
     logits: Tensor = model.logits(model(step, NoCache(model.config)), step.logit_indices)
@@ -174,18 +176,18 @@ def _at_once(model: Transformer, row: ScoredRow) -> Tensor:
 def _step(tokens: Tensor, model: Transformer, limit: int) -> ModelInput:
     tokens = tokens.to(model.token_embedding.device)
     every = torch.arange(len(tokens), device=tokens.device)
-    lane = SubBatch(1, len(tokens), len(tokens))
-    return ModelInput(tokens, every, (lane,), every, max_seq_lens=torch.full_like(every, limit))
+    sub_batch = SubBatch(1, len(tokens), len(tokens))
+    return ModelInput(tokens, every, (sub_batch,), every, max_seq_lens=torch.full_like(every, limit))
 
 
-# ---------------------------------------------------------------- what it says
+# ---------------------------------------------------------------- samples
 
 
-class SamplePrompts(_Watcher):
-    """At every evaluation: how each prompt goes on (an encoder-decoder: what it answers), ``tokens`` tokens at most.
+class SamplePrompts(_ModelCallback):
+    """At every evaluation: continuations of the prompts (of an encoder-decoder: answers), at most ``tokens`` tokens.
 
-    ``temperature`` 0 is greedy; sampled texts are the same in every run, for their numbers are a function of the seed.
-    UsageError, before training, for an encoder; RequestError for a prompt that the model cannot read whole.
+    ``temperature`` 0 is greedy; sampled texts are equal in every run, as they are a function of the seed. UsageError,
+    before training, for an encoder; RequestError for a prompt that the model cannot read.
     """
 
     handles = "prompts"
@@ -200,25 +202,25 @@ class SamplePrompts(_Watcher):
         super().on_model(subject)
         texts = PromptEncoder(config, subject.tokenizer, subject.generation)
         ask = texts.encode_prompt if config.kind == "decoder" else texts.encode_source
-        self._asked = [ask(prompt) for prompt in self._prompts]
+        self._prompt_ids = [ask(prompt) for prompt in self._prompts]
 
     def on_eval(self, report: monitoring.callbacks.EvalReport) -> None:
-        longest = max(map(len, self._asked))
-        with self._llm(len(self._asked), longest + self._most + 2) as llm:
-            done = llm.generate(self._asked, max_tokens=self._most, temperature=self._temperature)
+        longest = max(map(len, self._prompt_ids))
+        with self._llm(len(self._prompt_ids), longest + self._most + 2) as llm:
+            done = llm.generate(self._prompt_ids, max_tokens=self._most, temperature=self._temperature)
         pairs = zip(self._prompts, done, strict=True)
         samples = tuple(monitoring.callbacks.TextSample(prompt, "", each.text) for prompt, each in pairs)
         self.subject.log("on_samples", monitoring.callbacks.SamplesReport(report.step, samples))
 
 
-class TranslationBleu(_Watcher):
+class TranslationBleu(_ModelCallback):
     """At every evaluation: BLEU, chrF and exact match of greedy answers to the first ``pairs`` held-out sources.
 
-    Beside the targets as the tokenizer writes them: of one that loses something (case, unknown words), ``kvad eval`` on
-    the texts says less.  UsageError, before training, for what is not trained on pairs.
+    Compared with the targets as the tokenizer decodes them: if it loses something (case, unknown words), ``kvad eval``
+    on the texts gives lower scores. UsageError, before training, without pairs.
     """
 
-    handles = "bleu"
+    handles = "bleu_samples"
 
     def __init__(self, pairs: int = 200, rows: int = 16) -> None:
         bleu.check_sacrebleu()
@@ -227,7 +229,7 @@ class TranslationBleu(_Watcher):
     def on_model(self, subject: TrainingContext) -> None:
         if not isinstance(subject.data, PairDataset):
             raise UsageError(
-                "callbacks.bleu_samples (--bleu): only what is trained on pairs translates", "leave it out"
+                "callbacks.bleu_samples (--bleu-samples): only what is trained on pairs translates", "leave it out"
             )
         super().on_model(subject)
         self._examples = subject.data.examples(self._pairs)
@@ -236,9 +238,9 @@ class TranslationBleu(_Watcher):
         sources = [source for source, _ in self._examples]
         most = min(self.subject.model.config.max_seq_len - 1, 8 + 2 * max(map(len, sources)))
         with self._llm(min(self._rows, len(sources)), most + 2) as llm:
-            said = [done.text for done in llm.generate(sources, max_tokens=most, beams=1, temperature=0.0)]
+            answers = [done.text for done in llm.generate(sources, max_tokens=most, num_beams=1, temperature=0.0)]
         wanted = [self.subject.tokenizer.decode(target) for _, target in self._examples]
-        words, match = bleu.compute_bleu(said, wanted), count_exact_matches(said, wanted)
+        words, match = bleu.compute_bleu(answers, wanted), count_exact_matches(answers, wanted)
         values: dict[str, float | str] = {"bleu": words.bleu, "chrf": words.chrf, "exact_match": match.accuracy}
         values |= {"pairs": match.count, "signature": words.bleu_signature}
         text = f"BLEU {words.bleu:.2f}, chrF {words.chrf:.2f}, {match.hits} of {match.count} exact"

@@ -1,4 +1,4 @@
-"""kvad.inspection"""
+"""Model tree, attention plots, cache trace and doctor."""
 
 from __future__ import annotations
 

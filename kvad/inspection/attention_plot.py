@@ -1,9 +1,6 @@
-"""Attention drawn from plain lists of numbers: for a terminal, as SVG, as JSON (as PNG: ``plot.draw_attention``).
+"""Attention weights as text for a terminal, SVG or JSON, from plain lists of numbers.
 
-A map is one layer's head: ``weights[i][j]``, what query token i takes from key token j; rows add up to one (to less
-where a sink takes its share, to zero where nothing is visible).  All pictures shade by the square root of a weight,
-on one scale from 0 to 1, so that maps can be compared and a tenth is still seen.  Nothing is cut off in silence: where
-a terminal is too narrow for one cell per key, neighbours share a cell, which shows their largest weight, and says so.
+``plot.draw_attention`` draws them as PNG.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 SHADES = " ░▒▓█"
-LABEL_WIDTH = 14  # of a token beside its row in a terminal
+LABEL_WIDTH = 14  # of a token next to its row in a terminal
 CELL = 14  # pixels of a token in an SVG
 MAPS_PER_LINE = 4  # in an SVG
 
@@ -36,17 +33,20 @@ class AttentionMap(NamedTuple):
 
     @property
     def name(self) -> str:
-        """``layer 2, head 5``."""
+        """Name, as in ``layer 2, head 5``."""
         place = f"layer {self.layer}, head {self.head}"
         return f"{self.side}, {place}" if self.side else place
 
     def tokens(self, pieces: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-        """(queries, keys), where ``pieces`` are the text's."""
+        """Return the (queries, keys) of this map; ``pieces`` are the text's tokens."""
         return pieces if self.queries is None else self.queries, pieces if self.keys is None else self.keys
 
 
 def shade(weight: float) -> str:
-    """``" ░▒▓█"`` for weights from 0, 0.0156, 0.14, 0.39 and 0.77 on; ``?`` for what is not a number."""
+    """Return one of ``" ░▒▓█"`` for weights from 0, 0.0156, 0.14, 0.39 and 0.77 on.
+
+    ``?`` for NaN.
+    """
     if not math.isfinite(weight):
         return "?"
     level = round(math.sqrt(min(max(weight, 0.0), 1.0)) * (len(SHADES) - 1))
@@ -56,26 +56,23 @@ def shade(weight: float) -> str:
 # ---------------------------------------------------------------- terminal
 
 
-def attention_to_text(pieces: Sequence[str], one: AttentionMap, width: int = 80) -> str:
-    """One map for a terminal of ``width`` columns: queries go down, keys go right, without a newline at the end.
-
-    Each cell is two columns wide where there is room.  The line above counts keys by tens.
-    """
-    queries, keys = one.tokens(pieces)
+def attention_to_text(pieces: Sequence[str], attention_map: AttentionMap, width: int = 80) -> str:
+    """Draw one map for a terminal of ``width`` columns, queries down, keys right, without a final newline."""
+    queries, keys = attention_map.tokens(pieces)
     numbers = len(str(max(len(queries) - 1, 0)))
     room = max(width - LABEL_WIDTH - numbers - 3, 8)
     per_cell = max(1, -(-len(keys) // room))
     columns = 2 if per_cell == 1 and 2 * len(keys) <= room else 1
     cells = -(-len(keys) // per_cell)
-    head = [f"{one.name}: rows are queries, columns keys"]
-    if one.side == "cross":
+    head = [f"{attention_map.name}: rows are queries, columns keys"]
+    if attention_map.side == "cross":
         head.append(_wrap_tokens("keys:", keys, width))
     if per_cell > 1:
         head.append(f"a cell is {per_cell} keys and shows the largest weight among them")
     margin = " " * (LABEL_WIDTH + numbers + 2)
     head.append((margin + _ruler(cells, per_cell, columns)).rstrip())
     lines = []
-    for index, (piece, row) in enumerate(zip(queries, one.weights, strict=True)):
+    for index, (piece, row) in enumerate(zip(queries, attention_map.weights, strict=True)):
         shares = (max(row[low : low + per_cell], key=_order) for low in range(0, len(row), per_cell))
         drawn = "".join(shade(share) * columns for share in shares)
         lines.append(f"{index:>{numbers}} {_fitted(piece)} {drawn}".rstrip())
@@ -83,7 +80,7 @@ def attention_to_text(pieces: Sequence[str], one: AttentionMap, width: int = 80)
 
 
 def _wrap_tokens(what: str, pieces: Sequence[str], width: int) -> str:
-    """Tokens with their numbers, in lines of ``width``."""
+    """Format tokens with their indices, in lines of ``width``."""
     lines = [what]
     for number, piece in enumerate(pieces):
         word = f"{number} {piece}"
@@ -94,12 +91,12 @@ def _wrap_tokens(what: str, pieces: Sequence[str], width: int) -> str:
 
 
 def _order(weight: float) -> float:
-    """NaN counts as the largest: it must be seen."""
+    """Sort key; NaN counts as the largest, so that it is visible."""
     return weight if math.isfinite(weight) else math.inf
 
 
 def _ruler(cells: int, per_cell: int, columns: int) -> str:
-    """The key's number where every tenth cell begins."""
+    """Format a ruler: the key's index at every tenth cell."""
     line = ""
     for cell in range(0, cells, 10):
         line = line.ljust(cell * columns) + str(cell * per_cell)
@@ -112,7 +109,7 @@ def _legend() -> str:
 
 
 def _fitted(piece: str) -> str:
-    """A token in exactly ``LABEL_WIDTH`` columns; a longer one ends in an ellipsis."""
+    """Pad a token to exactly ``LABEL_WIDTH`` columns; a longer one ends in an ellipsis."""
     shown, used = "", 0
     for char in piece:
         wide = _columns(char)
@@ -136,7 +133,10 @@ def _columns(char: str) -> int:
 
 
 def attention_to_svg(pieces: Sequence[str], maps: Sequence[AttentionMap]) -> str:
-    """All maps in one picture, up to four side by side; each cell says its tokens and weight when pointed at."""
+    """Draw all maps as one SVG, up to four in a line.
+
+    Each cell has its tokens and weight as a title.
+    """
     tokens = [one.tokens(pieces) for one in maps]
     words = [*pieces, *(piece for both in tokens for each in both for piece in each)]
     label = 8 * min(max(map(len, words), default=0), 20) + 12
@@ -157,16 +157,16 @@ def attention_to_svg(pieces: Sequence[str], maps: Sequence[AttentionMap]) -> str
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _svg_map(pieces: Sequence[str], one: AttentionMap, label: int) -> Iterable[str]:
-    top, (queries, keys) = label + 20, one.tokens(pieces)
-    yield f'<text x="{label}" y="14" font-weight="bold">{one.name}</text>'
+def _svg_map(pieces: Sequence[str], attention_map: AttentionMap, label: int) -> Iterable[str]:
+    top, (queries, keys) = label + 20, attention_map.tokens(pieces)
+    yield f'<text x="{label}" y="14" font-weight="bold">{attention_map.name}</text>'
     for index, piece in enumerate(queries):
         middle = index * CELL + CELL // 2 + 4
         yield f'<text x="{label - 4}" y="{top + middle}" text-anchor="end">{_short(piece)}</text>'
     for index, piece in enumerate(keys):
         at = f"{label + index * CELL + CELL // 2 + 4},{top - 4}"
         yield f'<text transform="translate({at}) rotate(-90)">{_short(piece)}</text>'
-    for row, weights in enumerate(one.weights):
+    for row, weights in enumerate(attention_map.weights):
         for column, weight in enumerate(weights):
             if weight == 0:
                 continue
@@ -187,7 +187,7 @@ def _short(piece: str) -> str:
 
 
 def _xml(text: str) -> str:
-    """Escaped, with what XML 1.0 cannot hold (control characters, half surrogates) shown as a replacement character."""
+    """Escape text; characters that XML 1.0 forbids become a replacement character."""
     held = (char if char in "\t\n\r" or (char >= " " and not 0xD800 <= ord(char) <= 0xDFFF) else "�" for char in text)
     return escape("".join(held))
 
@@ -196,16 +196,21 @@ def _xml(text: str) -> str:
 
 
 def attention_to_json(tokens: Sequence[int], pieces: Sequence[str], maps: Sequence[AttentionMap]) -> dict[str, object]:
-    """``{"tokens": [T], "pieces": [T], "attention": [{"layer", "head", "weights": [T][T]}]}``;
-    null where a weight is not finite.  Of a model with an encoder also "side", "queries" and "keys".
+    """Return ``{"tokens": [T], "pieces": [T], "attention": [{"layer", "head", "weights": [T][T]}]}``.
+
+    A weight that is not finite is null. A model with an encoder also has "side", "queries" and "keys".
     """
     attention = [
         {
-            "layer": one.layer,
-            "head": one.head,
-            **({"side": one.side, "queries": one.queries, "keys": one.keys} if one.side else {}),
-            "weights": [[weight if math.isfinite(weight) else None for weight in row] for row in one.weights],
+            "layer": attention_map.layer,
+            "head": attention_map.head,
+            **(
+                {"side": attention_map.side, "queries": attention_map.queries, "keys": attention_map.keys}
+                if attention_map.side
+                else {}
+            ),
+            "weights": [[weight if math.isfinite(weight) else None for weight in row] for row in attention_map.weights],
         }
-        for one in maps
+        for attention_map in maps
     ]
     return {"tokens": list(tokens), "pieces": list(pieces), "attention": attention}

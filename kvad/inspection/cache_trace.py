@@ -1,16 +1,11 @@
-"""The cache microscope: run prompts on a real engine and note what becomes of every token, and why.
+"""Cache trace: runs prompts on a real engine and records the state of every token, with reasons.
 
-Nothing is computed a second time, and nothing of it is in an engine that runs unwatched.  A :class:`Recorder` attaches
-itself to five seams: the memory's probe (attention), its witness (ranks of a cut), the runner (a step's plan), what the
-tiers have brought (``Deposits.found``), and the witness of rows that give way (``Swaps``).
-After each step it reads what *is* in the memory, its positions and those of its heads, and lays it beside what was
-there before; a change is explained by what the step's moves, masks and ranks say.  It waits for the device at every
-layer, and weights take the kernel that shows them: watched runs are slow, and say the same.
-
-What comes out is a ``slide.Slide``.
-
-What the cache microscope notes of one row, and how it reads slots as positions.  (``microscope.py`` asks; tensors on
-the host.)
+Nothing is computed twice, and an engine without a tracer has none of this. A :class:`CacheTracer` attaches to five
+hooks: the cache's attention hook and eviction hook (scores), the runner (scheduler output), the prefix cache's loads
+(``PrefixOffload``) and the preemption hook (``PreemptionManager``). After each step it reads what *is* in the cache,
+the positions of each group and head, and compares it with the state before; a change is explained by the step's block
+operations, masks and scores. It waits for the device at every layer, and uses the kernel that returns weights: a traced
+run is slow, with equal output. The result is a :class:`kvad.inspection.trace_report.TraceReport`.
 """
 
 from __future__ import annotations
@@ -57,13 +52,16 @@ from kvad.inspection.trace_report import (
 )
 from kvad.model_input import AttentionPattern, TokenPositions
 
-NAMES = tuple(STATES)  # a state's code is its place here
+NAMES = tuple(STATES)  # a state's code is its index here
 HOT, SHARED, QUANTIZED, SUMMARIZED, OFFLOADED, SWAPPED, EVICTED, UNWRITTEN = range(len(NAMES))
 
 
 class ReadableBlocks(NamedTuple):
-    """What a row could read of a group: its blocks, how many rows count on each, and the positions in their slots
-    ([S]; by layer [K, S] where heads differ)."""
+    """Blocks of a group that a sequence can read.
+
+    ``blocks``; ``refs``: how many sequences reference each; ``held``: the positions in their slots ([S]; by layer
+    [K, S] if heads differ).
+    """
 
     blocks: tuple[int, ...]
     refs: tuple[int, ...]
@@ -71,8 +69,11 @@ class ReadableBlocks(NamedTuple):
 
 
 class SequenceTrace:
-    """One row.  ``codes``: per own group, [lines, positions] of states, ``before``: as they were when the row gave way
-    last; ``changes``: per line of it.  ``origin``: of what it was seated with last."""
+    """Trace of one sequence.
+
+    ``codes``: per token group, [lines, positions] of states; ``before``: the codes at its last preemption; ``changes``:
+    per line; ``origin``: of its last admission.
+    """
 
     def __init__(
         self, number: int, row: scheduling.sequence.TokenSequence, origin: TokenOrigin, lines: Sequence[int]
@@ -99,7 +100,7 @@ class SequenceTrace:
         return codes
 
     def record(self, index: int, line: int, change: StateChange) -> None:
-        """Neighbours that change alike are one change."""
+        """Record a change; equal changes of neighboring positions are merged."""
         changes = self.changes[index][line]
         before = changes[-1] if changes else None
         if before is not None and before == change._replace(first=before.first, last=change.first - 1):
@@ -109,14 +110,17 @@ class SequenceTrace:
 
 
 def scatter_by_position(held: Tensor, mass: Tensor, end: int) -> Tensor:
-    """mass [K, S] of slots that hold positions [K, S] -> [K, end] by position."""
+    """Scatter mass [K, S] of slots that hold positions [K, S] -> [K, end] by position."""
     known = (held >= 0) & (held < end)
     got = mass.new_zeros(mass.shape[0], end + 1)
     return got.scatter_add_(1, held.masked_fill(~known, end), mass * known)[:, :end]
 
 
 def spread_summaries(got: Tensor, positions: Tensor, ratio: int) -> None:
-    """What a summary got is shared out evenly among the tokens that it stands for.  ``positions``: of summaries."""
+    """Distribute the mass of a summary evenly over its tokens.
+
+    ``positions``: those of the summaries.
+    """
     if ratio == 1:
         return
     for middle in positions[positions >= 0].tolist():
@@ -125,20 +129,23 @@ def spread_summaries(got: Tensor, positions: Tensor, ratio: int) -> None:
 
 
 def states_by_position(held: Tensor, states: Tensor, end: int) -> Tensor:
-    """States [n, S] of slots that hold positions [n, S] -> [n, end] by position; evicted where no slot has it."""
+    """Scatter states [n, S] of slots that hold positions [n, S] -> [n, end].
+
+    Evicted if no slot has the position.
+    """
     known = (held >= 0) & (held < end)
     codes = torch.full((held.shape[0], end + 1), EVICTED, dtype=torch.uint8)
     return codes.scatter_(1, held.masked_fill(~known, end), states)[:, :end]
 
 
 def evicted_positions(cut: EvictionEvent, head: int, policy: str, step: int) -> dict[int, Reason]:
-    """By position."""
+    """Return the reasons of an eviction by position."""
     ranks, positions, stays = cut.scores[head], cut.positions[head].tolist(), set(cut.order[head].tolist())
     places = {slot: place for place, slot in enumerate(ranks.sort(descending=True, stable=True).indices.tolist(), 1)}
     scores, length, held = ranks.tolist(), cut.op.length, len(positions)
     judged = [scores[slot] for slot in stays if scores[slot] != float("inf")]
     least = min(judged) if judged else None
-    told = {}
+    reasons = {}
     for slot, at in enumerate(positions):
         if slot in stays:
             continue
@@ -146,12 +153,12 @@ def evicted_positions(cut: EvictionEvent, head: int, policy: str, step: int) -> 
         ranked = f"score {scores[slot]:.4g}, rank {place} of {held} ({place / held:.0%})"
         stayed = "only sinks and recent ones stayed" if least is None else f"the last that stayed has {least:.4g}"
         text = f"dropped at step {step} by {policy} at length {length}: {ranked}; {stayed}"
-        told[at] = Reason("rank", text, length, scores[slot], place, held, least)
-    return told
+        reasons[at] = Reason("score", text, length, scores[slot], place, held, least)
+    return reasons
 
 
 def _attention_share(held: Tensor, mass: Tensor, known: int, ratio: int) -> tuple[float, set[int]]:
-    """What the tokens in these slots ([S], or [K, S]) got of a layer's attention [K, T], and which they are."""
+    """Return the share of a layer's attention [K, T] of the tokens in these slots ([S] or [K, S]), and the tokens."""
     got, found = 0.0, set[int]()
     for head, total in enumerate(mass.tolist()):
         here = held[head] if held.dim() == 2 else held
@@ -164,7 +171,7 @@ def _attention_share(held: Tensor, mass: Tensor, known: int, ratio: int) -> tupl
 
 
 def readable_blocks(row: SequenceTrace, groups: Sequence[CacheGroup]) -> list[BlockUse]:
-    """What the row could read after its last step."""
+    """Return the blocks that the sequence could read after its last step."""
     made = []
     for index, table in enumerate(row.tables):
         group = groups[index]
@@ -197,19 +204,22 @@ def trace_requests(
     resume: SequenceState | None = None,
     session: str = "",
 ) -> TraceReport:
-    """Run ``prompts`` to their end, each from when the one before has its first token, so that it can find its blocks.
+    """Run ``prompts`` to their end, each submitted at the first token of the one before, so it can find its blocks.
 
-    ``resume``: what an earlier request left, of the session of this name; every prompt goes on from it, as far as it
-    agrees.  RequestError for a model that is no decoder, a mesh, and a prompt that the engine refuses; EngineError if
-    it is at work.
+    Args:
+        resume: State of an earlier request, from ``session``; every prompt continues from its common prefix.
+
+    Raises:
+        RequestError: For a model other than a decoder, a mesh, or a prompt that the engine refuses.
+        EngineError: If the engine is busy.
     """
     if engine.model.config.kind != "decoder":
-        raise RequestError(f"an {engine.model.config.kind} cannot be examined yet", "examine a decoder")
+        raise RequestError(f"an {engine.model.config.kind} has no cache trace", "Use a decoder.")
     if not engine.idle:
-        raise EngineError("the engine is at work: what others ask of it would be on the slide")
+        raise EngineError("the engine is busy: other requests would be in the trace")
     with CacheTracer(engine, resume, session) as recorder:
         waiting, latest = list(prompts), -1
-        spoken = {latest}  # requests that gave anything
+        spoken = {latest}  # requests with output
         while waiting or not engine.idle:
             if waiting and latest in spoken:
                 latest = engine.add_request(waiting.pop(0), sampling, resume=resume)
@@ -220,7 +230,7 @@ def trace_requests(
 
 
 class _Runner(ModelRunner):
-    """Shows a recorder each plan."""
+    """Reports each scheduler output to a tracer."""
 
     def __init__(self, runner: ModelRunner, recorder: CacheTracer) -> None:
         super().__init__(runner.model, runner.cache)
@@ -235,14 +245,16 @@ class _Runner(ModelRunner):
 
 
 class CacheTracer:
-    """``with Recorder(engine) as recorder``: every step until the end of the block is noted.  ``left``: what requests
-    are submitted with to go on from, of the session of this name.  RequestError for a mesh of several ranks."""
+    """``with CacheTracer(engine) as recorder`` records every step until the end of the block.
+
+    ``left``: state that requests resume from, of ``session``. RequestError for a mesh of several ranks.
+    """
 
     def __init__(self, engine: Engine, left: SequenceState | None = None, session: str = "") -> None:
         if engine.kv_cache.ranks > 1:
             raise RequestError(
-                f"a mesh of {engine.kv_cache.ranks} ranks cannot be examined: each sees its own heads and layers alone",
-                "examine one process: what becomes of a token is the same there",
+                f"a mesh of {engine.kv_cache.ranks} ranks cannot be traced: each has its own heads and layers",
+                "Use one process; the states of tokens are the same there.",
             )
         self.engine, self.memory, self.kv_cache_manager = engine, engine.kv_cache, engine.kv_cache_manager
         self.own = self.kv_cache_manager.token_groups
@@ -260,7 +272,7 @@ class CacheTracer:
         self.steps: list[TraceStep] = []
         self.step = 0
         self.plan: SchedulerOutput | None = None
-        self.evictions: dict[tuple[int, int], EvictionEvent] = {}  # of this step, by seat and layer
+        self.evictions: dict[tuple[int, int], EvictionEvent] = {}  # of this step, by sequence index and layer
         self.left, self.session = left, f"session {session}" if session else "what an earlier request left"
         self.moved: list[
             tuple[scheduling.sequence.TokenSequence, scheduling.preemption.PreemptionRecord]
@@ -271,37 +283,37 @@ class CacheTracer:
     def __enter__(self) -> CacheTracer:
         self.memory.attention_hook, self.memory.eviction_hook = self.on_attention, self.on_eviction
         self.engine.runner = _Runner(self.engine.runner, self)
-        self.engine.preemption.witness = lambda row, swapped: self.moved.append((row, swapped))
+        self.engine.preemption.preemption_hook = lambda row, swapped: self.moved.append((row, swapped))
         if self.kv_cache_manager.prefix_offload is not None:
-            self.kv_cache_manager.prefix_offload.found = {}
+            self.kv_cache_manager.prefix_offload.results = {}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.engine.runner, self.memory.attention_hook, self.memory.eviction_hook = self._before
-        self.engine.preemption.witness = None
+        self.engine.preemption.preemption_hook = None
         if self.kv_cache_manager.prefix_offload is not None:
-            self.kv_cache_manager.prefix_offload.found = None
+            self.kv_cache_manager.prefix_offload.results = None
 
     def _policy(self, group: CacheGroup) -> str:
-        """What decides in these layers, in words."""
+        """Return the name of the policy of these layers."""
         cache, layer = self.engine.cache, group.layers[0]
-        theirs = attention_specs(self.engine.model.config)[layer]
-        if theirs.window is not None and group.spec.window == theirs.window:
-            return f"the layer's own window of {theirs.window}"
+        layer_policy = attention_specs(self.engine.model.config)[layer]
+        if layer_policy.window is not None and group.spec.window == layer_policy.window:
+            return f"the layer's own window of {layer_policy.window}"
         return str(cache.resolved_policy.for_layer(layer))
 
-    # ------------------------------------------------------------ what is shown
+    # ------------------------------------------------------------ hooks
 
     def on_eviction(self, cut: EvictionEvent) -> None:
         self.evictions[cut.op.seq_index, cut.layer] = cut
 
     def on_attention(self, seen: ops.sub_batch.AttentionTrace) -> None:
-        """Who got how much of the attention of this step's queries, by position."""
+        """Add up the attention of this step's queries by position."""
         plan, index = self.plan, self.group_of[seen.layer]
         assert plan is not None
-        group, first = self.own[index], sum(lane.num_seqs for lane in plan.sub_batches[: seen.sub_batch])
+        group, first = self.own[index], sum(sub_batch.num_seqs for sub_batch in plan.sub_batches[: seen.sub_batch])
         heads = group.spec.num_kv_heads
         mass = seen.weights.double().nan_to_num().unflatten(1, (heads, -1)).sum((2, 3)).cpu()  # [R, K, S]
         for number in range(plan.sub_batches[seen.sub_batch].num_seqs):
@@ -326,16 +338,16 @@ class CacheTracer:
         assert level is not None
         return level.ratio
 
-    def _spilled(self, number: int) -> bool:
+    def _is_offloaded(self, number: int) -> bool:
         level = self.memory.groups[number].lower_level
         return level is not None and level.is_offloaded
 
     def _positions(self, number: int, blocks: Sequence[int]) -> Tensor:
-        """[S]: of a group's slots in these blocks."""
+        """Return [S]: the positions of a group's slots in these blocks."""
         return self.memory.positions[number][list(blocks)].flatten().cpu()
 
     def _heads(self, layer: int, blocks: Sequence[int]) -> Tensor:
-        """[K, S] of a layer whose heads keep others."""
+        """Return [K, S] of a layer whose heads retain different tokens."""
         return self.memory.head_metadata[layer].positions[list(blocks)].transpose(0, 1).flatten(1).long().cpu()
 
     # ------------------------------------------------------------ a step
@@ -343,15 +355,18 @@ class CacheTracer:
     def on_scheduled(self, plan: SchedulerOutput) -> None:
         self.step, self.plan = self.step + 1, plan
         self.evictions.clear()
-        back = self._hear()
+        back = self._record_preemptions()
         for work in plan.scheduled:
             key = work.sequence.request_id, work.sequence.sample_index
             row = self.rows.get(key)
             if row is None or row.swapped:
-                self._seat(row, work, back.get(key))
+                self._admit(row, work, back.get(key))
 
-    def _hear(self) -> dict[tuple[int, int], scheduling.preemption.PreemptionRecord]:
-        """Note who has given way since the last step, and what was lost of them; returns whose copies are back."""
+    def _record_preemptions(self) -> dict[tuple[int, int], scheduling.preemption.PreemptionRecord]:
+        """Record preemptions since the last step and lost copies.
+
+        Return the sequences that were swapped in.
+        """
         back = {}
         for own, swapped in self.moved:
             key = own.request_id, own.sample_index
@@ -359,21 +374,25 @@ class CacheTracer:
             if swapped.action == "back":
                 back[key] = swapped
             elif row is not None and swapped.action in ("out", "again"):
-                self._gone_away(row, swapped)
-            elif row is not None:  # its copy is lost, or wanted no more
+                self._record_preemption(row, swapped)
+            elif row is not None:  # its copy is lost, or was discarded
                 row.life.append(SequenceEventRecord(self.step, loss_reason(swapped)))
         self.moved.clear()
         return back
 
-    def _seat(
+    def _admit(
         self, row: SequenceTrace | None, work: ScheduledSequence, swapped: scheduling.preemption.PreemptionRecord | None
     ) -> None:
-        """A row takes its place, for the first time (None) or again."""
-        deposits, forked = (
+        """Record the admission of a sequence, for the first time (None) or again."""
+        prefix_offload, forked = (
             self.kv_cache_manager.prefix_offload,
             row is None and work.start > 0 and work.sequence.sample_index > 0,
         )
-        found = None if deposits is None or deposits.found is None else deposits.found.get(work.sequence.seq_index)
+        found = (
+            None
+            if prefix_offload is None or prefix_offload.results is None
+            else prefix_offload.results.get(work.sequence.seq_index)
+        )
         way, place = start_kind(swapped, forked), "" if swapped is None else swapped.location or ""
         size = self.own[0].block_size
         origin = TokenOrigin(self.step, way, work.start, size, place, self.session, restored_locations(found))
@@ -389,18 +408,18 @@ class CacheTracer:
         else:
             row.origin, row.swapped, again = origin, False, " again"
         row.life.append(
-            SequenceEventRecord(self.step, f"seated{again}{admission_origin(origin, found, nbytes, missed)}")
+            SequenceEventRecord(self.step, f"admitted{again}{admission_origin(origin, found, nbytes, missed)}")
         )
 
-    def _gone_away(self, row: SequenceTrace, swapped: scheduling.preemption.PreemptionRecord) -> None:
-        cause, told = preemption_reason(swapped, row.known)
+    def _record_preemption(self, row: SequenceTrace, swapped: scheduling.preemption.PreemptionRecord) -> None:
+        cause, text = preemption_reason(swapped, row.known)
         row.swapped, row.before = True, [codes.clone() for codes in row.codes]
-        row.life.append(SequenceEventRecord(self.step, told))
-        why = Reason(cause, f"{told}, at step {self.step}", row.known, source=swapped.location)
+        row.life.append(SequenceEventRecord(self.step, text))
+        why = Reason(cause, f"{text}, at step {self.step}", row.known, source=swapped.location)
         for index, codes in enumerate(row.codes):
             lost = (codes != EVICTED) & (codes != UNWRITTEN)
             for line, at in lost.nonzero().tolist():
-                row.record(index, line, StateChange(self.step, at, at, "away", why))
+                row.record(index, line, StateChange(self.step, at, at, "swapped", why))
             codes[lost] = SWAPPED
 
     def on_executed(self, plan: SchedulerOutput) -> None:
@@ -423,7 +442,7 @@ class CacheTracer:
         )
 
     def on_outputs(self, pieces: Sequence[StreamChunk]) -> None:
-        """After an engine's step: what it published, and who came to an end."""
+        """Record what an engine step published, and which sequences ended."""
         for row in self._latest:
             for index, table in enumerate(row.tables):
                 known = self.kv_cache_manager.pools[index].prefixes
@@ -443,7 +462,7 @@ class CacheTracer:
     # ------------------------------------------------------------ states
 
     def _codes(self, row: SequenceTrace, index: int, work: ScheduledSequence) -> Tensor:
-        """[lines, end]: what is in the memory now, and may be seen by the row's next query but one's equals."""
+        """Compute [lines, end]: the state of every position, as visible to a query after the sequence's next one."""
         group, end, table = self.own[index], work.start + work.num_tokens, row.tables[index]
         state = torch.tensor([SHARED if count > 1 else HOT for count in table.refs], dtype=torch.uint8)
         state = state.repeat_interleave(group.block_size)
@@ -458,7 +477,7 @@ class CacheTracer:
             assert isinstance(lower, Tensor)
             lower = lower[lower >= 0]
             if ratio == 1:
-                codes[0, lower] = OFFLOADED if self._spilled(level) else QUANTIZED
+                codes[0, lower] = OFFLOADED if self._is_offloaded(level) else QUANTIZED
             else:
                 codes[0, (lower.unsqueeze(1) // ratio * ratio + torch.arange(ratio)).flatten()] = SUMMARIZED
         seen = AttentionPattern.from_spec(group.spec).visible(
@@ -483,7 +502,7 @@ class CacheTracer:
         before[:, :end] = codes
 
     def _passed(self, row: SequenceTrace, index: int, end: int) -> list[int]:
-        """For each position, the row's length when its query was the first that could not see it; 0: all could."""
+        """Return per position the length at which a query could not see it for the first time, or 0."""
         first = min(row.known, end - 1)
         queries, keys = torch.arange(first, end), torch.arange(end)
         hidden = ~AttentionPattern.from_spec(self.own[index].spec).visible(
@@ -493,15 +512,15 @@ class CacheTracer:
         return lengths
 
     def _ranked(self, index: int, work: ScheduledSequence) -> dict[int, dict[int, Reason]]:
-        """By line and position, why it was dropped in this step."""
-        group, told = self.own[index], dict[int, dict[int, Reason]]()
+        """Return by line and position why it was evicted in this step."""
+        group, reasons = self.own[index], dict[int, dict[int, Reason]]()
         policy, heads = self.policies[index], self.own[index].spec.num_kv_heads
         for place, layer in enumerate(group.layers):
             cut = self.evictions.get((work.sequence.seq_index, layer))
             for head in range(heads if cut is not None else 0):
                 assert cut is not None
-                told[place * heads + head] = evicted_positions(cut, head, policy, self.step)
-        return told
+                reasons[place * heads + head] = evicted_positions(cut, head, policy, self.step)
+        return reasons
 
     def _why_left(
         self,
@@ -523,7 +542,7 @@ class CacheTracer:
         if was == UNWRITTEN and at < work.start:
             return missing_reason(row.origin, work.start)
         if self.own[index].demotion_policy is not None:
-            return Reason("gone", f"gone {when} at length {work.start}: {policy} keeps no more", work.start)
+            return Reason("dropped", f"dropped {when} at length {work.start}: {policy} keeps no more", work.start)
         return Reason("lost", f"lost {when}: no policy says why, this is a bug", work.start)
 
     def _why_here(
@@ -532,21 +551,23 @@ class CacheTracer:
         when, length = f"at step {self.step}", work.start
         lower = NAMES[now] if now in (QUANTIZED, SUMMARIZED, OFFLOADED) else ""
         if was == SWAPPED and at >= work.start:
-            return Reason("again", f"computed again {when}{f', {lower}' if lower else ''}", length)
-        came = at < work.start and row.origin.step == self.step and row.origin.source != "shared"
-        if came and (was == UNWRITTEN or (was == SWAPPED and (not lower or int(row.before[index][line, at]) == now))):
+            return Reason("recomputed", f"recomputed {when}{f', {lower}' if lower else ''}", length)
+        is_restored = at < work.start and row.origin.step == self.step and row.origin.source != "shared"
+        if is_restored and (
+            was == UNWRITTEN or (was == SWAPPED and (not lower or int(row.before[index][line, at]) == now))
+        ):
             return row.origin.describe(index, at, length, lower)
         if now == OFFLOADED:
-            return Reason("spilled", f"spilled {when} at length {length}: read back by every later query", length)
+            return Reason("offloaded", f"offloaded {when} at length {length}: read back by every later query", length)
         if now == QUANTIZED:
             below = self.memory.groups[self.below[index][0]]
             stored = cache_lib.quantization.join_format_names(below.key_format, below.value_format)
-            return Reason("packed", f"packed {when} into {stored} at length {length}", length)
+            return Reason("quantized", f"quantized {when} into {stored} at length {length}", length)
         if now == SUMMARIZED:
             ratio = self._ratio(self.below[index][-1])
             first = at // ratio * ratio
             others = f"one slot for tokens {first} to {first + ratio - 1}"
-            return Reason("summary", f"summarised {when} at length {length}: {others}", length)
+            return Reason("summarized", f"summarized {when} at length {length}: {others}", length)
         if now == SHARED:
             return Reason("shared", f"shared {when}: other rows count on its block", length)
         if was == SHARED:
@@ -557,11 +578,11 @@ class CacheTracer:
 
     def report(self, model: str, piece: Callable[[int], str]) -> TraceReport:
         """All that was noted so far."""
-        self._hear()
+        self._record_preemptions()
         groups = []
         for group in self.memory.groups:
-            form = "hot" if group.lower_level is None else "packed" if group.lower_level.ratio == 1 else "summarised"
-            form = "spilled" if group.lower_level is not None and group.lower_level.is_offloaded else form
+            form = "hot" if group.lower_level is None else "quantized" if group.lower_level.ratio == 1 else "summarized"
+            form = "offloaded" if group.lower_level is not None and group.lower_level.is_offloaded else form
             index = self.group_of[group.layers[0]]
             stored, size = (
                 cache_lib.quantization.join_format_names(group.key_format, group.value_format),

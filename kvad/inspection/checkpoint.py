@@ -1,10 +1,10 @@
-"""What is in a checkpoint, from its small files and its headers: no weight is read, and in kvad's layout no torch.
+"""Contents of a checkpoint, from its small files and headers; reads no weight, and no torch for kvad's layout.
 
-``problems`` are what a load would refuse: files that are missing or not as long as the manifest says, no manifest at
-all; tensors that are missing, that nobody asked for, or that have another shape than the config says.  ``check`` reads
-every file.  A Hugging Face folder of others has no manifest, and that is no problem.  In their layout, tensors are
-listed under their own names and counted under ours, and the family imports torch (``lab/plan.py`` says why).
-Attention maps need a running model and are asked of :class:`kvad.llm.LLM`, which is imported only then.
+``problems`` are the reasons for which loading would fail: files that are missing or shorter than in the manifest, a
+missing manifest, tensors that are missing, superfluous or of another shape than the configuration gives. ``check``
+reads every file. A Hugging Face folder has no manifest, which is no problem; its tensors are listed by their own names
+and counted by kvad's, and the family's module imports torch. Attention maps need a running model
+(:class:`kvad.llm.LLM`), which is imported only then.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ NO_MANIFEST = f"{checkpoint.folder.MANIFEST} is missing: whether these files are
 
 
 class TokenizerSummary(NamedTuple):
+    """A tokenizer's kind, size and special tokens."""
+
     kind: str
     vocab: int
     specials: Mapping[str, int]
@@ -36,10 +38,11 @@ class TokenizerSummary(NamedTuple):
 
 @dataclass(frozen=True)
 class CheckpointSummary:
-    """``parameters`` by part, of what is stored; ``training``: what the checkpoint says of its training, or None.
+    """Summary of a checkpoint.
 
-    ``files``: how many the manifest lists, None without one; ``checked``: all of them have the manifest's sha256.
-    ``origin``: the ``model_type`` of a folder in Hugging Face's layout.
+    ``parameters``: stored numbers by part; ``training``: stored training state or None; ``files``: number of files in
+    the manifest, None without one; ``checked``: all of them match the manifest's sha256; ``origin``: the ``model_type``
+    of a folder in Hugging Face's layout.
     """
 
     path: Path
@@ -60,24 +63,28 @@ class CheckpointSummary:
 
 
 class AttentionSummary(NamedTuple):
+    """Attention maps of a text."""
+
     tokens: tuple[int, ...]
     pieces: tuple[str, ...]
     maps: tuple[AttentionMap, ...]
 
 
 def summarize_checkpoint(folder: Path, *, check: bool = False) -> CheckpointSummary:
-    """Of a folder, a run, or a name on the hub.  ``check``: also compare every file with its sha256 (this reads them
-    all, and imports torch).
+    """Summarize a folder, a run or a name on the hub.
 
-    Raises CheckpointError for what is not a whole checkpoint, and for a file that ``check`` finds to be another than
-    the manifest's; ConfigError for a config that cannot be; UsageError for a check of a folder without any manifest.
+    Args:
+        check: Compare every file with its sha256 (reads them all and imports torch).
+
+    Raises:
+        CheckpointError: If the checkpoint is incomplete, or ``check`` finds a changed file.
+        ConfigError: If the config is invalid.
+        UsageError: If a folder without manifest is to be checked.
     """
     path = checkpoint.folder.locate(checkpoint.hub.resolve_model_path(folder))
     if check and not checkpoint.folder.is_native(path):
         raise UsageError(f"{path}: a Hugging Face folder has no manifest to check against", f"kvad doctor {path}")
     if check:
-        from kvad import checkpoint
-
         checkpoint.native.open_folder(path, verify=True)
     files = checkpoint.folder.list_files(path) if (path / checkpoint.folder.MANIFEST).is_file() else None
     target = read_target(str(path))
@@ -99,7 +106,7 @@ def summarize_checkpoint(folder: Path, *, check: bool = False) -> CheckpointSumm
 
 
 class _Contents(NamedTuple):
-    """What is in the tensor file and the tokenizer's, read as the layout asks."""
+    """Contents of the tensor file and the tokenizer."""
 
     tensors: tuple[checkpoint.safetensors_header.TensorInfo, ...]
     parameters: Mapping[str, int]
@@ -119,26 +126,28 @@ def _contents(path: Path, config: ModelConfig) -> _Contents:
 
 
 def _hf_contents(path: Path, config: ModelConfig) -> _Contents:
-    """Tensors without their data, on torch's meta device, tell which names and shapes do not fit."""
+    """Find names and shapes that do not fit, with tensors on torch's meta device."""
     import torch
 
-    from kvad import checkpoint
-
-    opened = checkpoint.hf_layout.HFCheckpoint(path)
-    theirs = opened.tensors
-    meta = {name: torch.empty(theirs.shape(name), dtype=theirs.dtype(name), device="meta") for name in theirs}
+    handle = checkpoint.hf_layout.HFCheckpoint(path)
+    hf_tensors = handle.tensors
+    meta = {
+        name: torch.empty(hf_tensors.shape(name), dtype=hf_tensors.dtype(name), device="meta") for name in hf_tensors
+    }
     tensors = tuple(
         checkpoint.safetensors_header.TensorInfo(
-            name, str(theirs.dtype(name)).removeprefix("torch."), theirs.shape(name), theirs.bytes(name)
+            name, str(hf_tensors.dtype(name)).removeprefix("torch."), hf_tensors.shape(name), hf_tensors.bytes(name)
         )
-        for name in theirs
+        for name in hf_tensors
     )
-    problems = checkpoint.conversion.find_mismatches(opened.family, config, meta, str(path))
+    problems = checkpoint.conversion.find_mismatches(handle.family, config, meta, str(path))
     tokenizer = None
     try:
-        found = opened.tokenizer
+        hf_tokenizer = handle.tokenizer
         tokenizer = (
-            None if found is None else TokenizerSummary(found.kind, found.vocab_size, found.special_tokens.names())
+            None
+            if hf_tokenizer is None
+            else TokenizerSummary(hf_tokenizer.kind, hf_tokenizer.vocab_size, hf_tokenizer.special_tokens.names())
         )
     except TokenizerError as error:
         problems.append(error.message)
@@ -151,13 +160,13 @@ def _hf_contents(path: Path, config: ModelConfig) -> _Contents:
 
 
 def _file_problems(path: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    found = []
+    problems = []
     for name, entry in files.items():
         try:
             checkpoint.folder.check_file(path / name, entry)
         except CheckpointError as error:
-            found.append(error.message)
-    return found
+            problems.append(error.message)
+    return problems
 
 
 def _tokenizer(folder: Path) -> TokenizerSummary | None:
@@ -170,7 +179,7 @@ def _tokenizer(folder: Path) -> TokenizerSummary | None:
 
 
 def _training(folder: Path) -> Mapping[str, Any] | None:
-    """The state that training goes on from, and the size of its tensors."""
+    """Return the training state and the size of its tensors."""
     state = folder / checkpoint.folder.TRAINING / "state.json"
     if not state.is_file():
         return None
@@ -191,21 +200,25 @@ def attention_maps(
     cached: bool = False,
     target: str | None = None,
 ) -> AttentionSummary:
-    """Run ``text`` once and keep the weights of the layers and heads asked for (None: all).
+    """Run ``text`` once and return the weights of the given layers and heads (None: all).
 
-    An encoder-decoder reads ``target`` beside it (None: its own answer).  Raises CheckpointError for a folder that
-    cannot be loaded, RequestError for a layer or head that is not there.
+    Args:
+        target: Decoder input of an encoder-decoder (None: the model's answer).
+
+    Raises:
+        CheckpointError: If the folder cannot be loaded.
+        RequestError: If a layer or head does not exist.
     """
     from kvad.inspection.encoder_attention import encoder_decoder_maps
     from kvad.llm import LLM
 
-    with LLM.load(folder, rows=1, capacity=16) as llm:  # the engine's own pool is not used
+    with LLM.load(folder, max_num_seqs=1, max_seq_len=16) as llm:  # the engine's own pool is not used
         if llm.model.config.encoder is not None:
             if cached:
-                raise RequestError("--cached: an encoder keeps no cache", "leave it out")
+                raise RequestError("--use-cache: an encoder has no cache", "Leave it out.")
             return AttentionSummary(*encoder_decoder_maps(llm, text, target, layers=layers, heads=heads))
         if target is not None:
-            raise RequestError("a decoder has no target beside its text", "leave --target out")
+            raise RequestError("--target: a decoder has no separate target", "Leave it out.")
         traced = llm.trace(text, layers=layers, heads=heads, cached=cached)
     maps = []
     for layer, seen in traced.layers.items():
@@ -216,7 +229,10 @@ def attention_maps(
 
 
 def outline_values(values: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """One line ``key.inner  value`` per value; objects inside open up, what is null or empty stays away."""
+    """Format one line ``key.inner  value`` per value.
+
+    Nested objects are flattened, null and empty values omitted.
+    """
     lines = []
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -227,13 +243,19 @@ def outline_values(values: Mapping[str, Any], prefix: str = "") -> list[str]:
     return lines
 
 
-def _tensor_json(tensor: checkpoint.safetensors_header.TensorInfo, ours: bool) -> Mapping[str, object]:
-    """Its part is known by our names only."""
-    return {**tensor._asdict(), "part": config_lib.parameter_shapes.tensor_component(tensor.name) if ours else None}
+def _tensor_json(tensor: checkpoint.safetensors_header.TensorInfo, is_native: bool) -> Mapping[str, object]:
+    """Encode a tensor; only native names have a part."""
+    return {
+        **tensor._asdict(),
+        "part": config_lib.parameter_shapes.tensor_component(tensor.name) if is_native else None,
+    }
 
 
 def summary_to_json(summary: CheckpointSummary) -> Mapping[str, object]:
-    """What ``kvad inspect --json`` prints; ``tensors`` always, they are small."""
+    """Build the output of ``kvad inspect --json``.
+
+    ``tensors`` are always included, they are small.
+    """
     return {
         "path": summary.path,
         "origin": summary.origin,

@@ -1,14 +1,7 @@
-"""Look a checkpoint over, in kvad's layout or Hugging Face's: what is right, what is not, and what to do about it.
+"""Checks a checkpoint, in kvad's layout or Hugging Face's, or a cache directory: problems and what to do about them.
 
-Each examination gives a finding or several; one that an earlier problem makes impossible is left out.  Every tensor is
-read, a piece at a time in memory.  Nothing is changed, and no code of the folder runs.
-
-Look a tier's folder over: which blocks are whole, which are torn, alien or orphans; and remove what is safe to
-remove.
-
-Every byte is read.  Safe to remove: what a dead writer left half written, and a block or a pin that is damaged (it
-would be refused, and can be computed again).  Never: a file of another name or version, a block of another model.  No
-torch.
+Each check yields one result or several; a check that an earlier problem makes impossible is skipped. Every tensor is
+read, one piece at a time in memory. Nothing is changed, and no code of the folder runs.
 """
 
 from __future__ import annotations
@@ -29,12 +22,12 @@ from kvad.storage import REAL_FILE_SYSTEM
 from kvad.text import Tokenizer
 
 T = TypeVar("T")
-MAX_LISTED = 8  # findings of one kind that are told one by one
+MAX_LISTED = 8  # findings of one kind that are listed
 REDOWNLOAD_HINT = "copy or download it again"
 
 
 class CheckResult(NamedTuple):
-    """``check``: what was looked at; ``todo``: what to do, "" where all is well."""
+    """Result of a check; ``check``: its name, ``advice``: what to do, "" if all is well."""
 
     check: str
     ok: bool
@@ -43,7 +36,7 @@ class CheckResult(NamedTuple):
 
 
 def check_checkpoint(where: str | Path) -> Iterator[CheckResult]:
-    """Findings, as they are made.  Raises CheckpointError for what is no checkpoint at all."""
+    """Yield the results of all checks; CheckpointError if the path is no checkpoint."""
     folder = checkpoint.folder.locate(checkpoint.hub.resolve_model_path(where))
     yield from _manifest(folder)
     unread = set[str]()
@@ -63,7 +56,7 @@ def check_checkpoint(where: str | Path) -> Iterator[CheckResult]:
 
 
 def _manifest(folder: Path) -> Iterator[CheckResult]:
-    """Nothing of a folder that kvad did not write."""
+    """Check the manifest; yields nothing for a folder that kvad did not write."""
     try:
         files = checkpoint.folder.list_files(folder)
     except CheckpointError as error:
@@ -106,7 +99,10 @@ def _examine_foreign(
 def _try_check(
     check: str, todo: str, make: Callable[[], T], says: Callable[[T], str], failed: set[str] | None = None
 ) -> Generator[CheckResult, None, T | None]:
-    """What ``make`` makes, after a finding that says it; None after one that says why not, which ``failed`` keeps."""
+    """Call ``make`` and yield a result.
+
+    Returns its value, or None after a failure, which ``failed`` collects.
+    """
     try:
         made = make()
     except KvadError as error:
@@ -119,7 +115,7 @@ def _try_check(
 
 
 def _problem_results(check: str, problems: list[str], well: str, todo: str) -> Iterator[CheckResult]:
-    """A finding for each problem, the first of them one by one."""
+    """Yield a result for each problem, up to a limit."""
     if not problems:
         yield CheckResult(check, True, well)
     for problem in problems[:MAX_LISTED]:
@@ -150,7 +146,8 @@ def _headers(tensors: checkpoint.safetensors_io.ShardedTensors) -> str:
     files = {tensors.file_name(name) for name in tensors}
     dtypes = sorted({str(tensors.dtype(name)).removeprefix("torch.") for name in tensors})
     where = format_count(len(files), "file")
-    return f"{format_count(len(tensors), 'tensor')} in {where}, {', '.join(dtypes)}, {format_count(tensors.total_bytes, 'byte')}"
+    size = format_count(tensors.total_bytes, "byte")
+    return f"{format_count(len(tensors), 'tensor')} in {where}, {', '.join(dtypes)}, {size}"
 
 
 def _finite(tensors: checkpoint.safetensors_io.ShardedTensors | None) -> Iterator[CheckResult]:
@@ -168,11 +165,15 @@ def _finite(tensors: checkpoint.safetensors_io.ShardedTensors | None) -> Iterato
 
 
 def _config(config: ModelConfig) -> str:
-    return f"{with_article(config.kind)} of {config_lib.parameter_shapes.num_parameters(config):,} parameters, at most {format_count(config.max_seq_len, 'token')} a row"
+    num_parameters, longest = (
+        config_lib.parameter_shapes.num_parameters(config),
+        format_count(config.max_seq_len, "token"),
+    )
+    return f"{with_article(config.kind)} of {num_parameters:,} parameters, at most {longest} a row"
 
 
 def _words(config: ModelConfig, opened: CheckpointHandle) -> Iterator[CheckResult]:
-    """What the folder says of text: its tokenizer and how it generates."""
+    """Check the folder's tokenizer and generation settings."""
     todo = "put the model's own tokenizer files there"
     yield from _try_check("tokenizer", todo, lambda: _fitting(config, opened.tokenizer), lambda says: says)
     generation = yield from _try_check(
@@ -189,10 +190,10 @@ def _words(config: ModelConfig, opened: CheckpointHandle) -> Iterator[CheckResul
 
 
 def _fitting(config: ModelConfig, tokenizer: Tokenizer | None) -> str:
-    """What there is to say of a tokenizer that fits.  Raises CheckpointError for one that does not."""
+    """Describe a tokenizer that fits; raises CheckpointError if it does not."""
     if tokenizer is None:
         return "none: prompts can only be token ids"
-    said = []
+    parts = []
     vocab = (
         config.vocab_size
         if config.encoder_input is None or config.encoder_input.vocab_size is None
@@ -207,8 +208,8 @@ def _fitting(config: ModelConfig, tokenizer: Tokenizer | None) -> str:
                 f"the tokenizer{side} has {each.vocab_size:,} ids, the model places for {places:,}",
                 "they do not belong together: put the model's own tokenizer files there",
             )
-        said.append(f"{each.kind}{side}, {format_count(each.vocab_size, 'id')} in {format_count(places, 'place')}")
-    return "; ".join(said)
+        parts.append(f"{each.kind}{side}, {format_count(each.vocab_size, 'id')} in {format_count(places, 'place')}")
+    return "; ".join(parts)
 
 
 def _generation(generation: GenerationConfig) -> str:
@@ -241,7 +242,11 @@ def is_cache_dir(folder: Path) -> bool:
 
 
 def check_cache_dir(folder: Path, *, fix: bool = False) -> Iterator[CheckResult]:
-    """Findings, as they are made.  UsageError: it is to be fixed, and another process holds it."""
+    """Yield the results for a cache directory.
+
+    Raises:
+        UsageError: If it is to be repaired, and another process uses it.
+    """
     file = _locked(folder)
     try:
         if file is None:
@@ -257,7 +262,7 @@ def check_cache_dir(folder: Path, *, fix: bool = False) -> Iterator[CheckResult]
 
 
 def _locked(folder: Path) -> int | None:
-    """None: another process holds it."""
+    """Lock the directory; None if another process uses it."""
     try:
         return REAL_FILE_SYSTEM.lock(folder / offload.disk_store.LOCK_NAME)
     except BlockingIOError:
@@ -294,8 +299,9 @@ def _entries(folder: Path, fix: bool) -> Iterator[CheckResult]:
         sizes += each.size if why == "whole" else 0
         if why == "whole":
             continue
-        yield from _fix_or_report(why, folder / each.name, says, fix and why == "torn")
-    whole = f"{format_count(counts['whole'], 'block')} and {format_count(counts['pin whole'], 'pin')} whole, {sizes:,} bytes"
+        yield from _fix_or_report(why, folder / each.name, says, fix and why == "damaged")
+    pins = format_count(counts["pin whole"], "pin")
+    whole = f"{format_count(counts['whole'], 'block')} and {pins} whole, {sizes:,} bytes"
     yield CheckResult(
         "entries",
         True,
@@ -317,7 +323,7 @@ def _read(path: Path, models: Counter[str]) -> tuple[str, str]:
 
 def _fix_or_report(check: str, path: Path, says: str, fix: bool) -> Iterator[CheckResult]:
     if not fix:
-        safe = check in ("orphan", "torn")
+        safe = check in ("orphan", "damaged")
         yield CheckResult(check, False, f"{path.name}: {says}", FIX_HINT if safe else "it is left as it is")
         return
     REAL_FILE_SYSTEM.remove(path)

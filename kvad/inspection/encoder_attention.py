@@ -1,7 +1,7 @@
-"""Attention of encoders and of encoder-decoders: who looks at whom in the source, in the target, and between them.
+"""Attention maps of encoders and encoder-decoders: within the source, within the target, and between them.
 
-A source is read as the engine reads it, in its frame; a target is read behind the token that opens it, and where none
-is given, it is what the model answers, greedily.  (Of a decoder: ``LLM.trace``.)
+The source is encoded as the engine does, with its special tokens; the target follows the token that opens it. Without a
+target, the model's greedy answer is used. (For a decoder: ``LLM.trace``.)
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from kvad.train.monitoring import greedy_decode
 def encoder_decoder_maps(
     llm: LLM, text: str, target: str | None, *, layers: Sequence[int] | None, heads: Sequence[int] | None
 ) -> tuple[tuple[int, ...], tuple[str, ...], tuple[AttentionMap, ...]]:
-    """(tokens and pieces of the source, maps): of the encoder, then of the decoder, then from decoder to encoder, with
-    those of ``layers`` and ``heads`` (None: all) that each has.  RequestError where none has one of them."""
+    """Return (tokens and pieces of the source, maps): encoder, decoder, then decoder to encoder.
+
+    ``layers``, ``heads``: those to return (None: all). RequestError if none has one of them.
+    """
     model, config = llm.model, llm.model.config
     assert config.encoder is not None
     source = llm.encode(text)
@@ -38,17 +40,17 @@ def encoder_decoder_maps(
     pieces = _pieces(source, words)
     seen: dict[str, dict[int, Tensor]] = {"encoder": {}, "decoder": {}, "cross": {}}
     model.encode(read, _attention_hook(lambda layer: ("encoder", layer), seen))
-    said: tuple[str, ...] = ()
+    target_pieces: tuple[str, ...] = ()
     if config.decoder is not None:
         ids = llm.texts.encode_target(target) if target is not None else _answer(llm, source)
-        said = _pieces(ids, llm.tokenizer)
+        target_pieces = _pieces(ids, llm.tokenizer)
         own = sum(not spec.is_cross_attention for spec in attention_specs(config))
         probe = _attention_hook(lambda layer: ("decoder", layer) if layer < own else ("cross", layer - own), seen)
         model(_step(ids, device)._replace(encoder_input=read), NoCache(config, attention_hook=probe))
     elif target is not None:
         raise RequestError("an encoder reads no target", "leave --target out")
     _check(layers, heads, [stack for stack in (config.encoder, config.decoder) if stack is not None])
-    ends = {"encoder": (pieces, pieces), "decoder": (said, said), "cross": (said, pieces)}
+    ends = {"encoder": (pieces, pieces), "decoder": (target_pieces, target_pieces), "cross": (target_pieces, pieces)}
     maps = []
     for side, found in seen.items():
         for layer in found if layers is None else [layer for layer in layers if layer in found]:
@@ -70,9 +72,9 @@ def _attention_hook(
 
 def _step(ids: Sequence[int], device: torch.device) -> ModelInput:
     every = torch.arange(len(ids), device=device)
-    lane = SubBatch(1, len(ids), len(ids))
+    sub_batch = SubBatch(1, len(ids), len(ids))
     return ModelInput(
-        torch.tensor(ids, device=device), every, (lane,), every, max_seq_lens=torch.full_like(every, len(ids))
+        torch.tensor(ids, device=device), every, (sub_batch,), every, max_seq_lens=torch.full_like(every, len(ids))
     )
 
 
@@ -81,7 +83,7 @@ def _pieces(ids: Sequence[int], tokenizer: Tokenizer | None) -> tuple[str, ...]:
 
 
 def _answer(llm: LLM, source: Sequence[int]) -> list[int]:
-    """What opens a target, and the model's answer behind it."""
+    """Return the tokens that open a target, and the model's answer."""
     opening = llm.texts.encode_target(None)
     most = min(llm.model.config.max_seq_len - 1, 8 + 2 * len(source))
     return (

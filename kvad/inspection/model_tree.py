@@ -1,25 +1,18 @@
-"""A model's architecture as a tree of nodes, from its config alone: what stands where, how large it is, what it caches.
+"""A model's architecture as a tree of nodes, from its configuration alone: parts, sizes, cache groups. No torch.
 
     model
       embedding
       encoder, decoder
         layers 0, 2, 4 (of kind L)        equal layers are one node
-          norm, attention, norm, cross-attention, norm, MLP or experts        in the order in which they are computed
+          norm, attention, norm, cross-attention, norm, MLP or experts        in the order of computation
         norm
       head
-      cache                               the groups of layers that share a table
+      cache                               cache groups
 
-Every parameter of :func:`kvad.config.parameter_shapes.weight_shapes` is counted in exactly one leaf: a node's count is that of
-its own tensors, in all layers that it stands for, and its children's.  ``drawtree.py`` draws it.  No torch.
-
-The parts of a model in words, one line each: what its config says, and what follows from it.  No torch.
-
-What a position encoding allows is said once here (:data:`ALLOWS`), for ``kvad inspect --tree`` and for its test.
-
-A tree of ``lab/tree.py`` drawn: as text of 100 columns, as SVG, as a Mermaid flowchart, as JSON.
-
-Every drawing says the same: titles, lines, shapes and counts; nothing is cut off, what is long goes on in the next
-line.  The SVG stands alone and follows the reader's light or dark scheme.
+Every parameter of :func:`kvad.config.parameter_shapes.weight_shapes` is counted in exactly one leaf: a node's count is
+that of its own tensors, in all layers that it represents, plus its children's. ``ENCODING_SUPPORT`` has what a
+position encoding supports. The tree is drawn as text of 100 columns, SVG, Mermaid or JSON, all with the same titles,
+lines, shapes and counts; long lines are wrapped, never truncated. The SVG follows the reader's light or dark scheme.
 """
 
 from __future__ import annotations
@@ -77,8 +70,7 @@ Position = (
 
 
 class EncodingSupport(NamedTuple):
-    """What a position encoding allows: keys evicted while the others keep their positions, a text that goes on for ever
-    with its positions renumbered, and prefixes that are used again."""
+    """Support of a position encoding for eviction, renumbered positions and prefix reuse."""
 
     eviction: str
     endless: str
@@ -112,7 +104,7 @@ ENCODING_SUPPORT: Mapping[str, EncodingSupport] = {
         "exact",
     ),
     "none": EncodingSupport("exact; no position enters k or v", "nothing to renumber", "exact"),
-    "own": EncodingSupport("as its class has it", "as its class has it", "exact for equal prefixes"),
+    "custom": EncodingSupport("as its class has it", "as its class has it", "exact for equal prefixes"),
     "source": EncodingSupport(
         "none of a source is evicted", "a source does not grow", "of a whole equal source, never of its part"
     ),
@@ -123,23 +115,23 @@ NORM_POSITIONS: Mapping[str, str] = {
     "post": "norms after each half: norm(x + f(x))",
     "sandwich": "norms before and after each half: x + norm(f(norm(x)))",
     "after": "norms after each half, inside the residual: x + norm(f(x))",
-    "normed": "the normed stream goes on: norm(x) + f(norm(x))",
+    "normed": "the normed stream continues: norm(x) + f(norm(x))",
     "parallel": "attention and MLP side by side, one norm: x + attention(norm(x)) + mlp(norm(x))",
     "parallel_pair": "attention and MLP side by side, a norm each: x + attention(norm(x)) + mlp(norm(x))",
 }
 
 
 def encoding_kind(position: Position) -> str:
-    """The key of :data:`ALLOWS`."""
+    """Return the key of :data:`ENCODING_SUPPORT`."""
     return "none" if position is None else position.kind
 
 
 def describe_allowed(kind: str) -> Iterator[str]:
-    """Three lines."""
-    said = ENCODING_SUPPORT[kind]
-    yield f"eviction: {said.eviction}"
-    yield f"endless generation: {said.endless}"
-    yield f"prefix reuse: {said.reuse}"
+    """Describe the support in three lines."""
+    text = ENCODING_SUPPORT[kind]
+    yield f"eviction: {text.eviction}"
+    yield f"endless generation: {text.endless}"
+    yield f"prefix reuse: {text.reuse}"
 
 
 # ---------------------------------------------------------------- positions
@@ -183,12 +175,12 @@ def _scaling(spec: RopeScalingConfig) -> str:
         YarnScalingConfig: "yarn",
         LongRopeScalingConfig: "longrope",
     }
-    said = f"{name[type(spec)]} scaling{factor}, made for {spec.original_max_seq_len:,}"
+    text = f"{name[type(spec)]} scaling{factor}, made for {spec.original_max_seq_len:,}"
     regime = isinstance(spec, (DynamicScalingConfig, LongRopeScalingConfig))
-    return said + (", by a row's limit, fixed when it is admitted" if regime else "")
+    return text + (", by a row's limit, fixed when it is admitted" if regime else "")
 
 
-# ---------------------------------------------------------------- parts
+# ---------------------------------------------------------------- components
 
 
 def describe_norm(spec: NormConfig, width: str = "") -> str:
@@ -244,7 +236,7 @@ def describe_attention(spec: AttentionConfig, dim: int) -> Iterator[str]:
 
 
 def describe_mlp(spec: PlainMLPConfig | GatedMLPConfig | MoEConfig) -> tuple[str, list[str]]:
-    """(title, lines)."""
+    """Return (title, lines)."""
     biases = ", biases" * spec.bias
     if isinstance(spec, PlainMLPConfig):
         return f"MLP of {spec.intermediate_size:,}", [f"{spec.activation}{biases}"]
@@ -259,7 +251,7 @@ def describe_mlp(spec: PlainMLPConfig | GatedMLPConfig | MoEConfig) -> tuple[str
 
 
 def describe_head(config: ModelConfig) -> tuple[str, list[str]]:
-    """(title, lines)."""
+    """Return (title, lines)."""
     spec = config.head
     lines = [] if spec.transform is None else [_transform(spec.transform)]
     if isinstance(spec, PoolingHeadConfig):
@@ -288,11 +280,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class TreeNode:
-    """``part``: model, embedding, stack, layers, norm, attention, cross, mlp, head, cache or group.
+    """A node of the tree.
 
-    ``lines``: what there is to say of it.  ``tensors``: its own, in one layer of those that it stands for.
-    ``parameters``: of all of them, with its children's; None where it has nothing to do with parameters.  ``facts``:
-    the same for machines.
+    ``part``: model, embedding, stack, layers, norm, attention, cross_attention, mlp, head, cache or group; ``lines``:
+    description; ``tensors``: its own, in one of the layers that it represents; ``parameters``: of all of them, with its
+    children's, None if it has none; ``facts``: values for JSON.
     """
 
     part: str
@@ -305,12 +297,17 @@ class TreeNode:
 
 
 def build_model_tree(config: ModelConfig, name: str, *, dtype: str = "float32") -> TreeNode:
-    """``dtype``: of the cache, for its bytes.  ConfigError for layers that cannot be cached."""
+    """Build the tree; ``dtype`` is the cache's, for its bytes.
+
+    ConfigError for layers that cannot be cached.
+    """
     tree = _Builder(config)
     source = config.encoder_input
-    children = [tree.embedding("embed", "embedding" if source is None else "embedding of the target", config.embedding)]
+    children = [
+        tree.embedding("embedding", "embedding" if source is None else "embedding of the target", config.embedding)
+    ]
     if source is not None:
-        children.append(tree.embedding("source", "embedding of the source", source.embedding))
+        children.append(tree.embedding("encoder_embedding", "embedding of the source", source.embedding))
     for side, stack in (("encoder", config.encoder), ("decoder", config.decoder)):
         if stack is not None:
             children.append(tree.stack(side, stack))
@@ -320,16 +317,21 @@ def build_model_tree(config: ModelConfig, name: str, *, dtype: str = "float32") 
     longest = format_count(config.max_seq_len, "token") + (
         "" if source is None else f", of {source.max_seq_len:,} of source"
     )
-    said = f"width {config.hidden_size:,}, vocabulary {config.vocab_size:,}, rows of at most {longest}"
-    facts = {"kind": config.kind, "width": config.hidden_size, "vocab": config.vocab_size, "limit": config.max_seq_len}
+    text = f"width {config.hidden_size:,}, vocabulary {config.vocab_size:,}, rows of at most {longest}"
+    facts = {
+        "kind": config.kind,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "max_seq_len": config.max_seq_len,
+    }
     title = f"{name}, {with_article(config.kind)}"
     return TreeNode(
-        "model", title, (said,), {}, config_lib.parameter_shapes.num_parameters(config), facts, tuple(children)
+        "model", title, (text,), {}, config_lib.parameter_shapes.num_parameters(config), facts, tuple(children)
     )
 
 
 def fold_indices(numbers: Iterable[int]) -> str:
-    """``0-3, 5``; ``0, 2, 4 ... 24`` where many are equally far apart."""
+    """Format ``0-3, 5``, or ``0, 2, 4 ... 24`` for many equal distances."""
     each = sorted(numbers)
     steps = {b - a for a, b in itertools.pairwise(each)}
     if len(each) > 6 and len(steps) == 1 and steps != {1}:
@@ -357,7 +359,7 @@ def _node(
     children: Iterable[TreeNode] = (),
     facts: Mapping[str, object] | None = None,
 ) -> TreeNode:
-    """``once``: tensors that all ``times`` layers share."""
+    """Build a node; ``once``: tensors that all ``times`` layers share."""
     inner, own, shared = tuple(children), tensors or {}, once or {}
     total = times * _count(own) + _count(shared) + sum(child.parameters or 0 for child in inner)
     return TreeNode(part, title, tuple(lines), {**own, **shared}, total, facts or {}, inner)
@@ -372,7 +374,7 @@ class _Builder:
         self.config, self.shapes = config, config_lib.parameter_shapes.weight_shapes(config)
 
     def below(self, module: str) -> Shapes:
-        """The tensors of a module, under what is left of their names."""
+        """Return the tensors of a module, without its prefix."""
         above = f"{module}."
         return {name.removeprefix(above): shape for name, shape in self.shapes.items() if name.startswith(above)}
 
@@ -383,7 +385,7 @@ class _Builder:
         facts: dict[str, object] = {"position": None, "allows": None}
         if embed.position is not None:
             facts["position"] = embed.position.kind
-            if self.config.decoder is not None and name == "embed":
+            if self.config.decoder is not None and name == "embedding":
                 lines += describe_allowed(embed.position.kind)
                 facts["allows"] = ENCODING_SUPPORT[embed.position.kind]._asdict()
         return _node("embedding", title, lines, tensors, facts=facts)
@@ -403,7 +405,11 @@ class _Builder:
             lines.append(f"layers of kinds {stack.layer_pattern}, over and over")
         width = self.config.hidden_size if side == "decoder" else encoder_hidden_size(self.config)
         title = f"{side}, {format_count(stack.num_layers, 'layer')} of width {width:,}"
-        facts = {"layers": stack.num_layers, "pattern": stack.layer_pattern, "norm_place": stack.norm_position}
+        facts = {
+            "num_layers": stack.num_layers,
+            "layer_pattern": stack.layer_pattern,
+            "norm_position": stack.norm_position,
+        }
         return _node("stack", title, lines, children=children, facts=facts)
 
     def layers(self, side: str, stack: StackConfig, letter: str, indices: list[int]) -> TreeNode:
@@ -415,12 +421,19 @@ class _Builder:
             if name == "attention":
                 shared = self.shared(side, letter)
                 parts.append(self.attention(side, layer.attention, tensors, shared, times))
-            elif name == "cross" and layer.cross_attention is not None:
+            elif name == "cross_attention" and layer.cross_attention is not None:
                 parts.append(self.attention(side, layer.cross_attention, tensors, {}, times, cross=True))
             elif name == "mlp":
                 what, lines = describe_mlp(layer.mlp)
                 parts.append(
-                    _node("mlp", what, lines, tensors, times=times, facts={"hidden": layer.mlp.intermediate_size})
+                    _node(
+                        "mlp",
+                        what,
+                        lines,
+                        tensors,
+                        times=times,
+                        facts={"intermediate_size": layer.mlp.intermediate_size},
+                    )
                 )
             else:
                 parts.append(_node("norm", f"{title}: {describe_norm(layer.norm)}", [], tensors, times=times))
@@ -450,33 +463,33 @@ class _Builder:
         if cached:
             lines += describe_allowed(kind)
         facts: dict[str, object] = {
-            "heads": mixer.num_heads,
-            "kv_heads": kv_heads,
+            "num_heads": mixer.num_heads,
+            "num_kv_heads": kv_heads,
             "head_dim": dim,
             "value_dim": mixer.value_dim or dim,
             "window": window,
             "position": kind,
             "allows": ENCODING_SUPPORT[kind]._asdict() if cached else None,
         }
-        part = "cross" if cross else "attention"
+        part = "cross_attention" if cross else "attention"
         return _node(part, title, lines, tensors, times=times, once=shared, facts=facts)
 
     def shared(self, side: str, letter: str) -> Shapes:
-        """What layers of a kind have together: a table of biases, parameters of positions of one's own."""
+        """Return the tensors that layers of a kind share: a bias table, parameters of custom positions."""
         table, own = f"{side}.relative_bias.{letter}", self.below(f"{side}.positions.{letter}")
         found = {"relative (shared)": self.shapes[table]} if table in self.shapes else {}
         return {**found, **{f"positions.{name}": shape for name, shape in own.items()}}
 
 
 def _order(stack: StackConfig, layer: LayerConfig) -> Iterator[tuple[str, str]]:
-    """(module, title of a norm) of a layer, in the order in which they are computed."""
+    """Yield (module, title of a norm) of a layer in order of computation."""
     behind = stack.norm_position in ("post", "after")
     for half, norm, what in (
         ("attention", "norm1", "attention"),
-        ("cross", "norm_cross", "cross-attention"),
+        ("cross_attention", "norm_cross", "cross-attention"),
         ("mlp", "norm2", "the MLP"),
     ):
-        if half == "cross" and layer.cross_attention is None:
+        if half == "cross_attention" and layer.cross_attention is None:
             continue
         there = (norm != "norm1" or layer.pre_attention_norm) and not (
             norm == "norm2" and stack.norm_position == "parallel"
@@ -498,16 +511,16 @@ def _cache(config: ModelConfig, dtype: str) -> TreeNode:
     if config.decoder is None:
         return TreeNode("cache", "no cache", ("an encoder keeps nothing between two steps",), parameters=None)
     source = 0 if config.encoder_input is None else config.encoder_input.max_seq_len
-    asked = CacheConfig(max_num_seqs=1, max_seq_len=config.max_seq_len, max_source_len=source, dtype=dtype)
-    made = build_groups(attention_specs(config), asked)
+    cache_config = CacheConfig(max_num_seqs=1, max_seq_len=config.max_seq_len, max_source_len=source, dtype=dtype)
+    made = build_groups(attention_specs(config), cache_config)
     children = [_group(config, number, group) for number, group in enumerate(made)]
-    token = sum(each.facts["bytes_per_token"] for each in children if not each.facts["cross"])  # type: ignore[misc]
-    said = f"{dtype}, a new token of a row takes {token:,} bytes"
+    token = sum(each.facts["bytes_per_token"] for each in children if not each.facts["is_cross_attention"])  # type: ignore[misc]
+    text = f"{dtype}, a new token of a row takes {token:,} bytes"
     if source:
-        of_source = sum(each.facts["bytes_per_token"] for each in children if each.facts["cross"])  # type: ignore[misc]
-        said += f", one of its source {of_source:,}"
+        of_source = sum(each.facts["bytes_per_token"] for each in children if each.facts["is_cross_attention"])  # type: ignore[misc]
+        text += f", one of its source {of_source:,}"
     title = f"cache, {format_count(len(children), 'group')} of layers that share a table"
-    return TreeNode("cache", title, (said,), {}, None, {"dtype": dtype}, tuple(children))
+    return TreeNode("cache", title, (text,), {}, None, {"dtype": dtype}, tuple(children))
 
 
 def _group(config: ModelConfig, number: int, group: CacheGroup) -> TreeNode:
@@ -531,7 +544,7 @@ def _group(config: ModelConfig, number: int, group: CacheGroup) -> TreeNode:
     )
     facts = {
         "layers": layers,
-        "cross": mixer.is_cross_attention,
+        "is_cross_attention": mixer.is_cross_attention,
         "window": mixer.window,
         "bytes_per_token": size.per_token_payload,
         "bytes_per_row": size.per_seq,
@@ -547,7 +560,7 @@ WIDTH = 100  # columns of text
 
 
 def tree_to_text(root: TreeNode) -> str:
-    """Without a newline at its end."""
+    """Format the tree as text, without a final newline."""
     return "\n".join(line.rstrip() for line in _text(root, "", "", root.parameters or 0))
 
 
@@ -565,22 +578,22 @@ def _text(node: TreeNode, first: str, below: str, whole: int) -> Iterator[str]:
 
 
 def _share(node: TreeNode, whole: int) -> str:
-    """``124,439,808`` and what part of the model that is."""
+    """Format ``124,439,808`` and its share of the model."""
     if not node.parameters:
         return ""
     return f"{node.parameters:,} {100 * node.parameters / max(whole, 1):>5.1f}%"
 
 
 def _shapes(node: TreeNode) -> list[str]:
-    """``q [512, 512]  k [512, 512]``: a matrix under its module's name, its bias beside it."""
-    said = []
+    """Format ``q [512, 512]  k [512, 512]``: a matrix under its module's name, followed by its bias."""
+    text = []
     for name, shape in node.tensors.items():
-        said.append(f"{name.removesuffix('.weight')}\N{NO-BREAK SPACE}{'x'.join(map(str, shape))}")
-    return [", ".join(said)] if said else []
+        text.append(f"{name.removesuffix('.weight')}\N{NO-BREAK SPACE}{'x'.join(map(str, shape))}")
+    return [", ".join(text)] if text else []
 
 
 def _wrapped(line: str, columns: int, indent: str = "") -> list[str]:
-    """A name stays with its shape."""
+    """Wrap a line; a name stays with its shape."""
     pieces = textwrap.wrap(line, columns, subsequent_indent=indent)
     return [piece.replace("\N{NO-BREAK SPACE}", " ") for piece in pieces]
 
@@ -590,21 +603,21 @@ def _wrapped(line: str, columns: int, indent: str = "") -> list[str]:
 WIDE, INDENT, LINE, PAD, GAP = 980, 26, 17, 8, 8  # pixels
 CHARACTER, TITLE = 7.3, 7.9  # pixels of a character, and of a title's
 
-PARTS = {  # part -> colour of its bar on a light and on a dark page
+PARTS = {  # part -> color of its bar on a light and on a dark page
     "model": ("#5b6472", "#9aa5b5"),
     "embedding": ("#1f7a8c", "#4fb3c6"),
     "stack": ("#5b6472", "#9aa5b5"),
     "layers": ("#5b6472", "#9aa5b5"),
     "norm": ("#8a8f98", "#8791a0"),
     "attention": ("#2457c5", "#7aa2ff"),
-    "cross": ("#7a3fb8", "#bf94f0"),
+    "cross_attention": ("#7a3fb8", "#bf94f0"),
     "mlp": ("#b3541e", "#e79a63"),
     "head": ("#2c7a3f", "#72c287"),
     "cache": ("#a0284b", "#f07a9b"),
     "group": ("#a0284b", "#f07a9b"),
 }
 FONT = 'ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", "Liberation Mono", monospace'
-SCHEME = {  # selector: what it has -> light, dark
+SCHEME = {  # selector: attributes -> light, dark
     ".page": ("fill: #ffffff", "fill: #11151b"),
     ".box": ("fill: #f6f7f9; stroke: #c6ccd6", "fill: #1a2029; stroke: #3a4452"),
     ".link": ("fill: none; stroke: #98a1af", "fill: none; stroke: #566273"),
@@ -624,7 +637,7 @@ def _style() -> str:
 
 
 def tree_to_svg(root: TreeNode) -> str:
-    """Boxes below one another, indented as they hang together; the bar to the left says what a part is."""
+    """Draw indented boxes; the color bar at the left shows the part."""
     boxes: list[str] = []
     high = _box(root, GAP, GAP, root.parameters or 0, boxes)
     head = (
@@ -636,7 +649,7 @@ def tree_to_svg(root: TreeNode) -> str:
 
 
 def _box(node: TreeNode, x: int, y: int, whole: int, out: list[str]) -> int:
-    """Draw a node and what is below it; where the next may begin."""
+    """Draw a node and its children; return the y of the next box."""
     wide = WIDE - GAP - x
     columns = int((wide - 3 * PAD) / CHARACTER)
     count = _share(node, whole)
@@ -658,15 +671,15 @@ def _box(node: TreeNode, x: int, y: int, whole: int, out: list[str]) -> int:
     return after
 
 
-def _xml(said: str) -> str:
-    return escape(said, {'"': "&quot;"})
+def _xml(text: str) -> str:
+    return escape(text, {'"': "&quot;"})
 
 
 # ---------------------------------------------------------------- Mermaid
 
 
 def tree_to_mermaid(root: TreeNode) -> str:
-    """A flowchart, from left to right; GitHub and its kind draw it from a block of three backticks and ``mermaid``."""
+    """Build a flowchart from left to right, for a ``mermaid`` block in Markdown."""
     return "\n".join(["flowchart LR", *_mermaid(root, "n0", root.parameters or 0), *CLASSES]) + "\n"
 
 
@@ -675,26 +688,26 @@ CLASSES = [f"  classDef {part} stroke:{light},stroke-width:2px" for part, (light
 
 def _mermaid(node: TreeNode, name: str, whole: int) -> Iterator[str]:
     count = _share(node, whole)
-    said = [f"<b>{_quoted(node.title)}</b>", *([" ".join(count.split())] if count else [])]
-    said += [_quoted(line) for line in (*node.lines, *_shapes(node))]
-    yield f'  {name}["{"<br/>".join(said)}"]:::{node.part}'
+    text = [f"<b>{_quoted(node.title)}</b>", *([" ".join(count.split())] if count else [])]
+    text += [_quoted(line) for line in (*node.lines, *_shapes(node))]
+    yield f'  {name}["{"<br/>".join(text)}"]:::{node.part}'
     for number, child in enumerate(node.children):
         yield from _mermaid(child, f"{name}_{number}", whole)
         yield f"  {name} --> {name}_{number}"
 
 
-def _quoted(said: str) -> str:
-    """As Mermaid has it: entities by name or number between # and ;."""
-    said = said.replace("\N{NO-BREAK SPACE}", " ")
+def _quoted(text: str) -> str:
+    """Escape for Mermaid: entities by name or number between # and ;."""
+    text = text.replace("\N{NO-BREAK SPACE}", " ")
     codes = {"#": "#35;", '"': "#quot;", "<": "#lt;", ">": "#gt;", "`": "#96;"}
-    return "".join(codes.get(char, char) for char in said)
+    return "".join(codes.get(char, char) for char in text)
 
 
 # ---------------------------------------------------------------- JSON
 
 
 def tree_to_json(node: TreeNode) -> Mapping[str, object]:
-    """``{"part", "title", "lines", "tensors": {name: shape}, "parameters", "facts", "children"}``, nested."""
+    """Build ``{"part", "title", "lines", "tensors": {name: shape}, "parameters", "facts", "children"}``, nested."""
     return {
         "part": node.part,
         "title": node.title,

@@ -27,8 +27,11 @@ RC_PARAMS = {"svg.fonttype": "none", "svg.hashsalt": "kvad", "font.size": 9.0, "
 
 @dataclass(frozen=True)
 class PlotSeries:
-    """A named curve; ``dots`` marks its points (few ones, as of a bench), ``faint`` draws it thin (raw loss), and
-    ``dashed`` interrupts it; ``colour``: a number, the same for curves that belong together."""
+    """A named curve.
+
+    ``dots`` marks its points, ``faint`` draws it thin (raw loss), ``dashed`` interrupts it; ``color``: a number, equal
+    for related curves.
+    """
 
     name: str
     x: Sequence[float]
@@ -41,7 +44,7 @@ class PlotSeries:
 
 @dataclass(frozen=True)
 class PlotPanel:
-    """Curves over one axis of their own."""
+    """Curves over one y axis."""
 
     label: str
     series: Sequence[PlotSeries]
@@ -60,7 +63,10 @@ class HeatMapGrid:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file; a last line that was cut short is left out.  Raises DataError for another file."""
+    """Read the objects of a JSONL file; an incomplete last line is omitted.
+
+    DataError for other files.
+    """
     try:
         lines = path.read_text("utf-8").splitlines()
     except FileNotFoundError as error:
@@ -92,9 +98,12 @@ def _not_metrics(path: Path, why: str) -> DataError:
 def build_series(
     lines: Sequence[Mapping[str, Any]], x: str, y: Sequence[str], *, by: str | None = None, name: str = ""
 ) -> list[PlotSeries]:
-    """One series per key of ``y``, and per value of ``by`` where it is given; lines without both keys are passed over.
+    """Build one series per key of ``y``, and per value of ``by`` if given.
 
-    Raises UsageError for a key that no line has, with the nearest one.
+    Lines without both keys are skipped.
+
+    Raises:
+        UsageError: For a key that no line has, with the nearest one.
     """
     known = {key for line in lines for key, value in line.items() if _is_number(value)}
     for key in (x, *y):
@@ -132,8 +141,10 @@ def draw_series(
 ) -> list[Path]:
     """Draw the curves into every file of ``out``.
 
-    Raises UsageError for an ending that is none of ENDINGS, SaveError if the disk refuses, ModuleNotFoundError where
-    matplotlib is not installed.
+    Raises:
+        UsageError: For a suffix that is not in ENDINGS.
+        SaveError: If a file cannot be written.
+        ModuleNotFoundError: If matplotlib is not installed.
     """
     _check_endings(out)
     if not any(len(one.x) for one in series):
@@ -156,9 +167,9 @@ def draw_grids(
     x_label: str = "",
     y_label: str = "",
 ) -> list[Path]:
-    """Draw heat maps into every file of ``out``, ``across`` in a row (None: an empty place), each cell with its number.
+    """Draw heat maps into every file of ``out``, ``across`` in a row (None: an empty cell), each cell with its number.
 
-    Raises as :func:`draw`.
+    Raises as :func:`draw_series`.
     """
     _check_endings(out)
     if not any(grids):
@@ -173,9 +184,9 @@ def draw_grids(
 
 
 def draw_attention(pieces: Sequence[str], maps: Sequence[AttentionMap], out: Sequence[Path]) -> list[Path]:
-    """Draw heads' weights into every file of ``out``, four in a row, shaded by the square root as ``draw.py`` does.
+    """Draw heads' weights into every file of ``out``, four in a row, shaded by square root as in attention_plot.py.
 
-    Raises as :func:`draw`.
+    Raises as :func:`draw_series`.
     """
     _check_endings(out)
     if not maps:
@@ -207,7 +218,7 @@ def draw_attention(pieces: Sequence[str], maps: Sequence[AttentionMap], out: Seq
 
 
 def _plain(piece: str) -> str:
-    """A token as a label: short, and without what would begin a formula."""
+    """Shorten a token to a label, without formula signs."""
     return (piece if len(piece) <= 20 else piece[:19] + "…").replace("$", r"\$")
 
 
@@ -241,7 +252,7 @@ def _heat_maps(grids: Sequence[HeatMapGrid | None], across: int, title: str, x_l
 
 
 def draw_loss(metrics: Path, out: Sequence[Path], *, title: str = "") -> list[Path]:
-    """The loss curves of a training run's ``metrics.jsonl``; ``[]`` where no step was logged yet."""
+    """Build the loss curves of a run's ``metrics.jsonl``; ``[]`` if no step was logged yet."""
     lines = read_jsonl(metrics) if metrics.exists() else []
     steps = [line for line in lines if line.get("kind") == "step"]
     evals = [line for line in lines if line.get("kind") == "eval"]
@@ -296,7 +307,10 @@ def _curves(axes: Axes, series: Sequence[PlotSeries]) -> None:
 
 
 def draw_panels(panels: Sequence[PlotPanel], out: Sequence[Path], *, x_label: str, title: str = "") -> list[Path]:
-    """Draw panels, one below the other over one axis, into every file of ``out``.  Raises as :func:`draw`."""
+    """Draw panels, one below the other over one x axis, into every file of ``out``.
+
+    Raises as :func:`draw_series`.
+    """
     _check_endings(out)
     import matplotlib as mpl
     from matplotlib.figure import Figure

@@ -1,8 +1,6 @@
-"""Where a row's tokens came from when it was seated, and where they went when it gave way: reasons and life lines.
+"""Origin of a sequence's tokens at admission, their way out at preemption, and the storage of an engine at the end.
 
-Plain values in, sentences out; the recorder (``microscope.py``) asks.
-
-Where an engine's cache lives at the end of a run: pool, tiers, spill, parking; bytes, blocks, and in words.
+Plain values in, texts out; called by the tracer (``cache_trace.py``).
 """
 
 from __future__ import annotations
@@ -16,27 +14,30 @@ from kvad.engine import Engine, scheduling
 from kvad.errors import format_count
 from kvad.inspection.trace_report import Reason, StorageReport, TraceStep
 
-PREFIX_CACHE_LOCATIONS = {"ram": "the RAM tier", "packed": "packed RAM (a tier)", "disk": "the disk tier"}
+PREFIX_CACHE_LOCATIONS = {"ram": "the RAM store", "packed": "the RAM store (compressed)", "disk": "the disk store"}
 SWAP_LOCATIONS = {"ram": "RAM", "disk": "disk", None: "RAM, beyond its bound"}
 MISSING_TEXT = {
-    "unknown": "the tiers know no more of it",
-    "torn": "the next block of it is damaged",
-    "alien": "the next block of it is of another version",
-    "other": "the next block of it is of another model",
+    "unknown": "the block stores have no more of it",
+    "damaged": "the next block of it is damaged",
+    "foreign": "the next block of it is of another version",
+    "mismatch": "the next block of it is of another model",
     "collision": "the next block of it holds other tokens",
-    "gone": "the next block of it had gone from the tiers",
-    "missing": "the next block of it had gone from the tiers",
+    "gone": "the next block of it was dropped from the block stores",
+    "missing": "the next block of it was dropped from the block stores",
     "failed": "reading the next block of it failed",
     "withdrawn": "the next block of it was withdrawn",
-    "moved": "the pool had lost more of it meanwhile",
-    "no room": "the pool has no room for what the tiers know of it",
+    "moved": "the pool evicted more of it meanwhile",
+    "no room": "the pool has no room for its blocks in the block stores",
 }
 
 
 class TokenOrigin(NamedTuple):
-    """Of the first ``tokens``, with which a row was seated at ``step``.  ``way``: "found" (in the pool's
-    prefixes, and in the tiers: ``tiers`` has the place by group and block), "restored" (left by an earlier request,
-    ``session`` in words), "back" (its own copy, from ``place``) or "shared" (with the sample it was forked from)."""
+    """Origin of the first ``tokens`` at an admission.
+
+    ``source``: "found" (in the pool's prefix cache and in block stores: ``restored`` has the location by group and
+    block), "restored" (left by an earlier request, described by ``session``), "back" (its own copy, from ``location``)
+    or "shared" (with the sample that it was forked from).
+    """
 
     step: int
     source: str = "found"
@@ -47,34 +48,38 @@ class TokenOrigin(NamedTuple):
     restored: Mapping[tuple[int, int], str] = {}
 
     def describe(self, group: int, at: int, length: int, lower: str) -> Reason:
-        """Why token ``at`` is there, in the state ``lower`` where it is held there in another way."""
+        """Return why token ``at`` is there, in the state ``lower`` if it is stored in another form."""
         when, form = f"at step {self.step}", f", {lower}" if lower else ""
         if self.source == "restored":
             return Reason("restored", f"restored {when} from {self.session}{form}", length, source="session")
         if self.source == "back":
             return Reason(
-                "back", f"back {when}, from {SWAP_LOCATIONS[self.location]}{form}", length, source=self.location
+                "swapped-in",
+                f"swapped in {when}, from {SWAP_LOCATIONS[self.location]}{form}",
+                length,
+                source=self.location,
             )
         place = self.restored.get((group, at // self.size))
         if place is not None:
-            return Reason("tier", f"read back from {PREFIX_CACHE_LOCATIONS[place]} {when}", length, source=place)
+            return Reason(
+                "prefix-cache", f"read back from {PREFIX_CACHE_LOCATIONS[place]} {when}", length, source=place
+            )
         return Reason("hit", f"found {when} in the prefix cache, in the pool", length, source="pool")
 
 
 def restored_locations(found: manager.prefix_offload.PrefetchResult | None) -> dict[tuple[int, int], str]:
-    """(group, block of the row) -> the place from which it was read back."""
-    came = () if found is None else found.blocks
-    return {(group, each.depth - 1): each.location for each in came for group in each.groups}
+    """Map (group, block of the sequence) to the location that it was read from."""
+    blocks = () if found is None else found.blocks
+    return {(group, each.depth - 1): each.location for each in blocks for group in each.groups}
 
 
 # ---------------------------------------------------------------- a row's life
 
 
 def admission_origin(
-    origin: TokenOrigin, found: manager.prefix_offload.PrefetchResult | None, nbytes: int, missed: str
+    origin: TokenOrigin, found: manager.prefix_offload.PrefetchResult | None, nbytes: int, miss_reason: str
 ) -> str:
-    """``nbytes``: of what was restored, or of the copy that came back, where known; ``missed``: why what an earlier
-    request left was of no use."""
+    """Describe an admission; ``missed`` is the reason why an earlier request's state was not used."""
     known = format_count(origin.tokens, "token")
     size = f" ({nbytes:,} bytes)" if nbytes else ""
     if origin.source == "shared":
@@ -83,14 +88,16 @@ def admission_origin(
         return f", {known} restored from {origin.session}{size}"
     if origin.source == "back":
         return f", {known} back from {SWAP_LOCATIONS[origin.location]}{size}"
-    told = f", {known} found in the prefix cache: {_describe_locations(origin, found)}" if origin.tokens else ""
+    text = f", {known} found in the prefix cache: {_describe_locations(origin, found)}" if origin.tokens else ""
     if found is not None and found.miss_reason:
-        told += f"; {MISSING_TEXT.get(found.miss_reason, 'the tiers gave no more of it')} ({found.miss_reason})"
-    return told + (f"; {origin.session} is of no use: {missed}" if missed else "")
+        text += (
+            f"; {MISSING_TEXT.get(found.miss_reason, 'the block stores returned no more of it')} ({found.miss_reason})"
+        )
+    return text + (f"; {origin.session} cannot be used: {miss_reason}" if miss_reason else "")
 
 
 def _describe_locations(origin: TokenOrigin, found: manager.prefix_offload.PrefetchResult | None) -> str:
-    """How many of the tokens were where."""
+    """Count the tokens by location."""
     blocks, nbytes = Counter[str](), Counter[str]()
     for each in () if found is None else found.blocks:
         blocks[each.location] += 1
@@ -98,27 +105,30 @@ def _describe_locations(origin: TokenOrigin, found: manager.prefix_offload.Prefe
     if found is not None and found.num_skipped:
         blocks[found.blocks[0].location] += found.num_skipped  # whatever brought the rest made these free
     pool = origin.tokens - sum(blocks.values()) * origin.size
-    told = [f"{pool} in the pool"] if pool or not blocks else []
+    text = [f"{pool} in the pool"] if pool or not blocks else []
     for place, count in blocks.items():
-        told.append(f"{count * origin.size} read back from {PREFIX_CACHE_LOCATIONS[place]} ({nbytes[place]:,} bytes)")
-    return ", ".join(told)
+        text.append(f"{count * origin.size} read back from {PREFIX_CACHE_LOCATIONS[place]} ({nbytes[place]:,} bytes)")
+    return ", ".join(text)
 
 
 def preemption_reason(swapped: scheduling.preemption.PreemptionRecord, held: int) -> tuple[str, str]:
-    """(cause, life line) of a row of ``held`` tokens that gave way."""
+    """Return the cause and the event text of a preempted sequence of ``held`` tokens."""
     if swapped.action == "out":
         return (
-            "parked",
-            f"parked: {format_count(held, 'token')}, {swapped.nbytes:,} bytes, swapped to {SWAP_LOCATIONS[swapped.location]}",
+            "swapped-out",
+            (
+                f"swapped out: {format_count(held, 'token')}, {swapped.nbytes:,} bytes, "
+                f"to {SWAP_LOCATIONS[swapped.location]}"
+            ),
         )
-    return "preempted", f"preempted: given back, its {format_count(held, 'token')} are to be computed again"
+    return "preempted", f"preempted: its {format_count(held, 'token')} are to be recomputed"
 
 
 def loss_reason(swapped: scheduling.preemption.PreemptionRecord) -> str:
-    """What became of a copy that will not come back."""
+    """Describe the outcome of a lost copy."""
     if swapped.action == "lost":
         return f"its copy is lost: {swapped.reason}"
-    return "its copy is dropped: enough of it is in the prefix cache by now, the rest is computed again"
+    return "its copy is dropped: enough of it is in the prefix cache by now, the rest is recomputed"
 
 
 def start_kind(swapped: scheduling.preemption.PreemptionRecord | None, forked: bool) -> str:
@@ -153,13 +163,13 @@ def _storage_report(
 
 def _pool(engine: Engine, steps: Sequence[TraceStep]) -> StorageReport:
     stats, sizes = engine.kv_cache_manager.stats(), engine.kv_cache.block_bytes()
-    kept = [used + idle for used, idle in zip(stats.used, stats.evictable, strict=True)]
-    held = sum(count * size for count, size in zip(kept, sizes, strict=True))
+    num_held = [used + idle for used, idle in zip(stats.used, stats.evictable, strict=True)]
+    held = sum(count * size for count, size in zip(num_held, sizes, strict=True))
     whole = sum(count * size for count, size in zip(stats.total, sizes, strict=True))
     peak = max((sum(n * size for n, size in zip(step.used, sizes, strict=True)) for step in steps), default=0)
     more = f"{format_count(sum(stats.evictable), 'block')} kept for reuse" if any(stats.evictable) else ""
     evicted = f"{format_count(sum(stats.evictions), 'block')} evicted" if any(stats.evictions) else ""
-    return _storage_report("pool", held, whole, sum(kept), sum(stats.total), peak, more, evicted)
+    return _storage_report("pool", held, whole, sum(num_held), sum(stats.total), peak, more, evicted)
 
 
 def _prefix_cache_usage(engine: Engine) -> Iterator[StorageReport]:
@@ -171,21 +181,21 @@ def _prefix_cache_usage(engine: Engine) -> Iterator[StorageReport]:
     if ram.limit:
         packed = f"{ram.compressed} packed" if ram.compressed else ""
         gone = f"{format_count(ram.evictions, 'block')} evicted" if ram.evictions else ""
-        yield _storage_report("tier RAM", ram.bytes, ram.limit, ram.num_blocks, None, None, packed, gone)
+        yield _storage_report("RAM store", ram.bytes, ram.limit, ram.num_blocks, None, None, packed, gone)
     if disk.limit:
         pinned = f"{disk.pinned} pinned" if disk.pinned else ""
         moved = f"{disk.written_bytes:,} bytes written, {disk.read_bytes:,} read"
         off = f"off: {disk.disabled_reason}" if disk.disabled_reason else ""
-        yield _storage_report("tier disk", disk.bytes, disk.limit, disk.num_blocks, None, None, pinned, moved, off)
+        yield _storage_report("disk store", disk.bytes, disk.limit, disk.num_blocks, None, None, pinned, moved, off)
 
 
 def _offload_usage(engine: Engine, steps: Sequence[TraceStep]) -> Iterator[StorageReport]:
-    """Of a group that is spilled, the lowest numbers lie in host memory."""
+    """Return the location of an offloaded block: the lowest indices are in host memory."""
     spill = engine.kv_cache.offload_reader
     if spill is None:
         return
     stats, pools, shares = spill.stats(), engine.kv_cache_manager.pools, spill.plan.shares
-    for name, on_disk, read in (("spilled RAM", False, stats.from_ram), ("spilled disk", True, stats.from_disk)):
+    for name, on_disk, read in (("offload RAM", False, stats.from_ram), ("offload disk", True, stats.from_disk)):
         bytes_of = {n: share.layers * share.block_bytes for n, share in shares.items()}
         room = {n: share.disk if on_disk else share.ram for n, share in shares.items()}
         if not any(room.values()):
@@ -210,9 +220,9 @@ def _swap_usage(engine: Engine) -> Iterator[StorageReport]:
     parked = stats.swap_space
     if parking.ram or stats.to_ram:
         swapped = f"{format_count(stats.to_ram, 'row')} swapped there"
-        yield _storage_report("parked RAM", parked.ram_bytes, parking.ram, None, None, parked.ram_peak, swapped)
+        yield _storage_report("swap RAM", parked.ram_bytes, parking.ram, None, None, parked.ram_peak, swapped)
     if parking.files is not None:
         written = f"{format_count(parked.written, 'row')} written ({parked.written_bytes:,} bytes)"
         read = f"{parked.read} read ({parked.read_bytes:,} bytes)"
         failed = f"{format_count(parked.failed, 'operation')} failed: {parked.fault}" if parked.failed else ""
-        yield _storage_report("parked disk", parked.disk_bytes, None, None, None, None, written, read, failed)
+        yield _storage_report("swap disk", parked.disk_bytes, None, None, None, None, written, read, failed)

@@ -9,7 +9,7 @@ const make = (tag, text, kind) => {
   if (kind) element.className = kind;
   return element;
 };
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 const LABEL = 130, BARS = 44, HIGH = 15, UNWRITTEN = names.indexOf("unwritten"), EVICTED = names.indexOf("evicted");
 const last = data.steps.length;
 const met = new Set(["hot", "evicted", "unwritten", ...data.rows.flatMap((row) => row.lines.flatMap((line) => line.changes.map((c) => c.state)))]);
@@ -35,8 +35,8 @@ const replay = (row, step) => row.lines.map((line) => {
   }
   return codes;
 });
-const heads = (row, line) => (line.head === null ? line.layers.reduce((n, layer) => n + row.mass[layer].length, 0) : 1);
-const massOf = (row, at) => row.mass.reduce((n, layer) => n + layer.reduce((m, head) => m + head[at], 0), 0);
+const heads = (row, line) => (line.head === null ? line.layers.reduce((n, layer) => n + row.attention_mass[layer].length, 0) : 1);
+const massOf = (row, at) => row.attention_mass.reduce((n, layer) => n + layer.reduce((m, head) => m + head[at], 0), 0);
 
 function tally(row) {
   const counts = names.map(() => 0);
@@ -72,12 +72,12 @@ function map(row) {
   const width = LABEL + view.wide * length, height = BARS + HIGH * row.lines.length + 20, scale = devicePixelRatio || 1;
   canvas.width = width * scale; canvas.height = height * scale;
   canvas.style.width = `${width}px`; canvas.style.height = `${height}px`;
-  const pen = canvas.getContext("2d"), fill = names.map(colour), ink = colour("ink"), dim = colour("dim");
+  const pen = canvas.getContext("2d"), fill = names.map(color), ink = color("ink"), dim = color("dim");
   pen.scale(scale, scale);
   pen.font = "12px system-ui, sans-serif"; pen.textBaseline = "middle"; pen.fillStyle = dim;
   pen.fillText("attention", 0, BARS - 14);
   const mass = row.tokens.map((_, at) => massOf(row, at)), top = Math.max(...mass) || 1;
-  pen.fillStyle = colour("bar");
+  pen.fillStyle = color("bar");
   mass.forEach((x, at) => {
     const high = Math.sqrt(x / top) * (BARS - 8);
     pen.fillRect(LABEL + at * view.wide, BARS - 4 - high, Math.max(1, view.wide - 1), high);
@@ -95,10 +95,10 @@ function map(row) {
   for (let at = 0; at < length; at += Math.max(10, 10 * Math.ceil(4 / view.wide))) {
     pen.fillText(String(at), LABEL + at * view.wide, height - 9);
   }
-  pen.fillStyle = colour("mark");
+  pen.fillStyle = color("mark");
   pen.fillRect(LABEL + row.prompt * view.wide - 1, BARS - 2, 1, HIGH * row.lines.length + 4);
   if (view.at >= 0) {
-    pen.strokeStyle = colour("mark"); pen.lineWidth = 2;
+    pen.strokeStyle = color("mark"); pen.lineWidth = 2;
     pen.strokeRect(LABEL + view.at * view.wide - 1, BARS - 1, view.wide + 1, HIGH * row.lines.length + 2);
   }
 }
@@ -114,7 +114,7 @@ function story(row) {
   const all = row.tokens.reduce((n, _, other) => n + massOf(row, other), 0) || 1;
   const parts = [piece, make("p", `token ${at}, id ${row.tokens[at]}, ${kind}`, "dim"),
     make("p", `attention ${got.toPrecision(4)}, ${((100 * got) / all).toFixed(2)}% of all`)];
-  parts.push(make("p", row.mass.map((layer, n) =>
+  parts.push(make("p", row.attention_mass.map((layer, n) =>
     `layer ${n}: ${layer.reduce((m, head) => m + head[at], 0).toPrecision(3)}`).join(", "), "dim"));
   const told = new Map();
   row.lines.forEach((line, n) => {
@@ -142,7 +142,7 @@ function blocks(row) {
     bar.append(inner);
     const group = data.groups[block.group], held = block.tokens ? `${block.tokens} of ${block.first}\u2013${block.last}` : "none";
     const known = (block.rows > 1 ? `${block.rows} rows` : "1 row") + (block.published ? ", published" : "");
-    line.append(make("td", String(block.block)), make("td", spans("layer", group.layers)), make("td", group.form),
+    line.append(make("td", String(block.block)), make("td", spans("layer", group.layers)), make("td", group.state),
       make("td", held), make("td", known), make("td", `${(100 * shares[n]).toFixed(1)}%`), bar);
     return line;
   }));
@@ -156,7 +156,7 @@ function show() {
   const did = span ? `: tokens ${span.start}\u2013${span.start + span.count - 1}` : "";
   const used = view.step ? data.steps[view.step - 1].used.map((n, g) => `${n} of ${data.groups[g].blocks}`).join(", ") : "0";
   $("now").textContent = `step ${view.step} of ${last}${did}; blocks in use: ${used}`;
-  $("life").textContent = row.life.filter((each) => each.step <= view.step).map((each) => `step ${each.step}: ${each.text}`).join("; ");
+  $("events").textContent = row.events.filter((each) => each.step <= view.step).map((each) => `step ${each.step}: ${each.text}`).join("; ");
   tally(row); words(row); map(row); story(row);
 }
 
@@ -186,9 +186,9 @@ function choose(number) {
 $("title").textContent = data.model || "a run";
 $("facts").textContent = `${data.policy}, ${data.layout}, ${data.layers} layers, ${last} steps`;
 $("groups").replaceChildren(...data.groups.map((group) => make("p",
-  `${spans("layer", group.layers)}: ${group.form === "hot" ? group.policy : group.form}, ${group.stored}, ` +
+  `${spans("layer", group.layers)}: ${group.state === "hot" ? group.policy : group.state}, ${group.stored}, ` +
   `${group.kv_heads} kv heads, blocks of ${group.block_size}`, "dim")));
-$("places").replaceChildren(...data.places.map((place) => make("p", `at the end, ${place.text}`, "dim")));
+$("storage").replaceChildren(...data.storage.map((place) => make("p", `at the end, ${place.text}`, "dim")));
 $("rows").replaceChildren(...data.rows.map((row, number) => {
   const option = make("option", `row ${number}: ${row.pieces.slice(0, 8).join("").slice(0, 40)}\u2026`);
   option.value = number;

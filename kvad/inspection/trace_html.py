@@ -20,12 +20,12 @@ BODY = """<main>
 <h1 id="title"></h1>
 <p id="facts"></p>
 <div id="groups"></div>
-<div id="places"></div>
+<div id="storage"></div>
 <div class="card">
 <div class="bar"><select id="rows" aria-label="row"></select><button id="play">Play</button>
 <input id="step" type="range" min="0" value="0" aria-label="step"><span id="now"></span></div>
 <div class="legend" id="legend"></div>
-<p class="dim" id="life"></p>
+<p class="dim" id="events"></p>
 </div>
 <div class="card"><h2>Text</h2><div id="words"></div></div>
 <div class="split">
@@ -41,7 +41,7 @@ BODY = """<main>
 
 
 def trace_to_html(slide: TraceReport) -> str:
-    """The whole file."""
+    """Build the whole file."""
     style, script = (Path(__file__).with_suffix(ending).read_text(encoding="utf-8") for ending in (".css", ".js"))
     rules = f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'"
     title = html.escape(f"{slide.model}: {slide.policy}")
@@ -73,6 +73,6 @@ def _digest(source: str) -> str:
 
 
 def _data(slide: TraceReport) -> str:
-    """JSON that no HTML parser can leave: the three signs that mean something to one are escaped."""
-    said = json.dumps(trace_to_json(slide), allow_nan=False, separators=(",", ":"))
-    return said.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    """Encode as JSON that no HTML parser can leave: the three characters with a meaning in HTML are escaped."""
+    text = json.dumps(trace_to_json(slide), allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,4 +1,4 @@
-"""What the cache microscope saw, as one plain value, and the same as JSON (``drawslide.py``: as text).
+"""The cache trace as one plain value, and as JSON (``trace_text.py``: as text).
 
 A :class:`Slide` is of one run.  In each of its rows every position is, in each line (layers that keep the same tokens,
 or one kv head of a layer where heads keep others), in exactly one *state* at a time:
@@ -6,10 +6,10 @@ or one kv head of a layer where heads keep others), in exactly one *state* at a 
 ==  ==============  ================================================================================
 #   ``hot``         held as it was computed, by this row alone
 =   ``shared``      the same, in a block that other rows count on, or that was found in the prefix cache
-o   ``packed``      held in the formats of a hierarchy's packed level
-~   ``summarised``  one of several tokens that one slot stands for
-s   ``spilled``     held as it was computed, in host memory or on disk
-x   ``away``        not in the pool: the row was preempted (parked, or computed again later)
+o   ``quantized``   held in the formats of a tiered policy's quantized level
+~   ``summarized``  one of several tokens that one slot stands for
+s   ``offloaded``   held as it was computed, in host memory or on disk
+x   ``swapped``     not in the pool: the row was preempted (copied out, or recomputed later)
 .   ``evicted``     no later token of this row will see it
 -   ``unwritten``   not computed: the last sampled token never is
 ==  ==============  ================================================================================
@@ -28,32 +28,32 @@ SCHEMA = 1
 STATES = {
     "hot": "#",
     "shared": "=",
-    "packed": "o",
-    "summarised": "~",
-    "spilled": "s",
-    "away": "x",
+    "quantized": "o",
+    "summarized": "~",
+    "offloaded": "s",
+    "swapped": "x",
     "evicted": ".",
     "unwritten": "-",
 }
 
 
 class Reason(NamedTuple):
-    """``cause``, ``text``: a sentence, and ``length``: the row's, at which it happened.
+    """Reason of a change: ``cause``, ``text``, and ``length`` of the sequence at that time.
 
     ==============================  =========================================================================
-    written, own                    computed; in a block that no other row counts on any more
-    hit, shared, fork               in the prefix cache's pool; with rows that came later; as the sample it is of
-    tier                            read back from a tier, ``source``: "ram", "packed" (in RAM) or "disk"
-    restored                        as an earlier request left it (``source`` "session"), gone included
-    window, rank, gone              let go by a policy: by position, by rank, a level's end
-    packed, summary, spilled        moved on to another level
-    parked, preempted               gave way: copied out (``source``: where to, "ram" or "disk"), or given back
-    back, again                     came back: its copy (``source``: from where), or computed again
-    lost                            nothing says why: a bug
-    ==============================  =========================================================================
+    written, own                    computed; in a block that no other sequence references any more
+    hit, shared, fork               in the pool's prefix cache; shared with later sequences; copied from the parent
+    sample prefix-cache                    read from a block store, ``source``: "ram", "packed" (in RAM) or "disk"
+    restored                        as an earlier request left it (``source`` "session"), evictions included window,
+    score, dropped          evicted by a policy: by position, by score, at the end of the last level quantized,
+    summarized,          moved to another level offloaded swapped-out, preempted          preempted: copied out
+    (``source``: to "ram" or "disk"), or dropped swapped-in, recomputed          returned: its copy (``source``: from
+    where), or recomputed lost                            without a reason: a bug ==============================
+    =========================================================================
 
-    Of a rank: the token's ``score``, its ``place`` among the ``of`` tokens that were held (1: the best), and ``least``,
-    the lowest score that stayed (None: whatever stayed would have stayed anyway).  ``source`` of a hit: "pool"."""
+    For ``score``: the token's ``score``, its ``rank`` among the ``num_candidates`` held tokens (1: the best), and
+    ``lowest_score``, the lowest that stayed (None: the others would have stayed anyway). ``source`` of a hit: "pool".
+    """
 
     cause: str
     text: str
@@ -66,7 +66,7 @@ class Reason(NamedTuple):
 
 
 class StateChange(NamedTuple):
-    """At ``step`` the positions ``first .. last`` came into ``state``."""
+    """A change: at ``step`` the positions ``first .. last`` got ``state``."""
 
     step: int
     first: int
@@ -76,7 +76,10 @@ class StateChange(NamedTuple):
 
 
 class GroupTrace(NamedTuple):
-    """``head`` None: all kv heads of these layers keep the same.  ``states``: one sign per position, at the end."""
+    """The trace of layers; ``head`` None: all kv heads retain the same.
+
+    ``states``: final signs, one per position.
+    """
 
     group: int
     layers: tuple[int, ...]
@@ -86,10 +89,12 @@ class GroupTrace(NamedTuple):
 
 
 class BlockUse(NamedTuple):
-    """A block that the row could read at its end.  ``tokens`` held there, between ``first`` and ``last`` (of a summary:
-    those it stands for; of heads that keep others: of all heads).  ``rows`` count on it; ``published``: a later row
-    with the same tokens finds it.  ``share``: by layer, of the attention that the row's queries gave, what its present
-    tokens got."""
+    """A block that the sequence could read at its end.
+
+    ``tokens`` in it, between ``first`` and ``last`` (of a summary: those it represents; if heads differ: of all heads);
+    ``rows``: sequences that reference it; ``published``: a later sequence with the same tokens finds it; ``share``: by
+    layer, share of the sequence's attention that its present tokens received.
+    """
 
     group: int
     block: int
@@ -102,14 +107,19 @@ class BlockUse(NamedTuple):
 
 
 class SequenceEventRecord(NamedTuple):
+    """An event of a sequence: admitted, preempted, swapped."""
+
     step: int
     text: str
 
 
 class SequenceReport(NamedTuple):
-    """One sample of one request.  ``tokens`` and ``pieces``: prompt and generated; ``claimed``: tokens found in the
-    prefix cache (its tiers included), ``restored``: those that an earlier request left.  ``mass``
-    [layers][K][positions]: the attention that each got from this row's queries, summed."""
+    """One sample of one request.
+
+    ``tokens`` and ``pieces``: prompt and generated; ``num_prefix_hits``: tokens found in the prefix cache (block stores
+    included), ``restored``: those that an earlier request left; ``attention_mass`` [layers][K][positions]: sum of the
+    attention from this sequence's queries.
+    """
 
     request: int
     sample: int
@@ -127,8 +137,11 @@ class SequenceReport(NamedTuple):
 
 
 class GroupReport(NamedTuple):
-    """A cache group.  ``form``: the state of what it holds: hot, packed, summarised or spilled; ``policy``: of its
-    layers, in words; ``stored``: its formats; ``blocks`` that rows can own; ``bytes`` of the pool."""
+    """A cache group.
+
+    ``state``: hot, quantized, summarized or offloaded; ``policy``: of its layers; ``stored``: its formats; ``blocks``
+    that sequences can own; ``bytes`` of the pool.
+    """
 
     state: str
     layers: tuple[int, ...]
@@ -141,7 +154,7 @@ class GroupReport(NamedTuple):
 
 
 class StepSpan(NamedTuple):
-    """Tokens ``start .. start + count - 1`` of row number ``row``."""
+    """Tokens ``start .. start + count - 1`` of sequence number ``row``."""
 
     row: int
     start: int
@@ -149,7 +162,7 @@ class StepSpan(NamedTuple):
 
 
 class TraceStep(NamedTuple):
-    """``used``: blocks of each group that rows counted on."""
+    """One step; ``used``: referenced blocks of each group."""
 
     step: int
     spans: tuple[StepSpan, ...]
@@ -157,10 +170,11 @@ class TraceStep(NamedTuple):
 
 
 class StorageReport(NamedTuple):
-    """Where a cache lives, at the run's end: "pool", "tier RAM", "tier disk", "spilled RAM", "spilled disk", "parked
-    RAM", "parked disk".  ``bytes`` in use (``limit`` None: without a bound that is known here), in ``blocks`` ``of`` so
-    many (None: not by blocks); ``peak``: the most bytes at once, where known.  ``text``: all of it, and more, in
-    words."""
+    """Storage used at the end of a run: pool, RAM store, disk store, offload, swap space.
+
+    ``bytes`` in use (``limit`` None: no known bound), in ``blocks`` of ``of`` (None: not in blocks); ``peak``: maximum
+    of bytes, if known; ``text``: a description.
+    """
 
     location: str
     bytes: int
@@ -172,6 +186,8 @@ class StorageReport(NamedTuple):
 
 
 class TraceReport(NamedTuple):
+    """The cache trace of a run."""
+
     model: str
     policy: str
     layout: str
@@ -186,13 +202,16 @@ class TraceReport(NamedTuple):
 
 
 def trace_to_json(slide: TraceReport) -> dict[str, object]:
-    """Plain objects, lists, numbers and texts; docs/kv-cache.md has the schema.  Numbers are rounded to 6 digits."""
+    """Build plain objects, lists, numbers and texts (schema: docs/kv-cache.md).
+
+    Numbers are rounded to 6 digits.
+    """
     names = "model", "policy", "layout", "layers"
     return {
         "schema": SCHEMA,
         **{name: getattr(slide, name) for name in names},
         "states": STATES,
-        "places": [place._asdict() for place in slide.storage],
+        "storage": [place._asdict() for place in slide.storage],
         "groups": [{**group._asdict(), "layers": list(group.layers)} for group in slide.groups],
         "steps": [
             {"step": step.step, "spans": [span._asdict() for span in step.spans], "used": list(step.used)}
@@ -210,8 +229,8 @@ def _row_json(row: SequenceReport) -> dict[str, object]:
         "counts": dict(count_states(row)),
         "lines": [_line_json(line) for line in row.lines],
         "blocks": [{**block._asdict(), "share": [_short(x) for x in block.share]} for block in row.blocks],
-        "mass": [[[_short(x) for x in head] for head in layer] for layer in row.attention_mass],
-        "life": [each._asdict() for each in row.events],
+        "attention_mass": [[[_short(x) for x in head] for head in layer] for layer in row.attention_mass],
+        "events": [each._asdict() for each in row.events],
     }
 
 
@@ -221,8 +240,8 @@ def _line_json(line: GroupTrace) -> dict[str, object]:
 
 
 def _why_json(why: Reason) -> dict[str, object]:
-    said = {name: value for name, value in why._asdict().items() if value is not None}
-    return {name: _short(value) if isinstance(value, float) else value for name, value in said.items()}
+    fields = {name: value for name, value in why._asdict().items() if value is not None}
+    return {name: _short(value) if isinstance(value, float) else value for name, value in fields.items()}
 
 
 def _short(x: float) -> float | None:
@@ -230,7 +249,7 @@ def _short(x: float) -> float | None:
 
 
 def count_states(row: SequenceReport, lines: Sequence[GroupTrace] | None = None) -> Mapping[str, int]:
-    """Positions in each state, every layer and kv head counted."""
+    """Count positions in each state, over all layers and kv heads."""
     signs: Counter[str] = Counter()
     for line in row.lines if lines is None else lines:
         times = (

@@ -34,10 +34,11 @@ def trace_to_text(
     tokens: Sequence[int] = (),
     most: int = 8,
 ) -> str:
-    """A map of every row at its end, without a newline at its end.
+    """Draw a map of every sequence at its end, without a final newline.
 
-    ``layers``, ``heads``: those to draw (None: all).  ``tokens``: positions whose story is told; without any, that of
-    the ``most`` evicted ones that had got most attention.
+    Args:
+        layers, heads: Those to draw (None: all).
+        tokens: Positions whose history is printed; without any, that of the ``most`` evicted ones with most attention.
     """
     parts = [f"{slide.model}: {slide.policy}, {slide.layout}, {format_count(len(slide.steps), 'step')}"]
     parts += [f"  {line}" for line in _groups(slide)]
@@ -60,7 +61,7 @@ def _is_selected(line: GroupTrace, layers: Sequence[int] | None, heads: Sequence
 def _groups(slide: TraceReport) -> Iterator[str]:
     for group in slide.groups:
         last = max((step.used[slide.groups.index(group)] for step in slide.steps), default=0)
-        what = {"hot": group.policy, "summarised": "summaries"}.get(group.state, group.state)
+        what = {"hot": group.policy, "summarized": "summaries"}.get(group.state, group.state)
         yield (
             f"{format_indices('layer', group.layers)}: {what}, {group.stored}, blocks of {group.block_size}, "
             f"{last} of {group.blocks} used at the peak"
@@ -68,15 +69,15 @@ def _groups(slide: TraceReport) -> Iterator[str]:
 
 
 def format_indices(name: str, values: Iterable[int]) -> str:
-    """``layer 3``, ``layers 0-3, 5``."""
+    """Format ``layer 3`` or ``layers 0-3, 5``."""
     ordered, spans = sorted(values), list[list[int]]()
     for value in ordered:
         if spans and spans[-1][1] + 1 == value:
             spans[-1][1] = value
         else:
             spans.append([value, value])
-    said = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
-    return f"{name}{'s' if len(ordered) > 1 else ''} {said}"
+    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+    return f"{name}{'s' if len(ordered) > 1 else ''} {text}"
 
 
 def _heading(number: int, row: SequenceReport) -> Iterator[str]:
@@ -93,7 +94,10 @@ def _heading(number: int, row: SequenceReport) -> Iterator[str]:
 
 
 def _map(row: SequenceReport, lines: Sequence[GroupTrace], width: int) -> Iterator[str]:
-    """One line per different row of states; a cell is as many tokens as the width asks."""
+    """Draw one line per different state sequence.
+
+    A cell has as many tokens as the width requires.
+    """
     drawn = list(_together(lines, row))
     margin = max([len(label) for label, _ in drawn] + [len("attention")]) + 4
     length = len(row.tokens)
@@ -114,13 +118,16 @@ def _map(row: SequenceReport, lines: Sequence[GroupTrace], width: int) -> Iterat
 
 
 def bar_signs(shares: Sequence[float]) -> str:
-    """One sign each, by the square root of what it is of the largest; a blank for nothing."""
+    """Draw one sign per share, by the square root of its ratio to the largest; a blank for zero."""
     top, steps = max(shares, default=0.0) or 1.0, len(BAR_CHARS)
     return "".join(BAR_CHARS[min(steps - 1, int(math.sqrt(x / top) * steps))] if x > 0 else " " for x in shares)
 
 
 def _together(lines: Sequence[GroupTrace], row: SequenceReport) -> Iterator[tuple[str, str]]:
-    """(label, states): what is equal is drawn once; too many different lines are drawn by layer."""
+    """Return (label, states).
+
+    Equal lines are merged, too many different lines are drawn by layer.
+    """
     same: dict[str, list[GroupTrace]] = {}
     for line in lines:
         same.setdefault(line.states, []).append(line)
@@ -137,7 +144,7 @@ def _together(lines: Sequence[GroupTrace], row: SequenceReport) -> Iterator[tupl
 
 
 def _labels(lines: Sequence[GroupTrace], row: SequenceReport) -> Iterator[str]:
-    """``layers 0-2``, ``layer 3 heads 0, 2``."""
+    """Format ``layers 0-2``, ``layer 3 heads 0, 2``."""
     whole: set[int] = set()
     heads: dict[int, list[int]] = {}
     for line in lines:
@@ -156,12 +163,12 @@ def _labels(lines: Sequence[GroupTrace], row: SequenceReport) -> Iterator[str]:
 
 
 def _most_common_state(states: str) -> str:
-    """The commonest; of equally common ones that which is held best."""
+    """Return the most common state; of equally common ones the one that retains most."""
     return max(STATES.values(), key=states.count)
 
 
 def _mass(row: SequenceReport, lines: Sequence[GroupTrace]) -> list[float]:
-    """Over the layers and heads of these lines, by position."""
+    """Sum attention over the layers and heads of these lines, by position."""
     total = [0.0] * len(row.tokens)
     for line in lines:
         for layer in line.layers:
@@ -173,14 +180,14 @@ def _mass(row: SequenceReport, lines: Sequence[GroupTrace]) -> list[float]:
 
 
 def _tally(row: SequenceReport, lines: Sequence[GroupTrace]) -> Iterator[str]:
-    """The legend, with how many there are of each, and what those that have left had got of the attention."""
+    """Draw the legend, with counts, and the attention share of evicted tokens."""
     found, every = count_states(row, lines), sum(map(len, (line.states for line in lines)))
     total = sum(found.values())
     if not total:
         return
     assert every
-    said = [f"{STATES[state]} {state} {number / total:.1%}" for state, number in found.items() if number]
-    yield "  " + "   ".join(said)
+    text = [f"{STATES[state]} {state} {number / total:.1%}" for state, number in found.items() if number]
+    yield "  " + "   ".join(text)
     whole = gone = 0.0
     for line in lines:
         got = _mass(row, [line])
@@ -199,7 +206,7 @@ def _piece(row: SequenceReport, at: int) -> str:
 
 
 def _top_evicted(row: SequenceReport, lines: Sequence[GroupTrace], most: int) -> Iterator[str]:
-    """Of what was evicted, what had got most attention."""
+    """List the evicted tokens with most attention."""
     left: list[tuple[float, StateChange, GroupTrace]] = []
     for line in lines:
         got = _mass(row, [line])
@@ -209,7 +216,7 @@ def _top_evicted(row: SequenceReport, lines: Sequence[GroupTrace], most: int) ->
                 left.append((sum(here) / len(here), change, line))
     left.sort(key=lambda each: -each[0])
     if len(left) > most > 0:
-        yield f"  of {len(left)} that were evicted, the {most} with most attention (--token I tells of others)"
+        yield f"  of {len(left)} that were evicted, the {most} with most attention (--trace-token I shows others)"
     for got_each, change, line in left[:most]:
         last = f" to {change.last}" if change.last > change.first else ""
         named = f"token {change.first}{last} {_piece(row, change.first)}, {_where(line, row)}"
@@ -218,7 +225,7 @@ def _top_evicted(row: SequenceReport, lines: Sequence[GroupTrace], most: int) ->
 
 
 def _blocks(row: SequenceReport, groups: Sequence[GroupReport], chosen: Sequence[int]) -> Iterator[str]:
-    """One bar per block of each group, in the order of its table."""
+    """Draw one bar per block of each group, in the order of its block table."""
     for number, group in enumerate(groups):
         blocks = [block for block in row.blocks if block.group == number]
         if not blocks or not {*chosen} & {*group.layers}:
@@ -243,10 +250,10 @@ def _token_histories(row: SequenceReport, lines: Sequence[GroupTrace], tokens: S
             yield f"  token {at}: this row has {len(row.tokens)} tokens"
             continue
         yield f"  token {at} {_piece(row, at)}, id {row.tokens[at]}, attention {_mass(row, lines)[at]:.4g}"
-        told: dict[tuple[str, ...], list[GroupTrace]] = {}
+        histories: dict[tuple[str, ...], list[GroupTrace]] = {}
         for line in lines:
             story = tuple(change.why.text for change in line.changes if change.first <= at <= change.last)
-            told.setdefault(story, []).append(line)
-        for story, which in told.items():
+            histories.setdefault(story, []).append(line)
+        for story, which in histories.items():
             whole = f"{'; '.join(_labels(which, row))}: {'; '.join(story) or 'not computed'}"
             yield from textwrap.wrap(whole, 100, initial_indent="    ", subsequent_indent="      ")

@@ -1,4 +1,4 @@
-"""The Transformer and the memory that forgets.  Never imports ``kvad.cache``: they meet in ``kvad.model_input``."""
+"""Transformer, attention, layers, positions, heads, LoRA, NoCache and summarizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention as a layer: project, ask the view, project back.  It does not know whether a cache exists."""
+"""The attention layer: project, attend through the view, project back. It does not know whether a cache exists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from kvad import config as cfg
-from kvad import config as config_lib
 from kvad import ops
 from kvad.config import ModelConfig
 from kvad.model.layers import Norm, dropout_active
@@ -18,9 +17,14 @@ PositionEncoding = Rotary | AlibiSlopes | RelativeBuckets | PositionBias | None
 
 
 class Attention(nn.Module):
-    """Multi-head attention with grouped keys and values (Ainslie et al. 2023); see :class:`kvad.config.model.Attention`.
+    """Multi-head attention with grouped keys and values (Ainslie et al. 2023).
 
-    ``width``: of the stream, the model's unless given; ``source``: of what keys and values are made of.
+    Args:
+        config: The model's configuration.
+        spec: This layer's attention.
+        norm: The layer's norm, used for q and k unless ``spec`` has another.
+        width: Input and output size, by default hidden_size.
+        key_input_size: Input size of keys and values, by default ``width``.
     """
 
     def __init__(
@@ -57,21 +61,21 @@ class Attention(nn.Module):
         return Norm(self.head_dim, norm, heads if self.spec.qk_norm == "each" else None)
 
     def forward(self, x: Tensor, view: CacheView, encoding: PositionEncoding) -> Tensor:
-        """x [T, E] -> [T, E]."""
-        mixed = view.attend(*self.project(x), self.attention_params(encoding))
-        out: Tensor = self.out(mixed.flatten(-2))
+        """Apply the layer: x [T, E] -> [T, E]."""
+        attended = view.attend(*self.project(x), self.attention_params(encoding))
+        out: Tensor = self.out(attended.flatten(-2))
         return out
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, E] -> q [T, H, D], k [T, K, D], v [T, K, Dv], normalised where the config says so, not yet rotated."""
+        """Project x [T, E] to q [T, H, D], k [T, K, D], v [T, K, Dv], clamped and normalized, not rotated."""
         flat_q, flat_k, flat_v = self.qkv(x, self.q, self.k, self.v)
         if self.spec.clip_qkv is not None:
-            flat_q, flat_k, flat_v = map(self._clipped, (flat_q, flat_k, flat_v))
+            flat_q, flat_k, flat_v = map(self._clip, (flat_q, flat_k, flat_v))
         q = self._heads(flat_q, self.q_norm, self.heads)
         k = self._heads(flat_k, self.k_norm, self.kv_heads)
         return q, k, flat_v.unflatten(-1, (self.kv_heads, self.value_dim))
 
-    def _clipped(self, x: Tensor) -> Tensor:
+    def _clip(self, x: Tensor) -> Tensor:
         return x if self.spec.clip_qkv is None else x.clamp(-self.spec.clip_qkv, self.spec.clip_qkv)
 
     def _heads(self, flat: Tensor, norm: Norm | None, heads: int) -> Tensor:
@@ -82,7 +86,7 @@ class Attention(nn.Module):
         return normed
 
     def attention_params(self, encoding: PositionEncoding) -> AttentionParams:
-        """How this layer's q.k becomes a logit, given what the stack shares among its kind's layers."""
+        """Return this layer's attention parameters, given the encoding that its stack shares."""
         if self.relative_bias is not None:
             position = self.spec.position
             assert isinstance(position, cfg.T5BiasConfig)
@@ -98,7 +102,7 @@ class Attention(nn.Module):
 
 
 class CrossAttention(Attention):
-    """Attention of a decoder to its source (Vaswani et al. 2017, sec. 3.2.3): keys and values come once per source."""
+    """Cross-attention (Vaswani et al. 2017, sec. 3.2.3): keys and values are written once per encoder input."""
 
     def __init__(
         self, config: ModelConfig, spec: cfg.AttentionConfig, norm: cfg.NormConfig, width: int | None = None
@@ -107,14 +111,14 @@ class CrossAttention(Attention):
         self.kv = ops.linear.PackedLinear()
 
     def forward(self, x: Tensor, view: CacheView, encoding: PositionEncoding = None) -> Tensor:
-        """x [T, E] -> [T, E]."""
-        q = self._heads(self._clipped(self.q(x)), self.q_norm, self.heads)
+        """Apply the layer: x [T, E] -> [T, E]."""
+        q = self._heads(self._clip(self.q(x)), self.q_norm, self.heads)
         out: Tensor = self.out(view.attend(q, None, None, self.attention_params(encoding)).flatten(-2))
         return out
 
-    def write_encoder_output(self, source: Tensor, view: CacheView) -> None:
+    def write_encoder_output(self, encoder_output: Tensor, view: CacheView) -> None:
         """Write the keys and values of the encoder's output [S, E]."""
-        flat_k, flat_v = map(self._clipped, self.kv(source, self.k, self.v))
+        flat_k, flat_v = map(self._clip, self.kv(encoder_output, self.k, self.v))
         k = self._heads(flat_k, self.k_norm, self.kv_heads)
         view.write(k, flat_v.unflatten(-1, (self.kv_heads, self.value_dim)))
 
@@ -122,10 +126,11 @@ class CrossAttention(Attention):
 def build_attention(
     config: ModelConfig, spec: cfg.AttentionConfig, norm: cfg.NormConfig, width: int | None = None
 ) -> Attention:
-    """kvad's attention, or the class of one's own that the config names: a subclass of it."""
-    made = Attention if spec.custom_class is None else config_lib.plugins.load_plugin(spec.custom_class, "mixer.own")
-    mixer: Attention = made(config, spec, norm, width)
-    return mixer
+    """Build kvad's attention, or the config's custom subclass of it."""
+    custom = spec.custom_class
+    cls = Attention if custom is None else cfg.plugins.load_plugin(custom, "attention.custom_class")
+    attention: Attention = cls(config, spec, norm, width)
+    return attention
 
 
 def _scale(scale: str | float, head_dim: int) -> float:

@@ -1,7 +1,7 @@
-"""A model whose rows do not show their neighbours: what a row's tokens give is the same, bit for bit, alone and beside
-any others, in any chunks (``ops/invariant.py`` has the means, this is where a model takes them).
+"""Batch-invariant models: the result of a sequence is the same, bit for bit, in any batch and in any chunks.
 
-Norms, softmax and sampling go row by row anyway.  What is left are products, activations and attention.
+Uses ``ops/batch_invariant.py`` for products, activations and attention; norms, softmax and sampling are computed per
+row anyway.
 """
 
 from __future__ import annotations
@@ -22,10 +22,15 @@ from kvad.model.transformer import Transformer
 
 
 def make_batch_invariant(model: Transformer) -> ops.batch_invariant.TileSizes:
-    """Change a model, for good, to tiles that hold on this machine; -> what its memory takes as its kernel: attention
-    has tiles of its own, for what holds of its small products need not hold of the layers'.
+    """Change a model permanently to tiles that are batch-invariant on this machine.
 
-    After :meth:`Transformer.pack`, if at all.  ConfigError names what cannot be promised.
+    Call it after :meth:`Transformer.fuse_projections`, if both are used.
+
+    Returns:
+        The tile sizes of attention, which are the kernel of the model's cache. They may differ from the layers' sizes.
+
+    Raises:
+        ConfigError: If the model, its device or its dtype is not supported.
     """
     _check(model)
     tiles = ops.batch_invariant.find_invariant_tiles(_products(model))
@@ -40,29 +45,35 @@ def make_batch_invariant(model: Transformer) -> ops.batch_invariant.TileSizes:
 
 
 def _check(model: Transformer) -> None:
-    where, dtype = model.token_embedding.device.type, model.token_embedding.dtype
-    if where != "cpu":
-        raise ConfigError(f"deterministic: not promised on {where}: its kernels choose by the batch", "use the CPU")
+    device, dtype = model.token_embedding.device.type, model.token_embedding.dtype
+    if device != "cpu":
+        raise ConfigError(
+            f"deterministic: is not supported on {device}, whose kernels depend on the batch", "use the CPU"
+        )
     if dtype == torch.float16:
-        raise ConfigError("deterministic: not promised in float16", "dtype=float32 or bfloat16")
+        raise ConfigError("deterministic: is not supported in float16", "use dtype=float32 or bfloat16")
     stacks = (model.config.decoder, model.config.encoder)
     for layer in (layer for stack in stacks if stack is not None for layer in stack.layer_types.values()):
-        mixer = layer.attention
-        name = mixer.position.name if isinstance(mixer.position, cfg.CustomPositionsConfig) else mixer.custom_class
+        attention = layer.attention
+        name = (
+            attention.position.name
+            if isinstance(attention.position, cfg.CustomPositionsConfig)
+            else attention.custom_class
+        )
         if name is not None:
-            raise ConfigError(f"deterministic: not promised of {name}, a class that kvad does not know")
+            raise ConfigError(f"deterministic: is not supported with the custom class {name}")
 
 
 def _attentions(model: Transformer) -> Iterator[ops.batch_invariant.MatmulShape]:
-    """Every shape of a product of queries and keys, or of weights and values."""
+    """Yield the shapes of the products of queries and keys, and of weights and values."""
     for module in model.modules():
         if isinstance(module, Attention):
             yield from _attention(module, model.token_embedding.dtype)
 
 
 def _products(model: Transformer) -> Iterator[ops.batch_invariant.MatmulShape]:
-    """Every shape of a product with weights that a step may compute."""
-    dtype, joined = model.token_embedding.dtype, set[nn.Module]()
+    """Yield the shapes of all products with weights."""
+    dtype, packed = model.token_embedding.dtype, set[nn.Module]()
     packs: list[tuple[ops.linear.PackedLinear, tuple[ops.linear.Linear, ...]]]
     for module in model.modules():
         if isinstance(module, Attention):
@@ -73,12 +84,12 @@ def _products(model: Transformer) -> Iterator[ops.batch_invariant.MatmulShape]:
             packs = [(module.gate_up, (module.gate, module.up))]
         else:
             continue
-        for joint, layers in packs:
-            if joint.shape is not None:
-                yield ops.batch_invariant.MatmulShape(joint.shape[1], joint.shape[0], dtype, layers[0].bias is not None)
-                joined.update(layers)
+        for pack, layers in packs:
+            if pack.shape is not None:
+                yield ops.batch_invariant.MatmulShape(pack.shape[1], pack.shape[0], dtype, layers[0].bias is not None)
+                packed.update(layers)
     for module in model.modules():
-        if isinstance(module, ops.linear.Linear) and module not in joined:
+        if isinstance(module, ops.linear.Linear) and module not in packed:
             yield ops.batch_invariant.MatmulShape(
                 module.in_features, module.out_features, dtype, module.bias is not None
             )

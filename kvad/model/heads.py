@@ -1,4 +1,4 @@
-"""What stands at the end of a model: logits over the vocabulary, scores of labels, or one vector per row."""
+"""Heads: logits over the vocabulary, label scores, or one vector per sequence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvad.model_input import SubBatch
 
 
 class HeadTransform(nn.Module):
-    """See :class:`kvad.config.model.Transform`."""
+    """Dense layer, activation and norm before a head's output matrix (``config.HeadTransformConfig``)."""
 
     def __init__(self, width: int, spec: cfg.HeadTransformConfig) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class HeadTransform(nn.Module):
 
 
 class LanguageHead(nn.Module):
-    """Hidden states to logits; a tied head (Press & Wolf 2017) reads the embedding's matrix and owns none."""
+    """Language head; if tied (Press & Wolf 2017), it uses the token table and has no weight."""
 
     tiles: ops.batch_invariant.TileSizes | None = None
 
@@ -47,7 +47,7 @@ class LanguageHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if spec.bias else None
 
     def forward(self, hidden: Tensor, table: Tensor) -> Tensor:
-        """hidden [N, E], table [V, E] -> [N, V]."""
+        """Compute logits [N, V] from hidden [N, E] and the token table [V, E]."""
         hidden = self.pre_logits(hidden)
         logits = ops.linear.linear(hidden, table if self.weight is None else self.weight, self.bias, self.tiles)
         if self.spec.logit_scale != 1.0:
@@ -57,12 +57,12 @@ class LanguageHead(nn.Module):
         return logits
 
     def pre_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, E] -> what is multiplied with the matrix [N, E or the table's width]."""
+        """Return the input of the output matrix [N, E or the table's columns] from hidden [N, E]."""
         return hidden if self.transform is None else self.transform(hidden)
 
 
 class ClassificationHead(nn.Module):
-    """Hidden states (of tokens, or a row's pooled one) to a score for each label."""
+    """Classification head: label scores of tokens, or of pooled sequences."""
 
     tiles: ops.batch_invariant.TileSizes | None = None
 
@@ -74,13 +74,13 @@ class ClassificationHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(len(spec.labels))) if spec.bias else None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[N, E] -> [N, labels]."""
+        """Compute label scores: [N, E] -> [N, labels]."""
         hidden = hidden if self.transform is None else self.transform(hidden)
         return ops.linear.linear(hidden, self.weight, self.bias, self.tiles)
 
 
 class PoolingHead(nn.Module):
-    """A row's pooled hidden state to its embedding."""
+    """Head that turns a pooled hidden state into a sequence embedding."""
 
     def __init__(self, config: ModelConfig, spec: cfg.PoolingHeadConfig) -> None:
         super().__init__()
@@ -88,12 +88,13 @@ class PoolingHead(nn.Module):
         self.transform = None if spec.transform is None else HeadTransform(config.hidden_size, spec.transform)
 
     def forward(self, pooled: Tensor) -> Tensor:
-        """[B, E] -> [B, E], or the transform's width."""
+        """Compute embeddings: [B, E] -> [B, E], or the transform's output size."""
         out = pooled if self.transform is None else self.transform(pooled)
         return F.normalize(out, dim=-1) if self.spec.normalize else out
 
 
 def build_head(config: ModelConfig) -> LanguageHead | ClassificationHead | PoolingHead:
+    """Build the head of a model."""
     if isinstance(config.head, cfg.LanguageHeadConfig):
         return LanguageHead(config, config.head)
     return (
@@ -103,11 +104,11 @@ def build_head(config: ModelConfig) -> LanguageHead | ClassificationHead | Pooli
     )
 
 
-def pool_hidden(hidden: Tensor, lanes: Sequence[SubBatch], how: cfg.Pooling) -> Tensor:
-    """hidden [T, E] -> [B, E], a vector per row in the lanes' order: its first token's, or the mean (in float32)."""
-    rows = []
-    for lane, (low, high) in zip(lanes, ops.sub_batch.sub_batch_spans(lanes), strict=True):
-        each = hidden[low:high].view(lane.num_seqs, lane.num_new_tokens, -1)
+def pool_hidden(hidden: Tensor, sub_batches: Sequence[SubBatch], pooling: cfg.Pooling) -> Tensor:
+    """Pool hidden [T, E] to [B, E], one vector per sequence: its first token's, or the mean (in float32)."""
+    pooled = []
+    for sub_batch, (low, high) in zip(sub_batches, ops.sub_batch.sub_batch_spans(sub_batches), strict=True):
+        states = hidden[low:high].view(sub_batch.num_seqs, sub_batch.num_new_tokens, -1)
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        rows.append(each[:, 0] if how == "first" else each.mean(dim=1, dtype=wide).to(hidden.dtype))
-    return torch.cat(rows)
+        pooled.append(states[:, 0] if pooling == "first" else states.mean(dim=1, dtype=wide).to(hidden.dtype))
+    return torch.cat(pooled)

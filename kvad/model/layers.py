@@ -1,4 +1,4 @@
-"""The parts of a layer that are not attention: norms, MLPs, experts and embeddings."""
+"""Norms, MLPs, mixture of experts and embeddings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _relu2(x: Tensor) -> Tensor:
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
-    """x sigmoid(1.702 x) (Hendrycks & Gimpel 2016, sec. 2)."""
+    """Compute x sigmoid(1.702 x) (Hendrycks & Gimpel 2016, sec. 2)."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -34,20 +34,20 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def dropout_active(share: float, module: nn.Module) -> bool:
-    """Whether a share of what a module makes is dropped now: while it is trained, and a gradient is made."""
-    return share > 0 and module.training and torch.is_grad_enabled()
+def dropout_active(rate: float, module: nn.Module) -> bool:
+    """Return True if dropout applies now: in training, with gradients."""
+    return rate > 0 and module.training and torch.is_grad_enabled()
 
 
-def apply_dropout(x: Tensor, share: float, module: nn.Module) -> Tensor:
-    """x with a share of its numbers as zero and the others divided by what remains, by torch's random numbers."""
-    return F.dropout(x, share) if dropout_active(share, module) else x
+def apply_dropout(x: Tensor, rate: float, module: nn.Module) -> Tensor:
+    """Apply dropout to x if it is active, with torch's random numbers."""
+    return F.dropout(x, rate) if dropout_active(rate, module) else x
 
 
 class Norm(nn.Module):
-    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich 2019) over the last dimension, in float32 at least.
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich 2019) over the last dim, in at least float32.
 
-    ``heads``: x is [..., heads, width] and every head has weights of its own.
+    If ``heads`` is given, x is [..., heads, width] and each head has separate weights.
     """
 
     def __init__(self, width: int, spec: cfg.NormConfig, heads: int | None = None) -> None:
@@ -78,6 +78,8 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 class PlainMLP(nn.Module):
+    """MLP: up, activation, down."""
+
     def __init__(self, width: int, spec: cfg.PlainMLPConfig, dropout: float = 0.0) -> None:
         super().__init__()
         self.dropout = dropout
@@ -91,6 +93,8 @@ class PlainMLP(nn.Module):
 
 
 class GatedMLP(nn.Module):
+    """Gated MLP: activation(gate) * up, down."""
+
     def __init__(self, width: int, spec: cfg.GatedMLPConfig, dropout: float = 0.0) -> None:
         super().__init__()
         self.dropout = dropout
@@ -107,7 +111,7 @@ class GatedMLP(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """See :class:`kvad.config.model.Experts`.  Each expert is computed once, for the tokens that chose it."""
+    """Mixture of experts (``config.MoEConfig``). Each expert is computed once, for the tokens routed to it."""
 
     tiles: ops.batch_invariant.TileSizes | None = None
 
@@ -125,7 +129,7 @@ class MixtureOfExperts(nn.Module):
         self.down_bias = nn.Parameter(torch.zeros(spec.num_experts, width)) if spec.bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [T, E] -> [T, E]."""
+        """Apply the experts: x [T, E] -> [T, E]."""
         share, chosen = self.route(x)
         out = torch.zeros_like(x)
         for expert in chosen.unique().tolist():
@@ -134,7 +138,7 @@ class MixtureOfExperts(nn.Module):
         return out
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, E] -> the shares [T, active], which sum to one, and the experts [T, active]."""
+        """Choose experts for x [T, E]: their weights [T, n], which sum to one, and indices [T, n]."""
         logits = self.router(x)
         wide = torch.promote_types(x.dtype, torch.float32)
         if self.spec.router == "softmax_first":
@@ -143,12 +147,12 @@ class MixtureOfExperts(nn.Module):
         best, chosen = logits.topk(self.spec.num_experts_per_token, dim=-1)
         return best.to(wide).softmax(dim=-1).to(x.dtype), chosen
 
-    def _expert(self, number: int, x: Tensor) -> Tensor:
-        def bias(of: Tensor | None) -> Tensor | None:
-            return None if of is None else of[number]
+    def _expert(self, index: int, x: Tensor) -> Tensor:
+        def bias(biases: Tensor | None) -> Tensor | None:
+            return None if biases is None else biases[index]
 
-        gate = ops.linear.linear(x, self.gate[number], bias(self.gate_bias), self.tiles)
-        up = ops.linear.linear(x, self.up[number], bias(self.up_bias), self.tiles)
+        gate = ops.linear.linear(x, self.gate[index], bias(self.gate_bias), self.tiles)
+        up = ops.linear.linear(x, self.up[index], bias(self.up_bias), self.tiles)
         if self.spec.swiglu_limit is not None:
             gate, up = gate.clamp(max=self.spec.swiglu_limit), up.clamp(-self.spec.swiglu_limit, self.spec.swiglu_limit)
         if self.spec.swiglu_alpha is not None:
@@ -156,25 +160,26 @@ class MixtureOfExperts(nn.Module):
         else:
             inner = self.activation(gate) * up
         inner = apply_dropout(inner, self.dropout, self)
-        return ops.linear.linear(inner, self.down[number], bias(self.down_bias), self.tiles)
+        return ops.linear.linear(inner, self.down[index], bias(self.down_bias), self.tiles)
 
 
 def build_mlp(
     width: int, spec: cfg.PlainMLPConfig | cfg.GatedMLPConfig | cfg.MoEConfig, dropout: float = 0.0
 ) -> PlainMLP | GatedMLP | MixtureOfExperts:
+    """Build the MLP of a configuration."""
     if isinstance(spec, cfg.MoEConfig):
         return MixtureOfExperts(width, spec, dropout)
     return GatedMLP(width, spec, dropout) if isinstance(spec, cfg.GatedMLPConfig) else PlainMLP(width, spec, dropout)
 
 
 class Embedding(nn.Module):
-    """Token ids to vectors; see :class:`kvad.config.model.Embedding`.  ``vocab`` None: the table is another's."""
+    """Token embedding (``config.EmbeddingConfig``); with ``vocab`` None it shares another embedding's table."""
 
     def __init__(self, width: int, vocab: int | None, spec: cfg.EmbeddingConfig) -> None:
         super().__init__()
         self.spec = spec
         table = width if spec.embedding_size is None else spec.embedding_size
-        inner = width if spec.projection == "start" else table  # where positions and segments are added
+        inner = width if spec.projection == "start" else table  # size at which positions and token types are added
         self.tokens = None if vocab is None else nn.Embedding(vocab, table)
         learned = spec.position if isinstance(spec.position, cfg.LearnedPositionsConfig) else None
         self.positions = None if learned is None else nn.Embedding(learned.num_positions, inner)
@@ -185,11 +190,11 @@ class Embedding(nn.Module):
         )
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, table: Tensor | None = None, segments: Tensor | None = None
+        self, tokens: Tensor, positions: Tensor, table: Tensor | None = None, token_types: Tensor | None = None
     ) -> Tensor:
-        """tokens, positions, segments [T] -> [T, E]."""
+        """Embed tokens [T] at positions [T], with token types [T] if any -> [T, E]."""
         if table is None:
-            assert self.tokens is not None, "this embedding reads another's table"
+            assert self.tokens is not None, "this embedding has no table"
             table = self.tokens.weight
         x = F.embedding(tokens, table)
         if self.spec.scale != 1.0:
@@ -204,7 +209,7 @@ class Embedding(nn.Module):
         elif isinstance(self.spec.position, cfg.SinusoidalPositionsConfig):
             x = x + sinusoidal_embedding(positions, x.shape[-1], self.spec.position, x.dtype)
         if self.token_types is not None:
-            x = x + (self.token_types.weight[0] if segments is None else self.token_types(segments))
+            x = x + (self.token_types.weight[0] if token_types is None else self.token_types(token_types))
         if self.norm is not None and not self.spec.norm_first:
             x = self.norm(x)
         return x if self.projection is None or self.spec.projection == "start" else self.projection(x)

@@ -1,13 +1,12 @@
-"""Low-rank adapters beside a frozen model: LoRA (Hu et al. 2021, sec. 4.1).
+"""Low-rank adapters of a frozen model: LoRA (Hu et al. 2021, sec. 4.1).
 
-A product y = W x + b becomes y = W x + b + scale B A x, with A [r, in] and B [out, r]; only A and B are trained.  B
-begins at zero, so an adapted model begins as the model itself; A begins uniform in +-1/sqrt(in), as in the authors'
-code.  ``scale`` is alpha / r, or alpha / sqrt(r) (rank-stabilised: Kalajdzievski 2023).  Merged, W' = W + scale B A, it
-is a plain model again, which every kernel, pack and cache knows: nothing but training ever computes with adapters
-beside the weights.
+A layer y = W x + b becomes y = W x + b + scale B A x, with A [r, in] and B [out, r]; only A and B are trained. B begins
+at zero, so training begins at the base model; A begins uniform in +-1/sqrt(in), as in the authors' code. ``scale`` is
+alpha / r, or alpha / sqrt(r) (rank-stabilized: Kalajdzievski 2023). Outside training, adapters are always merged,
+W' = W + scale B A, which gives an ordinary model.
 
-What can be adapted are the linear parts of the layers, by their names in ``transformer.py``:
-``decoder.layers.0.mixer.q``.  Embeddings, the head, norms, experts' matrices and their routers stay as they are.
+Linear layers are adapted by their names in ``transformer.py``, such as ``decoder.layers.0.attention.q``; embeddings,
+the head, norms, experts and routers are not.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from kvad.model.transformer import Transformer
 
 
 class LoraFactors(NamedTuple):
-    """What is added to a weight [out, in]: ``scale`` times b [out, r] times a [r, in]."""
+    """Factors of the term ``scale * b @ a`` that is added to a weight [out, in]."""
 
-    a: Tensor
-    b: Tensor
+    a: Tensor  # [r, in]
+    b: Tensor  # [out, r]
     scale: float
 
 
 class LoraLinear(ops.linear.Linear):
-    """A linear part with its adapter beside it.  The frozen weight keeps its name and its memory."""
+    """A linear layer with an adapter; the frozen weight keeps its name and storage."""
 
     def __init__(self, base: ops.linear.Linear, rank: int, scale: float, dropout: float) -> None:
-        nn.Module.__init__(self)  # Linear's own would make a weight
+        nn.Module.__init__(self)  # Linear.__init__ would allocate a weight
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
         self.scale, self.dropout = scale, nn.Dropout(dropout)
@@ -45,7 +44,7 @@ class LoraLinear(ops.linear.Linear):
         self.lora_b = nn.Parameter(base.weight.new_zeros(base.out_features, rank))
 
     def forward(self, input: Tensor) -> Tensor:
-        """[.., in] -> [.., out]."""
+        """Apply layer and adapter: [.., in] -> [.., out]."""
         low = ops.linear.linear(self.dropout(input), self.lora_a)
         return ops.linear.linear(input, self.weight, self.bias, self.tiles) + self.scale * ops.linear.linear(
             low, self.lora_b
@@ -53,9 +52,16 @@ class LoraLinear(ops.linear.Linear):
 
 
 def add_adapters(model: Transformer, parts: Iterable[str], rank: int, scale: float, dropout: float = 0.0) -> None:
-    """Freeze the model and put adapters beside the linear ``parts``: from now on only they want gradients.
+    """Freeze the model and add adapters to its linear layers.
 
-    A random; B zero, so nothing that the model says has changed.
+    Outputs do not change, because B is zero.
+
+    Args:
+        model: The model, changed in place.
+        parts: Names of the linear layers.
+        rank: Rank r of the factors.
+        scale: Factor of B A.
+        dropout: Dropout rate of the adapters' input.
     """
     model.requires_grad_(False)
     for part in parts:
@@ -66,14 +72,14 @@ def add_adapters(model: Transformer, parts: Iterable[str], rank: int, scale: flo
 
 
 def adapter_factors(model: Transformer) -> dict[str, LoraFactors]:
-    """Name -> factors of every adapted part; the tensors are the parameters' own."""
-    found = ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLinear))
-    return {name: LoraFactors(module.lora_a.detach(), module.lora_b.detach(), module.scale) for name, module in found}
+    """Return the factors of every adapted layer by name; the tensors share the parameters' storage."""
+    adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+    return {name: LoraFactors(x.lora_a.detach(), x.lora_b.detach(), x.scale) for name, x in adapted.items()}
 
 
 @torch.no_grad()
 def load_factors(model: Transformer, factors: Mapping[str, LoraFactors]) -> None:
-    """Into an adapted model, what :func:`factors_of` gave of one with the same parts and rank."""
+    """Load factors from :func:`adapter_factors` into a model with the same adapters."""
     adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
     assert adapted.keys() == factors.keys()
     for name, module in adapted.items():
@@ -83,7 +89,7 @@ def load_factors(model: Transformer, factors: Mapping[str, LoraFactors]) -> None
 
 @torch.no_grad()
 def merge_weight(weight: Tensor, factors: LoraFactors, dtype: torch.dtype | None = None) -> Tensor:
-    """W + scale B A, [out, in], in ``dtype`` (the weight's own).  Made in float32 at least, and rounded once."""
+    """Return W + scale B A, [out, in], in ``dtype`` or the weight's, computed in at least float32 and rounded once."""
     target = weight.dtype if dtype is None else dtype
     wide = torch.promote_types(torch.promote_types(weight.dtype, target), torch.float32)
     a, b = (x.to(device=weight.device, dtype=wide) for x in (factors.a, factors.b))
@@ -91,7 +97,7 @@ def merge_weight(weight: Tensor, factors: LoraFactors, dtype: torch.dtype | None
 
 
 def factors_fingerprint(factors: Mapping[str, LoraFactors]) -> str:
-    """32 hexadecimal digits that name what they add: parts, scales and every number."""
+    """Return a hash of the factors' names, scales and values, 32 hexadecimal digits."""
     digest = blake2b(digest_size=16)
     for name, (a, b, scale) in sorted(factors.items()):
         digest.update(f"{name} {scale!r} {a.dtype} {tuple(a.shape)} {tuple(b.shape)}".encode())

@@ -1,7 +1,7 @@
-"""Fresh: the memory that forgets.  Every lane row attends to its own new tokens and nothing is kept.
+"""NoCache: every sequence attends to its new tokens of the current model_input only.
 
-Training, encoders and the uncached judge use it; ``kvad verify`` holds every cache against it.  A source is kept, with
-its graph, for the forward pass that it came with.
+Used by training, encoders and the uncached reference of ``kvad verify``. An encoder's output is stored, with its graph,
+for the same forward pass.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from kvad.model_input import AttentionParams, AttentionPattern, CacheView, Model
 
 
 class NoCache:
-    """``open`` gives one view per decoder layer and one per cross-attention; layers of equal reach share masks.
+    """A CacheProtocol without stored keys and values; layers with equal patterns share masks.
 
-    ``specs``: the layers as a cache's policy lets them see (``CacheConfig.narrowed``), to judge that cache by;
-    ``exact``: rotary angles in float64, as a cache of rows without an end has them.
+    Args:
+        config: The model's configuration.
+        specs: Attention specs as restricted by a cache's policy, to serve as that cache's reference.
+        exact_rope: Compute rotary angles in float64, as a cache for endless sequences does.
+        kernel: The attention kernel.
+        attention_hook: Called with each layer's AttentionTrace.
     """
 
     def __init__(
@@ -36,18 +40,18 @@ class NoCache:
         self._exact_rope = exact_rope or any(spec.renumber_positions for spec in self._specs)
         self._kernel, self._attention_hook = kernel, attention_hook
 
-    def open(self, step: ModelInput) -> Sequence[CacheView]:
-        own = [spec for spec in self._specs if not spec.is_cross_attention]
-        views = _views(own, step, self._kernel, self._attention_hook, self._exact_rope)
-        if step.encoder_input is not None:
-            first, count = len(own), len(self._specs) - len(own)
-            shared = _CrossAttentionPlan(step, step.encoder_input)
-            views += [_CrossAttentionView(first + i, shared, self._kernel, self._attention_hook) for i in range(count)]
+    def open(self, model_input: ModelInput) -> Sequence[CacheView]:
+        self_specs = [spec for spec in self._specs if not spec.is_cross_attention]
+        views = _views(self_specs, model_input, self._kernel, self._attention_hook, self._exact_rope)
+        if model_input.encoder_input is not None:
+            first, count = len(self_specs), len(self._specs) - len(self_specs)
+            plan = _CrossAttentionPlan(model_input, model_input.encoder_input)
+            views += [_CrossAttentionView(first + i, plan, self._kernel, self._attention_hook) for i in range(count)]
         return views
 
 
 class EncoderNoCache:
-    """One view per layer of the encoder: it has no other memory than this."""
+    """NoCache for the encoder: one view per layer."""
 
     def __init__(
         self,
@@ -59,36 +63,42 @@ class EncoderNoCache:
         self._specs = encoder_attention_specs(config)
         self._kernel, self._attention_hook = kernel, attention_hook
 
-    def open(self, step: ModelInput) -> Sequence[CacheView]:
-        return _views(self._specs, step, self._kernel, self._attention_hook)
+    def open(self, model_input: ModelInput) -> Sequence[CacheView]:
+        return _views(self._specs, model_input, self._kernel, self._attention_hook)
 
 
 def _views(
     specs: Sequence[AttentionSpec],
-    step: ModelInput,
+    model_input: ModelInput,
     kernel: ops.attention.Kernel,
-    probe: ops.sub_batch.AttentionHook | None,
-    exact: bool = False,
+    attention_hook: ops.sub_batch.AttentionHook | None,
+    exact_rope: bool = False,
 ) -> list[CacheView]:
-    angles = ops.rotary.RotaryCache(step.positions, exact=exact)
-    spans = ops.sub_batch.sub_batch_spans(step.sub_batches)
-    readings: dict[AttentionPattern, list[ops.attention.AttentionMask]] = {}
+    angles = ops.rotary.RotaryCache(model_input.positions, exact=exact_rope)
+    spans = ops.sub_batch.sub_batch_spans(model_input.sub_batches)
+    masks: dict[AttentionPattern, list[ops.attention.AttentionMask]] = {}
     views: list[CacheView] = []
     for index, spec in enumerate(specs):
-        reach = AttentionPattern.from_spec(spec)
-        if reach not in readings:
-            marks = [_token_positions(step, lane, span) for lane, span in zip(step.sub_batches, spans, strict=True)]
-            readings[reach] = [ops.attention.AttentionMask(mark, mark, reach) for mark in marks]
-        views.append(_SelfAttentionView(index, step.sub_batches, spans, readings[reach], angles, kernel, probe))
+        pattern = AttentionPattern.from_spec(spec)
+        if pattern not in masks:
+            pairs = zip(model_input.sub_batches, spans, strict=True)
+            positions = [_token_positions(model_input, sub_batch, span) for sub_batch, span in pairs]
+            masks[pattern] = [ops.attention.AttentionMask(x, x, pattern) for x in positions]
+        views.append(
+            _SelfAttentionView(index, model_input.sub_batches, spans, masks[pattern], angles, kernel, attention_hook)
+        )
     return views
 
 
-def _token_positions(step: ModelInput, lane: SubBatch, span: tuple[int, int]) -> TokenPositions:
-    def cut(flat: Tensor) -> Tensor:
-        return flat[span[0] : span[1]].view(lane.num_seqs, lane.num_new_tokens)
+def _token_positions(model_input: ModelInput, sub_batch: SubBatch, span: tuple[int, int]) -> TokenPositions:
+    def select(flat: Tensor) -> Tensor:
+        return flat[span[0] : span[1]].view(sub_batch.num_seqs, sub_batch.num_new_tokens)
 
     return TokenPositions(
-        *(None if x is None else cut(x) for x in (step.positions, step.document_ids, step.causal_order))  # type: ignore[arg-type]
+        *(
+            None if x is None else select(x)
+            for x in (model_input.positions, model_input.document_ids, model_input.causal_order)
+        )  # type: ignore[arg-type]
     )
 
 
@@ -96,84 +106,96 @@ class _SelfAttentionView:
     def __init__(
         self,
         layer: int,
-        lanes: Sequence[SubBatch],
+        sub_batches: Sequence[SubBatch],
         spans: Sequence[tuple[int, int]],
-        readings: Sequence[ops.attention.AttentionMask],
+        masks: Sequence[ops.attention.AttentionMask],
         angles: ops.rotary.RotaryCache,
         kernel: ops.attention.Kernel,
-        probe: ops.sub_batch.AttentionHook | None,
+        attention_hook: ops.sub_batch.AttentionHook | None,
     ) -> None:
-        self._layer, self._lanes, self._spans, self._readings = layer, lanes, spans, readings
-        self._angles, self._kernel, self._probe = angles, kernel, probe
+        self._layer, self._sub_batches, self._spans, self._masks = layer, sub_batches, spans, masks
+        self._angles, self._kernel, self._attention_hook = angles, kernel, attention_hook
 
-    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: AttentionParams) -> Tensor:
-        assert k is not None and v is not None, "self-attention brings its own keys and values"
-        if score.rotary is not None:
-            q, k = self._angles.rotate(q, score.rotary), self._angles.rotate(k, score.rotary)
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
+        assert k is not None and v is not None, "self-attention needs keys and values"
+        if params.rotary is not None:
+            q, k = self._angles.rotate(q, params.rotary), self._angles.rotate(k, params.rotary)
         outs = []
-        for number, (lane, (low, high), reading) in enumerate(
-            zip(self._lanes, self._spans, self._readings, strict=True)
+        for index, (sub_batch, (low, high), mask) in enumerate(
+            zip(self._sub_batches, self._spans, self._masks, strict=True)
         ):
-            queries = q[low:high].unflatten(0, (lane.num_seqs, lane.num_new_tokens))
-            keys = k[low:high].unflatten(0, (lane.num_seqs, lane.num_new_tokens)).transpose(1, 2)
-            values = v[low:high].unflatten(0, (lane.num_seqs, lane.num_new_tokens)).transpose(1, 2)
+            queries = q[low:high].unflatten(0, (sub_batch.num_seqs, sub_batch.num_new_tokens))
+            keys = k[low:high].unflatten(0, (sub_batch.num_seqs, sub_batch.num_new_tokens)).transpose(1, 2)
+            values = v[low:high].unflatten(0, (sub_batch.num_seqs, sub_batch.num_new_tokens)).transpose(1, 2)
             at = slice(low, high)
-            part = ops.merge.AttentionPart(queries, keys, values, reading)
-            seen = ops.sub_batch.attend_sub_batch(self._layer, number, part, score, self._kernel, self._probe, at)
+            part = ops.merge.AttentionPart(queries, keys, values, mask)
+            seen = ops.sub_batch.attend_sub_batch(
+                self._layer, index, part, params, self._kernel, self._attention_hook, at
+            )
             outs.append(seen.out.flatten(0, 1))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=0)
 
     def write(self, k: Tensor, v: Tensor) -> None:
-        raise AssertionError("self-attention reads no source")
+        raise AssertionError("self-attention has no encoder output to write")
 
 
 class _CrossAttentionPlan:
-    """Which source row each decoder row attends to: shared by the cross-attention of all layers."""
+    """The encoder sequence of each decoder sequence, plan by the cross-attention of all layers."""
 
-    def __init__(self, step: ModelInput, source: ModelInput) -> None:
-        assert len(step.sub_batches) in (0, len(source.sub_batches)), "a lane of sources for each lane of rows"
-        self.spans, self.sources = (
-            ops.sub_batch.sub_batch_spans(step.sub_batches),
-            ops.sub_batch.sub_batch_spans(source.sub_batches),
+    def __init__(self, model_input: ModelInput, encoder_input: ModelInput) -> None:
+        assert len(model_input.sub_batches) in (0, len(encoder_input.sub_batches)), (
+            "encoder and decoder sub-batches must match"
         )
-        self.lanes, self.readings = [], []
-        for lane, span, there, at in zip(step.sub_batches, self.spans, source.sub_batches, self.sources, strict=False):
-            self.lanes.append((ops.sub_batch.fold_rows(lane, there.num_seqs), there))
+        self.spans, self.encoder_spans = (
+            ops.sub_batch.sub_batch_spans(model_input.sub_batches),
+            ops.sub_batch.sub_batch_spans(encoder_input.sub_batches),
+        )
+        self.sub_batches, self.masks = [], []
+        for sub_batch, span, encoder_sub_batch, at in zip(
+            model_input.sub_batches, self.spans, encoder_input.sub_batches, self.encoder_spans, strict=False
+        ):
+            self.sub_batches.append((ops.sub_batch.fold_rows(sub_batch, encoder_sub_batch.num_seqs), encoder_sub_batch))
             queries, keys = (
-                _token_positions(step, ops.sub_batch.fold_rows(lane, there.num_seqs), span),
-                _token_positions(source, there, at),
+                _token_positions(model_input, ops.sub_batch.fold_rows(sub_batch, encoder_sub_batch.num_seqs), span),
+                _token_positions(encoder_input, encoder_sub_batch, at),
             )
             if queries.document_id is None or keys.document_id is None:
                 queries, keys = queries._replace(document_id=None), keys._replace(document_id=None)
-            self.readings.append(ops.attention.AttentionMask(queries, keys, AttentionPattern(causal=False)))
+            self.masks.append(ops.attention.AttentionMask(queries, keys, AttentionPattern(causal=False)))
 
 
 class _CrossAttentionView:
     def __init__(
         self,
         layer: int,
-        shared: _CrossAttentionPlan,
+        plan: _CrossAttentionPlan,
         kernel: ops.attention.Kernel,
-        probe: ops.sub_batch.AttentionHook | None,
+        attention_hook: ops.sub_batch.AttentionHook | None,
     ) -> None:
-        self._layer, self._shared, self._kernel, self._probe = layer, shared, kernel, probe
-        self._held: tuple[Tensor, Tensor] | None = None
+        self._layer, self._plan, self._kernel, self._attention_hook = layer, plan, kernel, attention_hook
+        self._written: tuple[Tensor, Tensor] | None = None
 
     def write(self, k: Tensor, v: Tensor) -> None:
-        self._held = k, v
+        self._written = k, v
 
-    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: AttentionParams) -> Tensor:
-        assert k is None and v is None and self._held is not None, "the source is written before it is read"
-        shared, (keys, values), outs = self._shared, self._held, []
-        for number, (lane, there) in enumerate(shared.lanes):
-            (low, high), (first, last) = shared.spans[number], shared.sources[number]
-            queries, reading = q[low:high].unflatten(0, (lane.num_seqs, lane.num_new_tokens)), shared.readings[number]
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
+        assert k is None and v is None and self._written is not None, (
+            "the encoder output must be written before it is read"
+        )
+        plan, (keys, values), outs = self._plan, self._written, []
+        for index, (sub_batch, encoder_sub_batch) in enumerate(plan.sub_batches):
+            (low, high), (first, last) = plan.spans[index], plan.encoder_spans[index]
+            queries, mask = q[low:high].unflatten(0, (sub_batch.num_seqs, sub_batch.num_new_tokens)), plan.masks[index]
             k, v = (
-                x[first:last].unflatten(0, (there.num_seqs, there.num_new_tokens)).transpose(1, 2)
+                x[first:last]
+                .unflatten(0, (encoder_sub_batch.num_seqs, encoder_sub_batch.num_new_tokens))
+                .transpose(1, 2)
                 for x in (keys, values)
             )
             at = slice(low, high)
-            part = ops.merge.AttentionPart(queries, k, v, reading)
-            seen = ops.sub_batch.attend_sub_batch(self._layer, number, part, score, self._kernel, self._probe, at)
+            part = ops.merge.AttentionPart(queries, k, v, mask)
+            seen = ops.sub_batch.attend_sub_batch(
+                self._layer, index, part, params, self._kernel, self._attention_hook, at
+            )
             outs.append(seen.out.flatten(0, 1))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=0)

@@ -1,8 +1,8 @@
-"""Position encodings as plain functions of positions and a config.
+"""Position encodings as functions of positions and a config.
 
-Sinusoidal tables (Vaswani et al. 2017, sec. 3.5), RoPE frequencies with their scalings (Su et al. 2021; linear,
-dynamic NTK, Llama 3, YaRN, LongRoPE) and ALiBi slopes (Press et al. 2021).  No tensor here depends on how far a
-cache has come: a row's regime follows from its *limit*, fixed at admission.
+Sinusoidal embeddings (Vaswani et al. 2017, sec. 3.5), RoPE frequencies with their scalings (Su et al. 2021; linear,
+dynamic NTK, Llama 3, YaRN, LongRoPE) and ALiBi slopes (Press et al. 2021). No tensor depends on the current length of a
+sequence, only on its maximum length, which is fixed at admission.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvad.config import (
 def sinusoidal_embedding(
     positions: Tensor, width: int, spec: SinusoidalPositionsConfig, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """positions [T] -> [T, width].
+    """Compute sinusoidal embeddings [T, width] of positions [T].
 
     ``interleaved``: PE(p, 2i) = sin(p / base^(2i/width)), PE(p, 2i+1) = cos of the same.  ``concat`` puts all sines
     before all cosines; ``fairseq`` likewise with base^(i/(width/2 - 1)).
@@ -41,8 +41,10 @@ def sinusoidal_embedding(
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """One slope per head: 2^(-8h/n), h = 1..n, for a power of two n; otherwise the slopes of the next lower power,
-    then every second one of the next higher."""
+    """Return one slope per head: 2^(-8h/n), h = 1..n, if n is a power of two.
+
+    Otherwise: the slopes of the next lower power of two, then every second slope of the next higher one.
+    """
     lower = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8 * (i + 1) / lower) for i in range(lower)]
     between = [2.0 ** (-8 * (i + 1) / (2 * lower)) for i in range(0, 2 * lower, 2)]
@@ -50,27 +52,27 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def depends_on_length(rope: RopeConfig) -> bool:
-    """Whether the frequencies differ between rows of different limits."""
+    """Return True if the frequencies depend on the maximum length of the sequence."""
     return isinstance(rope.scaling, (DynamicScalingConfig, LongRopeScalingConfig))
 
 
-def rope_regime(rope: RopeConfig, limit: int) -> int:
-    """Equal for limits that give equal frequencies."""
+def rope_regime(rope: RopeConfig, max_seq_len: int) -> int:
+    """Return a number that is equal for maximum lengths with equal frequencies."""
     if isinstance(rope.scaling, DynamicScalingConfig):
-        return max(limit, rope.scaling.original_max_seq_len)
+        return max(max_seq_len, rope.scaling.original_max_seq_len)
     if isinstance(rope.scaling, LongRopeScalingConfig):
-        return int(limit > rope.scaling.original_max_seq_len)
+        return int(max_seq_len > rope.scaling.original_max_seq_len)
     return 0
 
 
-def rope_frequencies(rope: RopeConfig, dim: int, limit: int) -> Tensor:
-    """Radians per position of each pair, [D_rot/2] in float32, for a row that may reach ``limit`` tokens."""
+def rope_frequencies(rope: RopeConfig, dim: int, max_seq_len: int) -> Tensor:
+    """Return radians per position of each pair, [D_rot/2] in float32, for sequences of at most ``max_seq_len``."""
     rotated = int(dim * rope.partial_rotary_factor)
     exponent = torch.arange(0, rotated, 2, dtype=torch.int64).to(torch.float32) / rotated
     scaling = rope.scaling
     theta = rope.theta
-    if isinstance(scaling, DynamicScalingConfig) and limit > scaling.original_max_seq_len:
-        growth = scaling.factor * limit / scaling.original_max_seq_len - (scaling.factor - 1)
+    if isinstance(scaling, DynamicScalingConfig) and max_seq_len > scaling.original_max_seq_len:
+        growth = scaling.factor * max_seq_len / scaling.original_max_seq_len - (scaling.factor - 1)
         theta = theta * growth ** (rotated / (rotated - 2))
     frequencies = 1.0 / (theta**exponent)
     if isinstance(scaling, LinearScalingConfig):
@@ -80,20 +82,20 @@ def rope_frequencies(rope: RopeConfig, dim: int, limit: int) -> Tensor:
     if isinstance(scaling, YarnScalingConfig):
         return _yarn(theta**exponent, scaling, rope.theta, rotated)
     if isinstance(scaling, LongRopeScalingConfig):
-        factors = scaling.long_factor if limit > scaling.original_max_seq_len else scaling.short_factor
+        factors = scaling.long_factor if max_seq_len > scaling.original_max_seq_len else scaling.short_factor
         return 1.0 / (torch.tensor(factors, dtype=torch.float32) * theta**exponent)
     return frequencies
 
 
-def rope_attention_factor(rope: RopeConfig, limit: int) -> float:
-    """What multiplies cos and sin.  ``limit`` is the model's, not the row's: one factor per model."""
+def rope_attention_factor(rope: RopeConfig, max_seq_len: int) -> float:
+    """Return the factor of cos and sin; ``max_seq_len`` is the model's, not the sequence's."""
     scaling = rope.scaling
     if isinstance(scaling, YarnScalingConfig):
         return _yarn_factor(scaling)
     if isinstance(scaling, LongRopeScalingConfig):
         if scaling.attention_factor is not None:
             return scaling.attention_factor
-        growth = scaling.factor if scaling.factor is not None else limit / scaling.original_max_seq_len
+        growth = scaling.factor if scaling.factor is not None else max_seq_len / scaling.original_max_seq_len
         return 1.0 if growth <= 1 else math.sqrt(1 + math.log(growth) / math.log(scaling.original_max_seq_len))
     return 1.0
 
@@ -108,8 +110,11 @@ def _llama3(frequencies: Tensor, s: Llama3ScalingConfig) -> Tensor:
 
 
 def _yarn(powers: Tensor, s: YarnScalingConfig, theta: float, rotated: int) -> Tensor:
-    """``powers`` = theta^(2i/D); in the order of the reference code, so that it agrees to the last bit: at position
-    100,000 the last bit of a frequency is a hundredth of a radian."""
+    """Compute YaRN's frequencies; ``powers`` is theta^(2i/D).
+
+    The order of operations is that of the reference code, for equal bits: at position 100,000 the last bit of a
+    frequency is a hundredth of a radian.
+    """
 
     def dimension(turns: float) -> float:
         return rotated * math.log(s.original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))

@@ -1,15 +1,14 @@
-"""Learned summaries: one key, one value and a weight for every ``ratio`` tokens, by a small module per layer.
+"""Learned summaries: one key, value and weight for every ``ratio`` tokens, from a small module per layer.
 
-A mean of keys and values says what a chunk's tokens would say if their keys were equal.  What it loses, two parts give
-back, for each kv head apart:
+The mean of keys and values is exact if all keys are equal. Two parts, per kv head, restore some of its loss:
 
-* *Which tokens count.*  Those that queries look at more: softmax(u . [k; v] + place) over the chunk, u learned, of keys
-  and of values apart (attention pooling).
-* *A correction* of key, value and weight, of low rank, from a hidden layer over the tokens.  The weight above all: mean
-  exp(q . k) is at least exp(q . mean(k)), and more the more the keys differ, so a mean is looked at too little.
+* Attention pooling: tokens are weighted by softmax(u . [k; v] + position_bias) over the chunk, with learned u for keys
+  and for values.
+* A low-rank correction of key, value and weight from a hidden layer over the tokens. The weight matters most: mean
+  exp(q . k) is at least exp(q . mean(k)), the more so the more the keys differ, so a mean gets too little attention.
 
-All that is learned begins at zero: an untrained compressor is the mean, to the bit.  Nothing here knows of a cache:
-:class:`Compressor` is handed to one, layer by layer, as a callable (``Compressor.by_layer``).
+The learned parts begin at zero: an untrained summarizer computes exactly the mean. This module does not depend on
+the cache, which receives one callable per layer (``Summarizer.by_layer``).
 """
 
 from __future__ import annotations
@@ -26,59 +25,74 @@ from kvad.errors import ConfigError
 
 
 class LayerSummarizer(nn.Module):
-    """Of one layer: K kv heads, keys of D and values of Dv numbers, ``ratio`` tokens a summary, ``hidden`` units."""
+    """Summarizer of one layer: K kv heads, dims D and Dv, ``ratio`` tokens per summary, ``hidden`` units."""
 
     def __init__(self, kv_heads: int, head_dim: int, value_dim: int, ratio: int, hidden: int) -> None:
         super().__init__()
         self.sizes = kv_heads, head_dim, value_dim
         both = head_dim + value_dim
-        self.query = nn.Parameter(torch.zeros(kv_heads, 2, both))  # which tokens count, for the key and for the value
-        self.position_bias = nn.Parameter(torch.zeros(kv_heads, 2, ratio))  # the same, by their place
+        self.query = nn.Parameter(torch.zeros(kv_heads, 2, both))  # weights of tokens, for key and value
+        self.position_bias = nn.Parameter(torch.zeros(kv_heads, 2, ratio))  # weights by position in the chunk
         self.hidden_weight = nn.Parameter(torch.randn(kv_heads, both, hidden) * both**-0.5)
         self.hidden_bias = nn.Parameter(torch.zeros(kv_heads, hidden))
         self.output_weight = nn.Parameter(torch.zeros(kv_heads, hidden, both + 1))
 
     def forward(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """keys [n, K, ratio, D] not rotated, values [n, K, ratio, Dv] -> those of the summaries, [n, K, D] and
-        [n, K, Dv], and what is to be added to log(ratio) [n, K].  In the dtype of the keys."""
-        look, place, inner, bias, outer = (
+        """Summarize chunks, in the dtype of the keys.
+
+        Args:
+            keys: [n, K, ratio, D], not rotated.
+            values: [n, K, ratio, Dv].
+
+        Returns:
+            Keys [n, K, D], values [n, K, Dv], and logits [n, K] that are added to log(ratio).
+        """
+        query, position_bias, hidden_weight, bias, output_weight = (
             x.to(keys.dtype)
             for x in (self.query, self.position_bias, self.hidden_weight, self.hidden_bias, self.output_weight)
         )
         tokens = torch.cat((keys, values), dim=-1)  # [n, K, ratio, D + Dv]
-        seen = torch.einsum("nkrd,ksd->nksr", tokens, look) + place
-        share = seen.softmax(-1) - torch.zeros_like(seen).softmax(-1)  # beyond that of the mean
+        seen = torch.einsum("nkrd,ksd->nksr", tokens, query) + position_bias
+        share = seen.softmax(-1) - torch.zeros_like(seen).softmax(-1)  # relative to the mean
         of_key, of_value = share.unsqueeze(-1).unbind(2)
-        hidden = F.silu(torch.einsum("nkrd,kdh->nkrh", tokens, inner) + bias.unsqueeze(1)).mean(2)
-        more_key, more_value, weight = torch.einsum("nkh,kho->nko", hidden, outer).split((*self.sizes[1:], 1), dim=-1)
+        hidden = F.silu(torch.einsum("nkrd,kdh->nkrh", tokens, hidden_weight) + bias.unsqueeze(1)).mean(2)
+        more_key, more_value, weight = torch.einsum("nkh,kho->nko", hidden, output_weight).split(
+            (*self.sizes[1:], 1), dim=-1
+        )
         key = keys.mean(2) + ((of_key * keys).sum(2) + more_key)
         value = values.mean(2) + ((of_value * values).sum(2) + more_value)
         return key, value, weight.squeeze(-1)
 
 
 class Summarizer(nn.Module):
-    """Of a model: a :class:`LayerCompressor` for each layer that keeps all its tokens, by the layer's number.
+    """Summarizer of a model: a :class:`LayerSummarizer` for each causal layer without a window, by layer index.
 
-    ``mixers``: as ``config.mixers`` gives them.  ConfigError where no layer's tokens could be summarised.
+    Args:
+        specs: The model's ``config.attention_specs``.
+        ratio: Tokens per summary.
+        hidden: Hidden units.
+
+    Raises:
+        ConfigError: If no layer can be summarized.
     """
 
-    def __init__(self, mixers: Sequence[AttentionSpec], ratio: int, hidden: int = 16) -> None:
+    def __init__(self, specs: Sequence[AttentionSpec], ratio: int, hidden: int = 16) -> None:
         super().__init__()
         self.ratio, self.hidden = ratio, hidden
         self.layers = nn.ModuleDict()
-        for number, mixer in enumerate(mixers):
-            if mixer.causal and not mixer.is_cross_attention and mixer.window is None:
-                sizes = mixer.num_kv_heads, mixer.head_dim, mixer.value_dim
-                self.layers[str(number)] = LayerSummarizer(*sizes, ratio, hidden)
+        for index, spec in enumerate(specs):
+            if spec.causal and not spec.is_cross_attention and spec.window is None:
+                sizes = spec.num_kv_heads, spec.head_dim, spec.value_dim
+                self.layers[str(index)] = LayerSummarizer(*sizes, ratio, hidden)
         if not self.layers:
-            raise ConfigError("no layer of this model keeps all its tokens: there is nothing to summarise")
+            raise ConfigError("summarizer: the model must have a causal layer without a window")
 
     def by_layer(self) -> dict[int, LayerSummarizer]:
-        """As a cache takes them."""
+        """Return the layers' summarizers by layer index, as KVCache takes them."""
         return {int(name): layer for name, layer in self.layers.items()}  # type: ignore[misc]
 
     def fingerprint(self) -> str:
-        """Names what it says: its ratio and every number that it has learned."""
+        """Return a hash of the ratio and all parameters."""
         digest = hashlib.blake2b(f"{self.ratio}".encode(), digest_size=16)
         for name, tensor in self.state_dict().items():
             digest.update(name.encode())

@@ -1,14 +1,14 @@
-"""The Transformer (Vaswani et al. 2017) over flat tokens and any memory: a decoder, an encoder, or both.
+"""The Transformer (Vaswani et al. 2017) over flat tokens and any cache: a decoder, an encoder, or both.
 
-``hidden = model(step, memory)``; ``logits = model.logits(hidden, step.wanted)``.  The same code trains (memory =
-Fresh, packed documents), prefills, decodes and judges.  Parameter names are what checkpoints store:
+``hidden = model(model_input, cache)``; ``logits = model.logits(hidden, model_input.logit_indices)``. The same code
+trains (NoCache, packed documents), prefills, decodes and computes the uncached reference. Names in checkpoints:
 
-    embed.tokens.weight  [embed.positions.weight]  [embed.segments.weight]  [embed.norm.*]  [embed.project.*]
-    [source.*]                                     likewise, of the encoder's side of an encoder-decoder
-    decoder.layers.{i}.mixer.{q,k,v,out}.{weight,bias}  .mixer.{q,k}_norm.weight  .mixer.sink_logits  .mixer.relative
-    decoder.layers.{i}.cross.{q,k,v,out}.{weight,bias}
+    embedding.tokens.weight  [.positions.weight]  [.token_types.weight]  [.norm.*]  [.projection.*]
+    [encoder_embedding.*]                          the same for the encoder of an encoder-decoder
+    decoder.layers.{i}.attention.{q,k,v,out}.{weight,bias}  .{q,k}_norm.weight  .sink_logits  .relative_bias
+    decoder.layers.{i}.cross_attention.{q,k,v,out}.{weight,bias}
     decoder.layers.{i}.mlp.{up,gate,down}.{weight,bias}  .mlp.router.*  .norm{1,2,_cross}.*  [.norm{1,2,_cross}_after.*]
-    decoder.relative.{kind}  decoder.norm.*        encoder.* likewise
+    decoder.relative_bias.{type}  decoder.norm.*   the same for encoder.*
     [head.transform.{dense,norm}.*]  [head.weight]  [head.bias]
 """
 
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from kvad import config as cfg
-from kvad import config as config_lib
 from kvad import ops
 from kvad.config import ModelConfig
 from kvad.model.activation_checkpointing import checkpointed_layer
@@ -34,11 +33,11 @@ from kvad.model_input import AlibiSlopes, CacheProtocol, CacheView, ModelInput, 
 
 
 class TransformerLayer(nn.Module):
-    """Attention, attention to a source, and MLP around the residual stream; where norms stand is ``norm_place``."""
+    """One layer: attention, cross-attention if any, and MLP, with norms placed by ``norm_position``."""
 
     def __init__(self, config: ModelConfig, stack: cfg.StackConfig, spec: cfg.LayerConfig, width: int) -> None:
         super().__init__()
-        place = self.norm_position = stack.norm_position
+        position = self.norm_position = stack.norm_position
         self.residual, self.dropout = stack.residual_scale, config.dropout.residual
         self.attention = build_attention(config, spec.attention, spec.norm, width)
         self.cross_attention = (
@@ -46,40 +45,40 @@ class TransformerLayer(nn.Module):
         )
         self.mlp = build_mlp(width, spec.mlp, config.dropout.hidden)
 
-        def norm(wanted: bool) -> Norm | None:
-            return Norm(width, spec.norm) if wanted else None
+        def norm(present: bool) -> Norm | None:
+            return Norm(width, spec.norm) if present else None
 
-        sandwich = place == "sandwich"
+        sandwich = position == "sandwich"
         self.norm1 = norm(spec.pre_attention_norm)
         self.norm_cross = norm(spec.cross_attention is not None)
-        self.norm2 = norm(place != "parallel")
+        self.norm2 = norm(position != "parallel")
         self.norm1_after = norm(sandwich)
         self.norm_cross_after = norm(sandwich and spec.cross_attention is not None)
         self.norm2_after = norm(sandwich)
 
-    def forward(self, x: Tensor, view: CacheView, cross: CacheView | None, encoding: PositionEncoding) -> Tensor:
-        """x [T, E] -> [T, E]."""
+    def forward(self, x: Tensor, view: CacheView, cross_view: CacheView | None, encoding: PositionEncoding) -> Tensor:
+        """Apply the layer: x [T, E] -> [T, E]."""
         if self.norm_position in ("parallel", "parallel_pair"):
             normed = _norm(self.norm1, x)
-            fed = self._dropped(self.mlp(normed if self.norm2 is None else self.norm2(x)))
-            return self._add(x, self._dropped(self.attention(normed, view, encoding)) + fed)
+            mlp_out = self._dropout(self.mlp(normed if self.norm2 is None else self.norm2(x)))
+            return self._add(x, self._dropout(self.attention(normed, view, encoding)) + mlp_out)
         x = self._branch(x, lambda h: self.attention(h, view, encoding), self.norm1, self.norm1_after)
         if self.cross_attention is not None:
-            assert cross is not None, "this layer attends to a source"
-            attend, seen = self.cross_attention, cross
-            x = self._branch(x, lambda h: attend(h, seen), self.norm_cross, self.norm_cross_after)
+            assert cross_view is not None, "this layer has cross-attention"
+            attend, encoder_view = self.cross_attention, cross_view
+            x = self._branch(x, lambda h: attend(h, encoder_view), self.norm_cross, self.norm_cross_after)
         return self._branch(x, self.mlp, self.norm2, self.norm2_after)
 
     def _branch(self, x: Tensor, f: Callable[[Tensor], Tensor], norm: Norm | None, after: Norm | None) -> Tensor:
         if self.norm_position == "post":
-            return _norm(norm, self._add(x, self._dropped(f(x))))
+            return _norm(norm, self._add(x, self._dropout(f(x))))
         if self.norm_position == "after":
-            return self._add(x, self._dropped(_norm(norm, f(x))))
+            return self._add(x, self._dropout(_norm(norm, f(x))))
         normed = _norm(norm, x)
         stream = normed if self.norm_position == "normed" else x
-        return self._add(stream, self._dropped(_norm(after, f(normed))))
+        return self._add(stream, self._dropout(_norm(after, f(normed))))
 
-    def _dropped(self, branch: Tensor) -> Tensor:
+    def _dropout(self, branch: Tensor) -> Tensor:
         return apply_dropout(branch, self.dropout, self)
 
     def _add(self, x: Tensor, branch: Tensor) -> Tensor:
@@ -94,12 +93,12 @@ def _norm(norm: Norm | None, x: Tensor) -> Tensor:
 
 
 class LayerStack(nn.Module):
-    """Layers in the order of the pattern, what each kind shares about positions, and the final norm."""
+    """Layers in the order of the pattern, position encodings shared by layer type, and the final norm."""
 
-    def __init__(self, config: ModelConfig, spec: cfg.StackConfig, limit: int, width: int) -> None:
+    def __init__(self, config: ModelConfig, spec: cfg.StackConfig, max_seq_len: int, width: int) -> None:
         super().__init__()
-        self.config, self.spec, self.limit = config, spec, limit
-        self.checkpoint_activations = False  # in training: keep no activations, compute them again
+        self.config, self.spec, self.max_seq_len = config, spec, max_seq_len
+        self.checkpoint_activations = False  # in training: recompute activations in the backward pass
         self.layers = nn.ModuleList(
             TransformerLayer(config, spec, spec.layer_config(i), width) for i in range(spec.num_layers)
         )
@@ -113,51 +112,55 @@ class LayerStack(nn.Module):
         self.positions = nn.ModuleDict()
         for letter, kind in spec.layer_types.items():
             if isinstance(kind.attention.position, cfg.CustomPositionsConfig):
-                self.positions[letter] = _own_positions(config, kind.attention, kind.attention.position)
+                self.positions[letter] = _build_custom_positions(config, kind.attention, kind.attention.position)
         self._constants: dict[tuple[str, torch.device], PositionEncoding] = {}
 
     def forward(
-        self, x: Tensor, step: ModelInput, views: Sequence[CacheView], cross: Sequence[CacheView] = ()
+        self, x: Tensor, model_input: ModelInput, views: Sequence[CacheView], cross: Sequence[CacheView] = ()
     ) -> Tensor:
-        """x [T, E] -> [T, E]; one view per layer, and one per layer's cross-attention where there is any."""
-        encodings = {letter: self.position_encoding(letter, step) for letter in self.spec.layer_types}
-        sources: Sequence[CacheView | None] = cross or [None] * len(self.layers)
-        again = self.checkpoint_activations and self.training and torch.is_grad_enabled()
-        for index, (layer, view, source) in enumerate(zip(self.layers, views, sources, strict=True)):
-            encoding = encodings[self.spec.layer_type(index)]
-            x = checkpointed_layer(layer, x, view, source, encoding) if again else layer(x, view, source, encoding)
+        """Apply all layers: x [T, E] -> [T, E], with one view per layer and one per cross-attention, if any."""
+        encodings = {letter: self.position_encoding(letter, model_input) for letter in self.spec.layer_types}
+        cross_views: Sequence[CacheView | None] = cross or [None] * len(self.layers)
+        recompute = self.checkpoint_activations and self.training and torch.is_grad_enabled()
+        for index, (layer, view, cross_view) in enumerate(zip(self.layers, views, cross_views, strict=True)):
+            args = x, view, cross_view, encodings[self.spec.layer_type(index)]
+            x = checkpointed_layer(layer, *args) if recompute else layer(*args)
         return x if self.norm is None else self.norm(x)
 
-    def position_encoding(self, letter: str, step: ModelInput) -> PositionEncoding:
-        """What layers of this kind share: rotary tables, slopes or a bias table.
+    def position_encoding(self, letter: str, model_input: ModelInput) -> PositionEncoding:
+        """Return the encoding shared by layers of a type: rotary frequencies, slopes or a bias table.
 
-        Constants are kept in float32 whatever the model's dtype: a rounded frequency would be another model.
+        Constants are float32 whatever the model's dtype, because a rounded frequency would change the model.
         """
         position = self.spec.layer_types[letter].attention.position
         if isinstance(position, cfg.CustomPositionsConfig):
-            own: PositionEncoding = self.positions[letter](step)
-            return own
+            encoding: PositionEncoding = self.positions[letter](model_input)
+            return encoding
         if isinstance(position, cfg.T5BiasConfig):
             table = self.relative_bias[letter] if position.shared else None
             return None if table is None else RelativeBuckets(table, position.max_distance, position.bidirectional)
-        device = step.token_ids.device
-        if isinstance(position, cfg.RopeConfig) and depends_on_length(position) and step.max_seq_lens is not None:
-            return self._rotary_for(letter, position, step.max_seq_lens)
+        device = model_input.token_ids.device
+        if (
+            isinstance(position, cfg.RopeConfig)
+            and depends_on_length(position)
+            and model_input.max_seq_lens is not None
+        ):
+            return self._rotary_for(letter, position, model_input.max_seq_lens)
         if (letter, device) not in self._constants:
             self._constants[letter, device] = self._constant(letter, position, device)
         return self._constants[letter, device]
 
     def constants(self) -> list[Tensor]:
-        """What positions need beside parameters, as far as it has been made."""
-        kept = self._constants.values()
-        return [e.inv_freq if isinstance(e, Rotary) else e.slopes for e in kept if isinstance(e, (Rotary, AlibiSlopes))]
+        """Return the position constants that have been created so far."""
+        constants = [e for e in self._constants.values() if isinstance(e, (Rotary, AlibiSlopes))]
+        return [e.inv_freq if isinstance(e, Rotary) else e.slopes for e in constants]
 
     def _constant(
         self, letter: str, position: cfg.RopeConfig | cfg.AlibiConfig | None, device: torch.device
     ) -> PositionEncoding:
-        mixer = self.spec.layer_types[letter].attention
+        attention = self.spec.layer_types[letter].attention
         if isinstance(position, cfg.AlibiConfig):
-            slopes = torch.tensor(alibi_slopes(mixer.num_heads), dtype=torch.float32, device=device)
+            slopes = torch.tensor(alibi_slopes(attention.num_heads), dtype=torch.float32, device=device)
             return AlibiSlopes(
                 slopes.bfloat16().float() if position.round_to_bfloat16 else slopes,
                 position.factor,
@@ -165,40 +168,39 @@ class LayerStack(nn.Module):
             )
         if position is None:
             return None
-        limit = self.limit
-        table = rope_frequencies(position, cfg.head_dim(self.config, mixer), limit)
-        return Rotary(table.to(device), position.interleaved, rope_attention_factor(position, limit))
+        table = rope_frequencies(position, cfg.head_dim(self.config, attention), self.max_seq_len)
+        return Rotary(table.to(device), position.interleaved, rope_attention_factor(position, self.max_seq_len))
 
-    def _rotary_for(self, letter: str, position: cfg.RopeConfig, limits: Tensor) -> Rotary:
-        """One row of frequencies per token, by the limit of the token's row."""
+    def _rotary_for(self, letter: str, position: cfg.RopeConfig, max_seq_lens: Tensor) -> Rotary:
+        """Return frequencies per token, by the maximum length of the token's sequence."""
         dim = cfg.head_dim(self.config, self.spec.layer_types[letter].attention)
-        distinct, which = limits.unique(return_inverse=True)
+        distinct, indices = max_seq_lens.unique(return_inverse=True)
         tables = torch.stack([rope_frequencies(position, dim, int(n)) for n in distinct.tolist()])
-        return Rotary(
-            tables.to(limits.device)[which], position.interleaved, rope_attention_factor(position, self.limit)
-        )
+        factor = rope_attention_factor(position, self.max_seq_len)
+        return Rotary(tables.to(max_seq_lens.device)[indices], position.interleaved, factor)
 
 
-def _own_positions(config: ModelConfig, mixer: cfg.AttentionConfig, position: cfg.CustomPositionsConfig) -> nn.Module:
-    """A module: ``__init__(mixer, head_dim, **options)``, and from a step a Rotary, Slopes, Buckets or Bias."""
-    made = config_lib.plugins.load_plugin(position.name, "position.name")
-    module: nn.Module = made(mixer, cfg.head_dim(config, mixer), **position.options)
+def _build_custom_positions(
+    config: ModelConfig, attention: cfg.AttentionConfig, position: cfg.CustomPositionsConfig
+) -> nn.Module:
+    """Build a custom encoding, ``cls(attention_config, head_dim, **options)``, called with each model input."""
+    cls = cfg.plugins.load_plugin(position.name, "position.name")
+    module: nn.Module = cls(attention, cfg.head_dim(config, attention), **position.options)
     return module
 
 
 class Transformer(nn.Module):
-    """A model as its config says, initialised as GPT-2 is: normal(0, 0.02), residual outputs / sqrt(2 layers)."""
+    """A Transformer built from its config, initialized as GPT-2: normal(0, 0.02), residual outputs / sqrt(2 layers)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.kernel: ops.attention.Kernel = "auto"  # of attention, where this model opens the memory: its encoder
+        self.kernel: ops.attention.Kernel = "auto"  # of the encoder's attention
         self.embedding = Embedding(config.hidden_size, config.vocab_size, config.embedding)
-        source = config.encoder_input
-        width = cfg.encoder_hidden_size(config)
-        self.encoder_embedding = None if source is None else Embedding(width, source.vocab_size, source.embedding)
-        limit = config.max_seq_len if source is None else source.max_seq_len
-        self.encoder = None if config.encoder is None else LayerStack(config, config.encoder, limit, width)
+        spec, width = config.encoder_input, cfg.encoder_hidden_size(config)
+        self.encoder_embedding = None if spec is None else Embedding(width, spec.vocab_size, spec.embedding)
+        max_len = config.max_seq_len if spec is None else spec.max_seq_len
+        self.encoder = None if config.encoder is None else LayerStack(config, config.encoder, max_len, width)
         self.decoder = (
             None
             if config.decoder is None
@@ -209,80 +211,83 @@ class Transformer(nn.Module):
 
     @property
     def stack(self) -> LayerStack:
-        """The one whose output the head reads."""
+        """The stack whose output the head reads."""
         stack = self.encoder if self.decoder is None else self.decoder
         assert stack is not None
         return stack
 
-    def forward(self, step: ModelInput, memory: CacheProtocol) -> Tensor:
-        """Hidden states [T, E] of the step's tokens; the memory's views write and read keys and values.
+    def forward(self, model_input: ModelInput, cache: CacheProtocol) -> Tensor:
+        """Return hidden states [T, E]; the cache's views write and read keys and values.
 
-        With a ``step.source`` the encoder runs first, and what cross-attention will read is written; in a step without
-        other tokens the encoder's output is what comes back.
+        If there is an ``encoder_input``, the encoder runs first and its keys and values are written; without decoder
+        tokens, the encoder's output is returned.
         """
         if self.decoder is None:
-            return self.encode(step)
-        views = list(memory.open(step))
+            return self.encode(model_input)
+        views = list(cache.open(model_input))
         layers = len(self.decoder.layers)
-        own, cross = views[:layers], views[layers:]
-        source: Tensor | None = None
-        if step.encoder_input is not None:
-            source = self.encode(step.encoder_input)
-            for layer, view in zip(self.decoder.layers, cross, strict=True):
+        self_views, cross_views = views[:layers], views[layers:]
+        encoder_output: Tensor | None = None
+        if model_input.encoder_input is not None:
+            encoder_output = self.encode(model_input.encoder_input)
+            for layer, view in zip(self.decoder.layers, cross_views, strict=True):
                 assert isinstance(layer, TransformerLayer) and layer.cross_attention is not None
-                layer.cross_attention.write_encoder_output(source, view)
-        if not step.sub_batches:
-            assert source is not None, "a step without tokens"
-            return source
-        hidden = apply_dropout(self.embedding(step.token_ids, step.positions), self.config.dropout.embedding, self)
-        out: Tensor = self.decoder(hidden, step, own, cross)
+                layer.cross_attention.write_encoder_output(encoder_output, view)
+        if not model_input.sub_batches:
+            assert encoder_output is not None, "the model input has no tokens"
+            return encoder_output
+        embedded = self.embedding(model_input.token_ids, model_input.positions)
+        hidden = apply_dropout(embedded, self.config.dropout.embedding, self)
+        out: Tensor = self.decoder(hidden, model_input, self_views, cross_views)
         return apply_dropout(out, self.config.dropout.output, self)
 
-    def encode(self, step: ModelInput, probe: ops.sub_batch.AttentionHook | None = None) -> Tensor:
-        """The encoder's output [T, E] for a step of sources (or of an encoder's rows).  Nothing is kept."""
+    def encode(self, model_input: ModelInput, attention_hook: ops.sub_batch.AttentionHook | None = None) -> Tensor:
+        """Return the encoder's output [T, E], without a cache."""
         assert self.encoder is not None, "this model has no encoder"
         if self.encoder_embedding is None:
-            x = self.embedding(step.token_ids, step.positions, segments=step.token_type_ids)
+            x = self.embedding(model_input.token_ids, model_input.positions, token_types=model_input.token_type_ids)
         else:
             x = self.encoder_embedding(
-                step.token_ids, step.positions, None if self.encoder_embedding.tokens else self.token_embedding
+                model_input.token_ids,
+                model_input.positions,
+                None if self.encoder_embedding.tokens else self.token_embedding,
             )
         x = apply_dropout(x, self.config.dropout.embedding, self)
-        memory = EncoderNoCache(self.config, kernel=self.kernel, attention_hook=probe)
-        out: Tensor = self.encoder(x, step, memory.open(step))
+        no_cache = EncoderNoCache(self.config, kernel=self.kernel, attention_hook=attention_hook)
+        out: Tensor = self.encoder(x, model_input, no_cache.open(model_input))
         return apply_dropout(out, self.config.dropout.output, self)
 
     @property
     def token_embedding(self) -> Tensor:
-        """The matrix of token vectors [V, E]."""
+        """The token table [V, E]."""
         assert self.embedding.tokens is not None
         return self.embedding.tokens.weight
 
-    def logits(self, hidden: Tensor, at: Tensor) -> Tensor:
-        """hidden [T, E], at [N] (indices in T) -> [N, V], or [N, labels] where the head scores labels of tokens."""
-        chosen = hidden.index_select(0, at)
+    def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
+        """Compute logits [N, V] (or [N, labels]) from hidden [T, E] at indices [N] in T."""
+        selected = hidden.index_select(0, indices)
         if isinstance(self.head, LanguageHead):
-            out: Tensor = self.head(chosen, self.token_embedding)
+            out: Tensor = self.head(selected, self.token_embedding)
             return out
-        assert isinstance(self.head, ClassificationHead), "this model's answer is its hidden states"
-        scores: Tensor = self.head(chosen)
+        assert isinstance(self.head, ClassificationHead), "this model has no logits"
+        scores: Tensor = self.head(selected)
         return scores
 
-    def pooled_outputs(self, hidden: Tensor, step: ModelInput) -> Tensor:
-        """hidden [T, E] -> [B, labels] or [B, E]: the answer for whole rows, of a head that pools them."""
+    def pooled_outputs(self, hidden: Tensor, model_input: ModelInput) -> Tensor:
+        """Compute [B, labels] or [B, E] from hidden [T, E] with a head that pools sequences."""
         spec = self.config.head
-        assert not isinstance(spec, cfg.LanguageHeadConfig), "this head answers for tokens"
+        assert not isinstance(spec, cfg.LanguageHeadConfig), "this head does not pool"
         assert isinstance(self.head, (ClassificationHead, PoolingHead))
-        out: Tensor = self.head(pool_hidden(hidden, step.sub_batches, spec.pool))
+        out: Tensor = self.head(pool_hidden(hidden, model_input.sub_batches, spec.pool))
         return out
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor that a step reads: parameters, and the constants that positions need (after the first step)."""
+        """Return all tensors that a step reads: parameters, and position constants after the first step."""
         stacks = [stack for stack in (self.encoder, self.decoder) if stack is not None]
         return [*self.parameters(), *(constant for stack in stacks for constant in stack.constants())]
 
     def fuse_projections(self) -> None:
-        """Join the weights that share an input (q, k, v; gate, up), for speed; what the model says and stores stays."""
+        """Pack the weights that share an input (q, k, v; gate, up), for speed; outputs and checkpoints stay equal."""
         for module in self.modules():
             if isinstance(module, CrossAttention):
                 module.kv.pack(module.k, module.v)

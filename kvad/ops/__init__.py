@@ -1,4 +1,4 @@
-"""Pure tensor functions; the only place where a kernel is chosen."""
+"""Tensor functions; the only package that chooses kernels."""
 
 from __future__ import annotations
 

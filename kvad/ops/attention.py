@@ -1,13 +1,11 @@
-"""Scaled dot-product attention over what a row may read (Vaswani et al. 2017, sec. 3.2.1).
+"""Scaled dot-product attention and position biases (Vaswani et al. 2017, sec. 3.2.1).
 
-Promises: accumulation in float32 at least; no [L, S] matrix of a whole long step (queries go in blocks); a fully
-masked query gives zeros; NaN or infinity in a slot that a query may not see never reaches that query.
+Guarantees: accumulation in at least float32; no [L, S] matrix for a long step (queries are processed in blocks);
+a fully masked query gives zeros; NaN or infinity in a slot that is invisible to a query never reaches that query.
 
-Two kernels: ``reference`` (plain matrix products, any dtype, softcap, sinks, weights) and ``sdpa`` (torch's fused
-one).  The fused one multiplies masked values by zero, and 0 x NaN is NaN; so its output is checked on the way out and
-a block that is not finite is computed again by the reference, which looks at what is visible only.
-
-What distances add to the logits of attention: slopes (ALiBi), buckets (T5), and biases of one's own.
+Two kernels: ``reference`` (matrix products, any dtype, softcap, sinks, weights) and ``sdpa`` (torch's fused kernel).
+The fused kernel multiplies masked values by zero, and 0 x NaN is NaN, so a block whose output is not finite is computed
+again by the reference kernel, which reads visible values only.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from kvad.ops.batch_invariant import TileSizes
 
 
 def expand_kv_heads(x: Tensor, heads: int) -> Tensor:
-    """[R, 1 or K, ...] -> [R, 1 or heads, ...]: what holds for a kv head holds for the heads that read it."""
+    """Repeat each kv head's entry for its query heads: [R, 1 or K, ...] -> [R, 1 or heads, ...]."""
     return x if x.shape[1] in (1, heads) or heads == 1 else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
@@ -42,24 +40,27 @@ def position_bias(
     bias: AlibiSlopes | RelativeBuckets | PositionBias,
     queries: Tensor,
     keys: Tensor,
-    reach: AttentionPattern | None = None,
+    pattern: AttentionPattern | None = None,
 ) -> Tensor:
-    """queries [R, L], keys [R, S] or [R, K, S] (positions) -> [R, H, L, S]; distances as ``reach`` numbers them."""
-    turns = reach is not None and reach.renumbers_sinks
+    """Compute the bias [R, H, L, S] from positions of queries [R, L] and keys [R, S] or [R, K, S].
+
+    ``pattern`` renumbers the distances if it renumbers sinks.
+    """
+    renumbers = pattern is not None and pattern.renumbers_sinks
     if not isinstance(bias, (AlibiSlopes, RelativeBuckets)):
-        assert not turns, "a position encoding of one's own is not renumbered"
-        return bias.compute(queries, keys) if keys.dim() == 2 else _between(bias, queries, keys)
+        assert not renumbers, "a custom position encoding is not renumbered"
+        return bias.compute(queries, keys) if keys.dim() == 2 else _bias_per_kv_head(bias, queries, keys)
     keys, queries = keys.unsqueeze(1) if keys.dim() == 2 else keys, queries.unsqueeze(1)  # [R, 1 or K, S], [R, 1, L]
-    if reach is None:
+    if pattern is None:
         ahead = keys.unsqueeze(-2) - queries.unsqueeze(-1)  # k - q
     else:
-        ahead, queries = -reach.distance(queries, keys), reach.renumbered_query(queries) if turns else queries
+        ahead, queries = -pattern.distance(queries, keys), pattern.renumbered_query(queries) if renumbers else queries
     if isinstance(bias, AlibiSlopes):
         ahead = expand_kv_heads(ahead, bias.slopes.shape[0])
         slopes = bias.slopes.view(1, -1, 1, 1)
         if bias.round_to_bfloat16:
-            there = slopes.bfloat16() * (queries.unsqueeze(-1) + ahead).bfloat16()
-            return (there.to(slopes.dtype) - slopes * queries.unsqueeze(-1).to(slopes.dtype)) * bias.factor
+            at_key = slopes.bfloat16() * (queries.unsqueeze(-1) + ahead).bfloat16()
+            return (at_key.to(slopes.dtype) - slopes * queries.unsqueeze(-1).to(slopes.dtype)) * bias.factor
         return -slopes * bias.factor * ahead.abs().to(slopes.dtype)
     bucket = t5_bucket(ahead, bias.table.shape[0], bias.max_distance, bias.bidirectional)  # [R, 1 or K, L, S]
     if bucket.shape[1] == 1:
@@ -68,18 +69,18 @@ def position_bias(
     return bias.table[expand_kv_heads(bucket, heads.numel()), heads]
 
 
-def _between(bias: PositionBias, queries: Tensor, keys: Tensor) -> Tensor:
-    """A bias of one's own, which knows keys [R, S], for keys [R, K, S]: each kv head's own heads of its answer."""
+def _bias_per_kv_head(bias: PositionBias, queries: Tensor, keys: Tensor) -> Tensor:
+    """Apply a custom bias, defined for keys [R, S], to keys [R, K, S]: each kv head's query heads use its keys."""
     kv_heads = keys.shape[1]
-    every = [bias.compute(queries, keys[:, head]) for head in range(kv_heads)]
-    return torch.cat([each.chunk(kv_heads, dim=1)[head] for head, each in enumerate(every)], dim=1)
+    biases = [bias.compute(queries, keys[:, head]) for head in range(kv_heads)]
+    return torch.cat([x.chunk(kv_heads, dim=1)[head] for head, x in enumerate(biases)], dim=1)
 
 
 def t5_bucket(ahead: Tensor, buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
-    """The bucket of ``ahead`` = k - q (Raffel et al. 2020, sec. 2.1; the reference code's integer rounding).
+    """Return the bucket of ``ahead`` = k - q (Raffel et al. 2020, sec. 2.1, with the reference code's rounding).
 
-    Bidirectional: half of the buckets for keys behind, half for keys ahead.  Half of a direction's buckets hold one
-    distance each, the others grow in width logarithmically up to ``max_distance``.
+    Bidirectional: half of the buckets are for keys behind, half for keys ahead. Half of a direction's buckets have one
+    distance each; the width of the others grows logarithmically up to ``max_distance``.
     Example (32 buckets, 128, bidirectional): query 0, keys 0..9 -> 0 17 18 19 20 21 22 23 24 24.
     """
     offset = torch.zeros_like(ahead)
@@ -95,31 +96,31 @@ def t5_bucket(ahead: Tensor, buckets: int, max_distance: int, bidirectional: boo
     return offset + torch.where(distance < exact, distance, large)
 
 
-Kernel = Literal["auto", "reference", "sdpa"] | TileSizes  # in tiles: bits that no neighbour shows in (ops/aligned.py)
-MASK_BUDGET = 1 << 22  # elements of [rows, queries, slots] made at a time
-SCORE_BUDGET = 1 << 24  # elements of [rows, heads, queries, slots] made at a time, where a kernel needs them
+Kernel = Literal["auto", "reference", "sdpa"] | TileSizes  # tiles: batch-invariant (ops/batch_invariant_attention.py)
+MASK_BUDGET = 1 << 22  # elements of [seqs, queries, slots] created at a time
+SCORE_BUDGET = 1 << 24  # elements of [seqs, heads, queries, slots] created at a time, if a kernel needs them
 
 
 class AttentionOutput(NamedTuple):
-    """``out`` [R, L, H, Dv]; the others only where asked for.
+    """Result of attention; all fields but ``out`` are returned on request only."""
 
-    ``weights`` and ``scores`` (logits) [R, H, L, S]; ``lse`` [R, H, L], the logarithm of the softmax's denominator;
-    ``mass``: one [R, K, S] per part, the attention that each of its keys got.
-    """
-
-    out: Tensor
-    weights: Tensor | None = None
-    scores: Tensor | None = None
-    lse: Tensor | None = None
-    mass: tuple[Tensor, ...] | None = None
+    out: Tensor  # [R, L, H, Dv]
+    weights: Tensor | None = None  # [R, H, L, S]
+    scores: Tensor | None = None  # logits [R, H, L, S]
+    lse: Tensor | None = None  # [R, H, L], the logarithm of the softmax's denominator
+    mass: tuple[Tensor, ...] | None = None  # one [R, K, S] per part: the attention that each key received
 
 
 class AttentionMask:
-    """Who sees whom in one lane, built once per step and shared by the layers of a group.
+    """Visibility in one sub-batch, built once per step and shared by the layers of a cache group.
 
-    ``queries`` [R, L] and ``keys`` [R, S] are marks, or [R, K, S] where each kv head keeps other tokens.  ``weight``
-    [R, S] or [R, K, S] is added to the logits: log n of a key that stands for n tokens.  Small masks and biases are
-    kept; large ones are made per block of queries and dropped.
+    Small masks and biases are stored; large ones are computed per block of queries.
+
+    Args:
+        queries: Positions [R, L].
+        keys: Positions [R, S], or [R, K, S] if each kv head stores other tokens.
+        pattern: The attention pattern.
+        weight: [R, S] or [R, K, S], added to the logits: log n for a key that summarizes n tokens.
     """
 
     def __init__(
@@ -130,33 +131,32 @@ class AttentionMask:
         rows, new = queries.position.shape
         self.shape = (rows, new, keys.position.shape[-1])
         self.per_head = keys.position.dim() == 3
-        self._masks = math.prod(self.shape) * (keys.position.shape[1] if self.per_head else 1)  # elements of a mask
+        self._num_elements = math.prod(self.shape) * (
+            keys.position.shape[1] if self.per_head else 1
+        )  # elements of a attn_mask
         self.aligned: object = None  # what ops/aligned.py keeps of it
         self._visible: Tensor | None = None
         self._additive_bias: dict[torch.dtype, Tensor] = {}
-        self._biases: dict[int, tuple[Tensor, Tensor]] = {}  # by id, beside what it belongs to: ids are used again
+        self._biases: dict[int, tuple[Tensor, Tensor]] = {}  # by id, with the tensor itself, because ids are reused
 
     def with_weight(self, weight: Tensor) -> AttentionMask:
-        """The same, masks and biases shared, with a weight of its own."""
-        if self._visible is None and self._masks <= MASK_BUDGET:
-            self._visible = self._allows(0, self.shape[1])
+        """Return a copy with another weight that shares masks and biases."""
+        if self._visible is None and self._num_elements <= MASK_BUDGET:
+            self._visible = self._compute_visible(0, self.shape[1])
         other = copy(self)
         other.weight = _by_head(weight)
         return other
 
     @cached_property
     def is_plain_causal(self) -> bool:
-        """Whether query i sees keys 0 .. i and no others, in every row: what a kernel knows without a mask."""
+        """True if query i sees exactly keys 0 .. i in every sequence, so that a kernel needs no mask."""
         if self.pattern != AttentionPattern() or self.keys is not self.queries or self.queries.document_id is not None:
             return False
-        place = self.queries.causal_index
-        return bool((place[:, 1:] > place[:, :-1]).all() & (self.queries.position >= 0).all() & (place >= 0).all())
+        index = self.queries.causal_index
+        return bool((index[:, 1:] > index[:, :-1]).all() & (self.queries.position >= 0).all() & (index >= 0).all())
 
     def additive_mask(self, dtype: torch.dtype) -> Tensor | None:
-        """[R, 1 or K, L, S] of zeros, -inf where a key is not to be seen: made once for the layers that share it.
-
-        None of a triangle, which needs none.
-        """
+        """Return [R, 1 or K, L, S], 0 or -inf if invisible, computed once; None for a plain causal mask."""
         if self.is_plain_causal:
             return None
         if dtype not in self._additive_bias:
@@ -166,7 +166,7 @@ class AttentionMask:
 
     @cached_property
     def sink_shift(self) -> Tensor | None:
-        """[R, L]: how much nearer than by its position a query is to see a sink; None: no query any nearer."""
+        """Distances [R, L] by which each query is moved nearer to the sinks; None if all are zero."""
         if not self.pattern.renumbers_sinks:
             return None
         far = self.queries.position - self.pattern.renumbered_query(self.queries.position)
@@ -174,19 +174,19 @@ class AttentionMask:
 
     @cached_property
     def num_sink_slots(self) -> int:
-        """How many of the first slots hold all sinks."""
-        where = (self.keys.position < self.pattern.num_sinks).logical_and(self.keys.position >= 0).any(dim=0).nonzero()
-        return int(where.max()) + 1 if len(where) else 0
+        """Number of leading slots that contain all sinks."""
+        slots = (self.keys.position < self.pattern.num_sinks).logical_and(self.keys.position >= 0).any(dim=0).nonzero()
+        return int(slots.max()) + 1 if len(slots) else 0
 
     def visible(self, low: int, high: int) -> Tensor:
-        """[R, 1 or K, high - low, S] of booleans for queries low..high."""
-        if self._masks > MASK_BUDGET:
-            return self._allows(low, high)
+        """Return booleans [R, 1 or K, high - low, S] for queries low..high."""
+        if self._num_elements > MASK_BUDGET:
+            return self._compute_visible(low, high)
         if self._visible is None:
-            self._visible = self._allows(0, self.shape[1])
+            self._visible = self._compute_visible(0, self.shape[1])
         return self._visible if high - low == self.shape[1] else self._visible[:, :, low:high]
 
-    def _allows(self, low: int, high: int) -> Tensor:
+    def _compute_visible(self, low: int, high: int) -> Tensor:
         queries = _slice_positions(self.queries, low, high)
         if not self.per_head:
             return self.pattern.visible(queries, self.keys).unsqueeze(1)
@@ -194,22 +194,22 @@ class AttentionMask:
         return self.pattern.visible(spread, self.keys)
 
     def bias(self, bias: AlibiSlopes | RelativeBuckets | PositionBias, low: int, high: int) -> Tensor:
-        """[R, H, high - low, S], what positions add to the logits."""
+        """Return the position bias [R, H, high - low, S] of queries low..high."""
         if not isinstance(bias, (AlibiSlopes, RelativeBuckets)):
             return position_bias(bias, self.queries.position[:, low:high], self.keys.position, self.pattern)
-        source = bias.slopes if isinstance(bias, AlibiSlopes) else bias.table
-        if math.prod(self.shape) * source.shape[-1] > MASK_BUDGET:
+        table = bias.slopes if isinstance(bias, AlibiSlopes) else bias.table
+        if math.prod(self.shape) * table.shape[-1] > MASK_BUDGET:
             return position_bias(bias, self.queries.position[:, low:high], self.keys.position, self.pattern)
-        if id(source) not in self._biases:
-            made = position_bias(bias, self.queries.position, self.keys.position, self.pattern)
-            self._biases[id(source)] = source, made
-        return self._biases[id(source)][1][:, :, low:high]
+        if id(table) not in self._biases:
+            full = position_bias(bias, self.queries.position, self.keys.position, self.pattern)
+            self._biases[id(table)] = table, full
+        return self._biases[id(table)][1][:, :, low:high]
 
     def additive_bias(
-        self, score: AttentionParams, heads: int, dtype: torch.dtype, low: int, high: int
+        self, params: AttentionParams, heads: int, dtype: torch.dtype, low: int, high: int
     ) -> Tensor | None:
-        """[R, 1 or H, 1 or high - low, S] in ``dtype``: what bias and weight add to the logits; None: nothing."""
-        bias = None if score.bias is None else self.bias(score.bias, low, high).to(dtype)
+        """Return the sum of bias and weight [R, 1 or H, 1 or high - low, S] in ``dtype``, or None."""
+        bias = None if params.bias is None else self.bias(params.bias, low, high).to(dtype)
         if self.weight is None:
             return bias
         weight = self.weight.to(dtype).unsqueeze(2)
@@ -217,9 +217,9 @@ class AttentionMask:
         return weight if bias is None else bias + weight
 
     def max_queries_per_block(self, heads: int, scores: bool) -> int:
-        """How many queries to take per block so that what is made beside k and v stays within the budgets."""
+        """Return the number of queries per block for which masks (and scores, if needed) fit the budgets."""
         rows, new, slots = self.shape
-        per_query = rows * slots * heads if scores else self._masks // max(new, 1)
+        per_query = rows * slots * heads if scores else self._num_elements // max(new, 1)
         return max(1, min(new, (SCORE_BUDGET if scores else MASK_BUDGET) // max(per_query, 1)))
 
 
@@ -227,18 +227,26 @@ def dot_product_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    reading: AttentionMask,
-    score: AttentionParams,
+    mask: AttentionMask,
+    params: AttentionParams,
     *,
     kernel: Kernel = "auto",
-    want: bool = False,
+    return_weights: bool = False,
 ) -> AttentionOutput:
-    """q [R, L, H, D], k [R, K, S, D], v [R, K, S, Dv] -> out [R, L, H, Dv] in q's dtype.
+    """Compute attention: q [R, L, H, D], k [R, K, S, D], v [R, K, S, Dv] -> out [R, L, H, Dv] in q's dtype.
 
-    ``want``: also return scores and weights (then the reference kernel is used).  Query head h reads key-value head
-    ``h // (H / K)``.
+    Query head h reads key-value head ``h // (H / K)``.
+
+    Args:
+        q: Queries, rotated.
+        k: Keys, rotated.
+        v: Values.
+        mask: The sub-batch's mask.
+        params: How q.k becomes a logit.
+        kernel: The kernel to use.
+        return_weights: Also return scores and weights, computed by the reference kernel.
     """
-    blocks = list(attention_by_query_block(q, k, v, reading, score, kernel=kernel, want=want))
+    blocks = list(attention_by_query_block(q, k, v, mask, params, kernel=kernel, return_weights=return_weights))
     if len(blocks) == 1:
         return blocks[0]
     weights, scores = concat_blocks([b.weights for b in blocks]), concat_blocks([b.scores for b in blocks])
@@ -246,117 +254,120 @@ def dot_product_attention(
 
 
 def _by_head(weight: Tensor | None) -> Tensor | None:
-    """[R, S] or [R, K, S] -> [R, 1 or K, S]."""
+    """Add the head dim: [R, S] or [R, K, S] -> [R, 1 or K, S]."""
     return weight if weight is None or weight.dim() == 3 else weight.unsqueeze(1)
 
 
 def concat_blocks(blocks: Sequence[Tensor | None]) -> Tensor | None:
-    """[R, H, queries, ...] each -> [R, H, L, ...]; None of what was not asked for."""
-    made = [x for x in blocks if x is not None]
-    return torch.cat(made, dim=2) if made else None
+    """Concatenate blocks of queries [R, H, queries, ...] -> [R, H, L, ...]; None if all are None."""
+    tensors = [x for x in blocks if x is not None]
+    return torch.cat(tensors, dim=2) if tensors else None
 
 
 def attention_by_query_block(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    reading: AttentionMask,
-    score: AttentionParams,
+    mask: AttentionMask,
+    params: AttentionParams,
     *,
     kernel: Kernel,
-    want: bool,
+    return_weights: bool,
     lse: bool = False,
 ) -> Iterator[AttentionOutput]:
-    """The answer, a block of queries at a time; a fused block that is not finite is cut again for the reference.
+    """Yield the attention output for one block of queries at a time.
 
-    ``lse``: with the logarithm of the denominator, -inf where a query sees nothing, and ``out`` as wide as it was made.
+    A block of the fused kernel that is not finite is recomputed in smaller blocks by the reference kernel.
+    With ``lse``, the log of the denominator is returned too (-inf if a query sees no key), and ``out`` keeps the
+    compute dtype.
     """
     k, v = k.to(q.dtype), v.to(q.dtype)
-    plain = score.logit_softcap is None and score.sink_logits is None and not want
+    plain = params.logit_softcap is None and params.sink_logits is None and not return_weights
     fused = plain and kernel != "reference" and not (q.dtype == torch.float16 and q.device.type == "cpu")
-    fused = fused and (not lse or _supports_lse(q, k, v, score))
-    assert not (lse and score.dropout), "what is merged is read from a cache, and nothing is dropped there"
+    fused = fused and (not lse or _supports_lse(q, k, v, params))
+    assert not (lse and params.dropout), "merged parts are read from a cache, without dropout"
     heads, new = q.shape[2], q.shape[1]
-    small = reading.max_queries_per_block(heads, scores=True)
-    if fused:  # with a bias, dropout, or values of another width, torch makes the scores as well
+    small = mask.max_queries_per_block(heads, scores=True)
+    if fused:  # with a bias, dropout, or another value dim, torch materializes the scores
         streams = (
-            score.bias is None
-            and score.dropout == 0.0
+            params.bias is None
+            and params.dropout == 0.0
             and v.shape[-1] == q.shape[-1]
-            and (reading.weight is None or new == 1)
+            and (mask.weight is None or new == 1)
         )
-        size = reading.max_queries_per_block(heads, scores=False) if streams else small
-        if streams and new > 1 and _needs_grad(q) and reading.is_plain_causal:
+        size = mask.max_queries_per_block(heads, scores=False) if streams else small
+        if streams and new > 1 and _needs_grad(q) and mask.is_plain_causal:
             size = new
         for low in range(0, new, size):
             high = min(low + size, new)
-            made = _fused(q[:, low:high], k, v, reading, score, low, high, lse)
-            if _finite(made.out):
-                yield made
+            output = _fused(q[:, low:high], k, v, mask, params, low, high, lse)
+            if _finite(output.out):
+                yield output
             else:
                 for start in range(low, high, small):
                     end = min(start + small, high)
-                    yield _reference(q[:, start:end], k, v, reading, score, start, end, want, lse)
+                    yield _reference(q[:, start:end], k, v, mask, params, start, end, return_weights, lse)
         return
     for low in range(0, new, small):
         high = min(low + small, new)
-        yield _reference(q[:, low:high], k, v, reading, score, low, high, want, lse)
+        yield _reference(q[:, low:high], k, v, mask, params, low, high, return_weights, lse)
 
 
-def _supports_lse(q: Tensor, k: Tensor, v: Tensor, score: AttentionParams) -> bool:
-    """Whether a fused kernel gives the denominator too: torch's on a CPU, which knows no gradient of it."""
-    learned = score.bias.table.requires_grad if isinstance(score.bias, RelativeBuckets) else False
-    graph = torch.is_grad_enabled() and (learned or q.requires_grad or k.requires_grad or v.requires_grad)
+def _supports_lse(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> bool:
+    """Return True if a fused kernel returns the denominator: torch's on CPU, without gradients."""
+    is_trained = params.bias.table.requires_grad if isinstance(params.bias, RelativeBuckets) else False
+    graph = torch.is_grad_enabled() and (is_trained or q.requires_grad or k.requires_grad or v.requires_grad)
     return q.device.type == "cpu" and v.shape[-1] == q.shape[-1] and not graph
 
 
 def _finite(x: Tensor) -> bool:
-    """A sum is not finite where a term is not; a sum of finite terms that overflows costs a second computation."""
+    """Return True if the sum is finite; finite terms whose sum overflows only cost a second computation."""
     return math.isfinite(x.detach().sum().item())
 
 
 def _needs_grad(q: Tensor) -> bool:
-    """Whether a gradient is made.  What training is spared nobody else is: their bits are to stay what they were."""
+    """Return True in training, whose shortcuts must not change the bits of inference."""
     return torch.is_grad_enabled() and q.requires_grad
 
 
 def _fused(
-    q: Tensor, k: Tensor, v: Tensor, reading: AttentionMask, score: AttentionParams, low: int, high: int, lse: bool
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, params: AttentionParams, low: int, high: int, lse: bool
 ) -> AttentionOutput:
     rows, new, heads, _ = q.shape
-    plain = not lse and score.bias is None and reading.weight is None
-    if plain and new == reading.shape[1] > 1 and not reading.per_head and _needs_grad(q):
-        out = _sdpa(q.transpose(1, 2), k, v, reading.additive_mask(q.dtype), score.scale, score.dropout)
+    plain = not lse and params.bias is None and mask.weight is None
+    if plain and new == mask.shape[1] > 1 and not mask.per_head and _needs_grad(q):
+        out = _sdpa(q.transpose(1, 2), k, v, mask.additive_mask(q.dtype), params.scale, params.dropout)
         return AttentionOutput(out.transpose(1, 2))
-    seen = mask = reading.visible(low, high)
+    seen = attn_mask = mask.visible(low, high)
     if not plain:
-        mask = _as_bias(q, reading, score, low, high)
-    laid = _to_sdpa_layout(q, k, v, mask)
+        attn_mask = _as_bias(q, mask, params, low, high)
+    inputs = _to_sdpa_layout(q, k, v, attn_mask)
     if lse:
-        out, total = _sdpa_with_lse(*laid, score.scale)
-        blind = ~expand_kv_heads(seen.any(dim=-1), heads)  # torch says 0 there
+        out, total = _sdpa_with_lse(*inputs, params.scale)
+        blind = ~expand_kv_heads(seen.any(dim=-1), heads)  # torch returns 0 for these
         total = total.reshape(rows, heads, new).masked_fill(blind, -math.inf)
     else:
-        out, total = _sdpa(*laid, score.scale, score.dropout), None
+        out, total = _sdpa(*inputs, params.scale, params.dropout), None
     out = out.reshape(rows, 1, heads, -1) if new == 1 else out.reshape(rows, heads, new, -1).transpose(1, 2)
     return AttentionOutput(out, lse=total)
 
 
-def _as_bias(q: Tensor, reading: AttentionMask, score: AttentionParams, low: int, high: int) -> Tensor:
-    """[R, 1, K or H, queries, S]: what is added to the logits, -inf where a key is not to be seen."""
-    seen, wide = reading.visible(low, high), q.dtype
+def _as_bias(q: Tensor, mask: AttentionMask, params: AttentionParams, low: int, high: int) -> Tensor:
+    """Return the additive mask [R, 1, K or H, queries, S]: bias and weight, -inf if invisible."""
+    seen, wide = mask.visible(low, high), q.dtype
     if q.device.type == "cpu":
         wide = torch.promote_types(wide, torch.float32)
-    added = reading.additive_bias(score, q.shape[2], wide, low, high)
+    added = mask.additive_bias(params, q.shape[2], wide, low, high)
     if added is None:
         return torch.zeros_like(seen, dtype=wide).masked_fill_(~seen, -math.inf)
     return added.masked_fill(~expand_kv_heads(seen, added.shape[1]), -math.inf)
 
 
-def _to_sdpa_layout(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As a fused kernel takes them: q [B, heads, queries, D]; k, v [B, kv heads, S, D]; mask [B, 1 or heads, ..].
+def _to_sdpa_layout(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Arrange for SDPA: q [B, heads, queries, D]; k, v [B, kv heads, S, D]; attn_mask [B, 1 or heads, ..].
 
-    One query: its group's heads become the queries of one kv head.  Masks of kv heads: each becomes a row of its own.
+    With one query, the heads of a group become the queries of their kv head. With a mask per kv head, each kv head
+    becomes a batch entry.
     """
     rows, new, heads, dim = q.shape
     kv_heads = k.shape[1]
@@ -365,77 +376,74 @@ def _to_sdpa_layout(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tens
             q.view(rows, kv_heads, -1, dim),
             k,
             v,
-            mask.reshape(rows, kv_heads, -1, mask.shape[-1]) if mask.shape[1] == heads else mask,
+            attn_mask.reshape(rows, kv_heads, -1, attn_mask.shape[-1]) if attn_mask.shape[1] == heads else attn_mask,
         )
-    if mask.shape[1] not in (1, heads):
-        q, (k, v, mask) = (
+    if attn_mask.shape[1] not in (1, heads):
+        q, (k, v, attn_mask) = (
             q.transpose(1, 2).reshape(rows * kv_heads, -1, new, dim),
-            (x.flatten(0, 1).unsqueeze(1) for x in (k, v, mask)),
+            (x.flatten(0, 1).unsqueeze(1) for x in (k, v, attn_mask)),
         )
-        return q, k, v, mask
-    return q.transpose(1, 2), k, v, mask
+        return q, k, v, attn_mask
+    return q.transpose(1, 2), k, v, attn_mask
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
-    """``mask`` None: a triangle."""
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, scale: float, dropout: float) -> Tensor:
+    """Call torch's fused attention; without a mask it is causal."""
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        q, k, v, attn_mask=attn_mask, dropout_p=dropout, is_causal=attn_mask is None, scale=scale, enable_gqa=grouped
     )
 
 
-def _sdpa_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The kernel behind torch's function, which keeps the denominator to itself -> out, lse [B, heads, queries]."""
+def _sdpa_with_lse(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Call torch's CPU kernel directly, because the public function omits lse -> out, lse [B, heads, queries]."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = kernel(q, k, v, attn_mask=mask.expand(q.shape[0], q.shape[1], q.shape[2], -1), scale=scale)
+    out, lse = kernel(q, k, v, attn_mask=attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], -1), scale=scale)
     return out, lse
 
 
-def attention_logits(
-    q: Tensor, k: Tensor, reading: AttentionMask, score: AttentionParams, low: int, high: int
-) -> Tensor:
-    """[R, H, high - low, S] in float32 at least, -inf where a key is not to be seen."""
+def attention_logits(q: Tensor, k: Tensor, mask: AttentionMask, params: AttentionParams, low: int, high: int) -> Tensor:
+    """Compute the logits [R, H, high - low, S] in at least float32, -inf if invisible."""
     wide = torch.promote_types(q.dtype, torch.float32)
     rows, new, heads, dim = q.shape
     grouped = q.to(wide).transpose(1, 2).reshape(rows, k.shape[1], -1, dim)  # [R, K, (H/K) * L, D]
-    logits = (grouped @ k.to(wide).transpose(-1, -2)).view(rows, heads, new, k.shape[2]) * score.scale
-    if score.logit_softcap is not None:
-        logits = score.logit_softcap * torch.tanh(logits / score.logit_softcap)
-    added = reading.additive_bias(score, heads, wide, low, high)
+    logits = (grouped @ k.to(wide).transpose(-1, -2)).view(rows, heads, new, k.shape[2]) * params.scale
+    if params.logit_softcap is not None:
+        logits = params.logit_softcap * torch.tanh(logits / params.logit_softcap)
+    added = mask.additive_bias(params, heads, wide, low, high)
     logits = logits if added is None else logits + added
-    return logits.masked_fill(~expand_kv_heads(reading.visible(low, high), heads), -math.inf)
+    return logits.masked_fill(~expand_kv_heads(mask.visible(low, high), heads), -math.inf)
 
 
 def _reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    reading: AttentionMask,
-    score: AttentionParams,
+    mask: AttentionMask,
+    params: AttentionParams,
     low: int,
     high: int,
-    want: bool,
+    return_weights: bool,
     lse: bool,
 ) -> AttentionOutput:
     rows, new, heads, _ = q.shape
-    logits = attention_logits(q, k, reading, score, low, high)
-    weights, total = _softmax(logits, score.sink_logits)
-    if score.dropout:
-        weights = F.dropout(weights, score.dropout)
+    logits = attention_logits(q, k, mask, params, low, high)
+    weights, total = _softmax(logits, params.sink_logits)
+    if params.dropout:
+        weights = F.dropout(weights, params.dropout)
     out = (weights.view(rows, k.shape[1], -1, k.shape[2]) @ zero_nonfinite(v.to(weights.dtype))).view(
         rows, heads, new, -1
     )
-    out = propagate_nonfinite(out, v, reading.visible(low, high)).transpose(1, 2)
+    out = propagate_nonfinite(out, v, mask.visible(low, high)).transpose(1, 2)
     if lse:
-        return AttentionOutput(out, weights if want else None, logits if want else None, total.squeeze(-1))
-    return AttentionOutput(out.to(q.dtype), weights, logits) if want else AttentionOutput(out.to(q.dtype))
+        return AttentionOutput(
+            out, weights if return_weights else None, logits if return_weights else None, total.squeeze(-1)
+        )
+    return AttentionOutput(out.to(q.dtype), weights, logits) if return_weights else AttentionOutput(out.to(q.dtype))
 
 
 def _softmax(logits: Tensor, sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Over the last dimension, with the row's maximum taken off; a row of -inf gives zeros, not NaN.
-
-    -> the weights, and the logarithm of the denominator with a last dimension of one.
-    """
+    """Compute softmax weights and the log of the denominator over the last dim; a row of -inf gives zeros, not NaN."""
     top = logits.amax(dim=-1, keepdim=True)
     if sink_logits is not None:
         sinks = sink_logits.to(logits.dtype).view(1, -1, 1, 1)
@@ -445,18 +453,18 @@ def _softmax(logits: Tensor, sink_logits: Tensor | None) -> tuple[Tensor, Tensor
     total = exp.sum(dim=-1, keepdim=True)
     if sink_logits is not None:
         total = total + (sinks - top).exp()
-    nothing = total == 0
-    total = total.masked_fill(nothing, 1.0)
-    return exp / total, (top + total.log()).masked_fill(nothing, -math.inf)
+    blind = total == 0
+    total = total.masked_fill(blind, 1.0)
+    return exp / total, (top + total.log()).masked_fill(blind, -math.inf)
 
 
 def zero_nonfinite(v: Tensor) -> Tensor:
-    """v with what is not finite as zero, so that a weight of zero times it is zero."""
+    """Replace values that are not finite by zero, so that zero weights times them are zero."""
     return v if _finite(v) else torch.where(torch.isfinite(v), v, torch.zeros_like(v))
 
 
 def propagate_nonfinite(out: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """A query that *may* see a value that is not finite gets NaN: faults are loud where they are visible."""
+    """Set queries that may see a value that is not finite to NaN, so that numerical errors are visible."""
     if _finite(v):
         return out
     broken = (~torch.isfinite(v)).any(dim=-1)  # [R, K, S]
@@ -464,5 +472,5 @@ def propagate_nonfinite(out: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     return out.masked_fill(reached.repeat_interleave(out.shape[1] // v.shape[1], dim=1).unsqueeze(-1), math.nan)
 
 
-def _slice_positions(mark: TokenPositions, low: int, high: int) -> TokenPositions:
-    return TokenPositions(*(None if x is None else x[:, low:high] for x in mark))  # type: ignore[arg-type]
+def _slice_positions(positions: TokenPositions, low: int, high: int) -> TokenPositions:
+    return TokenPositions(*(None if x is None else x[:, low:high] for x in positions))  # type: ignore[arg-type]

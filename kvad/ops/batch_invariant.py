@@ -1,12 +1,12 @@
-"""What a row's bits depend on: its own tokens, and not how many rows or tokens are computed beside it.
+"""Batch-invariant operations: a row's bits depend on its own tokens only, not on the batch.
 
-A matrix product picks its kernel, and so the order of its sums, by how many rows it gets; a function of elements may
-take other instructions for the last few of a tensor.  So here products come in tiles of a few fixed numbers of token
-rows, padded with zeros, and elements in whole vectors.  Attention over fixed tiles of keys is ``ops/aligned.py``.
+A matrix product chooses its kernel, and so the order of its sums, by the number of rows; an elementwise function may
+use other instructions for the last elements of a tensor. Therefore products are computed in tiles of a few fixed sizes,
+padded with zeros, and elements in whole vectors. Attention is in ``ops/batch_invariant_attention.py``.
 
-That a row of a tile gets the same bits at any place, beside any other rows and in a tile of any of the sizes, is no
-promise of the libraries: :func:`measure` tries it for every shape of a model, on this machine and with this number of
-threads, when an engine starts; what does not hold is not used, and where nothing holds the engine is refused.
+No library guarantees that a row of a tile gets the same bits at any index, with any other rows and in a tile of any
+size. :func:`find_invariant_tiles` tests this for every shape of a model, on this machine and with this number of
+threads, when an engine starts. Sizes that fail are not used; if none is left, the engine refuses to start.
 """
 
 from __future__ import annotations
@@ -20,38 +20,34 @@ from torch import Tensor
 
 from kvad.errors import ConfigError
 
-SIZES = (8, 32, 128)  # token rows of a tile; the most is as fast as any
-QUERIES = (8, 12, 32, 128)  # the same, of attention: in groups of 3 or 5 heads 8 become 9 or 10, which may not hold
-NARROW = 16  # products of fewer output features differ from place to place; they get features of zeros
+SIZES = (8, 32, 128)  # token rows of a tile; the largest is as fast as any
+QUERIES = (8, 12, 32, 128)  # the same for attention: with groups of 3 or 5 heads 8 becomes 9 or 10, which may fail
+NARROW = 16  # products with fewer output features depend on the row's index; they are padded with zero features
 VECTOR = 64  # elements; a multiple of two vectors of any dtype and instruction set
 SERIAL = 1 << 14  # elements that torch gives to one thread, whatever the function
 KEYS = 128  # keys of a tile of attention
 
 
 class TileSizes(NamedTuple):
-    """The sizes of tiles in use, ascending: any split of a step's tokens into them gives the same bits."""
+    """Tile sizes in use; any split of a step's tokens into them gives the same bits."""
 
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # ascending
 
 
 class MatmulShape(NamedTuple):
-    """A shape to try: [rows, inner] x [outer, inner].
-
-    ``batch``: so many at a time, as attention has them (0: a linear layer), in rows of whole ``group``s of heads;
-    ``across``: the second one lies as [inner, outer].
-    """
+    """Shape of a product to test: [rows, in_features] x [out_features, in_features]."""
 
     in_features: int
     out_features: int
     dtype: torch.dtype
     bias: bool = False
-    batch: int = 0
-    group: int = 1
-    across: bool = False
+    batch: int = 0  # products per call, in attention; 0: a linear layer
+    group: int = 1  # rows come in whole groups of this many heads
+    across: bool = False  # the second matrix is stored as [in_features, out_features]
 
 
 def tiled_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: TileSizes) -> Tensor:
-    """x [.., in], weight [out, in] -> [.., out], in tiles of token rows."""
+    """Multiply x [.., in] by weight [out, in] -> [.., out], in tiles of token rows."""
     flat = x.reshape(-1, x.shape[-1])
     narrow = max(NARROW - weight.shape[0], 0)
     if narrow:
@@ -59,15 +55,17 @@ def tiled_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: TileSize
         bias = None if bias is None else F.pad(bias, (0, narrow))
     spans = list(split_tiles(flat.shape[0], tiles.sizes))
     aligned = pad_to(flat, 0, spans[-1][1] if spans else 0)
-    made = [F.linear(aligned[low:high], weight, bias) for low, high in spans]
-    out = made[0] if len(made) == 1 else torch.cat(made) if made else flat.new_zeros((0, weight.shape[0]))
+    outs = [F.linear(aligned[low:high], weight, bias) for low, high in spans]
+    out = outs[0] if len(outs) == 1 else torch.cat(outs) if outs else flat.new_zeros((0, weight.shape[0]))
     features = weight.shape[0] - narrow
     return out[: flat.shape[0], :features].reshape(*x.shape[:-1], features)
 
 
 def split_tiles(count: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """(low, high) of tiles that cover ``count`` rows: as many of the largest as are full, then smaller ones; the last
-    one may end beyond.    cut(45, (8, 32))  ->  (0, 32) (32, 40) (40, 48)"""
+    """Yield (low, high) of tiles that cover ``count`` rows: full large ones first; the last one may end beyond.
+
+    split_tiles(45, (8, 32)) -> (0, 32) (32, 40) (40, 48)
+    """
     low = 0
     for size in sorted(sizes, reverse=True):
         while count - low >= size or (size == min(sizes) and low < count):
@@ -76,7 +74,7 @@ def split_tiles(count: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]
 
 
 def pad_to(x: Tensor, dim: int, size: int) -> Tensor:
-    """x, contiguous and where torch would allocate it, with zeros to ``size`` along a dimension."""
+    """Pad x with zeros to ``size`` along a dim; the result is contiguous and aligned like a new tensor."""
     if x.shape[dim] == size and x.is_contiguous() and x.data_ptr() % 64 == 0:
         return x
     out = x.new_zeros((*x.shape[:dim], size, *x.shape[dim + 1 :]))
@@ -85,93 +83,94 @@ def pad_to(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def elementwise(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """f of each element, by the same instructions wherever it stands: whole vectors, and no cut between threads."""
+    """Apply f with the same instructions for every element: in whole vectors, and without a split between threads."""
     flat = x.reshape(-1)
     if flat.numel() % VECTOR:
         flat = pad_to(flat, 0, -(-flat.numel() // VECTOR) * VECTOR)
-    made = f(flat) if flat.numel() <= SERIAL else torch.cat([f(piece) for piece in flat.split(SERIAL)])
-    return made[: x.numel()].view(x.shape)
+    out = f(flat) if flat.numel() <= SERIAL else torch.cat([f(chunk) for chunk in flat.split(SERIAL)])
+    return out[: x.numel()].view(x.shape)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What attention computes in."""
+    """Return the dtype in which attention is computed."""
     return torch.promote_types(dtype, torch.float32)
 
 
 @torch.inference_mode()
 def find_invariant_tiles(products: Iterable[MatmulShape], sizes: tuple[int, ...] = SIZES) -> TileSizes:
-    """Which of these tiles give every row of every product the same bits on this machine, with this number of threads.
+    """Return the tile sizes that are batch-invariant for all products on this machine, with this number of threads.
 
-    ConfigError where the largest is not among them, or where a function of elements depends on the element's place.
+    Raises:
+        ConfigError: If the largest size is not, or if an elementwise function depends on the element's index.
     """
-    _try_functions()
+    _check_functions()
     for shape in sorted(set(products), key=str):
         sizes = tuple(_agreeing(shape, sizes))
         if SIZES[-1] not in sizes:
-            raise _refused(
+            raise _invariance_error(
                 f"a product of {shape.in_features} by {shape.out_features} in {str(shape.dtype).removeprefix('torch.')}"
             )
     return TileSizes(sizes)
 
 
 def _agreeing(shape: MatmulShape, sizes: tuple[int, ...]) -> list[int]:
-    """The sizes of tiles that agree with the largest, at every place of a row and beside other rows."""
-    most, run = round_up_to_group(SIZES[-1], shape.group), _runner(shape)
-    x = torch.randn(max(shape.batch, 1), most, shape.in_features, generator=torch.Generator().manual_seed(1))
+    """Return the tile sizes that agree with the largest one, at every index of a row and with other neighbors."""
+    largest, run = round_up_to_group(SIZES[-1], shape.group), _runner(shape)
+    x = torch.randn(max(shape.batch, 1), largest, shape.in_features, generator=torch.Generator().manual_seed(1))
     x = x.to(shape.dtype)
-    right = run(x, most)
+    expected = run(x, largest)
     agreeing = []
     for size in sizes:
-        tile = round_up_to_group(size, shape.group)  # one of each size, turned round: rows change places and neighbours
-        turned = (run(x[:, :tile].roll(by, 1), tile).roll(-by, 1) for by in (3, tile // 2 + 1))
-        if all(torch.equal(other, right[:, :tile]) for other in turned):
+        tile = round_up_to_group(size, shape.group)  # one tile of each size; rolling changes indices and neighbors
+        rolled = (run(x[:, :tile].roll(by, 1), tile).roll(-by, 1) for by in (3, tile // 2 + 1))
+        if all(torch.equal(out, expected[:, :tile]) for out in rolled):
             agreeing.append(size)
     return agreeing
 
 
 def _runner(shape: MatmulShape) -> Callable[[Tensor, int], Tensor]:
-    """x [batch, rows, inner], rows of a tile -> [batch, rows, outer], with the weights of a product."""
-    outer, batch = (
+    """Return a function (x [batch, rows, in], tile size) -> [batch, rows, out] with random weights."""
+    out_features, batch = (
         -(-shape.out_features // NARROW) * NARROW if shape.batch else max(shape.out_features, NARROW),
         max(shape.batch, 1),
     )
-    lies = (batch, shape.in_features, outer) if shape.across else (batch, outer, shape.in_features)
-    draw = torch.Generator().manual_seed(0)
-    weight = torch.randn(lies, generator=draw).to(shape.dtype)
-    bias = torch.randn(outer, generator=draw).to(shape.dtype) if shape.bias else None
+    layout = (batch, shape.in_features, out_features) if shape.across else (batch, out_features, shape.in_features)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(layout, generator=generator).to(shape.dtype)
+    bias = torch.randn(out_features, generator=generator).to(shape.dtype) if shape.bias else None
 
     def run(x: Tensor, size: int) -> Tensor:
         tiles = [pad_to(tile, 1, size) for tile in x.split(size, dim=1)]
         if not shape.batch:
             return torch.cat([F.linear(tile[0], weight[0], bias) for tile in tiles])[: x.shape[1]].unsqueeze(0)
-        turned = weight if shape.across else weight.mT
-        made = torch.cat([torch.bmm(tile, turned) for tile in tiles], dim=1)[:, : x.shape[1]]
-        alone = torch.bmm(tiles[0][-1:], turned[-1:])  # one of the batch, as of a single row
-        return made if torch.equal(alone, made[-1:, :size]) else torch.full_like(made, float("nan"))
+        matrix = weight if shape.across else weight.mT
+        out = torch.cat([torch.bmm(tile, matrix) for tile in tiles], dim=1)[:, : x.shape[1]]
+        single = torch.bmm(tiles[0][-1:], matrix[-1:])  # one product of the batch, as for a single sequence
+        return out if torch.equal(single, out[-1:, :size]) else torch.full_like(out, float("nan"))
 
     return run
 
 
 def round_up_to_group(size: int, group: int) -> int:
-    """The rows of a tile of whole groups: at least ``size``."""
+    """Round ``size`` up to whole groups."""
     return -(-size // group) * group
 
 
-def _try_functions() -> None:
-    """Attention, rotary angles and softmax use these as they are: they must not care for the element's place."""
-    draw = torch.Generator().manual_seed(0)
-    x = torch.rand(VECTOR * 5 + 7, generator=draw) * 8 + 0.1
+def _check_functions() -> None:
+    """Check that the functions used by attention, RoPE and softmax do not depend on the element's index."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(VECTOR * 5 + 7, generator=generator) * 8 + 0.1
     for name in ("exp", "tanh", "cos", "sin", "log", "sqrt", "rsqrt"):
         f = getattr(torch, name)
-        if not torch.equal(torch.cat([f(one) for one in x.split(1)]), f(x)):
-            raise _refused(f"{name} of a vector")
-    rows = torch.rand(9, KEYS, generator=draw)
+        if not torch.equal(torch.cat([f(element) for element in x.split(1)]), f(x)):
+            raise _invariance_error(f"{name} of a vector")
+    rows = torch.rand(9, KEYS, generator=generator)
     if not torch.equal(torch.cat([row.sum(-1) for row in rows.split(1)]), rows.sum(-1)):
-        raise _refused("a sum over keys")
+        raise _invariance_error("a sum over keys")
 
 
-def _refused(what: str) -> ConfigError:
+def _invariance_error(operation: str) -> ConfigError:
     return ConfigError(
-        f"deterministic: on this machine, with {torch.get_num_threads()} threads, {what} depends on what is beside it",
+        f"deterministic: on this machine, with {torch.get_num_threads()} threads, {operation} depends on the batch",
         "try another number of threads (OMP_NUM_THREADS), or run without --deterministic",
     )

@@ -1,4 +1,4 @@
-"""torch.compile, where there is a compiler for it; and a plain answer where there is none."""
+"""torch.compile, and a check whether it works on this machine."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compile_error(device: str) -> str | None:
-    """Why nothing can be compiled for a device, in one line; None where a small function could be."""
+    """Compile a small function for a device; return the first line of the error, or None if it worked."""
     try:
         x = torch.ones(4, device=device, requires_grad=True)
         torch.compile(lambda x: (x * x + 1).sum())(x).backward()
-    except Exception as error:  # whatever the compiler, its driver or its search say
-        said = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return said[0] if said else type(error).__name__
+    except Exception as error:  # the compiler and its driver raise errors of many types
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return lines[0] if lines else type(error).__name__
     return None
 
 
 def lazy_compile(function: F) -> F:
-    """The same function, compiled when it is called first, and again for other shapes."""
+    """Return the function, compiled at the first call and again for other shapes."""
     return cast("F", torch.compile(function))

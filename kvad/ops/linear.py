@@ -1,7 +1,7 @@
-"""Products with a weight matrix, [.., in] x [out, in] -> [.., out]: the one place where their kernel is chosen.
+"""Linear layers, [.., in] x [out, in] -> [.., out], and their kernels.
 
-One row is special on a CPU.  torch gives it to MKL's matrix-vector product, which reads the weights with one thread,
-however many there are; as a batch of products, one per thread with a share of the output features, every thread reads.
+A single row is special on CPU: torch calls MKL's matrix-vector product, which reads the weights with one thread. As a
+batch of products, one per thread with a share of the output features, all threads read.
 Measured on two cores of a Zen 4 (``dev/LOG.md``): 9 -> 24 GB/s for [704, 256], 9 -> 33 for [4096, 256], in float32.
 """
 
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from kvad.ops.batch_invariant import TileSizes, tiled_matmul
 
-SMALLEST = 1 << 15  # weights; below, starting the threads costs more than they save
+SMALLEST = 1 << 15  # elements of the weight; below, starting the threads costs more than it saves
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiles: TileSizes | None = None) -> Tensor:
-    """x [.., in], weight [out, in], bias [out] -> [.., out]; ``tiles``: in bits that no neighbour shows in."""
+    """Multiply x [.., in] by weight [out, in] and add bias [out] -> [.., out]; batch-invariant with ``tiles``."""
     if tiles is not None:
         return tiled_matmul(x, weight, bias, tiles)
     parts = _parts(x, weight)
@@ -31,7 +31,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiles: TileSiz
 
 
 def _parts(x: Tensor, weight: Tensor) -> int:
-    """Into how many shares the output features are cut: 1 = not at all."""
+    """Return the number of shares into which the output features are split."""
     one_row = x.numel() == x.shape[-1]
     if not one_row or x.device.type != "cpu" or weight.numel() < SMALLEST or torch.is_grad_enabled():
         return 1
@@ -42,18 +42,20 @@ def _parts(x: Tensor, weight: Tensor) -> int:
 
 
 class Linear(nn.Linear):
-    tiles: TileSizes | None = None
+    """Linear layer that uses :func:`linear`."""
+
+    tiles: TileSizes | None = None  # batch-invariant if set
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias, self.tiles)
 
 
 class PackedLinear:
-    """Several products of one input, ``(x W1, x W2, ...)``: one kernel instead of several, once it is packed.
+    """Several products of one input, ``(x W1, x W2, ...)``, computed by one kernel after :meth:`pack`.
 
-    :meth:`pack` lays the weights one behind the other; the layers' own parameters become views of that, so that names,
-    values and bytes stay what they were.  Layers that have other weights by now (a copy of the model, another dtype,
-    training) have products of their own again: a pack is used only while every weight still is where it was put.
+    :meth:`pack` concatenates the weights; the layers' parameters become views of the result, so names, values and bytes
+    do not change. If a layer has another weight later (a copy of the model, another dtype, training), the products are
+    computed separately again: the packed weight is used only while every parameter is a view of it.
     """
 
     def __init__(self) -> None:
@@ -62,20 +64,19 @@ class PackedLinear:
         self._bias: Tensor | None = None
 
     def __call__(self, x: Tensor, *layers: Linear) -> Sequence[Tensor]:
-        """x [.., in] -> one [.., out] per layer.  Where gradients are wanted each layer has a product of its own: they
-        belong to its parameters, and the pack has none."""
-        if self._weight is None or torch.is_grad_enabled() or not self._holds(layers):
+        """Return x [.., in] times each layer's weight, [.., out] each; with gradients, every layer is called itself."""
+        if self._weight is None or torch.is_grad_enabled() or not self._is_packed(layers):
             return [layer(x) for layer in layers]
         return torch.split(linear(x, self._weight, self._bias, layers[0].tiles), self._sizes, dim=-1)
 
     @property
     def shape(self) -> tuple[int, int] | None:
-        """[out, in] of the joined weight; None: not packed."""
+        """Shape [out, in] of the packed weight, or None."""
         return None if self._weight is None else (self._weight.shape[0], self._weight.shape[1])
 
     @torch.no_grad()
     def pack(self, *layers: Linear) -> None:
-        """Join the weights; layers with a bias beside layers without stay as they are."""
+        """Concatenate the weights, unless only some of the layers have a bias."""
         biases = [layer.bias.data for layer in layers if layer.bias is not None]
         if len(biases) not in (0, len(layers)):
             return
@@ -88,17 +89,17 @@ class PackedLinear:
             for layer, share in zip(layers, self._bias.split(self._sizes), strict=True):
                 layer.bias.data = share
 
-    def _holds(self, layers: Sequence[Linear]) -> bool:
-        """Whether every parameter lies in the pack; its memory is alive, so nothing else can lie there."""
+    def _is_packed(self, layers: Sequence[Linear]) -> bool:
+        """Return True if every parameter is a view of the packed weight, whose memory cannot be reused meanwhile."""
         assert self._weight is not None
-        at, step = self._weight.data_ptr(), self._weight.shape[1] * self._weight.element_size()
+        at, row_bytes = self._weight.data_ptr(), self._weight.shape[1] * self._weight.element_size()
         for layer, size in zip(layers, self._sizes, strict=True):
             if layer.weight.data_ptr() != at or type(layer).forward is not Linear.forward:
-                return False  # another weight, or a layer that says more than its weight (an adapter beside it)
-            at += size * step
-        return self._holds_biases(layers)
+                return False  # another weight, or a layer with more than its weight, such as an adapter
+            at += size * row_bytes
+        return self._is_bias_packed(layers)
 
-    def _holds_biases(self, layers: Sequence[Linear]) -> bool:
+    def _is_bias_packed(self, layers: Sequence[Linear]) -> bool:
         if self._bias is None:
             return all(layer.bias is None for layer in layers)
         at = self._bias.data_ptr()

@@ -1,8 +1,8 @@
-"""What the C allocator keeps: glibc holds on to freed scratch, so a process stays larger than its pool.
+"""Control of glibc's allocator: return freed memory to the system, or keep it for reuse.
 
-A step's scratch (gathered keys and values, masks) is freed when the step ends, but glibc returns it to the system only
-when it is asked; blocks of many MB go back at once, and come again as new pages.  Elsewhere (macOS, musl) there is
-nothing to ask and nothing is done.
+glibc keeps a step's freed temporaries (gathered keys and values, masks) until malloc_trim is called, so a process stays
+larger than its pool. Blocks of many MB are returned at once, and allocated again as new pages. On other systems (macOS,
+musl) the functions do nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 DEFAULT_TRIM, DEFAULT_MMAP_MAX = 128 << 10, 65536
 
-MIN_TRIM_BYTES = 32 << 20  # bytes kept; below, returning them costs more than it saves
+MIN_TRIM_BYTES = 32 << 20  # freed bytes; below, returning them costs more than it saves
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -38,10 +38,10 @@ class _Mallinfo2(ctypes.Structure):
     ]
 
 
-def trim_heap(worth: int = MIN_TRIM_BYTES) -> bool:
-    """Return freed memory to the system if the allocator keeps more than ``worth`` bytes; True if it was asked to."""
+def trim_heap(min_bytes: int = MIN_TRIM_BYTES) -> bool:
+    """Return freed memory to the system if the allocator keeps more than ``min_bytes``; True if malloc_trim ran."""
     libc = _libc()
-    if libc is None or libc.mallinfo2().fordblks <= worth:
+    if libc is None or libc.mallinfo2().fordblks <= min_bytes:
         return False
     libc.malloc_trim(0)
     return True
@@ -61,13 +61,16 @@ def _libc() -> ctypes.CDLL | None:
 
 @contextmanager
 def keep_freed_memory() -> Iterator[None]:
-    """Within it freed memory is kept, large blocks too: what takes the same memory again and again, as training steps
-    do, is not handed new pages each time, which the system has to clear and to map.  It goes back at the end."""
+    """Keep freed memory, large blocks included, while the context is active.
+
+    Training steps allocate the same memory repeatedly; without this, the system maps and clears new pages every time.
+    The memory is returned at the end.
+    """
     libc = _libc()
     if libc is None:
         yield
         return
-    libc.mallopt(M_MMAP_MAX, 0)  # no mappings of their own for large blocks
+    libc.mallopt(M_MMAP_MAX, 0)  # no separate mappings for large blocks
     libc.mallopt(M_TRIM_THRESHOLD, -1)  # never
     try:
         yield

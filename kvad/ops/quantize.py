@@ -1,22 +1,22 @@
-"""How keys and values become the raw arrays of a format, and come back: pure tensor functions.
+"""Encode keys and values as the raw arrays of a quantization format, and decode them.
 
-``encode`` takes numbers [..., D] (channel formats: whole blocks [n, K, block_size, D]) and gives the arrays that
-``kvad/cache/formats.py`` lists, in its order; ``decode`` takes such arrays and the dtype that is computed in.
+``encode`` takes numbers [..., D] (channel formats: whole blocks [n, K, block_size, D]) and returns the arrays listed in
+``kvad/cache/quantization.py``, in that order; ``decode`` takes these arrays and the compute dtype.
 
-Promises:
+Guarantees:
 
-* what is not finite stays so: a vector with NaN or infinity in it comes back without a finite number that it did not
-  have (integers: the scale is not finite, so nothing of the vector is; fp8: the number itself is NaN);
-* zeros come back as zeros, and so do cleared arrays (all zero);
-* a token's arrays depend on that token's numbers alone (channel formats: on those of its block);
-* encoding is done in float32: a float64 beyond its range is not finite, and so is an int4 range beyond it.
+* Non-finite values stay visible: a vector with NaN or infinity decodes without new finite numbers (integers: the scale
+  is not finite, so the whole vector is not; fp8: the number itself is NaN).
+* Zeros decode as zeros, and so do cleared arrays (all zero).
+* A token's arrays depend on that token's numbers only (channel formats: on those of its block).
+* Encoding uses float32: a float64 beyond its range becomes non-finite, and so does an int4 range beyond it.
 
 int8 (symmetric):  x = [-0.5, 2.54, 0.0]  ->  scale = 2.54 / 127 = 0.02, data = [-25, 127, 0]
 int4:              x = [-1.0, 0.1, 2.0, 0.5]  ->  zero = -1, scale = 3 / 15 = 0.2, data = [0, 6 (5.5), 15, 8 (7.5)],
                    packed as 0 | 6 << 4 = 96 and 15 | 8 << 4 = 143; back: [-1.0, 0.2, 2.0, 0.6]
 
-Integers are widened as int8, which torch does in vectors; uint8 and fp8 it widens one by one on a CPU (8 to 20 times as
-long), so those bits are moved into place as int16 instead.
+Integers are widened as int8, which torch vectorizes; on CPU it widens uint8 and fp8 one by one (8 to 20 times as long),
+so those bits are shifted into place as int16 instead.
 """
 
 from __future__ import annotations
@@ -31,31 +31,34 @@ from torch import Tensor
 from kvad import config
 from kvad.errors import ConfigError
 
-TINY = 2.0**-126  # the smallest scale: a vector of zeros has it, and no number is divided by zero
+TINY = 2.0**-126  # the smallest scale, used by vectors of zeros, so that no number is divided by zero
 FP8 = {"fp8-e4m3": ("float8_e4m3fn", 448.0), "fp8-e5m2": ("float8_e5m2", 57344.0)}
 RawArrays = Sequence[Tensor]
 
 
 class FormatCodec(NamedTuple):
-    """``encode`` [..., D] -> arrays; ``decode`` (arrays, dtype) -> [..., D] in that dtype."""
+    """The two functions of a format."""
 
-    encode: Callable[[Tensor], tuple[Tensor, ...]]
-    decode: Callable[[RawArrays, torch.dtype], Tensor]
+    encode: Callable[[Tensor], tuple[Tensor, ...]]  # [..., D] -> arrays
+    decode: Callable[[RawArrays, torch.dtype], Tensor]  # (arrays, dtype) -> [..., D] in that dtype
 
 
 def get_codec(name: str, device: torch.device | str = "cpu") -> FormatCodec:
-    """ConfigError where this build of torch, or the device, lacks what the format needs, and for a class of one's own
-    ("package.module:Class") that is not there."""
+    """Return the codec of a format, or of a custom class "package.module:Class".
+
+    Raises:
+        ConfigError: If torch or the device does not support the format's dtype, or the class does not exist.
+    """
     if ":" in name:
-        own = config.plugins.load_plugin(name, "format")()
-        return FormatCodec(own.encode, own.decode)
+        custom = config.plugins.load_plugin(name, "format")()
+        return FormatCodec(custom.encode, custom.decode)
     if name in FP8:
         dtype = FP8[name][0]
         try:
             torch.zeros(1, device=device).to(getattr(torch, dtype))
         except (AttributeError, RuntimeError, TypeError):
             raise ConfigError(
-                f"{name}: torch {torch.__version__} has no {dtype} on {device}", "int8 takes as little, everywhere"
+                f"{name}: torch {torch.__version__} has no {dtype} on {device}", "use int8, which has the same size"
             ) from None
     return CODECS[name]
 
@@ -79,24 +82,24 @@ def _decode_plain(arrays: RawArrays, dtype: torch.dtype) -> Tensor:
 
 
 def _encode_fp8(name: str, x: Tensor) -> tuple[Tensor, ...]:
-    """Cut off at the format's largest number; ``x - x`` is NaN where x is not finite, else 0."""
-    dtype, most = FP8[name]
+    """Clamp to the format's largest number; ``x - x`` is NaN if x is not finite, else 0."""
+    dtype, max_value = FP8[name]
     x = x.to(torch.float32)
-    return ((x.clamp(-most, most) + (x - x)).to(getattr(torch, dtype)).view(torch.uint8),)
+    return ((x.clamp(-max_value, max_value) + (x - x)).to(getattr(torch, dtype)).view(torch.uint8),)
 
 
 def _decode_e5m2(arrays: RawArrays, dtype: torch.dtype) -> Tensor:
-    """They are the upper bytes of float16."""
+    """Decode e5m2, whose bits are the upper bytes of float16."""
     bits = arrays[0].to(torch.int16)
     bits <<= 8
     return bits.view(torch.float16).to(_compute_dtype(dtype)).to(dtype)  # float16 to bfloat16 is slow on a CPU
 
 
 def _decode_e4m3(arrays: RawArrays, dtype: torch.dtype) -> Tensor:
-    """A float16 whose exponent is 8 too small: ``s eeee mmm`` -> ``s 0 eeee mmm 0000000``, times 256.
+    """Decode e4m3 as a float16 with an exponent 8 too small: ``s eeee mmm`` -> ``s 0 eeee mmm 0000000``, times 256.
 
-    An int8 is widened with its sign, ``ssssssss seeeemmm``: after the shift bit 14 is a sign too, and is taken off.
-    NaN (all seven bits set) would come back as 480, so where there is one torch's own way is taken.
+    An int8 is widened with its sign, ``ssssssss seeeemmm``: after the shift bit 14 is a sign bit too, and is cleared.
+    NaN (all seven bits set) would decode as 480, so arrays that contain it are converted by torch.
     """
     data = arrays[0]
     if data.device.type != "cpu" or (data.numel() and int((data & 127).amax()) == 127):
@@ -134,12 +137,12 @@ def _decode_int4(arrays: RawArrays, dtype: torch.dtype) -> Tensor:
 
 
 def _pack_int4(data: Tensor) -> Tensor:
-    """Numbers 0..15 [..., D] -> [..., D / 2]: number 2i in the lower half of byte i."""
+    """Pack numbers 0..15 [..., D] into bytes [..., D / 2]: number 2i in the lower half of byte i."""
     return data[..., ::2] | data[..., 1::2] << 4
 
 
 def _unpack_int4(data: Tensor) -> Tensor:
-    """[..., D / 2] -> [..., D] as int8.  ``0000 0000 hhhh llll`` -> ``0000 hhhh 0000 llll``, the lower byte first."""
+    """Unpack [..., D / 2] to [..., D] int8: ``0000 0000 hhhh llll`` -> ``0000 hhhh 0000 llll``, lower byte first."""
     pairs = data.to(torch.int16)
     pairs |= pairs << 4
     pairs &= 0x0F0F
@@ -151,22 +154,22 @@ def _unpack_int4(data: Tensor) -> Tensor:
 
 
 def _encode_channel(bits: int, x: Tensor) -> tuple[Tensor, ...]:
-    """x [n, K, block_size, D] -> data, scale [n, K, 1, D], zero [n, K, 1, D].
+    """Encode x [n, K, block_size, D] as data, scale [n, K, 1, D], zero [n, K, 1, D].
 
-    int4 counts from the least number, int8 from the middle.  Numbers are encoded by the rounded scale and zero that are
-    stored; a scale beyond float16 is not finite.
+    The zero of int4 is the minimum, that of int8 the middle. Numbers are encoded with the rounded scale and zero that
+    are stored; a scale beyond float16 is not finite.
     """
     x = x.to(torch.float32)
     low, high = torch.aminmax(x, dim=-2, keepdim=True)
-    least, most = (0, 15) if bits == 4 else (-127, 127)
+    minimum, maximum = (0, 15) if bits == 4 else (-127, 127)
     zero = (low if bits == 4 else (low + high) / 2).to(torch.float16)
-    scale = ((high - low) / (most - least)).clamp_(min=2.0**-24).to(torch.float16)
-    data = ((x - zero) / scale).round_().clamp_(least, most)
+    scale = ((high - low) / (maximum - minimum)).clamp_(min=2.0**-24).to(torch.float16)
+    data = ((x - zero) / scale).round_().clamp_(minimum, maximum)
     return (_pack_int4(data.to(torch.uint8)) if bits == 4 else data.to(torch.int8)), scale, zero
 
 
 def _decode_channel(bits: int, arrays: RawArrays, dtype: torch.dtype) -> Tensor:
-    """data [..., P * block_size, w], scale and zero [..., P, D] -> [..., P * block_size, D]."""
+    """Decode data [..., P * block_size, w], scale and zero [..., P, D] to [..., P * block_size, D]."""
     data, scale, zero = arrays
     numbers = (_unpack_int4(data) if bits == 4 else data).to(_compute_dtype(dtype))
     blocks: Tensor = numbers.unflatten(-2, (scale.shape[-2], -1))

@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al. 2021, sec. 3.4.2), applied to flat tokens.
 
-A pair (a, b) at position p turns by the angle p * inv_freq in the positive sense:
+A pair (a, b) at position p is rotated by the angle p * inv_freq in the positive sense:
 ``a' = a cos - b sin``, ``b' = b cos + a sin``; hence R(n)^T R(m) = R(m - n), and q.k depends on m - n only.
 """
 
@@ -13,25 +13,26 @@ from torch import Tensor
 
 from kvad.model_input import Rotary
 
-SMALL_TOKEN_COUNT = 32  # tokens; of more, reading x twice costs more than the calls it saves
+SMALL_TOKEN_COUNT = 32  # tokens; with more, reading x twice costs more than the saved calls
 
 
 class _Tables(NamedTuple):
-    """cos and sin [T, 1, D_rot/2]; ``twice`` and ``signed`` [T, 1, D_rot]: (cos, cos) and (-sin, sin).
+    """cos and sin of one rotary."""
 
-    Kept beside ``inv_freq`` itself: an id is used again once its owner is gone."""
-
-    inv_freq: Tensor
-    cos: Tensor
-    sin: Tensor
-    twice: Tensor
-    signed: Tensor
+    inv_freq: Tensor  # kept alive, because ids are reused
+    cos: Tensor  # [T, 1, D_rot/2]
+    sin: Tensor  # [T, 1, D_rot/2]
+    twice: Tensor  # (cos, cos) [T, 1, D_rot]
+    signed: Tensor  # (-sin, sin) [T, 1, D_rot]
 
 
 class RotaryCache:
-    """cos and sin of one step's positions, computed once per rotary table and shared by all layers.
+    """cos and sin of one step's positions, computed once per rotary and shared by all layers.
 
-    ``exact``: angles in float64, for rows without an end: in float32 one is off by 6e-8 of the position, in radians.
+    Args:
+        positions: [T].
+        exact: Compute angles in float64, for endless sequences: in float32 the error is 6e-8 of the position, in
+            radians.
     """
 
     def __init__(self, positions: Tensor, *, exact: bool = False) -> None:
@@ -39,16 +40,16 @@ class RotaryCache:
         self._known: dict[tuple[int, float, torch.dtype], _Tables] = {}
 
     def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
-        """x [T, H, D] -> the same shape, its first ``2 * inv_freq.shape[-1]`` dimensions turned."""
+        """Rotate the first ``2 * inv_freq.shape[-1]`` dims of x [T, H, D]."""
         key = (id(rotary.inv_freq), rotary.factor, x.dtype)
         tables = self._known.get(key)
         if tables is None:
             tables = self._known[key] = self._tables(rotary, x.dtype)
-        turned = tables.twice.shape[-1]
-        if x.shape[0] <= SMALL_TOKEN_COUNT and turned == x.shape[-1] and not rotary.interleaved:
-            return x * tables.twice + x.roll(turned // 2, -1) * tables.signed  # the same sums, in fewer calls
+        size = tables.twice.shape[-1]
+        if x.shape[0] <= SMALL_TOKEN_COUNT and size == x.shape[-1] and not rotary.interleaved:
+            return x * tables.twice + x.roll(size // 2, -1) * tables.signed  # the same sums, in fewer calls
         if torch.is_grad_enabled() and x.requires_grad and not tables.cos.requires_grad:
-            out: Tensor = _Turned.apply(x, tables.cos, tables.sin, rotary.interleaved)  # type: ignore[no-untyped-call]
+            out: Tensor = _Rotate.apply(x, tables.cos, tables.sin, rotary.interleaved)  # type: ignore[no-untyped-call]
             return out
         return rotate(x, tables.cos, tables.sin, rotary.interleaved)
 
@@ -59,9 +60,8 @@ class RotaryCache:
         return _Tables(rotary.inv_freq, cos, sin, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
 
 
-class _Turned(torch.autograd.Function):
-    """:func:`rotate`, whose gradient is what comes back turned the other way: the same bits as autograd's, in fewer
-    operations."""
+class _Rotate(torch.autograd.Function):
+    """:func:`rotate` whose backward pass is the inverse rotation: autograd's bits in fewer operations."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -76,40 +76,41 @@ class _Turned(torch.autograd.Function):
 
 
 def rotate_by(x: Tensor, by: Tensor, rotary: Rotary, at: slice) -> Tensor:
-    """x [R, K, S, D], rotated already, by so many positions further: ``by`` [R, 1] or [R, S].  R(by) R(p) = R(by + p).
+    """Rotate x [R, K, S, D], already rotated, by further positions ``by`` [R, 1] or [R, S]: R(by) R(p) = R(by + p).
 
-    ``at``: the step's tokens of these rows, where frequencies are a row's own.
+    ``at`` is the span of these sequences in the step's tokens, for frequencies per sequence.
     """
-    return _turn(x, by, rotary._replace(factor=1.0), at, torch.float64)
+    return _rotate_at(x, by, rotary._replace(factor=1.0), at, torch.float64)
 
 
 def rotate_rows(x: Tensor, positions: Tensor, rotary: Rotary, at: slice, *, exact: bool) -> Tensor:
-    """What :class:`Angles` does to flat tokens, for keys stored without it: x [R, K, S, D] at [R, S] or [R, K, S]."""
-    return _turn(x, positions, rotary, at, torch.float64 if exact else torch.float32)
+    """Rotate keys that are stored unrotated: x [R, K, S, D] at positions [R, S] or [R, K, S]."""
+    return _rotate_at(x, positions, rotary, at, torch.float64 if exact else torch.float32)
 
 
 def rotate_blocks(x: Tensor, positions: Tensor, rotary: Rotary, factor: float = 1.0) -> Tensor:
-    """x [n, K, S, D] turned by ``positions`` [n, S] in float64, whatever they are: back where they are negative.
+    """Rotate x [n, K, S, D] by ``positions`` [n, S] in float64; negative positions rotate back.
 
-    ``factor``: on cos and sin, in the place of the rotary's own."""
-    return _turn(x, positions, rotary._replace(factor=factor), slice(0), torch.float64)
+    ``factor`` multiplies cos and sin instead of the rotary's factor.
+    """
+    return _rotate_at(x, positions, rotary._replace(factor=factor), slice(0), torch.float64)
 
 
-def _turn(x: Tensor, by: Tensor, rotary: Rotary, at: slice, least: torch.dtype) -> Tensor:
+def _rotate_at(x: Tensor, by: Tensor, rotary: Rotary, at: slice, min_dtype: torch.dtype) -> Tensor:
     freq = rotary.inv_freq
     if freq.dim() == 2:
         freq = freq[at].unflatten(0, (x.shape[0], -1))[:, None, :1]
     by = by.unsqueeze(1) if by.dim() == 2 else by
-    wide = torch.promote_types(freq.dtype, least)
+    wide = torch.promote_types(freq.dtype, min_dtype)
     angle = by.to(wide).unsqueeze(-1) * freq.to(wide)  # [R, 1 or K, S, D_rot/2]
     cos, sin = (angle.cos() * rotary.factor).to(x.dtype), (angle.sin() * rotary.factor).to(x.dtype)
     return rotate(x, cos, sin, rotary.interleaved)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x [..., D] with cos, sin [..., D_rot/2] that broadcast; dimensions past D_rot pass through."""
-    turned = 2 * cos.shape[-1]
-    head, rest = x[..., :turned], x[..., turned:]
+    """Rotate x [..., D] with cos, sin [..., D_rot/2] that broadcast; dims after D_rot are unchanged."""
+    size = 2 * cos.shape[-1]
+    head, rest = x[..., :size], x[..., size:]
     if interleaved:
         a, b = head[..., 0::2], head[..., 1::2]
         out = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)

@@ -1,4 +1,4 @@
-"""Lanes: how flat tokens are cut into rectangles, and the one place where a lane attends (and may be watched)."""
+"""Sub-batches: spans in the flat tokens, and attention of one sub-batch with an optional hook."""
 
 from __future__ import annotations
 
@@ -18,121 +18,133 @@ from kvad.ops.rotary import rotate_by
 
 
 class AttentionTrace(NamedTuple):
-    """What one attention layer did in one lane: the values a debugger asks for.
-
-    ``q`` [R, L, H, D] and ``k`` [R, K, S, D] rotated, ``v`` [R, K, S, Dv], ``positions`` [R, S] of the keys,
-    ``scores`` and ``weights`` [R, H, L, S], ``out`` [R, L, H, Dv].
-    """
+    """Inputs and outputs of one attention layer in one sub-batch."""
 
     layer: int
     sub_batch: int
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    positions: Tensor
-    scores: Tensor
-    weights: Tensor
-    out: Tensor
+    q: Tensor  # [R, L, H, D], rotated
+    k: Tensor  # [R, K, S, D], rotated
+    v: Tensor  # [R, K, S, Dv]
+    positions: Tensor  # [R, S], of the keys
+    scores: Tensor  # logits [R, H, L, S]
+    weights: Tensor  # [R, H, L, S]
+    out: Tensor  # [R, L, H, Dv]
 
 
 AttentionHook = Callable[[AttentionTrace], None]
 
 
-def sub_batch_spans(lanes: Sequence[SubBatch]) -> list[tuple[int, int]]:
-    """(first, last + 1) of each lane in the flat tokens."""
+def sub_batch_spans(sub_batches: Sequence[SubBatch]) -> list[tuple[int, int]]:
+    """Return (first, last + 1) of each sub-batch in the flat tokens."""
     spans, start = [], 0
-    for lane in lanes:
-        spans.append((start, start + lane.num_seqs * lane.num_new_tokens))
+    for sub_batch in sub_batches:
+        spans.append((start, start + sub_batch.num_seqs * sub_batch.num_new_tokens))
         start = spans[-1][1]
     return spans
 
 
-def fold_rows(lane: SubBatch, sources: int) -> SubBatch:
-    """The same tokens, rows that share a source as one row.
+def fold_rows(sub_batch: SubBatch, num_inputs: int) -> SubBatch:
+    """Treat sequences that share an encoder input as one, with the same tokens.
 
-    Lane(rows=6, new=1, read=S) over 2 sources  ->  Lane(rows=2, new=3, read=S)
+    SubBatch(num_seqs=6, num_new_tokens=1, num_read_slots=S) over 2 inputs -> SubBatch(2, 3, S)
     """
-    assert lane.num_seqs % sources == 0, f"{lane.num_seqs} rows over {sources} sources"
-    return SubBatch(sources, lane.num_seqs // sources * lane.num_new_tokens, lane.num_read_slots)
+    assert sub_batch.num_seqs % num_inputs == 0, f"{sub_batch.num_seqs} sequences, {num_inputs} encoder inputs"
+    return SubBatch(num_inputs, sub_batch.num_seqs // num_inputs * sub_batch.num_new_tokens, sub_batch.num_read_slots)
 
 
 def attend_sub_batch(
     layer: int,
-    lane: int,
+    sub_batch: int,
     part: AttentionPart,
-    score: AttentionParams,
+    params: AttentionParams,
     kernel: Kernel,
-    probe: AttentionHook | None,
+    attention_hook: AttentionHook | None,
     at: slice,
     count: Tensor | None = None,
-    below: Iterable[AttentionPart] = (),
+    lower_parts: Iterable[AttentionPart] = (),
 ) -> AttentionOutput:
-    """Attend in one lane, and show a probe what was seen: of several parts, one behind the other.
+    """Compute attention in one sub-batch and call the hook.
 
-    ``below``: what lies before ``part``; a generator's parts are there one after the other, but for a probe, which is
-    shown all at once.  ``at``: the lane's flat tokens; ``count`` [R, L]: which queries' attention is asked for
-    (``Attended.mass``).
+    Args:
+        layer: Index of the layer, for the hook.
+        sub_batch: Index of the sub-batch, for the hook.
+        part: The sub-batch's own part.
+        params: How q.k becomes a logit.
+        kernel: The kernel to use.
+        attention_hook: Called with an AttentionTrace over the concatenated keys of all parts.
+        at: The sub-batch's span in the flat tokens.
+        count: Request ``AttentionOutput.mass`` with these factors of the queries [R, L].
+        lower_parts: Parts that precede ``part``, such as lower levels; created one at a time unless a hook is called.
     """
-    q, k, v, reading = part
-    before = iter(below)
-    first = next(before, None)
-    alone = first is None
-    parts: Iterable[AttentionPart] = (part,) if first is None else chain(_gone([first]), before, (part,))
+    q, k, v, mask = part
+    iterator = iter(lower_parts)
+    first = next(iterator, None)
+    is_single = first is None
+    parts: Iterable[AttentionPart] = (part,) if first is None else chain(_drain([first]), iterator, (part,))
     del first
-    if probe is not None or count is not None:
+    if attention_hook is not None or count is not None:
         parts = list(parts)
-    far, want = reading.sink_shift if score.rotary is not None else None, probe is not None
+    sink_shift, return_weights = mask.sink_shift if params.rotary is not None else None, attention_hook is not None
     if isinstance(kernel, TileSizes):
-        assert alone and far is None and count is None, "aligned tiles are of whole tokens, where they were"
-        done = AttentionOutput(invariant_attention(q, k, v, reading, score, kernel))
-        done = dot_product_attention(q, k, v, reading, score, want=True)._replace(out=done.out) if want else done
-    elif far is not None:
-        assert alone, "levels and sinks that are numbered anew do not meet"
-        done = _renumbered(part, far, score, kernel, want, at)
-    elif count is not None or not alone:
-        done = merge_attention(parts, score, kernel=kernel, want=want, mass=count is not None, count=count)
+        assert is_single and sink_shift is None and count is None, "batch-invariant tiles need whole tokens in one part"
+        output = AttentionOutput(invariant_attention(q, k, v, mask, params, kernel))
+        output = (
+            dot_product_attention(q, k, v, mask, params, return_weights=True)._replace(out=output.out)
+            if return_weights
+            else output
+        )
+    elif sink_shift is not None:
+        assert is_single, "renumbered sinks cannot be combined with lower levels"
+        output = _attend_renumbered(part, sink_shift, params, kernel, return_weights, at)
+    elif count is not None or not is_single:
+        output = merge_attention(
+            parts, params, kernel=kernel, return_weights=return_weights, mass=count is not None, count=count
+        )
     else:
-        done = dot_product_attention(q, k, v, reading, score, kernel=kernel, want=want)
-    if probe is not None:
-        assert done.scores is not None and done.weights is not None
+        output = dot_product_attention(q, k, v, mask, params, kernel=kernel, return_weights=return_weights)
+    if attention_hook is not None:
+        assert output.scores is not None and output.weights is not None
         k, v = torch.cat([part.k for part in parts], dim=2), torch.cat([part.v for part in parts], dim=2)
         positions = torch.cat([part.mask.keys.position for part in parts], dim=-1)
-        probe(AttentionTrace(layer, lane, q, k, v, positions, done.scores, done.weights, done.out))
-    return done
+        attention_hook(AttentionTrace(layer, sub_batch, q, k, v, positions, output.scores, output.weights, output.out))
+    return output
 
 
-def _gone(parts: list[AttentionPart]) -> Iterator[AttentionPart]:
-    """From a list that lets them go."""
+def _drain(parts: list[AttentionPart]) -> Iterator[AttentionPart]:
+    """Yield parts and remove them from the list, so that each is freed after use."""
     while parts:
         yield parts.pop()
 
 
-def _renumbered(
-    part: AttentionPart, far: Tensor, score: AttentionParams, kernel: Kernel, want: bool, at: slice
+def _attend_renumbered(
+    part: AttentionPart, sink_shift: Tensor, params: AttentionParams, kernel: Kernel, return_weights: bool, at: slice
 ) -> AttentionOutput:
-    """Keys and queries are rotated by their positions; a sink is to look ``far`` [R, L] nearer than that.
+    """Compute attention with sinks ``sink_shift`` [R, L] nearer than the rotated positions say.
 
-    One query of a row: its sinks are turned.  Several: each has a distance of its own, so the sinks are a part that is
-    asked with queries turned back.
+    With one query per sequence, the sink keys are rotated. With several, whose shifts differ, the sinks become a
+    separate part whose queries are rotated back.
     """
-    assert score.rotary is not None
-    q, k, v, reading = part
-    positions = reading.keys.position
-    sinks = positions < reading.pattern.num_sinks
-    if far.shape[1] == 1:
-        width = reading.num_sink_slots
-        nearer = rotate_by(k[:, :, :width], far * sinks[:, :width], score.rotary, at)
+    assert params.rotary is not None
+    q, k, v, mask = part
+    positions = mask.keys.position
+    sinks = positions < mask.pattern.num_sinks
+    if sink_shift.shape[1] == 1:
+        width = mask.num_sink_slots
+        nearer = rotate_by(k[:, :, :width], sink_shift * sinks[:, :width], params.rotary, at)
         return dot_product_attention(
-            q, torch.cat((nearer, k[:, :, width:]), 2), v, reading, score, kernel=kernel, want=want
+            q, torch.cat((nearer, k[:, :, width:]), 2), v, mask, params, kernel=kernel, return_weights=return_weights
         )
-    back = rotate_by(q.transpose(1, 2), -far, score.rotary, at).transpose(1, 2)
-    first = AttentionMask(reading.queries, TokenPositions(positions.masked_fill(~sinks, -1)), reading.pattern)
-    rest = AttentionMask(reading.queries, TokenPositions(positions.masked_fill(sinks, -1)), reading.pattern)
-    done = merge_attention(
-        (AttentionPart(back, k, v, first), AttentionPart(q, k, v, rest)), score, kernel=kernel, want=want
+    back = rotate_by(q.transpose(1, 2), -sink_shift, params.rotary, at).transpose(1, 2)
+    first = AttentionMask(mask.queries, TokenPositions(positions.masked_fill(~sinks, -1)), mask.pattern)
+    rest = AttentionMask(mask.queries, TokenPositions(positions.masked_fill(sinks, -1)), mask.pattern)
+    output = merge_attention(
+        (AttentionPart(back, k, v, first), AttentionPart(q, k, v, rest)),
+        params,
+        kernel=kernel,
+        return_weights=return_weights,
     )
-    if not want:
-        return done
-    assert done.scores is not None and done.weights is not None  # of the same keys twice, half of them not seen
-    (a, b), (c, d) = done.scores.chunk(2, dim=-1), done.weights.chunk(2, dim=-1)
-    return done._replace(scores=torch.maximum(a, b), weights=c + d)
+    if not return_weights:
+        return output
+    assert output.scores is not None and output.weights is not None  # both parts have all keys, masked complementarily
+    (a, b), (c, d) = output.scores.chunk(2, dim=-1), output.weights.chunk(2, dim=-1)
+    return output._replace(scores=torch.maximum(a, b), weights=c + d)

@@ -1,12 +1,12 @@
-"""One memory of several ranks: rank 0 has the ledger and leads, the others do what it says.
+"""KV cache on several ranks: rank 0 has the KVCacheManager and leads, the other ranks follow.
 
-:class:`Leading` is a ``Memory`` to whoever has it: what is asked of it (moves, a step, a row's state) it tells the
-other ranks, in the same order, before it does its own part; they stand in :func:`follow`.  All ranks run the model for
-the same step, because a model that ``shard`` has cut needs them all.
+:class:`LeaderKVCache` is used like any ``KVCache``. It sends every call (block operations, a step, a sequence's state)
+to the other ranks in the same order, before it does its own part; they run :func:`run_follower`. All ranks run the
+model for the same step, because a sharded model needs them all.
 
-Invariant: every rank has seen the same moves and steps, so blocks, tables and positions are the same on all of them.
+Invariant: every rank applied the same block operations and steps, so blocks, tables and positions are equal on all.
 
-Never: a decision (the ledger's, on rank 0), or a score that leaves the device for the host.
+This module makes no decisions (the KVCacheManager does, on rank 0) and reads no scores back to the host.
 """
 
 from __future__ import annotations
@@ -50,111 +50,122 @@ Blocks = Sequence[Sequence[int]]
 
 
 class ShardedKVCache(KVCache):
-    """A rank's memory.  ``every`` (group), ``compressors``: the whole cache's; ``layers``: of the whole decoder.
+    """The KV cache of one rank.
 
-    ConfigError for a probe, which would see some heads and take them for all, and for tiles (``deterministic``): sums
-    over ranks are added up in another order.
+    Args:
+        all_groups: Groups of the unsharded cache.
+        process_groups: Connections to the other ranks.
+        layers: Number of layers of the unsharded decoder.
+        summarizers: Summarizers of the unsharded cache by layer.
+        **options: Options of :class:`KVCache`.
+
+    Raises:
+        ConfigError: For an attention hook, which would receive this rank's heads only, and for a batch-invariant
+            kernel, because sums over ranks are added in another order.
     """
 
     def __init__(
         self,
         all_groups: Sequence[CacheGroup],
         *,
-        links: ProcessGroups,
+        process_groups: ProcessGroups,
         layers: int,
-        compressors: Mapping[int, Any] | None = None,
+        summarizers: Mapping[int, Any] | None = None,
         **options: Any,
     ) -> None:
-        if options.get("probe") is not None:
+        mesh = process_groups.mesh
+        if options.get("attention_hook") is not None:
             raise ConfigError(
-                f"probe: on a mesh of {links.mesh} a rank sees its own heads alone", "look at one process"
+                f"attention_hook: is not supported on a mesh of {mesh}, where a rank has its own heads only",
+                "use one process",
             )
         if not isinstance(options.get("kernel", "auto"), str):
-            raise ConfigError(f"deterministic: not promised on a mesh of {links.mesh}", "sums are cut by ranks there")
+            raise ConfigError(f"deterministic: is not supported on a mesh of {mesh}, which splits sums between ranks")
         try:
-            check_cache_fits_mesh(all_groups, links.mesh)
+            check_cache_fits_mesh(all_groups, mesh)
         except ConfigError:
-            if options.get("spill") is not None:
-                options["spill"].close()
+            if options.get("offload_reader") is not None:
+                options["offload_reader"].close()
             raise
-        self.layers, self.links = layers, links
-        numbers = local_layers(all_groups, layers, links.mesh)
-        mine = {numbers[layer]: each for layer, each in (compressors or {}).items() if layer in numbers}
-        parts = {layer: _summarizer_shard(each, links) for layer, each in mine.items()}
-        super().__init__(_ranked(all_groups, layers, links), summarizers=parts, **options)
-        self.all_groups, self.ranks = tuple(all_groups), links.mesh.size
-        self.numbers = numbers
+        self.layers, self.process_groups = layers, process_groups
+        local_indices = local_layers(all_groups, layers, mesh)
+        local = {local_indices[layer]: x for layer, x in (summarizers or {}).items() if layer in local_indices}
+        shards = {layer: _summarizer_shard(summarizer, process_groups) for layer, summarizer in local.items()}
+        super().__init__(_rank_groups(all_groups, layers, process_groups), summarizers=shards, **options)
+        self.all_groups, self.ranks = tuple(all_groups), mesh.size
+        self.local_indices = local_indices
 
     def summary_rotaries(self) -> dict[int, Rotary]:
-        mine = super().summary_rotaries()
-        return {layer: mine[number] for layer, number in self.numbers.items() if number in mine}
+        local = super().summary_rotaries()
+        return {layer: local[index] for layer, index in self.local_indices.items() if index in local}
 
     def set_summary_rotaries(self, rotaries: Mapping[int, Rotary]) -> None:
-        super().set_summary_rotaries(
-            {self.numbers[layer]: each for layer, each in rotaries.items() if layer in self.numbers}
-        )
+        indices = self.local_indices
+        super().set_summary_rotaries({indices[layer]: x for layer, x in rotaries.items() if layer in indices})
 
     def swapped_shard(self, key: int) -> dict[str, Tensor]:
-        """This rank's part of what is parked under a key."""
+        """Return this rank's part of the swapped sequence ``key``."""
         copies = self.swapped[key]
-        assert isinstance(copies, list), "a row from elsewhere was not parked here"
-        return dict(zip(self._parked_names(), copies, strict=True))
+        assert isinstance(copies, list), "a sequence from another cache was not swapped out here"
+        return dict(zip(self._swapped_names(), copies, strict=True))
 
     def store_swapped_shard(self, key: int, state: Mapping[str, Tensor]) -> None:
-        """As if it had been parked here."""
-        self.swapped[key] = [state[name] for name in self._parked_names()]
+        """Store this rank's part of a swapped sequence under ``key``."""
+        self.swapped[key] = [state[name] for name in self._swapped_names()]
 
-    def _parked_names(self) -> list[str]:
-        """Sources are not parked: they stand behind all other groups."""
-        return [
-            each.name for each in self.iter_arrays([() for group in self.groups if not group.spec.is_cross_attention])
-        ]
+    def _swapped_names(self) -> list[str]:
+        """Return the names of a swapped sequence's arrays; cross-attention groups, the last ones, are not swapped."""
+        groups = [group for group in self.groups if not group.spec.is_cross_attention]
+        return [array.name for array in self.iter_arrays([() for _ in groups])]
 
 
 class LeaderKVCache(ShardedKVCache):
-    """Rank 0's, which the ledger moves and the runner opens.  ``release`` ends :func:`follow` on the others."""
+    """The KV cache of rank 0, used by the KVCacheManager and the ModelRunner.
+
+    ``release`` ends :func:`run_follower` on the other ranks.
+    """
 
     def __init__(self, all_groups: Sequence[CacheGroup], **options: Any) -> None:
         super().__init__(all_groups, **options)
         self._opened: ModelInput | None = None
-        whole = KVCache(all_groups, device="meta")
-        self._array_specs = whole.array_specs()
-        self._block_bytes = block_bytes(all_groups, self.layers, self.links.mesh)
-        self._over = False
-        self.heard: RemovableHandle | None = None  # the encoder's word that it is about to read
+        unsharded = KVCache(all_groups, device="meta")
+        self._array_specs = unsharded.array_specs()
+        self._block_bytes = block_bytes(all_groups, self.layers, self.process_groups.mesh)
+        self._released = False
+        self.encoder_hook: RemovableHandle | None = None  # calls on_encoder_step
 
-    def apply(self, moves: BlockOps) -> None:
-        if self.host_store is not None and (moves.store or moves.load):  # they ask every rank, before its blocks change
-            device_lib.host_copy.copy_blocks_out(self, self.host_store, moves.store)
-            device_lib.host_copy.copy_blocks_in(self, self.host_store, moves.load)
-            moves = moves._replace(store=(), load=())
-        said = encode_block_ops(moves)
-        if said is None:
+    def apply(self, block_ops: BlockOps) -> None:
+        if self.host_store is not None and (block_ops.store or block_ops.load):  # on every rank, before blocks change
+            device_lib.host_copy.copy_blocks_out(self, self.host_store, block_ops.store)
+            device_lib.host_copy.copy_blocks_in(self, self.host_store, block_ops.load)
+            block_ops = block_ops._replace(store=(), load=())
+        payload = encode_block_ops(block_ops)
+        if payload is None:
             return
-        strange = {key: blocks for key, blocks in moves.swap_in if not isinstance(self.swapped.get(key, []), list)}
-        if strange:  # rows from elsewhere: this rank alone has them, and tells each of the others its part
-            nothing: tuple[tuple[()], ...] = ((),) * len(self.groups)
-            self.apply(BlockOps(nothing, nothing, swap_out=moves.swap_out))
-            for key, blocks in strange.items():
-                self._settle(key, blocks)
-            moves = moves._replace(swap_out=(), swap_in=tuple(each for each in moves.swap_in if each[0] not in strange))
-            self.apply(moves)
+        foreign = {key: blocks for key, blocks in block_ops.swap_in if not isinstance(self.swapped.get(key, []), list)}
+        if foreign:  # only this rank has sequences from another cache; it sends each rank its part
+            empty: tuple[tuple[()], ...] = ((),) * len(self.groups)
+            self.apply(BlockOps(empty, empty, swap_out=block_ops.swap_out))
+            for key, blocks in foreign.items():
+                self._restore_foreign(key, blocks)
+            remaining = tuple(swap for swap in block_ops.swap_in if swap[0] not in foreign)
+            self.apply(block_ops._replace(swap_out=(), swap_in=remaining))
             return
-        self._tell("moves", said)
-        super().apply(moves)
+        self._send("block_ops", payload)
+        super().apply(block_ops)
 
-    def _settle(self, key: int, blocks: Blocks) -> None:
-        row = self.swapped.pop(key)
-        assert not isinstance(row, list), "a row that was parked here is known to all ranks"
-        row.restore(self, blocks)
+    def _restore_foreign(self, key: int, blocks: Blocks) -> None:
+        sequence = self.swapped.pop(key)
+        assert not isinstance(sequence, list), "all ranks have a sequence that was swapped out here"
+        sequence.restore(self, blocks)
 
     def copy_out(self, blocks: Blocks, slots: device_lib.slot_copy.SlotIndex) -> dict[str, Tensor]:
-        self._tell("lines", *encode_slots(blocks, slots))
-        return self._gathered(super().copy_out(blocks, slots))
+        self._send("copy_out", *encode_slots(blocks, slots))
+        return self._gather_shards(super().copy_out(blocks, slots))
 
     def copy_in(self, blocks: Blocks, slots: device_lib.slot_copy.SlotIndex, arrays: Mapping[str, Tensor]) -> None:
-        self._tell("lay", *encode_slots(blocks, slots))
-        super().copy_in(blocks, slots, self._scattered(arrays))
+        self._send("copy_in", *encode_slots(blocks, slots))
+        super().copy_in(blocks, slots, self._scatter_shards(arrays))
 
     def array_specs(self) -> dict[str, Tensor]:
         return self._array_specs
@@ -163,185 +174,190 @@ class LeaderKVCache(ShardedKVCache):
         return self._block_bytes
 
     def summary_rotaries(self) -> dict[int, Rotary]:
-        self._tell("folding")
-        found = super().summary_rotaries()
-        for rank in range(1, self.links.mesh.size):
-            got = receive(lambda x, rank=rank: self.links.receive(x, rank))  # type: ignore[misc]
-            found |= decode_rotaries(got.payload, got.tensors)
-        return dict(sorted(found.items()))
+        self._send("get_rotaries")
+        rotaries = super().summary_rotaries()
+        for rank in range(1, self.process_groups.mesh.size):
+            message = receive(lambda x, rank=rank: self.process_groups.receive(x, rank))  # type: ignore[misc]
+            rotaries |= decode_rotaries(message.payload, message.tensors)
+        return dict(sorted(rotaries.items()))
 
     def set_summary_rotaries(self, rotaries: Mapping[int, Rotary]) -> None:
         if rotaries:
-            self._tell("rotaries", *encode_rotaries(rotaries))
+            self._send("set_rotaries", *encode_rotaries(rotaries))
             super().set_summary_rotaries(rotaries)
 
-    def open(self, step: ModelInput) -> Sequence[CacheView]:
-        self._opened = step
-        said, tensors = encode_model_input(step)
-        self._tell("step", said, tensors)
-        return super().open(step)
+    def open(self, model_input: ModelInput) -> Sequence[CacheView]:
+        self._opened = model_input
+        self._send("forward", *encode_model_input(model_input))
+        return super().open(model_input)
 
-    def on_encoder_step(self, source: ModelInput) -> None:
-        """The encoder is about to read this step: the others hear of it, unless it came with an opened one."""
-        if self._opened is None or self._opened.encoder_input is not source:
-            said, tensors = encode_model_input(source)
-            self._tell("encode", said, tensors)
+    def on_encoder_step(self, encoder_input: ModelInput) -> None:
+        """Send an encoder step to the other ranks, unless it is part of the opened model input."""
+        if self._opened is None or self._opened.encoder_input is not encoder_input:
+            self._send("encode", *encode_model_input(encoder_input))
 
     def release(self) -> None:
-        if not self._over:
-            self._over = True
-            self._tell("stop")
-            if self.heard is not None:
-                self.heard.remove()
+        if not self._released:
+            self._released = True
+            self._send("stop")
+            if self.encoder_hook is not None:
+                self.encoder_hook.remove()
         super().release()
 
     def read_blocks(self, blocks: Blocks) -> dict[str, Tensor]:
-        """The whole state of a row, from all ranks, as one process would have it (``Memory.held``)."""
-        self._tell("state", [list(each) for each in blocks])
-        return self._gathered(super().read_blocks(blocks))
+        """Read a sequence's state from all ranks, as an unsharded cache returns it."""
+        self._send("read_blocks", [list(group) for group in blocks])
+        return self._gather_shards(super().read_blocks(blocks))
 
     def write_blocks(self, blocks: Blocks, state: Mapping[str, Tensor]) -> None:
-        """The inverse of :meth:`row`: to every rank its part."""
-        self._tell("put", [list(each) for each in blocks])
-        super().write_blocks(blocks, self._scattered(state))
+        """Write an unsharded state; every rank gets its part."""
+        self._send("write_blocks", [list(group) for group in blocks])
+        super().write_blocks(blocks, self._scatter_shards(state))
 
     def read_swapped(self, key: int) -> dict[str, Tensor]:
-        """The whole state of a parked row."""
-        self._tell("parked", key)
-        return self._gathered(self.swapped_shard(key))
+        """Read the unsharded state of a swapped sequence."""
+        self._send("read_swapped", key)
+        return self._gather_shards(self.swapped_shard(key))
 
     def store_swapped(self, key: int, state: Mapping[str, Tensor]) -> None:
-        """A parked row of another mesh, to be woken here: to every rank its part."""
-        self._tell("keep", key)
-        self.store_swapped_shard(key, self._scattered(state))
+        """Store a swapped sequence of another mesh, to be swapped in here; every rank gets its part."""
+        self._send("store_swapped", key)
+        self.store_swapped_shard(key, self._scatter_shards(state))
 
-    def _tell(self, kind: str, said: Any = None, tensors: tuple[Tensor, ...] = ()) -> None:
-        if self.links.mesh.size > 1:
-            send(Message(kind, said, tensors), self.links.broadcast_from_first_rank)
+    def _send(self, kind: str, payload: Any = None, tensors: tuple[Tensor, ...] = ()) -> None:
+        if self.process_groups.mesh.size > 1:
+            send(Message(kind, payload, tensors), self.process_groups.broadcast_from_first_rank)
 
-    def _gathered(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        parts = [mine]
-        for rank in range(1, self.links.mesh.size):
-            got = receive(lambda x, rank=rank: self.links.receive(x, rank))  # type: ignore[misc]
-            parts.append(dict(zip(got.payload, got.tensors, strict=True)))
-        return merge_shards(parts, self.all_groups, self.layers, self.links.mesh)
+    def _gather_shards(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        shards = [local]
+        for rank in range(1, self.process_groups.mesh.size):
+            message = receive(lambda x, rank=rank: self.process_groups.receive(x, rank))  # type: ignore[misc]
+            shards.append(dict(zip(message.payload, message.tensors, strict=True)))
+        return merge_shards(shards, self.all_groups, self.layers, self.process_groups.mesh)
 
-    def _scattered(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        mesh = self.links.mesh
+    def _scatter_shards(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        mesh = self.process_groups.mesh
         for rank in range(1, mesh.size):
             part = split_shards(state, self.all_groups, self.layers, mesh.with_rank(rank))
             message = Message("part", list(part), tuple(part.values()))
-            send(message, lambda x, rank=rank: self.links.send(x, rank))  # type: ignore[misc]
+            send(message, lambda x, rank=rank: self.process_groups.send(x, rank))  # type: ignore[misc]
         return split_shards(state, self.all_groups, self.layers, mesh)
 
 
 def build_follower_cache(
-    model: Transformer, cache: CacheConfig, links: ProcessGroups, **options: Any
+    model: Transformer, cache: CacheConfig, process_groups: ProcessGroups, **options: Any
 ) -> ShardedKVCache:
-    """The memory of a rank that follows: as rank 0's engine has it of the same ``cache``.  ``options``: compressors."""
-    settled = resolve_for_model(model.config, cache)
-    check_policy(model.config, settled)
+    """Build the KV cache of a follower from the leader's ``cache`` config; options: ``summarizers``."""
+    resolved = resolve_for_model(model.config, cache)
+    check_policy(model.config, resolved)
     return ShardedKVCache(
-        build_groups(attention_specs(model.config), settled),
-        links=links,
+        build_groups(attention_specs(model.config), resolved),
+        process_groups=process_groups,
         layers=model.config.stack.num_layers,
         device=model.token_embedding.device,
-        rotate=settled.rope_at,
-        exact=settled.endless,
+        rope_at=resolved.rope_at,
+        exact_rope=resolved.endless,
         **options,
     )
 
 
-def leader_cache_factory(model: Transformer, links: ProcessGroups) -> Callable[..., LeaderKVCache]:
-    """What makes the memory of an engine on rank 0 (``Engine(..., memory=lead(model, links))``); ``model`` is cut."""
-    assert links.mesh.rank == 0, "the ledger is rank 0's"
+def leader_cache_factory(model: Transformer, process_groups: ProcessGroups) -> Callable[..., LeaderKVCache]:
+    """Return the ``cache_factory`` of the engine on rank 0, for a model that :func:`shard_model` sharded."""
+    assert process_groups.mesh.rank == 0, "the KVCacheManager runs on rank 0"
+    layers = model.config.stack.num_layers
 
-    def make(every: Sequence[CacheGroup], **options: Any) -> LeaderKVCache:
-        memory = LeaderKVCache(every, links=links, layers=model.config.stack.num_layers, **options)
+    def build(groups: Sequence[CacheGroup], **options: Any) -> LeaderKVCache:
+        kv_cache = LeaderKVCache(groups, process_groups=process_groups, layers=layers, **options)
         if model.encoder is not None:
 
-            def hook(_: nn.Module, given: tuple[Any, ...]) -> None:
-                memory.on_encoder_step(given[1])
+            def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+                kv_cache.on_encoder_step(args[1])
 
-            memory.heard = model.encoder.register_forward_pre_hook(hook, prepend=True)
-        return memory
+            kv_cache.encoder_hook = model.encoder.register_forward_pre_hook(hook, prepend=True)
+        return kv_cache
 
-    return make
+    return build
 
 
 @torch.inference_mode()
-def run_follower(model: Transformer, memory: ShardedKVCache) -> None:
-    """Do what rank 0 says, until it releases its memory.  ``model``: cut; ``memory``: made as rank 0's was.
+def run_follower(model: Transformer, kv_cache: ShardedKVCache) -> None:
+    """Execute the messages of rank 0 until it releases its cache.
 
-    EngineError where a rank that is waited for has ended, or is silent for too long in the middle of a step.  What
-    fails on one rank is told to no other: whoever starts ranks ends them together.
+    An error on one rank is not sent to the others; the caller that started the ranks must end them together.
+
+    Args:
+        model: This rank's sharded model.
+        kv_cache: This rank's cache, from :func:`build_follower_cache`.
+
+    Raises:
+        EngineError: If another rank has ended, or does not respond in the middle of a step.
     """
-    links = memory.links
+    process_groups = kv_cache.process_groups
     device = model.token_embedding.device
     while True:
-        kind, said, tensors = receive(links.broadcast_from_first_rank, device)
+        kind, payload, tensors = receive(process_groups.broadcast_from_first_rank, device)
         if kind == "stop":
-            memory.release()
+            kv_cache.release()
             return
-        if kind == "moves":
-            memory.apply(decode_block_ops(said))
-        elif kind == "step":
-            model(decode_model_input(said, tensors), memory)
+        if kind == "block_ops":
+            kv_cache.apply(decode_block_ops(payload))
+        elif kind == "forward":
+            model(decode_model_input(payload, tensors), kv_cache)
         elif kind == "encode":
-            model.encode(decode_model_input(said, tensors))
+            model.encode(decode_model_input(payload, tensors))
         else:
-            _row(memory, kind, said, tensors)
+            _handle_copy(kv_cache, kind, payload, tensors)
 
 
-def _row(memory: ShardedKVCache, kind: str, said: Any, tensors: tuple[Tensor, ...]) -> None:
-    """This rank's part of what is asked of a row, or given to one."""
-    links = memory.links
-    if kind == "state":
-        _answer(memory.read_blocks(said), links)
-    elif kind == "parked":
-        _answer(memory.swapped_shard(said), links)
-    elif kind == "lines":
-        _answer(memory.copy_out(*decode_slots(said, tensors)), links)
-    elif kind == "folding":
-        send(Message("part", *encode_rotaries(memory.summary_rotaries())), lambda x: links.send(x, 0))
-    elif kind == "put":
-        memory.write_blocks(said, _receive_tensors(links))
-    elif kind == "lay":
-        memory.copy_in(*decode_slots(said, tensors), _receive_tensors(links))
-    elif kind == "rotaries":
-        memory.set_summary_rotaries(decode_rotaries(said, tensors))
+def _handle_copy(kv_cache: ShardedKVCache, kind: str, payload: Any, tensors: tuple[Tensor, ...]) -> None:
+    """Read or write this rank's part of a sequence's state."""
+    process_groups = kv_cache.process_groups
+    if kind == "read_blocks":
+        _reply(kv_cache.read_blocks(payload), process_groups)
+    elif kind == "read_swapped":
+        _reply(kv_cache.swapped_shard(payload), process_groups)
+    elif kind == "copy_out":
+        _reply(kv_cache.copy_out(*decode_slots(payload, tensors)), process_groups)
+    elif kind == "get_rotaries":
+        send(Message("shard", *encode_rotaries(kv_cache.summary_rotaries())), lambda x: process_groups.send(x, 0))
+    elif kind == "write_blocks":
+        kv_cache.write_blocks(payload, _receive_tensors(process_groups))
+    elif kind == "copy_in":
+        kv_cache.copy_in(*decode_slots(payload, tensors), _receive_tensors(process_groups))
+    elif kind == "set_rotaries":
+        kv_cache.set_summary_rotaries(decode_rotaries(payload, tensors))
     else:
-        assert kind == "keep", kind
-        memory.store_swapped_shard(said, _receive_tensors(links))
+        assert kind == "store_swapped", kind
+        kv_cache.store_swapped_shard(payload, _receive_tensors(process_groups))
 
 
-def _answer(state: Mapping[str, Tensor], links: ProcessGroups) -> None:
-    send(Message("part", list(state), tuple(state.values())), lambda x: links.send(x, 0))
+def _reply(state: Mapping[str, Tensor], process_groups: ProcessGroups) -> None:
+    send(Message("shard", list(state), tuple(state.values())), lambda x: process_groups.send(x, 0))
 
 
-def _receive_tensors(links: ProcessGroups) -> dict[str, Tensor]:
-    got = receive(lambda x: links.receive(x, 0))
-    return dict(zip(got.payload, got.tensors, strict=True))
+def _receive_tensors(process_groups: ProcessGroups) -> dict[str, Tensor]:
+    message = receive(lambda x: process_groups.receive(x, 0))
+    return dict(zip(message.payload, message.tensors, strict=True))
 
 
-def _summarizer_shard(compressor: Any, links: ProcessGroups) -> Any:
-    """``levels.Compressor`` is any function; a learned one has numbers for each head."""
-    if not isinstance(compressor, model_lib.summarizer.LayerSummarizer):
+def _summarizer_shard(summarizer: Any, process_groups: ProcessGroups) -> Any:
+    """Shard a summarizer by heads; a cache accepts any function, but only kvad's summarizers can be sharded."""
+    if not isinstance(summarizer, model_lib.summarizer.LayerSummarizer):
         raise ConfigError(
-            f"compressor: {type(compressor).__name__} cannot be cut by heads", "one that kvad trained can"
+            f"summarizer: {type(summarizer).__name__} cannot be divided by heads", "use one that kvad trained"
         )
-    return shard_summarizer(compressor, links)
+    return shard_summarizer(summarizer, process_groups)
 
 
-def _ranked(every: Sequence[CacheGroup], layers: int, links: ProcessGroups) -> list[CacheGroup]:
-    """A rank's groups, whose policies answer as they would for all heads."""
-    mesh = links.mesh
-    numbers = tuple(local_layers(every, layers, mesh))
-    made = []
-    for whole, group in zip(every, shard_groups(every, layers, mesh), strict=True):
-        policy, kv_heads = group.eviction_policy, whole.spec.num_kv_heads
+def _rank_groups(groups: Sequence[CacheGroup], layers: int, process_groups: ProcessGroups) -> list[CacheGroup]:
+    """Return this rank's groups, with policies that score as if they had all heads."""
+    mesh = process_groups.mesh
+    layer_ids = tuple(local_layers(groups, layers, mesh))
+    rank_groups = []
+    for unsharded, group in zip(groups, shard_groups(groups, layers, mesh), strict=True):
+        policy, kv_heads = group.eviction_policy, unsharded.spec.num_kv_heads
         if policy is not None:
-            gather = partial(links.gather, every=kv_head_copies(kv_heads, mesh))
-            policy = ShardedPolicy.wrap(policy, kv_head_range(kv_heads, mesh), numbers, gather)
-        made.append(group._replace(eviction_policy=policy))
-    return made
+            gather = partial(process_groups.gather, stride=kv_head_copies(kv_heads, mesh))
+            policy = ShardedPolicy.wrap(policy, kv_head_range(kv_heads, mesh), layer_ids, gather)
+        rank_groups.append(group._replace(eviction_policy=policy))
+    return rank_groups

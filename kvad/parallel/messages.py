@@ -1,10 +1,10 @@
-"""What ranks tell one another: a kind, plain values and tensors, as one JSON text and one run of bytes.  No pickle.
+"""Messages between ranks: a kind, JSON values and tensors. No pickle.
 
-A message is three transfers, of which an empty one is left out: [2] int64 (how long the others are), the text, the
-bytes.  The text says each tensor's dtype and shape; tensors lie one behind the other, each at a multiple of 8 bytes.
+A message is three transfers: [2] int64 (the lengths of the others), the JSON text, and the tensors' bytes, omitted if
+empty. The text contains each tensor's dtype and shape; the tensors are concatenated, each at a multiple of 8 bytes.
 
-A step and its moves are integers and tensors of integers already; :func:`step_out` and :func:`moves_out` say them so,
-:func:`step_in` and :func:`moves_in` are their inverses.
+The ``encode_*`` functions turn a ModelInput, BlockOps, slots and rotaries into JSON values and tensors; the
+``decode_*`` functions are their inverses.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ __all__ = [
 
 ALIGNED = 8  # bytes
 DTYPES = {
-    str(each).removeprefix("torch."): each
-    for each in (
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
         torch.float64,
         torch.float32,
         torch.bfloat16,
@@ -54,19 +54,19 @@ DTYPES = {
 
 
 class Message(NamedTuple):
-    """``said``: what JSON can say."""
+    """A message between ranks."""
 
     kind: str
-    payload: Any = None
+    payload: Any = None  # JSON values
     tensors: tuple[Tensor, ...] = ()
 
 
 def send(message: Message, put: Callable[[Tensor], object]) -> None:
-    """By ``put``, which takes tensors of the host: to one rank, or to all."""
-    shapes = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in message.tensors]
+    """Send a message with ``put``, which transfers a CPU tensor to one rank or to all."""
+    shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in message.tensors]
     text = json.dumps([message.kind, message.payload, shapes]).encode()
-    pieces = list(_as_bytes(message.tensors))
-    raw = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+    chunks = list(_as_bytes(message.tensors))
+    raw = torch.cat(chunks) if chunks else torch.empty(0, dtype=torch.uint8)
     put(torch.tensor([len(text), len(raw)], dtype=torch.int64))
     put(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     if len(raw):
@@ -74,125 +74,134 @@ def send(message: Message, put: Callable[[Tensor], object]) -> None:
 
 
 def receive(take: Callable[[Tensor], Tensor], device: torch.device | str = "cpu") -> Message:
-    """By ``take``, which fills a tensor; the message's tensors are put on ``device``."""
+    """Receive a message with ``take``, which fills a tensor; the message's tensors are moved to ``device``."""
     length, size = take(torch.zeros(2, dtype=torch.int64)).tolist()
     text = bytes(take(torch.zeros(length, dtype=torch.uint8)).tolist())
-    kind, said, shapes = json.loads(text)
+    kind, payload, shapes = json.loads(text)
     raw = take(torch.zeros(size, dtype=torch.uint8)) if size else torch.empty(0, dtype=torch.uint8)
-    return Message(kind, said, tuple(each.to(device) for each in _tensors_in(raw, shapes)))
+    return Message(kind, payload, tuple(tensor.to(device) for tensor in _split_tensors(raw, shapes)))
 
 
 def _as_bytes(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    for each in tensors:
-        flat = each.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    for tensor in tensors:
+        flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
         yield flat
         if len(flat) % ALIGNED:
             yield flat.new_zeros(ALIGNED - len(flat) % ALIGNED)
 
 
-def _tensors_in(raw: Tensor, shapes: Sequence[tuple[str, list[int]]]) -> Iterator[Tensor]:
-    at = 0
+def _split_tensors(raw: Tensor, shapes: Sequence[tuple[str, list[int]]]) -> Iterator[Tensor]:
+    start = 0
     for name, shape in shapes:
         dtype = DTYPES[name]
         size = math.prod(shape) * dtype.itemsize
-        yield raw[at : at + size].view(dtype).view(shape)
-        at += -(-size // ALIGNED) * ALIGNED
+        yield raw[start : start + size].view(dtype).view(shape)
+        start += -(-size // ALIGNED) * ALIGNED
 
 
-# ---------------------------------------------------------------- steps
+# ---------------------------------------------------------------- model inputs and block operations
 
 
-def encode_model_input(step: ModelInput) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
-    """What JSON says of a step, in which numbers stand for the tensors beside it."""
+def encode_model_input(model_input: ModelInput) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
+    """Encode as JSON values, in which an index refers to one of the tensors."""
     tensors: list[Tensor] = []
-    return _describe(step, tensors), tuple(tensors)
+    return _encode_fields(model_input, tensors), tuple(tensors)
 
 
-def _describe(step: ModelInput, tensors: list[Tensor]) -> dict[str, Any]:
-    def keep(x: Tensor | None) -> int | None:
+def _encode_fields(model_input: ModelInput, tensors: list[Tensor]) -> dict[str, Any]:
+    def append(x: Tensor | None) -> int | None:
         if x is None:
             return None
         tensors.append(x)
         return len(tensors) - 1
 
-    said: dict[str, Any] = {name: keep(getattr(step, name)) for name in TENSORS}
-    said["sub_batches"] = step.sub_batches
-    said["slot_mappings"] = [
-        (keep(place.slots), [keep(each) for each in place.block_tables], place.sub_batches)
-        for place in step.slot_mappings
+    fields: dict[str, Any] = {name: append(getattr(model_input, name)) for name in TENSORS}
+    fields["sub_batches"] = model_input.sub_batches
+    fields["slot_mappings"] = [
+        (append(mapping.slots), [append(table) for table in mapping.block_tables], mapping.sub_batches)
+        for mapping in model_input.slot_mappings
     ]
-    said["encoder_input"] = None if step.encoder_input is None else _describe(step.encoder_input, tensors)
-    return said
+    encoder_input = model_input.encoder_input
+    fields["encoder_input"] = None if encoder_input is None else _encode_fields(encoder_input, tensors)
+    return fields
 
 
 TENSORS = ("token_ids", "positions", "logit_indices", "document_ids", "max_seq_lens", "token_type_ids", "causal_order")
 
 
-def decode_model_input(said: dict[str, Any], tensors: Sequence[Tensor]) -> ModelInput:
-    """The inverse of :func:`step_out`."""
+def decode_model_input(payload: dict[str, Any], tensors: Sequence[Tensor]) -> ModelInput:
+    """Invert :func:`encode_model_input`."""
 
-    def lanes(pieces: Sequence[Sequence[int]] | None) -> tuple[SubBatch, ...] | None:
-        return None if pieces is None else tuple(SubBatch(*each) for each in pieces)
+    def sub_batches(rows: Sequence[Sequence[int]] | None) -> tuple[SubBatch, ...] | None:
+        return None if rows is None else tuple(SubBatch(*row) for row in rows)
 
-    def at(number: int | None) -> Tensor | None:
-        return None if number is None else tensors[number]
+    def tensor(index: int | None) -> Tensor | None:
+        return None if index is None else tensors[index]
 
-    places = tuple(
-        SlotMapping(at(slots), tuple(tensors[each] for each in tables), lanes(cut))
-        for slots, tables, cut in said["slot_mappings"]
+    mappings = tuple(
+        SlotMapping(tensor(slots), tuple(tensors[index] for index in tables), sub_batches(rows))
+        for slots, tables, rows in payload["slot_mappings"]
     )
-    source = None if said["encoder_input"] is None else decode_model_input(said["encoder_input"], tensors)
-    given: dict[str, Any] = {name: at(said[name]) for name in TENSORS}
-    return ModelInput(**given, sub_batches=lanes(said["sub_batches"]) or (), slot_mappings=places, encoder_input=source)
+    encoder_input = None if payload["encoder_input"] is None else decode_model_input(payload["encoder_input"], tensors)
+    fields: dict[str, Any] = {name: tensor(payload[name]) for name in TENSORS}
+    return ModelInput(
+        **fields,
+        sub_batches=sub_batches(payload["sub_batches"]) or (),
+        slot_mappings=mappings,
+        encoder_input=encoder_input,
+    )
 
 
-def encode_block_ops(moves: BlockOps) -> dict[str, Any] | None:
-    """Those that there are; None where nothing moves."""
-    every = moves._asdict()
-    said = {name: value for name, value in every.items() if any(value)}
-    return {**said, "groups": len(moves.clear)} if said else None
+def encode_block_ops(block_ops: BlockOps) -> dict[str, Any] | None:
+    """Encode the operations that are not empty; None if all are."""
+    all_ops = block_ops._asdict()
+    payload = {name: value for name, value in all_ops.items() if any(value)}
+    return {**payload, "groups": len(block_ops.clear)} if payload else None
 
 
-def decode_block_ops(said: dict[str, Any]) -> BlockOps:
-    """The inverse of :func:`moves_out`."""
-    nothing = ((),) * said["groups"]
-    given = {name: _tuples(value) for name, value in said.items() if name != "groups"}
-    for name, kind in (("evict", EvictOp), ("merge", MergeOp)):
-        if name in given:
-            given[name] = tuple(tuple(kind(*each) for each in group) for group in given[name])
-    return BlockOps(**{"clear": nothing, "copy": nothing, **given})
+def decode_block_ops(payload: dict[str, Any]) -> BlockOps:
+    """Invert :func:`encode_block_ops`."""
+    empty = ((),) * payload["groups"]
+    ops = {name: _to_tuples(value) for name, value in payload.items() if name != "groups"}
+    for name, cls in (("evict", EvictOp), ("merge", MergeOp)):
+        if name in ops:
+            ops[name] = tuple(tuple(cls(*fields) for fields in group) for group in ops[name])
+    return BlockOps(**{"clear": empty, "copy": empty, **ops})
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
+def _to_tuples(value: Any) -> Any:
+    return tuple(_to_tuples(item) for item in value) if isinstance(value, list) else value
 
 
-# ---------------------------------------------------------------- rows
+# ---------------------------------------------------------------- slots and rotaries
 
 
 def encode_slots(
     blocks: device_lib.slot_copy.BlockIndex, slots: device_lib.slot_copy.SlotIndex
 ) -> tuple[Any, tuple[Tensor, ...]]:
-    """What JSON says of a row's places, and the slots of those groups that have some."""
-    taking = [each is not None for each in slots]
-    return [[list(each) for each in blocks], taking], tuple(each for each in slots if each is not None)
+    """Encode a sequence's blocks, and the slots of the groups that have some."""
+    has_slots = [group_slots is not None for group_slots in slots]
+    return [[list(group) for group in blocks], has_slots], tuple(group for group in slots if group is not None)
 
 
 def decode_slots(
-    said: Any, tensors: Sequence[Tensor]
+    payload: Any, tensors: Sequence[Tensor]
 ) -> tuple[device_lib.slot_copy.BlockIndex, device_lib.slot_copy.SlotIndex]:
-    blocks, taking = said
-    rest = iter(tensors)
-    return blocks, [next(rest).cpu() if takes else None for takes in taking]
+    """Invert :func:`encode_slots`."""
+    blocks, has_slots = payload
+    iterator = iter(tensors)
+    return blocks, [next(iterator).cpu() if present else None for present in has_slots]
 
 
 def encode_rotaries(rotaries: Mapping[int, Rotary]) -> tuple[Any, tuple[Tensor, ...]]:
-    said = [[layer, each.interleaved, each.factor] for layer, each in rotaries.items()]
-    return said, tuple(each.inv_freq for each in rotaries.values())
+    """Encode rotaries by layer."""
+    payload = [[layer, rotary.interleaved, rotary.factor] for layer, rotary in rotaries.items()]
+    return payload, tuple(rotary.inv_freq for rotary in rotaries.values())
 
 
-def decode_rotaries(said: Any, tensors: Sequence[Tensor]) -> dict[int, Rotary]:
+def decode_rotaries(payload: Any, tensors: Sequence[Tensor]) -> dict[int, Rotary]:
+    """Invert :func:`encode_rotaries`."""
     return {
         layer: Rotary(inv_freq, interleaved, factor)
-        for (layer, interleaved, factor), inv_freq in zip(said, tensors, strict=True)
+        for (layer, interleaved, factor), inv_freq in zip(payload, tensors, strict=True)
     }

@@ -1,27 +1,24 @@
-"""The cache of a mesh: every rank's groups, and a row's state gathered from them or cut for them.
+"""Partition of weights, cache groups and a sequence's state over the ranks of a mesh.
 
-One ledger serves all ranks.  A rank has *all* groups in their order, with the same blocks, so that block ids, tables
-and moves mean the same everywhere; of each group its stores hold this rank's kv heads of this rank's layers.  Layers
-are numbered anew within a rank, from 0, as its part of the model has them.  Positions, one per slot and group, lie on
-every rank: they are what makes a slot visible.
+One KVCacheManager serves all ranks. A rank has *all* groups in the same order, with the same blocks, so block ids,
+tables and BlockOps are valid on every rank; its tensors hold this rank's kv heads of this rank's layers. Layers are
+numbered from 0 within a rank, as in its part of the model. Positions, one per slot and group, are on every rank.
 
-A row's state is arrays by name, as ``Memory.held`` has them: "group.positions" [n, block_size], "group.layer.kind.part"
-[n, K, ...], axis 1 being kv heads.  :func:`merge` and :func:`split` are inverse to each other, so what one mesh has
-kept another may have again.  No torch is imported.
+A sequence's state is a dict of arrays, as ``KVCache.read_blocks`` returns it: "group.positions" [n, block_size] and
+"group.layer.kind.part" [n, K, ...], where axis 1 is the kv heads. :func:`merge_shards` and :func:`split_shards` are
+inverse, so a state can move between meshes.
 
-Every rank's bytes before anything is allocated: which numbers of which weight it has, and its part of the pool.
-
-The one promise: what stands here is what ``kvad.parallel`` cuts and what a rank's Memory allocates, to the byte, for
-:func:`weight_cuts` and ``sharding.cut_groups`` say it to both.  No torch.
+:func:`plan_ranks` computes the bytes of every rank in advance. They equal, to the byte, what ``tensor_parallel``
+keeps and what a rank's KVCache allocates, because both use :func:`weight_shards` and :func:`shard_groups`. No torch.
 
 =====================================  ===============================================================================
-q, k, v; gate, up of an MLP            by rows (outputs): heads of this rank, a share of the hidden width
-out; down                              by columns (inputs); every rank has a part of the sum, the first has the bias
-experts                                each expert by its hidden width, the router whole: ranks choose the same experts
-norms of q and k                       a weight for each head, or for all numbers: by heads; one for all heads: whole
-sink logits, tables of distances (T5)  by heads
-embeddings, the head                   whole on every rank: they have no part in the cache
-norms of layers; the final one         whole, in their stage; in the last stage
+q, k, v; gate, up of an MLP            by rows (outputs): heads of this rank, a share of the intermediate size
+out; down                              by columns (inputs); each rank has a part of the sum, the first has the bias
+experts                                each expert by its intermediate size; the router is replicated
+norms of q and k                       by heads if there is a weight per head or per number, else replicated
+sink logits, relative bias (T5)        by heads
+embeddings, the head                   replicated on every rank
+norms of layers; the final norm        replicated in their stage; in the last stage
 =====================================  ===============================================================================
 """
 
@@ -56,18 +53,18 @@ SequenceArrays = Mapping[str, "Tensor"]
 
 
 def local_layers(groups: Sequence[CacheGroup], layers: int, mesh: Mesh) -> dict[int, int]:
-    """The layers of this rank's stage, as the whole memory numbers them (``layers`` of the decoder, then its
-    cross-attention) -> as the rank does.
+    """Map the cache's layer numbers of this rank's stage to the rank's own numbers.
 
-    4 layers with cross-attention, the second of two stages:   {2: 0, 3: 1, 6: 2, 7: 3}
+    The cache numbers the decoder's layers first, then its cross-attention. Example: 4 layers with cross-attention, the
+    second of two stages: {2: 0, 3: 1, 6: 2, 7: 3}.
     """
-    every = sorted(layer for group in groups if group.lower_level is None for layer in group.layers)
-    mine = layer_range(layers, mesh)
-    return {layer: number for number, layer in enumerate(layer for layer in every if layer % layers in mine)}
+    all_layers = sorted(layer for group in groups if group.lower_level is None for layer in group.layers)
+    local = layer_range(layers, mesh)
+    return {layer: index for index, layer in enumerate(layer for layer in all_layers if layer % layers in local)}
 
 
 def shard_groups(groups: Sequence[CacheGroup], layers: int, mesh: Mesh) -> tuple[CacheGroup, ...]:
-    """What a rank's Memory holds; ``groups`` as sizing has them, ``layers`` of the decoder."""
+    """Return the cache groups of this rank; ``layers`` is the number of decoder layers."""
     numbers = local_layers(groups, layers, mesh)
     return tuple(
         group._replace(
@@ -79,30 +76,38 @@ def shard_groups(groups: Sequence[CacheGroup], layers: int, mesh: Mesh) -> tuple
 
 
 def block_bytes(groups: Sequence[CacheGroup], layers: int, mesh: Mesh) -> list[int]:
-    """Of each group a block's bytes on all ranks together: positions, and heads that lie on several, as often as they
-    are there."""
-    every = [shard_groups(groups, layers, each) for each in mesh.all_ranks()]
-    return [sum(group_bytes(part).total // part.num_blocks for part in parts) for parts in zip(*every, strict=True)]
+    """Return a block's bytes per group, summed over all ranks; replicated positions and heads count on each rank."""
+    shards = [shard_groups(groups, layers, rank) for rank in mesh.all_ranks()]
+    return [sum(group_bytes(part).total // part.num_blocks for part in parts) for parts in zip(*shards, strict=True)]
 
 
-# ---------------------------------------------------------------- a row's state
+# ---------------------------------------------------------------- a sequence's state
 
 
 def merge_shards(
     parts: Sequence[SequenceArrays], groups: Sequence[CacheGroup], layers: int, mesh: Mesh
 ) -> dict[str, Tensor]:
-    """The state of one row from those of all ranks, in their order; ``groups``, ``layers``: the whole cache's.
+    """Merge the states of all ranks into the state of an unsharded cache.
 
-    Names and their order are those of the unsharded ``Memory.held``.  CacheError where ranks do not agree on what they
-    hold, or one lacks a part: a state is whole or there is none.
+    Args:
+        parts: One state per rank, in order.
+        groups: Groups of the unsharded cache.
+        layers: Number of decoder layers.
+        mesh: The mesh.
+
+    Returns:
+        The arrays in the order of the unsharded ``KVCache.read_blocks``.
+
+    Raises:
+        CacheError: If the ranks' positions differ, or an array is missing.
     """
     if len(parts) != mesh.size:
-        raise CacheError(f"the state of a row on a mesh of {mesh} has {mesh.size} parts, found {len(parts)}")
+        raise CacheError(f"sequence state: must have {mesh.size} shards on a mesh of {mesh}, got {len(parts)}")
     whole: dict[str, Tensor] = {}
     for number, group in enumerate(groups):
         name = f"{number}.positions"
         if not any(name in part for part in parts):
-            continue  # groups of sources are left out of a row's own state
+            continue  # a sequence's own state omits cross-attention groups
         _check_positions(name, parts)
         whole[name] = parts[0][name]
         for layer in group.layers:
@@ -114,7 +119,7 @@ def _check_positions(name: str, parts: Sequence[SequenceArrays]) -> None:
     first = parts[0].get(name)
     for rank, part in enumerate(parts):
         if first is None or name not in part or not part[name].equal(first):
-            raise CacheError(f"rank {rank} holds other positions than rank 0 in {name}", "this is a bug in kvad")
+            raise CacheError(f"rank {rank} has other positions than rank 0 in {name}", "this is a bug in kvad")
 
 
 def _merge_layer(
@@ -131,31 +136,32 @@ def _merge_layer(
     prefix, kv_heads = f"{number}.{local}.", group.spec.num_kv_heads
     kinds = [name.removeprefix(prefix) for name in parts[owners[0].rank] if name.startswith(prefix)]
     if not kinds:
-        raise CacheError(f"rank {owners[0].rank} holds nothing of layer {layer} of group {number}")
-    made: dict[str, Tensor] = {}
+        raise CacheError(f"rank {owners[0].rank} has no arrays of layer {layer} of group {number}")
+    arrays: dict[str, Tensor] = {}
     for kind in kinds:
-        pieces = [parts[each.rank].get(prefix + kind) for each in owners[:: kv_head_copies(kv_heads, mesh)]]
-        found = [piece for piece in pieces if piece is not None]
-        if len(found) != len(pieces) or sum(piece.shape[1] for piece in found) != kv_heads:
-            raise CacheError(f"{number}.{layer}.{kind}: {kv_heads} kv heads are not on the ranks of its stage")
-        made[f"{number}.{layer}.{kind}"] = _joined(found, kv_heads)
-    return made
+        shards = [parts[owner.rank].get(prefix + kind) for owner in owners[:: kv_head_copies(kv_heads, mesh)]]
+        present = [shard for shard in shards if shard is not None]
+        if len(present) != len(shards) or sum(shard.shape[1] for shard in present) != kv_heads:
+            raise CacheError(f"{number}.{layer}.{kind}: the ranks of its stage do not have all {kv_heads} kv heads")
+        arrays[f"{number}.{layer}.{kind}"] = _concat_heads(present, kv_heads)
+    return arrays
 
 
-def _joined(pieces: Sequence[Tensor], kv_heads: int) -> Tensor:
-    """Along the axis of heads."""
-    first = pieces[0]
-    whole, low = first.new_empty((first.shape[0], kv_heads, *first.shape[2:])), 0
-    for piece in pieces:
-        whole[:, low : low + piece.shape[1]] = piece
-        low += piece.shape[1]
-    return whole
+def _concat_heads(shards: Sequence[Tensor], kv_heads: int) -> Tensor:
+    """Concatenate along axis 1, without importing torch."""
+    first = shards[0]
+    merged, low = first.new_empty((first.shape[0], kv_heads, *first.shape[2:])), 0
+    for shard in shards:
+        merged[:, low : low + shard.shape[1]] = shard
+        low += shard.shape[1]
+    return merged
 
 
 def split_shards(whole: SequenceArrays, groups: Sequence[CacheGroup], layers: int, mesh: Mesh) -> dict[str, Tensor]:
-    """This rank's part of a row's state: names and order are those of its own ``Memory.held``.
+    """Return this rank's part of an unsharded state, in the order of the rank's ``KVCache.read_blocks``.
 
-    CacheError for a name that the cache has no place for.
+    Raises:
+        CacheError: If an array does not belong to the cache.
     """
     numbers = local_layers(groups, layers, mesh)
     part: dict[str, Tensor] = {}
@@ -177,29 +183,29 @@ def split_shards(whole: SequenceArrays, groups: Sequence[CacheGroup], layers: in
     return part
 
 
-# ---------------------------------------------------------------- what ranks
+# ---------------------------------------------------------------- policies and plans
 
 
 @dataclass(frozen=True)
 class ShardedPolicy(cache.policy.EvictionPolicy):
-    """A policy that ranks, on a rank that has some heads of a layer: it says of them what it would say of all.
+    """An eviction policy on a rank that has some heads of a layer; its scores equal those of one process.
 
-    ``policy`` is asked about its own heads where it looks at each head alone (``Scored.alone``); else about all heads
-    of the layer, which ``gather`` ([K of this rank, ...] -> [K, ...], in order) brings together, and the answer is cut.
-    ``heads``: this rank's, of all; ``numbers``: the whole model's number of each layer of this rank.
+    If scores depend on each head alone, the policy scores this rank's heads. Otherwise all heads of the layer are
+    gathered and scored, and this rank's are returned.
     """
 
     policy: cache.policy.EvictionPolicy = field(kw_only=True)
-    heads: range = field(kw_only=True)
-    head_ids: tuple[int, ...] = field(kw_only=True)
-    gather: Callable[[Tensor], Tensor] = field(kw_only=True)
+    heads: range = field(kw_only=True)  # this rank's kv heads
+    head_ids: tuple[int, ...] = field(kw_only=True)  # the model's number of each layer of this rank
+    gather: Callable[[Tensor], Tensor] = field(kw_only=True)  # [K of this rank, ...] -> [K, ...], in order
 
     @staticmethod
     def wrap(
-        policy: cache.policy.EvictionPolicy, heads: range, numbers: tuple[int, ...], gather: Callable[[Tensor], Tensor]
+        policy: cache.policy.EvictionPolicy, heads: range, head_ids: tuple[int, ...], gather: Callable[[Tensor], Tensor]
     ) -> ShardedPolicy:
+        """Wrap a policy, with its budget, interval, recent tokens and sinks."""
         sizes = policy.budget, policy.interval, policy.recent, policy.num_sinks
-        return ShardedPolicy(*sizes, policy=policy, heads=heads, head_ids=numbers, gather=gather)
+        return ShardedPolicy(*sizes, policy=policy, heads=heads, head_ids=head_ids, gather=gather)
 
     def __str__(self) -> str:
         return str(self.policy)
@@ -212,31 +218,31 @@ class ShardedPolicy(cache.policy.EvictionPolicy):
     def per_head_independent(self) -> bool:
         return self.policy.per_head_independent
 
-    def score(self, seen: cache.policy.EvictionContext) -> Tensor:
-        seen = seen._replace(layer=self.head_ids[seen.layer])
+    def score(self, context: cache.policy.EvictionContext) -> Tensor:
+        context = context._replace(layer=self.head_ids[context.layer])
         if self.policy.per_head_independent:
-            return self.policy.score(seen)
-        keys, values = seen.keys, seen.values
-        every = seen._replace(
-            positions=self.gather(seen.positions),
-            attention_mass=None if seen.attention_mass is None else self.gather(seen.attention_mass),
+            return self.policy.score(context)
+        keys, values = context.keys, context.values
+        gathered = context._replace(
+            positions=self.gather(context.positions),
+            attention_mass=None if context.attention_mass is None else self.gather(context.attention_mass),
             keys=lambda: self.gather(keys()),
             values=lambda: self.gather(values()),
         )
-        return self.policy.score(every)[self.heads.start : self.heads.stop]
+        return self.policy.score(gathered)[self.heads.start : self.heads.stop]
 
 
-ShardSlice = tuple[range, ...]  # of each dimension of a tensor
+ShardSlice = tuple[range, ...]  # one range per dim of a tensor
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank has; bytes.  ``groups``: of the whole pool, reserved blocks included."""
+    """Memory of one rank, in bytes."""
 
     mesh: Mesh
     layers: range
     weights: int
-    groups: tuple[cache.groups.GroupBytes, ...]
+    groups: tuple[cache.groups.GroupBytes, ...]  # of the whole pool, reserved blocks included
 
     @property
     def payload(self) -> int:
@@ -252,7 +258,7 @@ class RankPlan:
 
     @property
     def pool(self) -> int:
-        """What the rank's Memory allocates."""
+        """Bytes that the rank's KVCache allocates."""
         return sum(group.total for group in self.groups)
 
     @property
@@ -261,53 +267,51 @@ class RankPlan:
 
 
 def plan_ranks(plan: MemoryPlan, mesh: Mesh) -> tuple[RankPlan, ...]:
-    """Of every rank, in order; an encoder has weights alone.  ConfigError where the mesh does not fit."""
+    """Plan the memory of every rank in order; an encoder alone has weights only.
+
+    Raises:
+        ConfigError: If the model or the cache does not fit the mesh.
+    """
     check_model_fits_mesh(plan.config, mesh)
-    groups = tuple(each.group for each in plan.groups)
+    groups = tuple(group_plan.group for group_plan in plan.groups)
     check_cache_fits_mesh(groups, mesh)
     layers = plan.config.stack.num_layers
-    made = []
-    for each in mesh.all_ranks():
-        numbers = sum(math.prod(map(len, cut)) for cut in weight_shards(plan.config, each).values())
-        pools = tuple(group_bytes(group) for group in shard_groups(groups, layers, each))
-        made.append(
-            RankPlan(
-                each,
-                layer_range(layers, each),
-                numbers * config_lib.DTYPE_BYTES[plan.weights_dtype],
-                pools,
-            )
-        )
-    return tuple(made)
+    plans = []
+    for rank in mesh.all_ranks():
+        num_parameters = sum(math.prod(map(len, shard)) for shard in weight_shards(plan.config, rank).values())
+        pools = tuple(group_bytes(group) for group in shard_groups(groups, layers, rank))
+        weights = num_parameters * config_lib.DTYPE_BYTES[plan.weights_dtype]
+        plans.append(RankPlan(rank, layer_range(layers, rank), weights, pools))
+    return tuple(plans)
 
 
 def weight_shards(config: ModelConfig, mesh: Mesh) -> dict[str, ShardSlice]:
-    """By name: which numbers of each weight this rank has; names that it has nothing of are left out."""
-    cuts = {
+    """Return this rank's slice of each weight by name; weights of other ranks only are omitted."""
+    slices = {
         name: _tensor_slice(name.split("."), shape, config, mesh)
         for name, shape in config_lib.parameter_shapes.weight_shapes(config).items()
     }
-    return {name: cut for name, cut in cuts.items() if cut is not None}
+    return {name: shard for name, shard in slices.items() if shard is not None}
 
 
 def _tensor_slice(pieces: list[str], shape: tuple[int, ...], config: ModelConfig, mesh: Mesh) -> ShardSlice | None:
     whole = tuple(map(range, shape))
-    side, of = pieces[0], pieces[1]
-    stack: StackConfig | None = {"encoder": config.encoder, "decoder": config.decoder}.get(side)
-    if stack is None or of == "positions":
+    stack: StackConfig | None = {"encoder": config.encoder, "decoder": config.decoder}.get(pieces[0])
+    child = pieces[1]
+    if stack is None or child == "positions":
         return whole
-    if of == "norm":
+    if child == "norm":
         return whole if mesh.is_last_stage else None
-    if of == "relative":
+    if child == "relative_bias":
         return whole[0], query_head_range(stack.layer_types[pieces[2]].attention.num_heads, mesh)
     index, part = int(pieces[2]), pieces[3]
     if index not in layer_range(stack.num_layers, mesh):
         return None
     layer = stack.layer_config(index)
-    if part in ("attention", "cross"):
-        mixer = layer.attention if part == "attention" else layer.cross_attention
-        assert mixer is not None
-        return _attention_slice(pieces[4:], whole, config, mixer, mesh)
+    if part in ("attention", "cross_attention"):
+        attention = layer.attention if part == "attention" else layer.cross_attention
+        assert attention is not None
+        return _attention_slice(pieces[4:], whole, config, attention, mesh)
     if part == "mlp":
         name = pieces[4] if isinstance(layer.mlp, MoEConfig) else f"{pieces[4]}_{pieces[5]}"
         return _mlp_slice(name, whole, isinstance(layer.mlp, MoEConfig), mesh)
@@ -315,14 +319,17 @@ def _tensor_slice(pieces: list[str], shape: tuple[int, ...], config: ModelConfig
 
 
 def _attention_slice(
-    names: list[str], whole: ShardSlice, config: ModelConfig, mixer: AttentionConfig, mesh: Mesh
+    names: list[str], whole: ShardSlice, config: ModelConfig, attention: AttentionConfig, mesh: Mesh
 ) -> ShardSlice | None:
-    dim, name = head_dim(config, mixer), names[0]
-    value_dim = mixer.value_dim or dim
-    queries, keys = query_head_range(mixer.num_heads, mesh), kv_head_range(mixer.num_kv_heads or mixer.num_heads, mesh)
+    dim, name = head_dim(config, attention), names[0]
+    value_dim = attention.value_dim or dim
+    queries, keys = (
+        query_head_range(attention.num_heads, mesh),
+        kv_head_range(attention.num_kv_heads or attention.num_heads, mesh),
+    )
     if name == "sink_logits":
         return (queries,)
-    if name == "relative":
+    if name == "relative_bias":
         return whole[0], queries
     if name == "out":
         if names[1] == "bias":
@@ -330,12 +337,12 @@ def _attention_slice(
         return whole[0], _times(queries, value_dim)
     if name in ("q_norm", "k_norm"):
         heads = queries if name == "q_norm" else keys
-        first = {"head": whole[0], "each": heads, "full": _times(heads, dim)}[mixer.qk_norm]
+        first = {"head": whole[0], "each": heads, "full": _times(heads, dim)}[attention.qk_norm]
         return first, *whole[1:]
     if name in ("q", "k", "v"):
         heads = queries if name == "q" else keys
         return _times(heads, value_dim if name == "v" else dim), *whole[1:]
-    assert mesh.tensor_parallel == 1, "check_mesh refuses what it does not know"
+    assert mesh.tensor_parallel == 1, "check_model_fits_mesh refuses custom attention"
     return whole
 
 
@@ -344,11 +351,11 @@ def _times(heads: range, dim: int) -> range:
 
 
 def _mlp_slice(name: str, whole: ShardSlice, experts: bool, mesh: Mesh) -> ShardSlice | None:
-    """``whole`` of experts has their number in front."""
+    """Return the slice of an MLP's weight; experts have an extra first dim."""
 
     def part(axis: int) -> ShardSlice:
-        mine = even_share(len(whole[axis]), mesh.tensor_parallel, mesh.tensor_rank)
-        return *whole[:axis], mine, *whole[axis + 1 :]
+        share = even_share(len(whole[axis]), mesh.tensor_parallel, mesh.tensor_rank)
+        return *whole[:axis], share, *whole[axis + 1 :]
 
     if name == "router":
         return whole

@@ -1,9 +1,8 @@
-"""What a rank talks over: process groups as values.  torch's default group is neither made nor asked for.
+"""Process groups of a rank, as values; torch's default group is not used.
 
-A stage's ranks add up their parts of a sum (tensor parallel); the stages of equal tensor rank hand hidden states on
-(pipeline); all ranks hear the plans (world).  Any of torch's process groups will do; :func:`connect` makes gloo's.
-Everything is called by all ranks of a group in the same order, or it waits until the group's timeout and raises
-EngineError.
+The ranks of a stage add up partial sums (tensor parallel), the stages pass hidden states to the next (pipeline), and
+rank 0 broadcasts to all (world). Any backend of torch works; :func:`connect_groups` creates gloo groups. All ranks of a
+group must make the same calls in the same order; otherwise a call raises EngineError after the group's timeout.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ IDLE_TIMEOUT = 86_400.0  # seconds
 
 
 class Backend(Protocol):
-    """What is asked of a process group."""
+    """The operations of a torch process group that kvad uses."""
 
     def allreduce(self, tensors: list[Tensor]) -> Any: ...
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Any: ...
@@ -38,47 +37,46 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """``world``: all ranks; ``stage``: those of one stage, by tensor rank; ``line``: one rank of each stage, in order.
-    None: this rank is alone there, and nothing is sent."""
+    """The process groups of a rank; None if the rank is the group's only member."""
 
     mesh: Mesh
-    world: Backend | None = None
-    stage: Backend | None = None
-    pipeline: Backend | None = None
+    world: Backend | None = None  # all ranks
+    stage: Backend | None = None  # the ranks of one stage, by tensor rank
+    pipeline: Backend | None = None  # one rank of each stage, in order
 
     def sum(self, x: Tensor) -> Tensor:
-        """x of every rank of the stage, added up: the same bits on each of them."""
+        """Return the sum of x over the ranks of the stage, with equal bits on each."""
         if self.stage is None:
             return x
         if torch.is_grad_enabled() and x.requires_grad:
-            raise EngineError("a model on several ranks keeps no graph", "run it under torch.no_grad()")
+            raise EngineError("a sharded model cannot compute gradients", "run it under torch.no_grad()")
         x = x.contiguous()
         self._wait(self.stage.allreduce, [x])
         return x
 
-    def gather(self, x: Tensor, every: int = 1) -> Tensor:
-        """x [n, ...] of every ``every``-th rank of the stage, one behind the other: [ranks / every * n, ...]."""
+    def gather(self, x: Tensor, stride: int = 1) -> Tensor:
+        """Concatenate x [n, ...] of every ``stride``-th rank of the stage: [ranks / stride * n, ...]."""
         if self.stage is None:
             return x
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.mesh.tensor_parallel)]
         self._wait(self.stage.allgather, [parts], [x])
-        return torch.cat(parts[::every])
+        return torch.cat(parts[::stride])
 
     def send_next_stage(self, x: Tensor) -> None:
-        """To the next stage."""
+        """Send x to the next stage."""
         assert self.pipeline is not None
         self._wait(self.pipeline.send, [x.contiguous()], self.mesh.stage + 1, 0)
 
     def receive_previous_stage(self, like: Tensor) -> Tensor:
-        """From the stage before: a tensor like this one."""
+        """Receive a tensor like ``like`` from the previous stage."""
         assert self.pipeline is not None
         x = torch.empty_like(like, memory_format=torch.contiguous_format)
         self._wait(self.pipeline.recv, [x], self.mesh.stage - 1, 0)
         return x
 
     def broadcast_from_last_stage(self, x: Tensor) -> Tensor:
-        """What the last stage has, on every stage; ``x`` is like it."""
+        """Return the last stage's x on every stage."""
         return (
             x
             if self.pipeline is None
@@ -86,15 +84,16 @@ class ProcessGroups:
         )
 
     def broadcast_from_first_rank(self, x: Tensor) -> Tensor:
-        """What rank 0 has, on every rank; ``x`` is like it."""
+        """Return rank 0's x on every rank."""
         return x if self.world is None else self._broadcast(self.world, x.contiguous(), 0)
 
     def send(self, x: Tensor, rank: int) -> None:
+        """Send x to a rank."""
         assert self.world is not None
         self._wait(self.world.send, [x.contiguous()], rank, 1)
 
     def receive(self, x: Tensor, rank: int) -> Tensor:
-        """Into ``x``, which comes back."""
+        """Receive into x from a rank, and return it."""
         assert self.world is not None
         self._wait(self.world.recv, [x], rank, 1)
         return x
@@ -105,19 +104,23 @@ class ProcessGroups:
         self._wait(group.broadcast, [x], options)
         return x
 
-    def _wait(self, call: Callable[..., Any], *given: Any) -> None:
-        wait_for(f"rank {self.mesh.rank} of a mesh of {self.mesh}", call, *given)
+    def _wait(self, call: Callable[..., Any], *args: Any) -> None:
+        wait_for(f"rank {self.mesh.rank} of a mesh of {self.mesh}", call, *args)
 
 
-def wait_for(who: str, call: Callable[..., Any], *given: Any) -> None:
-    """What ``who`` asks of a group, to its end.  EngineError where another rank does not answer."""
+def wait_for(who: str, call: Callable[..., Any], *args: Any) -> None:
+    """Make a call of a process group and wait for its result.
+
+    Raises:
+        EngineError: If another rank does not respond.
+    """
     try:
-        call(*given).wait()
+        call(*args).wait()
     except RuntimeError as error:
         reason = str(error).partition("\n")[0].partition(". ")[0]
         raise EngineError(
-            f"{who}: another rank does not answer: {reason}",
-            "it has ended, or failed while others wait: end all ranks and start them anew",
+            f"{who}: another rank does not respond: {reason}",
+            "it ended or failed while others waited: end all ranks and start them again",
         ) from error
 
 
@@ -128,36 +131,54 @@ def create_gloo_group(
     *,
     host: str = "127.0.0.1",
     timeout: float = 60.0,
-    patience: float = 30 * IDLE_TIMEOUT,
+    response_timeout: float = 30 * IDLE_TIMEOUT,
 ) -> Backend:
-    """A group of ``size`` processes of which this is ``rank``.  In seconds: ``timeout`` to find each other, then
-    ``patience`` for an answer."""
-    kind: Any = dist.ProcessGroupGloo  # its options are known to no type checker
-    options = kind._Options()
-    options._devices = [kind.create_device(hostname=host)]
+    """Create a gloo group.
+
+    Args:
+        store: The store through which the processes find each other.
+        rank: This process.
+        size: Number of processes.
+        host: Address of this machine.
+        timeout: Seconds for the processes to find each other.
+        response_timeout: Seconds to wait in a call.
+    """
+    cls: Any = dist.ProcessGroupGloo  # its options have no type annotations
+    options = cls._Options()
+    options._devices = [cls.create_device(hostname=host)]
     options._timeout = timedelta(seconds=timeout)
-    made = kind(store, rank, size, options)
-    made.set_timeout(timedelta(seconds=patience))
-    talks: Backend = made
-    return talks
+    group = cls(store, rank, size, options)
+    group.set_timeout(timedelta(seconds=response_timeout))
+    backend: Backend = group
+    return backend
 
 
 def connect_groups(
     mesh: Mesh, store: Store, *, host: str = "127.0.0.1", timeout: float = 60.0, idle: float = 30 * IDLE_TIMEOUT
 ) -> ProcessGroups:
-    """Gloo's groups for this rank, found through ``store`` (a file's, or a port's), on this machine's address ``host``.
+    """Create this rank's gloo groups; every rank of the mesh must call it.
 
-    Every rank of the mesh calls it.  A mesh of its own wants a store, or a prefix, of its own.  In seconds: ``timeout``
-    for ranks to find each other, and in the middle of a step; ``idle`` for rank 0 to say what is next.  A rank whose
-    process has ended is noticed at once.
+    If the process of another rank ends, calls fail at once, whatever the timeouts.
+
+    Args:
+        mesh: The mesh, as seen from this rank.
+        store: A file or TCP store; each mesh needs a separate store or prefix.
+        host: Address of this machine.
+        timeout: Seconds for ranks to find each other, and to respond within a step.
+        idle: Seconds to wait for the next message of rank 0.
     """
 
-    def group(name: str, ranks: Sequence[int], patience: float = timeout) -> Backend | None:
+    def group(name: str, ranks: Sequence[int], response_timeout: float = timeout) -> Backend | None:
         if len(ranks) == 1:
             return None
-        apart = dist.PrefixStore(f"{mesh} {name}", store)  # type: ignore[attr-defined]
+        prefixed = dist.PrefixStore(f"{mesh} {name}", store)  # type: ignore[attr-defined]
         return create_gloo_group(
-            apart, ranks.index(mesh.rank), len(ranks), host=host, timeout=timeout, patience=patience
+            prefixed,
+            ranks.index(mesh.rank),
+            len(ranks),
+            host=host,
+            timeout=timeout,
+            response_timeout=response_timeout,
         )
 
     first = mesh.stage * mesh.tensor_parallel

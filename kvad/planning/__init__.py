@@ -1,4 +1,4 @@
-"""kvad.planning"""
+"""Memory plans without loading a model: report, what fits, known models."""
 
 from __future__ import annotations
 

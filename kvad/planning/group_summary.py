@@ -1,6 +1,6 @@
-"""What a cache group keeps of a row, in words; the one place that says it.  Standard library only.
+"""Text descriptions of what a cache group retains. Standard library only.
 
-"everything"      "the first 4 and the last 1,020 tokens"      "256 tokens per head, cut every 64"
+"everything"      "the first 4 and the last 1,020 tokens"      "256 tokens per head, evicted every 64"
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from kvad.errors import format_count
 
 
 def describe_retention(group: CacheGroup, own: Sequence[AttentionSpec] = ()) -> str:
-    """``own``: the model's layers as they are without a policy, which tells its own windows from a policy's."""
-    mixer, level = group.spec, group.lower_level
-    if mixer.is_cross_attention:
+    """Describe what a group retains.
+
+    ``own``: the model's layers without a policy, to name the model's own window.
+    """
+    spec, level = group.spec, group.lower_level
+    if spec.is_cross_attention:
         return "cross-attention, the source whole"
     if level is not None:
         return _level(group)
@@ -29,15 +32,15 @@ def describe_retention(group: CacheGroup, own: Sequence[AttentionSpec] = ()) -> 
         return f"{format_count(policy.budget, 'token')} per head by {policy.name}, cut every {policy.interval:,}"
     if group.sparse_read_policy is not None:
         return f"everything, of which a query reads {format_count(group.sparse_read_policy.budget, 'token')}"
-    if mixer.window is None:
+    if spec.window is None:
         return "everything"
-    models = bool(own) and own[group.layers[0]].window == mixer.window
-    said = f"the last {format_count(mixer.window, 'token')}" + (" (the model's window)" if models else "")
-    if mixer.window_step > 1:
-        said = f"the last {max(1, mixer.window - mixer.window_step + 1):,} to {format_count(mixer.window, 'token')}"
-        said += f", {mixer.window_step:,} leaving at once"
-    first = f"the first {mixer.num_sinks:,} and " if mixer.num_sinks else ""
-    return first + said
+    models = bool(own) and own[group.layers[0]].window == spec.window
+    text = f"the last {format_count(spec.window, 'token')}" + (" (the model's window)" if models else "")
+    if spec.window_step > 1:
+        text = f"the last {max(1, spec.window - spec.window_step + 1):,} to {format_count(spec.window, 'token')}"
+        text += f", {spec.window_step:,} leaving at once"
+    first = f"the first {spec.num_sinks:,} and " if spec.num_sinks else ""
+    return first + text
 
 
 def _level(group: CacheGroup) -> str:
@@ -51,12 +54,12 @@ def _level(group: CacheGroup) -> str:
 
 
 def describe_format(group: CacheGroup) -> str:
-    """The format of its keys and values: "float32", or "int8/int4"."""
+    """Return the format of its keys and values: "float32" or "int8/int4"."""
     return cache.quantization.join_format_names(group.key_format, group.value_format)
 
 
 def layer_names(layers: Sequence[int]) -> str:
-    """``layer 3``, ``layers 0-3``, ``layers 0, 2, ..., 24``; what is no such row is spelled out.
+    """Format ``layer 3``, ``layers 0-3``, ``layers 0, 2, ..., 24``; other lists are written out.
 
     >>> layer_names([0, 1, 2, 5, 7])
     'layers 0-2, 5, 7'

@@ -1,11 +1,11 @@
-"""Known models by name: their public ``config.json`` as kvad's composition, to be planned without a download.
+"""Known models by name: their public ``config.json`` as a ModelConfig, so they can be planned without a download.
 
-Each entry is a function without arguments, so that a config is built (and checked) only when it is asked for.  The
-numbers are those of the published checkpoints; a test holds the parameters of each against the published count.
-``gpt3-175b`` is Brown et al. 2020, table 2.1, with all layers dense (half of theirs are banded).  ``notes-example`` is
-what the notes size in 004, section 4.17: 24 layers, 32 heads of 64, width 2,048, 8,192 tokens; its MLP and vocabulary
-are ours, the notes name none.  ``transformer-base`` is Vaswani et al. 2017, table 3: the 37,000 pieces that English and
-German share, no biases in attention; the longest row is ours.  ``marian-base`` is a pair of OPUS-MT (opus-mt-en-de).
+Each entry is a function without arguments, so a config is built (and checked) only on request. The numbers are those of
+the published checkpoints; a test compares the parameters of each with the published count. ``gpt3-175b`` is Brown et
+al. 2020, table 2.1, with all layers dense (half of theirs are banded). ``notes-example`` is the model that note 004
+sizes in section 4.17: 24 layers, 32 heads of 64, width 2,048, 8,192 tokens; its MLP and vocabulary are chosen here.
+``transformer-base`` is Vaswani et al. 2017, table 3: the 37,000 tokens that English and German share, no biases in
+attention; the maximum length is chosen here. ``marian-base`` is a pair of OPUS-MT (opus-mt-en-de).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ LAYER_NORM = NormConfig("layer", 1e-5, bias=True)
 
 
 def known_model(name: str) -> ModelConfig:
-    """The config of a known model; UsageError with the nearest name for an unknown one."""
+    """Return the config of a known model; UsageError with the nearest name for an unknown one."""
     if name.lower() not in KNOWN_MODELS:
-        raise UsageError(f"no file, folder or known shape is called {name!r}", suggest(name.lower(), KNOWN_MODELS))
+        raise UsageError(f"{name!r} is no file, folder or known model", suggest(name.lower(), KNOWN_MODELS))
     return KNOWN_MODELS[name.lower()]()
 
 
@@ -72,9 +72,9 @@ def _llama(
     eps: float = 1e-5,
     **attention: Any,
 ) -> ModelConfig:
-    """RMSNorm, RoPE, SwiGLU, no biases: Llama, and most that came after."""
-    mixer = AttentionConfig(heads, kv_heads, position=rope or RopeConfig(), **attention)
-    stack = StackConfig(layers, {"L": LayerConfig(mixer, GatedMLPConfig(hidden), NormConfig("rms", eps))})
+    """RMSNorm, RoPE, SwiGLU, no biases: Llama, and most later models."""
+    attention_config = AttentionConfig(heads, kv_heads, position=rope or RopeConfig(), **attention)
+    stack = StackConfig(layers, {"L": LayerConfig(attention_config, GatedMLPConfig(hidden), NormConfig("rms", eps))})
     return ModelConfig(width, vocab, limit, stack, tie_embeddings=tie)
 
 
@@ -85,14 +85,14 @@ def _llama31(factor: float) -> RopeConfig:
 def _qwen25(
     layers: int, heads: int, kv_heads: int, width: int, hidden: int, vocab: int, limit: int, *, tie: bool
 ) -> ModelConfig:
-    """Biases on q, k and v."""
+    """Llama's layers with biases on q, k and v."""
     return _llama(
-        layers, heads, kv_heads, width, hidden, vocab, limit, rope=RopeConfig(1e6), tie=tie, eps=1e-6, bias=True
+        layers, heads, kv_heads, width, hidden, vocab, limit, rope=RopeConfig(1e6), tie=tie, eps=1e-6, qkv_bias=True
     )
 
 
 def _qwen3(layers: int, heads: int, width: int, hidden: int, *, tie: bool) -> ModelConfig:
-    """Eight key-value heads of 128, q and k normalised per head."""
+    """Eight key-value heads of 128, q and k normalized per head."""
     return _llama(
         layers,
         heads,
@@ -110,7 +110,10 @@ def _qwen3(layers: int, heads: int, width: int, hidden: int, *, tie: bool) -> Mo
 
 
 def _gemma2(layers: int, heads: int, kv_heads: int, width: int, hidden: int) -> ModelConfig:
-    """Every second layer sees 4,096 tokens, the first of them included; norms before and after, soft-capped logits."""
+    """Every second layer has a window of 4,096 tokens.
+
+    Norms before and after each branch, soft-capped logits.
+    """
 
     def layer(window: int | None) -> LayerConfig:
         mixer = AttentionConfig(heads, kv_heads, head_dim=256, window=window, logit_softcap=50.0)
@@ -151,7 +154,7 @@ def _opt125m() -> ModelConfig:
 
 
 def _t5(layers: int, heads: int, width: int, hidden: int) -> ModelConfig:
-    """Version 1.0: no biases, no division by sqrt(head_dim), a table of distances per stack, tied and scaled logits."""
+    """Version 1.0: no biases, no division by sqrt(head_dim), one bias table per stack, tied and scaled logits."""
 
     def layer(cross: AttentionConfig | None) -> LayerConfig:
         position = T5BiasConfig(32, 128, bidirectional=cross is None)
@@ -182,9 +185,9 @@ def _translator(
     *,
     biases: bool = True,
 ) -> ModelConfig:
-    """Vaswani's: a norm after each half, one table of tokens for source, target and head."""
+    """Vaswani's model: a norm after each branch, one embedding table for source, target and head."""
     attention = AttentionConfig(heads, position=None, qkv_bias=biases, out_bias=biases)
-    seeing = replace(attention, causal=False)
+    bidirectional = replace(attention, causal=False)
     mlp = PlainMLPConfig(hidden, activation, bias=True)
 
     def stack(mixer: AttentionConfig, cross: AttentionConfig | None) -> StackConfig:
@@ -196,8 +199,8 @@ def _translator(
         width,
         vocab,
         limit,
-        decoder=stack(attention, seeing),
-        encoder=stack(seeing, None),
+        decoder=stack(attention, bidirectional),
+        encoder=stack(bidirectional, None),
         embedding=embed,
         encoder_input=EncoderInputConfig(limit, embed),
         head=LanguageHeadConfig(bias=biases),
@@ -215,7 +218,7 @@ def _transformer_base() -> ModelConfig:
 
 
 def _bert() -> ModelConfig:
-    """As a masked language model."""
+    """Return the shape as a masked language model."""
     norm = NormConfig("layer", 1e-12, bias=True)
     mixer = AttentionConfig(12, position=None, causal=False, qkv_bias=True, out_bias=True)
     layer = LayerConfig(mixer, PlainMLPConfig(3072, "gelu", bias=True), norm)

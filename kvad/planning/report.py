@@ -1,12 +1,12 @@
-"""What would it take, and what would fit?  Asks ``cache/planning.py``; no weight is loaded.
+"""Memory plans of a model before any weight is loaded, with ``cache/sizing``.
 
-A target is a checkpoint (or a run, which stands for its newest one), a Hugging Face folder, its ``config.json`` alone
-or a name on the hub (of which no weights are fetched), a config (JSON, or TOML with the model under ``[model]``), a
-recipe of ``kvad train``, or a known shape's name.  Exact numbers (weights, pool) and bounds (scratch, activations)
-stand apart, as they do in ``cache/planning.py``.
+A target is a checkpoint (or a run: its newest one), a Hugging Face folder, its ``config.json`` alone or a name on the
+hub (without weights), a config (JSON, or TOML with the model under ``[model]``), a run file of ``kvad train``, or a
+known model's name. Exact numbers (weights, pool) and bounds (scratch, activations) are separate, as in
+``cache/sizing``.
 
-No torch, with one exception: Hugging Face's config is read by its family, whose one file holds its table of tensors
-too, and how they are turned; reading it imports torch, a second or two.  Everything else stays without.
+No torch, with one exception: a Hugging Face config is read by its family, whose file also has the tensor rules and
+imports torch, which takes a second or two.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ from kvad.planning.known_models import known_model
 from kvad.train.config import RunConfig, read_toml
 
 BYTE_FIELDS = (
-    "weights", "compressor", "payload", "scales", "columns", "reserved", "pool", "scratch", "activations", "tiers",
-    "total",
+    "weights", "summarizer", "payload", "scales", "metadata", "reserved", "pool", "scratch", "activations",
+    "prefix_cache_host_bytes", "total",
 )  # fmt: skip
 
 
 class PlanTarget(NamedTuple):
-    """What is planned: ``stored`` is the dtype of a checkpoint's weights, None where there are none; ``origin`` the
-    ``model_type`` of what is Hugging Face's."""
+    """The model to plan.
+
+    ``stored_dtype``: dtype of a checkpoint's weights, None without weights; ``origin``: a Hugging Face ``model_type``.
+    """
 
     name: str
     config: ModelConfig
@@ -47,7 +49,7 @@ class PlanTarget(NamedTuple):
 
 
 class DecodeSpeed(NamedTuple):
-    """Decoding ``rows`` rows at ``context`` tokens: bytes read per step, and tokens/s of all rows at most."""
+    """Decoding ``rows`` sequences at ``context`` tokens: bytes read per step, and the bound of tokens/s in total."""
 
     rows: int
     context: int
@@ -57,8 +59,10 @@ class DecodeSpeed(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanReport:
-    """One answer of ``kvad plan``.  ``bandwidth`` in bytes per second; ``available`` None where nobody knows;
-    ``fits`` for ``fit`` bytes, where it was asked."""
+    """Result of ``kvad plan``.
+
+    ``bandwidth`` in bytes per second; ``available`` is None if unknown; ``fits`` for ``fit`` bytes, if requested.
+    """
 
     name: str
     plan: MemoryPlan
@@ -68,34 +72,39 @@ class PlanReport:
     speeds: tuple[DecodeSpeed, ...]
     fit: int | None
     fits: tuple[cache_lib.groups.MemoryFit, ...]
-    table: FitTable | None = None  # of what would fit, where a decoder was asked
-    ranks: tuple[RankPlan, ...] = ()  # of a mesh, where one was asked for; the speeds are then nobody's
+    table: FitTable | None = None  # what would fit, for a decoder
+    ranks: tuple[RankPlan, ...] = ()  # ranks of a mesh, if requested; then there are no speeds
 
 
 def read_target(text: str) -> PlanTarget:
-    """Raises CheckpointError for a folder that is not a checkpoint, ConfigError for a config that cannot be, UsageError
-    with the nearest name for what is neither there nor known."""
+    """Read the model to plan.
+
+    Raises:
+        CheckpointError: If a folder is not a checkpoint.
+        ConfigError: If the config is invalid.
+        UsageError: With the nearest name, if the text is neither a path nor a known model.
+    """
     path = Path(text)
     if "/" in text and not path.exists() and path.suffix not in (".json", ".toml"):
         path = checkpoint.hub.resolve_model_path(text, weights=False)
     if path.is_dir():
-        found = checkpoint.folder.locate(path)
-        if checkpoint.folder.is_hf(found):
-            return _read_foreign(text, found / checkpoint.folder.CONFIG)
+        folder = checkpoint.folder.locate(path)
+        if checkpoint.folder.is_hf(folder):
+            return _read_hf(text, folder / checkpoint.folder.CONFIG)
         return PlanTarget(
             text,
-            _read_config(found / checkpoint.folder.CONFIG),
-            checkpoint.safetensors_header.stored_dtype(found / checkpoint.folder.MODEL),
+            _read_config(folder / checkpoint.folder.CONFIG),
+            checkpoint.safetensors_header.stored_dtype(folder / checkpoint.folder.MODEL),
         )
     if path.is_file() and path.suffix == ".json" and "model_type" in _content(path):
-        return _read_foreign(text, path)
+        return _read_hf(text, path)
     if path.is_file() or path.suffix in (".json", ".toml"):
         return PlanTarget(text, _read_config(path))
     return PlanTarget(text.lower(), known_model(text))
 
 
 def _content(path: Path) -> Mapping[str, Any]:
-    """Of a JSON file; what is none is for others to say."""
+    """Read a JSON file; other contents are reported elsewhere."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -103,18 +112,19 @@ def _content(path: Path) -> Mapping[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _read_foreign(name: str, path: Path) -> PlanTarget:
-    """Weights that lie beside the config settle what it leaves open: whether the head is tied, which head it is."""
-    from kvad import checkpoint  # with torch: see above
+def _read_hf(name: str, path: Path) -> PlanTarget:
+    """Read a Hugging Face config.
 
+    Weights next to it decide what it leaves open: tied head, kind of head.
+    """
     origin = str(_content(path).get("model_type", ""))
     if path.name == checkpoint.folder.CONFIG and any(
         (path.parent / weights).is_file() for weights in (checkpoint.hub.SINGLE, checkpoint.hub.INDEX)
     ):
-        opened = checkpoint.hf_layout.HFCheckpoint(path.parent)
-        return PlanTarget(name, opened.config, str(opened.stored_dtype).removeprefix("torch."), origin)
-    config, stored = checkpoint.hf_layout.read_hf_config(path)
-    return PlanTarget(name, config, stored if stored in config_lib.DTYPE_BYTES else None, origin)
+        handle = checkpoint.hf_layout.HFCheckpoint(path.parent)
+        return PlanTarget(name, handle.config, str(handle.stored_dtype).removeprefix("torch."), origin)
+    config, stored_dtype = checkpoint.hf_layout.read_hf_config(path)
+    return PlanTarget(name, config, stored_dtype if stored_dtype in config_lib.DTYPE_BYTES else None, origin)
 
 
 def _read_config(path: Path) -> ModelConfig:
@@ -123,22 +133,22 @@ def _read_config(path: Path) -> ModelConfig:
     try:
         return _read_toml(path)
     except ConfigError as error:
-        where = "" if str(path) in error.message else f"{path}: "
-        raise ConfigError(where + error.message, error.hint) from error
+        prefix = "" if str(path) in error.message else f"{path}: "
+        raise ConfigError(prefix + error.message, error.hint) from error
 
 
 def _read_toml(path: Path) -> ModelConfig:
-    """A bare model, or a recipe of ``kvad train``: then the vocabulary is what its tokenizer may learn at most."""
+    """Read a bare model, or a run file of ``kvad train``, whose vocabulary is the maximum of its tokenizer."""
     content = read_toml(path)
     if not content.keys() & {"data", "tokenizer", "train"}:
         return ModelConfig.from_dict(content.get("model", content))
     recipe = RunConfig.from_dict(content)
-    if "vocab" not in recipe.model and recipe.tokenizer.kind != "bpe":
+    if "vocab_size" not in recipe.model and recipe.tokenizer.kind != "bpe":
         raise ConfigError(
             f"the vocabulary of a {recipe.tokenizer.kind} tokenizer is known when it is trained",
             "set model.vocab_size, or plan the trained model",
         )
-    return recipe.resolve(recipe.model.get("vocab", recipe.tokenizer.vocab_size))
+    return recipe.resolve(recipe.model.get("vocab_size", recipe.tokenizer.vocab_size))
 
 
 def plan_target(
@@ -153,37 +163,50 @@ def plan_target(
     deterministic: bool = False,
     **cache: Any,
 ) -> MemoryPlan:
-    """``context`` (of an encoder: its texts) defaults to the model's limit, ``source_context`` to the source's, the
-    weights to what is stored (else float32), the cache to the weights' dtype; ``cache``: other fields of CacheConfig.
-    ``learned`` and ``deterministic`` as :func:`~kvad.cache.sizing.memory_plan.plan_memory` takes them.
+    """Plan a target.
 
-    Raises UsageError for a context beyond the model's limit or a source that it does not have, ConfigError for anything
-    else that cannot be.
+    Args:
+        context: Maximum length; default: the model's limit. For an encoder, the length of its texts.
+        source_context: Maximum length of the encoder input; default: the model's limit.
+        weights_dtype: Default: the stored dtype, else float32.
+        dtype: Cache dtype; default: that of the weights.
+        budget: Tokens of a step.
+        learned: Shape of a summarizer.
+        **cache: Other fields of CacheConfig.
+
+    Raises:
+        UsageError: If a length exceeds the model's limit, or there is no encoder input.
+        ConfigError: If the configuration is impossible.
     """
     limit, source = target.config.max_seq_len, target.config.encoder_input
     if source is None and source_context is not None:
         raise UsageError(
-            f"{target.name} has no source: it is {with_article(target.config.kind)}", "--context is what it reads"
+            f"{target.name} has no encoder input: it is {with_article(target.config.kind)}", "Use --max-seq-len."
         )
-    most = 0 if source is None else source.max_seq_len
-    for what, asked, there in (("context", context, limit), ("source", source_context, most)):
-        if asked is not None and asked > there:
+    max_source_len = 0 if source is None else source.max_seq_len
+    for label, requested, limit_tokens in (("length", context, limit), ("source", source_context, max_source_len)):
+        if requested is not None and requested > limit_tokens:
             raise UsageError(
-                f"a {what} of {asked:,} tokens is beyond the limit of {target.name}, {there:,} tokens",
-                f"ask for {there:,} or less",
+                f"a {label} of {requested:,} tokens is beyond the limit of {target.name}, {limit_tokens:,} tokens",
+                f"Use {limit_tokens:,} or less.",
             )
     if source_context is not None and source_context < 1:
-        raise UsageError(f"a source of {source_context:,} tokens", "it has at least 1")
-    stored = "float32" if target.stored_dtype == "float16" else target.stored_dtype  # widened when it is loaded
-    weights = weights_dtype or stored or "float32"
+        raise UsageError(f"--max-source-len: must be at least 1, got {source_context}")
+    stored_dtype = "float32" if target.stored_dtype == "float16" else target.stored_dtype  # widened when it is loaded
+    weights = weights_dtype or stored_dtype or "float32"
     config = CacheConfig(
         max_seq_len=limit if context is None else context,
-        max_source_len=most if source_context is None else source_context,
+        max_source_len=max_source_len if source_context is None else source_context,
         dtype=dtype or weights,
         **cache,
     )
     return plan_memory(
-        target.config, config, weights_dtype=weights, budget=budget, learned=learned, deterministic=deterministic
+        target.config,
+        config,
+        weights_dtype=weights,
+        max_num_batched_tokens=budget,
+        summarizer_shape=learned,
+        deterministic=deterministic,
     )
 
 
@@ -198,9 +221,11 @@ def build_report(
     table: FitTable | None = None,
     mesh: Mesh | None = None,
 ) -> PlanReport:
-    """Speeds are for one row and for all rows, at the whole context; an encoder decodes nothing.
+    """Build the report.
 
-    ``mesh``: what each of its ranks takes, instead of speeds; ConfigError where it does not fit the model.
+    Speeds are for one sequence and for all, at the maximum length; an encoder has none.
+
+    ``mesh``: compute the memory of each of its ranks instead of speeds; ConfigError if it does not fit the model.
     """
     speeds = []
     for rows in sorted({1, plan.cache.max_num_seqs}) if plan.config.decoder is not None and mesh is None else ():
@@ -212,7 +237,7 @@ def build_report(
 
 
 def report_to_json(report: PlanReport) -> Mapping[str, object]:
-    """What ``--json`` prints; bytes everywhere."""
+    """Build the output of ``--json``; all sizes in bytes."""
     return {
         "name": report.name,
         "kind": report.plan.config.kind,
@@ -228,27 +253,31 @@ def report_to_json(report: PlanReport) -> Mapping[str, object]:
 
 
 def _rank_json(rank: RankPlan) -> Mapping[str, object]:
-    """Exact; a step's work comes on top, on each rank at most what the whole model's takes."""
+    """Return one rank's exact bytes.
+
+    Activations come on top, on each rank at most those of the whole model.
+    """
     where = {"rank": rank.mesh.rank, "tensor_rank": rank.mesh.tensor_rank, "stage": rank.mesh.stage}
     sizes = {name: getattr(rank, name) for name in ("weights", "payload", "scales", "metadata", "pool", "total")}
     return {**where, "layers": list(rank.layers), "bytes": sizes}
 
 
 def _fit_json(report: PlanReport, fit: int) -> Mapping[str, object]:
-    """``largest``: as the cache was asked for; ``table``: what else would fit, and what it costs."""
+    """Return ``largest``, the largest sizes of the requested cache, and ``table``, other configurations that fit."""
     short = weights_shortfall(report.plan, fit)
     missing = None if short is None else dict(zip(("missing", "dtype", "weights"), short, strict=True))
     return {"bytes": fit, "largest": report.fits, "table": report.table, "weights_too_large": missing}
 
 
 def memory_to_json(plan: MemoryPlan) -> Mapping[str, object]:
-    """What was planned, its bytes, and each group's; the policy is the one that ``on_full`` takes, where it takes one.
+    """Return the plan, its bytes and each group's.
 
-    ``parked_row``: what a row takes in host memory while it has given way to others, 0 where it is computed anew;
-    ``parking``: the bound of what all of them take there, part of the total where one was asked for.
-    ``spilled``: what tokens below the pool take in host memory, all of which is in the total, and at most on disk.
+    The policy is the one that ``overflow`` selects, if any.
+
+    ``swapped_seq_bytes``: host memory of a preempted sequence, 0 if it is recomputed; ``swap_space``: their bound, part
+    of the total if requested; ``offload``: host memory of offloaded tokens, in the total, and their maximum on disk.
     """
-    settled = resolve_for_model(plan.config, plan.cache)
+    resolved = resolve_for_model(plan.config, plan.cache)
     return {
         "weights_dtype": plan.weights_dtype,
         "cache": {
@@ -263,7 +292,7 @@ def memory_to_json(plan: MemoryPlan) -> Mapping[str, object]:
                     strict=True,
                 )
             ),
-            **{name: getattr(settled, name) for name in ("policy", "endless", "rope_at", "overflow", "watermark")},
+            **{name: getattr(resolved, name) for name in ("policy", "endless", "rope_at", "overflow", "watermark")},
         },
         "max_seq_len": plan.cache.max_seq_len,
         "max_source_len": None if plan.config.encoder_input is None else plan.cache.max_source_len,
@@ -279,18 +308,21 @@ def memory_to_json(plan: MemoryPlan) -> Mapping[str, object]:
     }
 
 
-def group_layers(plan: MemoryPlan, each: GroupPlan) -> tuple[int, ...]:
-    """The decoder's layers of a group; cross-attention is counted after all layers in the memory's own numbers."""
+def group_layers(plan: MemoryPlan, group_plan: GroupPlan) -> tuple[int, ...]:
+    """Return the decoder's layers of a group.
+
+    The cache numbers cross-attention after all layers.
+    """
     assert plan.config.decoder is not None, "an encoder has no groups"
-    return tuple(index % plan.config.decoder.num_layers for index in each.group.layers)
+    return tuple(index % plan.config.decoder.num_layers for index in group_plan.group.layers)
 
 
-def _group_json(whole: MemoryPlan, plan: GroupPlan) -> Mapping[str, object]:
+def _group_json(memory_plan: MemoryPlan, plan: GroupPlan) -> Mapping[str, object]:
     group, size = plan.group, plan.bytes
     return {
         "is_cross_attention": group.spec.is_cross_attention,
-        "layers": group_layers(whole, plan),
-        "retention": describe_retention(group, attention_specs(whole.config)),
+        "layers": group_layers(memory_plan, plan),
+        "retention": describe_retention(group, attention_specs(memory_plan.config)),
         "keys": group.key_format,
         "values": group.value_format,
         "lower_level": None if group.lower_level is None else group.lower_level._asdict(),

@@ -1,4 +1,4 @@
-"""kvad.storage"""
+"""Atomic files, checksummed containers and the file system interface."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Folders that appear on disk whole or not at all.
+"""Atomic replacement of folders and files.
 
-A folder is written under a hidden temporary name *beside* its final one, every file and folder in it is flushed to
-the disk, and one rename makes it visible; then the parent is flushed, so that the rename itself survives a power cut.
-Where a folder of that name exists, it is first renamed aside and is deleted only when the new one is durable::
+A folder is written under a hidden temporary name in the same parent, every file and folder in it is flushed to the
+disk, and one rename makes it visible. Then the parent is flushed, so that the rename survives a power cut. An
+existing folder of the final name is renamed first and deleted only when the new one is durable::
 
-    .NAME.PID.RANDOM.tmp    being written, or left behind by a process that died: never read, swept by the next write
-    .NAME.PID.RANDOM.old    replaced; while NAME is missing (killed between two renames) it is the whole one
-    .NAME.PID.RANDOM.gone   gives way to another name, that of the .tmp of the same PID and RANDOM; while there is one
-                            (killed before its rename) it is whole, and it is garbage afterwards
+    .NAME.PID.RANDOM.tmp    being written, or left by a process that died: never read, removed by the next write
+    .NAME.PID.RANDOM.old    replaced; complete while NAME is missing (the process died between two renames)
+    .NAME.PID.RANDOM.gone   replaced by another name, that of the .tmp of the same PID and RANDOM; complete while that
+                            .tmp exists (the process died before its rename), garbage afterwards
 
-Invariant: at every moment, ``survivor(NAME)`` or NAME is a whole folder, if ever one was written.  After a failed
-flush nothing is tried again as if it were clean: the temporary folder is dropped and SaveError is raised.
+Invariant: at every moment, ``find_interrupted(NAME)`` or NAME is a complete folder, if one was ever written. After a
+failed flush nothing is retried: the temporary folder is dropped and SaveError is raised.
 Standard library only.
 """
 
@@ -28,10 +28,14 @@ from kvad.storage.temp_paths import interrupted_writes, list_temp_paths, replace
 
 @contextmanager
 def new_folder(final: Path, *, replaces: Sequence[Path] = ()) -> Iterator[Path]:
-    """Yields an empty folder to write into; when the block ends well, it is ``final``.
+    """Yield an empty folder to write into; it becomes ``final`` if the block succeeds.
 
-    ``replaces``: other folders of the same parent that give way in the same move; ``final`` itself always does.
-    Raises SaveError if the disk refuses, in the block or afterwards; what was there before is then whole.
+    Args:
+        final: Path of the folder to create or replace.
+        replaces: Other folders of the same parent that are removed in the same operation.
+
+    Raises:
+        SaveError: If the disk fails, in the block or afterwards. The previous folder is then complete.
     """
     parent, temporary = final.parent, temp_path(final, "tmp")
     try:
@@ -44,15 +48,15 @@ def new_folder(final: Path, *, replaces: Sequence[Path] = ()) -> Iterator[Path]:
     except OSError as error:
         raise disk_error(final, error) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # after a success there is nothing under this name
+        shutil.rmtree(temporary, ignore_errors=True)  # After a success nothing has this name.
 
 
 def _swap(temporary: Path, final: Path, replaces: Sequence[Path]) -> None:
-    """Set aside, rename, flush; if any of it fails, everything back to where it was."""
+    """Rename the old folders, rename the new one, flush; undo all renames if a step fails."""
     moved: list[tuple[Path, Path]] = []
     try:
         for old in replaces:
-            if old.exists():  # final may be named twice
+            if old.exists():  # ``final`` may occur twice.
                 moved.append((temp_path(old, "old") if old == final else replaced_path(old, temporary), old))
                 old.rename(moved[-1][0])
         temporary.rename(final)
@@ -70,18 +74,22 @@ def _swap(temporary: Path, final: Path, replaces: Sequence[Path]) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder so that no half of it is ever seen under its name."""
+    """Delete a folder so that a partial folder is never visible under its name."""
     gone = temp_path(folder, "tmp")
     try:
         folder.rename(gone)
-        fsync_path(folder.parent)  # else a power cut could bring the name back, and not all of its files
+        fsync_path(folder.parent)  # Otherwise a power cut could restore the name without all of its files.
     except OSError as error:
         raise disk_error(folder, error) from error
     shutil.rmtree(gone, ignore_errors=True)
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace one file: written beside, flushed, renamed.  Raises SaveError; the file is then whole, old or new."""
+    """Replace one file atomically and durably.
+
+    Raises:
+        SaveError: If the disk fails. The file then has its old or its new content, complete.
+    """
     temporary = temp_path(path, "tmp")
     try:
         _make(path.parent)
@@ -99,21 +107,22 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def find_interrupted(final: Path) -> Path | None:
-    """The folder that was ``final`` until a process died between two renames; None where there is none."""
-    found = [each.path for each in interrupted_writes(final.parent) if each.name == final.name]
-    return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
+    """Return the folder that was ``final`` until a process died between two renames, or None."""
+    candidates = [left.path for left in interrupted_writes(final.parent) if left.name == final.name]
+    return max(candidates, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
 def disk_error(path: Path, error: OSError) -> SaveError:
+    """Build the SaveError of a failed disk operation."""
     return SaveError(
         f"cannot save {path}: {error.strerror or error}",
-        "what was saved there before is whole; free some space or choose another place",
+        "The previous version is complete. Free some space or choose another location.",
     )
 
 
 def recover_interrupted(parent: Path) -> None:
-    """Bring back what was left between two renames, and delete what dead processes left behind."""
-    for left in interrupted_writes(parent):  # all of them, before the .tmp that says so is deleted
+    """Restore folders left between two renames, and delete the leftovers of dead processes."""
+    for left in interrupted_writes(parent):  # All of them, before the .tmp that marks them is deleted.
         if not left.in_use and not (parent / left.name).exists():
             left.path.rename(parent / left.name)
     for left in list_temp_paths(parent):
@@ -127,10 +136,10 @@ def recover_interrupted(parent: Path) -> None:
 
 
 def _make(folder: Path) -> None:
-    """A folder and those above it, durably."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    """Create a folder and its parents durably."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for path in made:
+    for path in missing:
         fsync_path(path.parent)
 
 
@@ -141,7 +150,7 @@ def _flush_tree(folder: Path) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """What was written to a file, or a folder's names, is on the disk when this returns."""
+    """Flush a file, or the names of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

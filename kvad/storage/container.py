@@ -1,23 +1,24 @@
-"""A piece of a cache in a file: a session, a parked row, a block of a prefix.  Whole, ours and unchanged, or refused.
+r"""Checksummed container files: sessions, swapped sequences, blocks and pinned prefixes.
 
-    magic        8 bytes   KVADKV01
+    magic        8 bytes   KVADKV02
     size         8 bytes   of the header, little-endian
     crc          4 bytes   crc32 of magic, size and header
-    header       JSON      {"kind", "identity": {...}, "facts": {...}, "sections": [[name, dtype, shape, bytes, crc32]]}
-                           and spaces, so that the sections begin at a multiple of 64
-    sections     raw bytes, one behind the other
-    end          8 bytes   KVADEND\\n
+    header       JSON      {"kind", "fingerprint": {...}, "metadata": {...},
+                            "sections": [[name, dtype, shape, bytes, crc32]]},
+                           padded with spaces, so that the sections begin at a multiple of 64
+    sections     raw bytes, concatenated
+    end          8 bytes   KVADEND\n
 
-Every byte is under a checksum, and the file's length is known from its header, so a flipped bit, a cut or a longer file
-is seen before anything of it is used.  ``identity`` says what it belongs to (``identity.py``); ``facts`` are the
-writer's own, plain JSON.
+Every byte is covered by a checksum, and the header gives the file's length, so a flipped bit, a truncated or a longer
+file is detected before any of it is used. ``fingerprint`` identifies the model and the cache (``fingerprint.py``);
+``metadata`` is plain JSON of the writer.
 
-Written beside its final name, for its owner only, and renamed when whole (``aside.py``); ``durable`` flushes file and
-folder, so that when :func:`write_entry` returns, a power cut cannot take it back.  Without it the checksums alone stand
-between a power cut and a wrong number: enough for what can be computed again.
+A file is written under a temporary name, readable by its owner only, and renamed when complete (``temp_paths.py``).
+With ``durable``, file and folder are flushed, so that a power cut after :func:`write_container` cannot undo it.
+Without it, only the checksums protect against a power cut: enough for data that can be recomputed.
 
-Standard library only; no torch.  Never: pickle, a path from a file, an allocation that a header asks for and the file's
-own length does not bear out.
+Standard library only; no torch. Never: pickle, a path taken from a file, an allocation that a header requests and the
+file's length does not justify.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ from kvad.errors import StorageError
 from kvad.storage.filesystem import REAL_FILE_SYSTEM, Buffer, FileSystem
 from kvad.storage.temp_paths import temp_path
 
-MAGIC, END = b"KVADKV01", b"KVADEND\n"
+MAGIC, END = b"KVADKV02", b"KVADEND\n"
 _SIZE, _CRC = struct.Struct("<Q"), struct.Struct("<I")
 _PREFIX = len(MAGIC) + _SIZE.size + _CRC.size
 MAX_HEADER_BYTES = 64 << 20
-READ_CHUNK = 1 << 20  # bytes read at a time where only their checksum is wanted
-MAX_CACHED_BYTES = 64 << 20  # bytes of the largest file that is read in one go
-PAGES = 64 << 10  # bytes from which on memory to read into has pages of its own
-ALIGNED = 64  # bytes, a multiple of which stands before the sections: so they can be numbers where they are
-WIDTHS = {  # bytes of a number, by its name in torch
+READ_CHUNK = 1 << 20  # bytes read at a time if only the checksum is needed
+MAX_CACHED_BYTES = 64 << 20  # size of the largest file that is read at once
+PAGES = 64 << 10  # size in bytes from which a read buffer gets separate pages
+ALIGNED = 64  # The sections begin at a multiple of this, so that they can be used as numbers in place.
+WIDTHS = {  # bytes of a number, by the name of its torch dtype
     "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
     "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
 
 
 class Section(NamedTuple):
-    """Numbers by name: ``data`` are those of a contiguous array of ``shape``, little-endian."""
+    """A named array: ``data`` is its contiguous, little-endian content."""
 
     name: str
     dtype: str
@@ -59,7 +60,7 @@ class Section(NamedTuple):
 
 
 class SectionInfo(NamedTuple):
-    """Where a section lies in its file."""
+    """Position and checksum of a section in its file."""
 
     name: str
     dtype: str
@@ -70,7 +71,7 @@ class SectionInfo(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says of itself, checked; ``nbytes``: of the whole file."""
+    """The verified header of a container; ``nbytes`` is the size of the file."""
 
     kind: str
     fingerprint: Mapping[str, str]
@@ -82,182 +83,236 @@ class Header(NamedTuple):
 def write_container(
     path: Path,
     kind: str,
-    identity: Mapping[str, str],
-    facts: Mapping[str, Any],
+    fingerprint: Mapping[str, str],
+    metadata: Mapping[str, Any],
     sections: Sequence[Section],
     *,
     durable: bool,
-    disk: FileSystem = REAL_FILE_SYSTEM,
+    fs: FileSystem = REAL_FILE_SYSTEM,
 ) -> int:
-    """Write ``path``, or leave what was there; returns the bytes of the file.  OSError as the disk says it."""
-    sizes = [memoryview(each.data).nbytes for each in sections]
-    told = [
-        [each.name, each.dtype, list(each.shape), size, crc32(each.data)]
-        for each, size in zip(sections, sizes, strict=True)
+    """Write a container atomically; on failure the previous file stays.
+
+    Args:
+        path: Final path.
+        kind: Kind of the container, such as "session".
+        fingerprint: Parts of the CacheFingerprint.
+        metadata: Plain JSON of the writer.
+        sections: Arrays with unique names.
+        durable: Flush file and folder before returning.
+        fs: File system.
+
+    Returns:
+        The size of the file in bytes.
+
+    Raises:
+        OSError: If the disk fails.
+    """
+    sizes = [memoryview(section.data).nbytes for section in sections]
+    infos = [
+        [section.name, section.dtype, list(section.shape), size, crc32(section.data)]
+        for section, size in zip(sections, sizes, strict=True)
     ]
-    assert len({each.name for each in sections}) == len(sections), "two sections of one name"
-    header = json.dumps({"kind": kind, "identity": dict(identity), "facts": dict(facts), "sections": told}).encode()
+    assert len({section.name for section in sections}) == len(sections), "duplicate section name"
+    header = json.dumps(
+        {"kind": kind, "fingerprint": dict(fingerprint), "metadata": dict(metadata), "sections": infos}
+    ).encode()
     header += b" " * (-(_PREFIX + len(header)) % ALIGNED)
     assert len(header) <= MAX_HEADER_BYTES, f"a header of {len(header)} bytes"
     start = MAGIC + _SIZE.pack(len(header))
     temporary = temp_path(path, "tmp")
-    file = disk.create(temporary)
+    file = fs.create(temporary)
     try:
         try:
-            disk.write(file, start + _CRC.pack(crc32(header, crc32(start))) + header)
-            for each in sections:
-                disk.write(file, each.data)
-            disk.write(file, END)
+            fs.write(file, start + _CRC.pack(crc32(header, crc32(start))) + header)
+            for section in sections:
+                fs.write(file, section.data)
+            fs.write(file, END)
             if durable:
-                disk.sync(file)
+                fs.sync(file)
         finally:
-            disk.close(file)
-        disk.replace(temporary, path)
+            fs.close(file)
+        fs.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
-            disk.remove(temporary)
+            fs.remove(temporary)
         raise
     if durable:
-        disk.sync_dir(path.parent)
+        fs.sync_dir(path.parent)
     return _PREFIX + len(header) + sum(sizes) + len(END)
 
 
 class ContainerFile:
-    """An open file, its header read.  A section is checked as it is read: nothing that is wrong is ever returned.
+    """An open container with a verified header. Each section is verified when it is read.
 
-    ``whole``: all of it is read at once (up to WHOLE bytes), and sections are views of that.
+    Args:
+        path: Path of the file, for messages.
+        file: Open file descriptor.
+        fs: File system.
+        whole: Read a file of up to MAX_CACHED_BYTES at once; sections are then views of it.
     """
 
-    def __init__(self, path: Path, file: int, disk: FileSystem, *, whole: bool = False) -> None:
-        self.path, self._file, self._disk = path, file, disk
-        self._size = disk.size(file)
-        self._held: memoryview | None = None
+    def __init__(self, path: Path, file: int, fs: FileSystem, *, whole: bool = False) -> None:
+        self.path, self._file, self._fs = path, file, fs
+        self._size = fs.size(file)
+        self._content: memoryview | None = None
         if whole and self._size <= MAX_CACHED_BYTES:
-            held = _room(self._size)
-            self._held = held[: disk.read(file, held, 0)]
+            buffer = _allocate(self._size)
+            self._content = buffer[: fs.read(file, buffer, 0)]
         self.header = self._header()
 
     def read(self, name: str, into: Buffer | None = None) -> memoryview:
-        """The bytes of a section, in ``into`` (of that size) where given.  EntryError: it was damaged."""
+        """Return the bytes of a section.
+
+        Args:
+            name: Name of the section.
+            into: Buffer of the section's size to read into; a new one by default.
+
+        Raises:
+            StorageError: If the section is missing or damaged.
+        """
         section = self.header.sections.get(name)
         if section is None:
-            raise StorageError(f"{self.path}: it has no {name}", reason="alien")
-        if into is None and self._held is not None:
-            target = self._held[section.offset : section.offset + section.nbytes]
+            raise StorageError(f"{self.path}: section {name} is missing", reason="foreign")
+        if into is None and self._content is not None:
+            target = self._content[section.offset : section.offset + section.nbytes]
         else:
-            target = _room(section.nbytes) if into is None else memoryview(into).cast("B")
-            assert len(target) == section.nbytes, f"{len(target)} bytes for the {section.nbytes} of {name}"
-            target = target[: self._disk.read(self._file, target, section.offset)]
+            target = _allocate(section.nbytes) if into is None else memoryview(into).cast("B")
+            assert len(target) == section.nbytes, f"{name}: buffer of {len(target)} bytes, section of {section.nbytes}"
+            target = target[: self._fs.read(self._file, target, section.offset)]
         if len(target) != section.nbytes:
-            raise self._torn(f"{name} was cut")
+            raise self._damaged(f"section {name} is truncated")
         if crc32(target) != section.crc:
-            raise self._torn(f"{name} is not what was written")
+            raise self._damaged(f"section {name} has a wrong checksum")
         return target
 
     def check(self) -> None:
-        """Read all of it, in pieces.  EntryError: something was damaged."""
-        piece = memoryview(bytearray(READ_CHUNK))
+        """Read and verify the whole file in chunks.
+
+        Raises:
+            StorageError: If any section is damaged.
+        """
+        buffer = memoryview(bytearray(READ_CHUNK))
         for section in self.header.sections.values():
             crc, at = 0, 0
             while at < section.nbytes:
-                part = piece[: min(READ_CHUNK, section.nbytes - at)]
-                if self._disk.read(self._file, part, section.offset + at) != len(part):
-                    raise self._torn(f"{section.name} was cut")
+                part = buffer[: min(READ_CHUNK, section.nbytes - at)]
+                if self._fs.read(self._file, part, section.offset + at) != len(part):
+                    raise self._damaged(f"section {section.name} is truncated")
                 crc, at = crc32(part, crc), at + len(part)
             if crc != section.crc:
-                raise self._torn(f"{section.name} is not what was written")
+                raise self._damaged(f"section {section.name} has a wrong checksum")
 
     def _header(self) -> Header:
         size = self._size
-        begun = self._bytes(0, min(size, len(MAGIC)))
-        if not MAGIC.startswith(begun):  # however short: what is not ours is not torn
-            ours = begun[: len(MAGIC) - 2] == MAGIC[:-2]
-            what = "it was written by another version of kvad" if ours else "it is not a file of kvad's cache"
-            raise StorageError(f"{self.path}: {what}", "it is left as it is", reason="alien")
+        magic = self._bytes(0, min(size, len(MAGIC)))
+        if not MAGIC.startswith(magic):  # A short foreign file is foreign, not damaged.
+            if magic[: len(MAGIC) - 2] == MAGIC[:-2]:
+                raise StorageError(
+                    f"{self.path}: written by another version of kvad", rewrite_hint(self.path), reason="foreign"
+                )
+            raise StorageError(
+                f"{self.path}: not a cache file of kvad", "The file is left unchanged.", reason="foreign"
+            )
         start = self._bytes(0, _PREFIX)
         (length,) = _SIZE.unpack(start[len(MAGIC) : len(MAGIC) + _SIZE.size])
         if length > min(MAX_HEADER_BYTES, size - _PREFIX - len(END)):
-            raise self._torn("its header is cut")
+            raise self._damaged("the header is truncated")
         raw = self._bytes(_PREFIX, length)
         if _CRC.unpack(start[-_CRC.size :])[0] != crc32(raw, crc32(start[: -_CRC.size])):
-            raise self._torn("its header is not what was written")
-        header = _parsed(raw, _PREFIX + length)
+            raise self._damaged("the header has a wrong checksum")
+        header = _parse_header(raw, _PREFIX + length)
         if header is None:
-            raise StorageError(
-                f"{self.path}: its header is none of this version's", "it is left as it is", reason="alien"
-            )
+            raise StorageError(f"{self.path}: the header has another format", rewrite_hint(self.path), reason="foreign")
         if header.nbytes != size:
-            raise self._torn(f"{size:,} bytes, its header says {header.nbytes:,}")
+            raise self._damaged(f"the size is {size:,} bytes, expected {header.nbytes:,}")
         if self._bytes(size - len(END), len(END)) != END:
-            raise self._torn("its end is not what was written")
+            raise self._damaged("the end marker is wrong")
         return header
 
     def _bytes(self, offset: int, count: int) -> bytes:
-        if self._held is not None:
-            found = bytes(self._held[offset : offset + count])
+        if self._content is not None:
+            content = bytes(self._content[offset : offset + count])
         else:
             target = bytearray(count)
-            found = bytes(target[: self._disk.read(self._file, target, offset)])
-        if len(found) != count:
-            raise self._torn("it was cut")
-        return found
+            content = bytes(target[: self._fs.read(self._file, target, offset)])
+        if len(content) != count:
+            raise self._damaged("the file is truncated")
+        return content
 
-    def _torn(self, what: str) -> StorageError:
-        return StorageError(f"{self.path}: {what}: the file is damaged", "nothing of it is used", reason="torn")
+    def _damaged(self, problem: str) -> StorageError:
+        return StorageError(f"{self.path}: {problem}: the file is damaged", "None of it is used.", reason="damaged")
 
 
 @contextmanager
-def open_container(path: Path, disk: FileSystem = REAL_FILE_SYSTEM, *, whole: bool = False) -> Iterator[ContainerFile]:
-    """An open file (``whole``: see :class:`Entry`).
+def open_container(path: Path, fs: FileSystem = REAL_FILE_SYSTEM, *, whole: bool = False) -> Iterator[ContainerFile]:
+    """Open a container (``whole``: see :class:`ContainerFile`).
 
-    EntryError for a file that is missing, damaged or not ours; OSError as the disk says it, with the file's name."""
+    Raises:
+        StorageError: If the file is missing, damaged or not a container of this version.
+        OSError: If the disk fails; the error has the file's name.
+    """
     try:
-        file = disk.open(path)
+        file = fs.open(path)
     except FileNotFoundError:
         raise StorageError(f"{path} does not exist", reason="missing") from None
     try:
-        yield ContainerFile(path, file, disk, whole=whole)
+        yield ContainerFile(path, file, fs, whole=whole)
     except OSError as error:
-        error.filename = error.filename or str(path)  # reading knows a number, no name
+        error.filename = error.filename or str(path)  # Reads fail without a file name.
         raise
     finally:
-        disk.close(file)
+        fs.close(file)
 
 
-def read_header(path: Path, disk: FileSystem = REAL_FILE_SYSTEM) -> Header:
-    """What a file says of itself; its sections are not read."""
-    with open_container(path, disk) as entry:
-        return entry.header
+def read_header(path: Path, fs: FileSystem = REAL_FILE_SYSTEM) -> Header:
+    """Return the verified header of a container without reading its sections."""
+    with open_container(path, fs) as container:
+        return container.header
 
 
-def _room(nbytes: int) -> memoryview:
-    """New memory to read into.  Pages of its own where it is large: the system hands them over while it reads, and no
-    other thread waits for that, as all do while a bytearray is filled with zeros."""
+def rewrite_hint(path: Path) -> str:
+    """Return how to write a file of another format version again."""
+    commands = {
+        ".session": "Write it again with kvad session save.",
+        ".prefix": "Write it again with kvad prefix add.",
+        ".kv": "kvad recomputes and writes the block again; delete the file.",
+    }
+    return f"{commands.get(path.suffix, 'The command that wrote it writes it again.')} The file is left unchanged."
+
+
+def _allocate(nbytes: int) -> memoryview:
+    """Allocate a read buffer; a large one gets separate pages.
+
+    The system maps such pages while it reads, and no other thread waits for that. Filling a bytearray with zeros would
+    block all threads.
+    """
     if nbytes < PAGES:
         return memoryview(bytearray(nbytes))
     return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
-def _parsed(raw: bytes, offset: int) -> Header | None:
-    """None: not as this version writes it."""
+def _parse_header(raw: bytes, offset: int) -> Header | None:
+    """Parse a header, or return None if it has another format."""
     try:
         content = json.loads(raw)
-        kind, identity, facts, sections = (content[key] for key in ("kind", "identity", "facts", "sections"))
-        if not (isinstance(kind, str) and isinstance(identity, dict) and isinstance(facts, dict)):
+        kind, fingerprint, metadata, sections = (
+            content[key] for key in ("kind", "fingerprint", "metadata", "sections")
+        )
+        if not (isinstance(kind, str) and isinstance(fingerprint, dict) and isinstance(metadata, dict)):
             return None
-        if any(type(value) is not str for value in identity.values()):
+        if any(type(value) is not str for value in fingerprint.values()):
             return None
         stored: dict[str, SectionInfo] = {}
         for name, dtype, shape, nbytes, crc in sections:
-            numbers = WIDTHS[dtype]
+            expected_bytes = WIDTHS[dtype]
             for count in shape:
                 if type(count) is not int or count < 0:
                     return None
-                numbers *= count
-            if not isinstance(name, str) or name in stored or type(crc) is not int or numbers != nbytes:
+                expected_bytes *= count
+            if not isinstance(name, str) or name in stored or type(crc) is not int or expected_bytes != nbytes:
                 return None
             stored[name] = SectionInfo(name, dtype, tuple(shape), nbytes, crc, offset)
             offset += nbytes
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return Header(kind, identity, facts, stored, offset + len(END))
+    return Header(kind, fingerprint, metadata, stored, offset + len(END))

@@ -1,14 +1,13 @@
-"""The disk, as caches use it: some fifteen operations, each of which may raise OSError, and nothing else.
+"""File system interface of the caches: about fifteen operations that may raise OSError.
 
-One seam for all that is stored (``entry.py``, ``shelf.py``): tests hand over a disk whose k-th operation fails, or one
-that forgets what was not flushed when the power goes (``tests/cache/disks.py``).  Nothing here retries: after a failed
+All stores use it (``container.py``, ``cache/offload/disk_store.py``). Tests pass a file system whose k-th operation
+fails, or one that loses unflushed data at a power cut (``tests/cache/disks.py``). Nothing here retries: after a failed
 flush the pages count as clean and may be lost (Rebello et al. 2020, USENIX ATC, "Can applications recover from fsync
-failures?"), so what was being written is given up.
+failures?"), so the file being written is discarded.
 
-Beside it stands what every folder of stored things needs: which names a user may give, where it lies if nobody says,
-and how what dead writers left is removed.
+The module also has what every store folder needs: valid names, the default folder and the removal of leftovers.
 
-Reads are ``pread`` into memory of ours, never a mapping: a mapped file that is cut while it is read kills the process.
+Reads are ``pread`` into our own buffers, never a mapping: truncating a mapped file during a read kills the process.
 Standard library only.
 """
 
@@ -28,12 +27,12 @@ from kvad.storage.temp_paths import list_temp_paths
 Buffer = bytes | bytearray | memoryview
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-MAX_SHOWN_CHARS = 80  # characters of what is no name
-OWNER_ONLY = 0o600  # what a cache holds can be read back as text
+MAX_SHOWN_CHARS = 80  # characters of an invalid name in a message
+OWNER_ONLY = 0o600  # Cached text can be reconstructed from a cache file.
 
 
 class DirEntry(NamedTuple):
-    """A file of a folder, its bytes, and when it was last written or used."""
+    """A file of a folder: name, bytes, and time of the last write or use."""
 
     name: str
     size: int
@@ -41,55 +40,59 @@ class DirEntry(NamedTuple):
 
 
 class FileSystem:
-    """The real one."""
+    """The real file system."""
 
     def create(self, path: Path) -> int:
-        """A new file to write to and to read back, for its owner only; FileExistsError where there is one."""
+        """Create a file for writing and reading, for its owner only.
+
+        Raises:
+            FileExistsError: If it exists.
+        """
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, OWNER_ONLY)
 
     def open(self, path: Path) -> int:
-        """An existing file to read from, not a link."""
+        """Open an existing file for reading; links are refused."""
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def write(self, file: int, data: Buffer) -> None:
-        """All of ``data``, at the end of what was written."""
+        """Append all of ``data`` at the file position."""
         left = memoryview(data).cast("B") if len(data) else memoryview(b"")
         while left:
             left = left[os.write(file, left) :]
 
     def write_at(self, file: int, data: Buffer, offset: int) -> None:
-        """All of ``data``, from ``offset`` on; what is passed over reads as zeros."""
-        left, done = memoryview(data).cast("B") if len(data) else memoryview(b""), 0
+        """Write all of ``data`` at ``offset``; gaps read as zeros."""
+        left, num_written = memoryview(data).cast("B") if len(data) else memoryview(b""), 0
         while left:
-            count = os.pwrite(file, left, offset + done)
-            left, done = left[count:], done + count
+            count = os.pwrite(file, left, offset + num_written)
+            left, num_written = left[count:], num_written + count
 
     def read(self, file: int, into: Buffer, offset: int) -> int:
-        """Fills ``into`` from ``offset`` on; returns the bytes that there were."""
-        left, got = memoryview(into).cast("B"), 0
+        """Fill ``into`` from ``offset`` and return the number of bytes read."""
+        left, count_read = memoryview(into).cast("B"), 0
         while left:
-            count = os.preadv(file, [left], offset + got)
+            count = os.preadv(file, [left], offset + count_read)
             if count == 0:
                 break
-            left, got = left[count:], got + count
-        return got
+            left, count_read = left[count:], count_read + count
+        return count_read
 
     def size(self, file: int) -> int:
         return os.fstat(file).st_size
 
     def sync(self, file: int) -> None:
-        """What was written to ``file`` survives a power cut when this returns."""
+        """Flush a file to the disk."""
         os.fsync(file)
 
     def close(self, file: int) -> None:
         os.close(file)
 
     def replace(self, source: Path, target: Path) -> None:
-        """``source`` is ``target`` from now on, whole, whatever was there."""
+        """Rename ``source`` to ``target`` atomically, replacing an existing file."""
         os.replace(source, target)
 
     def sync_dir(self, folder: Path) -> None:
-        """Names that came and went in ``folder`` survive a power cut when this returns."""
+        """Flush the names of a folder to the disk."""
         file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(file)
@@ -100,24 +103,29 @@ class FileSystem:
         os.unlink(path)
 
     def make_dir(self, path: Path) -> None:
-        """There is such a folder, its owner's only where it is new."""
+        """Create a folder and its parents if missing; a new folder is accessible to its owner only."""
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def list_files(self, folder: Path) -> list[DirEntry]:
-        """The plain files of a folder; links and folders are left out."""
-        with os.scandir(folder) as found:
+        """Return the regular files of a folder, without links and folders."""
+        with os.scandir(folder) as entries:
             stats = [
-                (each.name, each.stat(follow_symlinks=False)) for each in found if each.is_file(follow_symlinks=False)
+                (entry.name, entry.stat(follow_symlinks=False))
+                for entry in entries
+                if entry.is_file(follow_symlinks=False)
             ]
         return [DirEntry(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
     def touch(self, path: Path) -> None:
-        """It was used now."""
+        """Set a file's time of use to now."""
         os.utime(path, follow_symlinks=False)
 
     def lock(self, path: Path) -> int:
-        """Hold ``path`` (made if need be) until it is closed or this process ends, however it ends.  BlockingIOError:
-        somebody else holds it."""
+        """Lock a file, created if missing, until it is closed or the process ends.
+
+        Raises:
+            BlockingIOError: If another process has the lock.
+        """
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, OWNER_ONLY)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -127,7 +135,7 @@ class FileSystem:
         return file
 
     def free_bytes(self, folder: Path) -> int:
-        """Bytes that one without privileges may still write there."""
+        """Return the free bytes available to an unprivileged user."""
         stat = os.statvfs(folder)
         return stat.f_bavail * stat.f_frsize
 
@@ -135,32 +143,46 @@ class FileSystem:
 REAL_FILE_SYSTEM = FileSystem()
 
 
-def remove_temp_files(folder: Path, ours: Callable[[str], bool], disk: FileSystem = REAL_FILE_SYSTEM) -> int:
-    """Remove what dead writers left half written under names that are ``ours``; how many files.  One that the disk
-    keeps, or that another process has swept, is left alone; OSError: the folder cannot be looked at."""
+def remove_temp_files(folder: Path, is_own: Callable[[str], bool], fs: FileSystem = REAL_FILE_SYSTEM) -> int:
+    """Remove temporary files of dead writers.
+
+    Files that cannot be removed, or that another process removed, are skipped.
+
+    Args:
+        folder: Folder to clean.
+        is_own: True for final names that belong to the caller.
+        fs: File system.
+
+    Returns:
+        The number of removed files.
+
+    Raises:
+        OSError: If the folder cannot be listed.
+    """
     count = 0
     for left in list_temp_paths(folder):
         with suppress(OSError):
-            if left.kind == "tmp" and ours(left.name) and not left.in_use:
-                disk.remove(left.path)
+            if left.kind == "tmp" and is_own(left.name) and not left.in_use:
+                fs.remove(left.path)
                 count += 1
     return count
 
 
 def is_valid_name(name: str) -> bool:
-    """Letters, digits, dots, dashes and underscores, the first a letter or a digit: it leads out of no folder."""
+    """True for letters, digits, dots, dashes and underscores; it cannot name another folder."""
     return NAME_PATTERN.fullmatch(name) is not None
 
 
-def invalid_name_error(name: str, what: str) -> UsageError:
-    """``name`` is none, "of a session" say."""
+def invalid_name_error(name: str, purpose: str) -> UsageError:
+    """Build the error for an invalid name; ``purpose`` is "of a session", for example."""
     shown = name if len(name) <= MAX_SHOWN_CHARS else f"{name[:MAX_SHOWN_CHARS]}..."
     return UsageError(
-        f"{shown!r} is no name {what}", "letters, digits, . _ and -, at most 64, the first a letter or a digit"
+        f"{shown!r} is not a valid name {purpose}",
+        "Use letters, digits, . _ and -, at most 64, beginning with a letter or a digit.",
     )
 
 
 def user_cache_dir(name: str) -> Path:
-    """Where ``name`` lies if nobody says: the user's cache folder."""
+    """Return the default folder ``name`` in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "kvad" / name

@@ -1,7 +1,7 @@
-"""One thread and its list of jobs, done in their order; nobody waits for it but who asks to.
+"""Background thread with a job queue; jobs run in order and callers wait only on request.
 
-The thread holds on to its list alone, so whoever owns the worker can be forgotten: ``stop``, or ``end``, is then called
-for it.
+The thread references its queue only, so the owner of an IoThread can be garbage collected; its finalizer calls
+``stop`` or ``finish``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ IoJob = Callable[[], None]
 
 
 class _Jobs:
+    """Queue and state shared with the thread."""
+
     def __init__(self) -> None:
         self.waiting: deque[IoJob] = deque()
         self.changed = threading.Condition()
@@ -24,13 +26,14 @@ class _Jobs:
 
 
 class IoThread:
-    """Its thread begins with its first job."""
+    """Background thread that starts with its first job."""
 
     def __init__(self, name: str) -> None:
         self._name, self._jobs = name, _Jobs()
         self._thread: threading.Thread | None = None
 
-    def restore(self, job: IoJob) -> None:
+    def submit(self, job: IoJob) -> None:
+        """Queue a job; ignored after ``finish`` or ``stop``."""
         with self._jobs.changed:
             if self._jobs.ending:
                 return
@@ -41,27 +44,31 @@ class IoThread:
             self._thread.start()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Until all that was put is done; False: it took longer."""
+        """Wait until all queued jobs are done; return False after ``seconds``."""
         with self._jobs.changed:
             return self._jobs.changed.wait_for(lambda: not self._jobs.waiting and not self._jobs.busy, seconds)
 
     def finish(self) -> None:
-        """Finish what was put, whoever waits for it, and do no more."""
+        """Let the queued jobs run and accept no more."""
         with self._jobs.changed:
             self._jobs.ending = True
             self._jobs.changed.notify_all()
 
     def stop(self, seconds: float | None = None) -> bool:
-        """Finish what was put, in that time if one is given, and do no more; False: some was left out."""
-        until = None if seconds is None else time.monotonic() + seconds
-        own = self._thread is threading.current_thread()  # who dropped its owner last
-        done = self._thread is None or own or self.wait(seconds)
+        """Run the queued jobs, within ``seconds`` if given, and end the thread.
+
+        Returns:
+            False if jobs were dropped.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        is_current = self._thread is threading.current_thread()  # The finalizer may run in this thread.
+        finished = self._thread is None or is_current or self.wait(seconds)
         with self._jobs.changed:
             self._jobs.waiting.clear()
             self.finish()
-        if self._thread is not None and not own:
-            self._thread.join(None if until is None else max(0.1, until - time.monotonic()))
-        return done
+        if self._thread is not None and not is_current:
+            self._thread.join(None if deadline is None else max(0.1, deadline - time.monotonic()))
+        return finished
 
 
 def _work(jobs: _Jobs) -> None:
@@ -76,6 +83,6 @@ def _work(jobs: _Jobs) -> None:
             jobs.busy = True
         try:
             job()
-        except Exception:  # a job answers for its own failures; this one is a bug, and must not end the others
-            LOG.exception("a job of the cache failed")
+        except Exception:  # Jobs handle their own failures; this is a bug and must not stop later jobs.
+            LOG.exception("a cache job failed")
         del job

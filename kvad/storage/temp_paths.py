@@ -1,9 +1,9 @@
-"""Names of files and folders that are not finished: hidden, beside the final name, and with their writer's process id.
+"""Hidden names of unfinished files and folders, with the writer's process id.
 
-    .NAME.PID.RANDOM.tmp    being written, or left behind by a process that died: never read
-    .NAME.PID.RANDOM.old    replaced, until what replaces it is durable
-    .NAME.PID.RANDOM.gone   gives way to another name: whole as long as that is written, which is the .tmp of the same
-                            PID and RANDOM; without it, to be deleted
+    .NAME.PID.RANDOM.tmp    being written, or left by a process that died: never read
+    .NAME.PID.RANDOM.old    replaced, kept until the replacement is durable
+    .NAME.PID.RANDOM.gone   replaced by another name: valid while that is written, which is the .tmp of the same PID
+                            and RANDOM; without it, garbage
 
 Standard library only.
 """
@@ -21,7 +21,7 @@ _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)\.(?P<token>[0-9a-f]{8})\.(
 
 
 class TempPath(NamedTuple):
-    """``name``: what it had or was to have; ``kind``: "tmp", "old" or "gone"."""
+    """A temporary path: ``name`` is the final name; ``kind`` is "tmp", "old" or "gone"."""
 
     path: Path
     name: str
@@ -31,8 +31,10 @@ class TempPath(NamedTuple):
 
     @property
     def in_use(self) -> bool:
-        """Whether a living process is at work on it; one of our own id from before our time was another's
-        (containers)."""
+        """True if a living process is writing it.
+
+        A path with our process id from before our start belongs to another process (containers).
+        """
         if self.pid == os.getpid():
             return self.path.lstat().st_mtime_ns >= _STARTED_NS
         try:
@@ -45,33 +47,36 @@ class TempPath(NamedTuple):
 
 
 def temp_path(path: Path, kind: str) -> Path:
+    """Return a new temporary path for ``path``."""
     return path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.{kind}")
 
 
 def replaced_path(path: Path, temporary: Path) -> Path:
-    """The name of what gives way to what is written as ``temporary``."""
+    """Return the .gone path of ``path`` for the file written as ``temporary``."""
     writing = parse_temp_path(temporary)
     assert writing is not None and writing.kind == "tmp", temporary
     return path.with_name(f".{path.name}.{writing.pid}.{writing.token}.gone")
 
 
 def interrupted_writes(parent: Path) -> list[TempPath]:
-    """What a process has set aside and then died, so that it is still what its name says."""
+    """Return replaced paths whose process died before the replacement was visible."""
     left = list_temp_paths(parent)
-    written = {(each.pid, each.token) for each in left if each.kind == "tmp"}
+    written = {(path.pid, path.token) for path in left if path.kind == "tmp"}
     return [
-        each
-        for each in left
-        if (each.kind == "old" or (each.kind == "gone" and (each.pid, each.token) in written))
-        and not (parent / each.name).exists()
+        path
+        for path in left
+        if (path.kind == "old" or (path.kind == "gone" and (path.pid, path.token) in written))
+        and not (parent / path.name).exists()
     ]
 
 
 def parse_temp_path(path: Path) -> TempPath | None:
+    """Parse a temporary path; None for other names."""
     match = _LEFTOVER.fullmatch(path.name)
     return None if match is None else TempPath(path, match["name"], int(match["pid"]), match["token"], match["kind"])
 
 
 def list_temp_paths(parent: Path) -> list[TempPath]:
+    """Return the temporary paths of a folder, sorted by name."""
     paths = sorted(parent.iterdir()) if parent.is_dir() else []
-    return [found for path in paths if (found := parse_temp_path(path)) is not None]
+    return [temp for path in paths if (temp := parse_temp_path(path)) is not None]

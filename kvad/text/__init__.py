@@ -1,6 +1,6 @@
-"""Text to token ids and back: tokenizers, incremental detokenizing, stop strings.  No torch, and no import on import.
+"""Tokenizers, the incremental detokenizer and chat templates; no torch.
 
-``kvad.text.tokenizer`` trains and loads, ``kvad.text.detokenizer`` streams, ``kvad.text.detokenizer`` ends a stream.
+``tokenizer`` trains and loads tokenizers, ``detokenizer`` streams text and finds stop strings.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Chat templates: from messages to the exact text that a model was trained to read.
+"""Chat templates: convert messages to the exact text that a model was trained on.
 
 A template is a Jinja program that comes with the model: ``chat_template.jinja`` (others of the same model in
-``additional_chat_templates/``), or ``chat_template`` in ``tokenizer_config.json`` or ``chat_template.json``.  What it
-writes is, character by character, what ``transformers.apply_chat_template(tokenize=False)`` writes; special tokens
-appear in it by their names, so encode it with ``encode(text, specials=True)``.
+``additional_chat_templates/``), or ``chat_template`` in ``tokenizer_config.json`` or ``chat_template.json``. The output
+equals that of ``transformers.apply_chat_template(tokenize=False)`` character by character; special tokens appear by
+name, so encode it with ``encode(text, specials=True)``.
 
-A template is untrusted code: ``sandbox.py`` renders it with Jinja's immutable sandbox, in a child process with limits
-of time, memory and output.  It takes only plain data: str, int, float, bool, None, lists and dicts; a tuple becomes a
-list.  No torch.
+Templates are untrusted code: ``template_sandbox.py`` renders them with Jinja's immutable sandbox in a child process
+with limits of time, memory and output. Input is plain data only: str, int, float, bool, None, lists and dicts; a tuple
+becomes a list. No torch.
 """
 
 from __future__ import annotations
@@ -34,36 +34,39 @@ ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 ADDITIONAL, EXTRA = "additional_special_tokens", "extra_special_tokens"
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
-_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own; its space tells whether the template trims messages
+_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # same as in transformers; its space shows whether the template trims messages
 
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """``text``, and ``marks``: where in it the assistant speaks, as far as the template says so (see ``spans``)."""
+    """Rendered text and, if the template marks them, the assistant's ranges (see ``spans``)."""
 
     text: str
     generation_marks: tuple[tuple[int, int], ...] | None = ()
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Character ranges ``[start, end)`` of what stood in ``{% generation %}`` blocks, in order: a training mask.
+        """Character ranges ``[start, end)`` of ``{% generation %}`` blocks (a training mask).
 
-        Raises ChatTemplateError where such a block lies within a macro or a ``{% set %}`` block: what becomes of its
-        text, nobody knows.
+        Raises:
+            ChatTemplateError: If such a block is inside a macro or a ``{% set %}`` block, whose output is unknown.
         """
         if self.generation_marks is None:
             raise ChatTemplateError(
-                "the chat template has a {% generation %} block whose text does not go straight to the output",
-                "move it out of the macro or {% set %} block",
+                "the chat template has a {% generation %} block whose text is not written directly to the output",
+                "Move it out of the macro or {% set %} block.",
             )
         return self.generation_marks
 
 
 class ChatTemplate:
-    """The templates of one model and its special tokens.  Immutable, safe to use from several threads.
+    """Templates of one model and its special tokens. Immutable and thread-safe.
 
-    ``templates``: name -> source; ``specials``: name of a variable (``bos_token``) -> its text; ``name``: the template
-    to use whatever is rendered.
+    Args:
+        templates: Source, or sources by name.
+        specials: Texts of variables such as ``bos_token``.
+        name: Template to use always.
+        limits: Limits of rendering.
     """
 
     def __init__(
@@ -83,9 +86,10 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, *, name: str | None = None, limits: RenderLimits | None = None) -> ChatTemplate | None:
-        """The templates in a model's folder; None where it has none.
+        """Load the templates in a model's folder; None if there are none.
 
-        Raises ChatTemplateError for a file that cannot be read, and for a ``name`` that is not there.
+        Raises:
+            ChatTemplateError: If a file cannot be read, or ``name`` does not exist.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -100,19 +104,22 @@ class ChatTemplate:
         return cls(templates, _specials(config, _read_object(folder / SPECIALS)), name=name, limits=limits)
 
     def fingerprint(self) -> str:
-        """Of the templates and what they may write of themselves: another one, other texts."""
+        """Return a hash of the templates and their special tokens."""
         content = json.dumps([self.templates, self.specials, self._name], sort_keys=True, default=str)
         return blake2b(content.encode(), digest_size=16).hexdigest()
 
     def choose(self, *, tools: bool = False) -> str:
-        """The name of the template that renders: the one asked for, ``tool_use`` where there are tools, ``default``."""
+        """Return the template's name.
+
+        The given one, ``tool_use`` if there are tools, else ``default``.
+        """
         if self._name is not None:
             return self._name
         if tools and "tool_use" in self.templates:
             return "tool_use"
         if "default" not in self.templates:
             names = ", ".join(sorted(self.templates))
-            raise ChatTemplateError("the model has several chat templates and no default", f"name one of: {names}")
+            raise ChatTemplateError("the model has several chat templates and no default", f"Choose one of: {names}.")
         return "default"
 
     def render(
@@ -126,86 +133,109 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         now: datetime | None = None,
     ) -> RenderedChat:
-        """The text of a conversation.
+        """Render a conversation.
 
-        ``generation_prompt`` ends it with what opens the assistant's turn; ``continue_final`` ends it within the last
-        message, for the model to go on.  ``tools`` are JSON schemas.  ``variables`` go before the special tokens.
-        ``now`` is what ``strftime_now`` tells [default: the clock].
-        Raises ChatTemplateError: a message that is none, a template that is wrong, refuses or takes too much.
+        Args:
+            messages: Objects with role and content.
+            tools: JSON schemas of tools.
+            documents: Documents for retrieval templates.
+            generation_prompt: End with the start of the assistant's turn.
+            continue_final: End inside the last message, to continue it.
+            variables: More variables; they override the special tokens.
+            now: Time for ``strftime_now`` (default: the clock).
+
+        Raises:
+            ChatTemplateError: If a message is invalid, or the template fails, raises or exceeds a limit.
         """
         if generation_prompt and continue_final:
-            raise ChatTemplateError("a generation prompt and a final message to continue exclude each other")
-        talk = _messages(messages)
-        final = _open_end(talk[-1]) if continue_final else None
-        given = {
-            "messages": talk,
+            raise ChatTemplateError("generation_prompt and continue_final cannot be combined")
+        checked_messages = _messages(messages)
+        final_text = _append_tag(checked_messages[-1]) if continue_final else None
+        template_variables = {
+            "messages": checked_messages,
             "tools": _dicts(tools, "tools"),
             "documents": _dicts(documents, "documents"),
             "add_generation_prompt": generation_prompt,
         }
-        extra = _plain(dict(variables or {}), "variables")
-        if taken := [key for key in extra if key in RESERVED_VARIABLES]:
-            raise ChatTemplateError(f"the variable {taken[0]!r} is an argument of its own")
+        extra = _copy_plain_data(dict(variables or {}), "variables")
+        if reserved := [key for key in extra if key in RESERVED_VARIABLES]:
+            raise ChatTemplateError(f"the variable {reserved[0]!r} is a separate argument")
         name = self.choose(tools=tools is not None)
-        output = render_template(self.templates[name], {**self.specials, **extra, **given}, self.limits, now)
-        if final is None:
+        output = render_template(
+            self.templates[name], {**self.specials, **extra, **template_variables}, self.limits, now
+        )
+        if final_text is None:
             return RenderedChat(output.text, output.spans)
-        text = _text_before_tag(output.text, final)
-        marks = output.spans and tuple((start, min(end, len(text))) for start, end in output.spans if start < len(text))
-        return RenderedChat(text, marks)
+        text = _text_before_tag(output.text, final_text)
+        generation_marks = output.spans and tuple(
+            (start, min(end, len(text))) for start, end in output.spans if start < len(text)
+        )
+        return RenderedChat(text, generation_marks)
 
 
 # ---------------------------------------------------------------- the conversation
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:
-    """A copy.  Each message has a role and, unless it calls tools, a content: a text, a list of parts, or null."""
+    """Copy and check the messages.
+
+    A role, and a content (text, parts or null) unless it calls tools.
+    """
     if not isinstance(messages, list | tuple):
         raise ChatTemplateError(f"messages must be a list, not {_kind(messages)}")
     if not messages:
         raise ChatTemplateError("there are no messages")
     form = 'a message is {"role": ..., "content": ...}'
-    for number, message in enumerate(messages):
-        where = f"messages[{number}]"
+    for index, message in enumerate(messages):
+        path_in_messages = f"messages[{index}]"
         if not isinstance(message, Mapping):
-            raise ChatTemplateError(f"{where} is {_kind(message)}, not an object", form)
+            raise ChatTemplateError(f"{path_in_messages} is {_kind(message)}, not an object", form)
         if not isinstance(message.get("role"), str):
             problem = f"a role that is {_kind(message['role'])}" if "role" in message else "no role"
-            raise ChatTemplateError(f"{where} has {problem}", form)
+            raise ChatTemplateError(f"{path_in_messages} has {problem}", form)
         if "content" not in message and "tool_calls" not in message:
-            raise ChatTemplateError(f"{where} (role {message['role']!r}) has no content", form)
+            raise ChatTemplateError(f"{path_in_messages} (role {message['role']!r}) has no content", form)
         content = message.get("content")
-        parts = isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content)
-        if not (content is None or isinstance(content, str) or parts):
-            what = "holds what is no object" if isinstance(content, list | tuple) else f"is {_kind(content)}"
-            raise ChatTemplateError(f"{where}: its content {what}", "a text, or a list of parts {'type': ...}")
-    return [_plain(message, f"messages[{number}]") for number, message in enumerate(messages)]
+        has_parts = isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content)
+        if not (content is None or isinstance(content, str) or has_parts):
+            label = (
+                "contains an item that is not an object"
+                if isinstance(content, list | tuple)
+                else f"is {_kind(content)}"
+            )
+            raise ChatTemplateError(
+                f"{path_in_messages}: its content {label}", "Use a text, or a list of parts {'type': ...}."
+            )
+    return [_copy_plain_data(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def _dicts(values: Any, what: str) -> list[dict[str, Any]] | None:
+def _dicts(values: Any, label: str) -> list[dict[str, Any]] | None:
     if values is None:
         return None
     if not isinstance(values, list | tuple):
-        raise ChatTemplateError(f"{what} must be a list of objects, not {_kind(values)}")
-    for number, value in enumerate(values):
+        raise ChatTemplateError(f"{label} must be a list of objects, not {_kind(values)}")
+    for index, value in enumerate(values):
         if not isinstance(value, Mapping):
-            raise ChatTemplateError(f"{what}[{number}] is {_kind(value)}, not an object")
-    return [_plain(value, f"{what}[{number}]") for number, value in enumerate(values)]
+            raise ChatTemplateError(f"{label}[{index}] is {_kind(value)}, not an object")
+    return [_copy_plain_data(value, f"{label}[{index}]") for index, value in enumerate(values)]
 
 
-def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    """A copy of plain data, so that the sandbox meets nothing else; ChatTemplateError says where something else is."""
+def _copy_plain_data(value: Any, path_in_messages: str, depth: int = 0) -> Any:
+    """Copy plain data for the sandbox.
+
+    Raise ChatTemplateError with the location of other values.
+    """
     if depth > MAX_NESTING:
-        raise ChatTemplateError(f"{where.partition('.')[0]} is nested more than {MAX_NESTING} levels deep")
+        raise ChatTemplateError(f"{path_in_messages.partition('.')[0]} is nested more than {MAX_NESTING} levels deep")
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Mapping):
-        if odd := [key for key in value if not isinstance(key, str)]:
-            raise ChatTemplateError(f"{where} has the key {odd[0]!r}, which is no text")
-        return {key: _plain(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
+        if bad_keys := [key for key in value if not isinstance(key, str)]:
+            raise ChatTemplateError(f"{path_in_messages} has the key {bad_keys[0]!r}, which is not a text")
+        return {key: _copy_plain_data(item, f"{path_in_messages}.{key}", depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, f"{where}[{number}]", depth + 1) for number, item in enumerate(value)]
-    raise ChatTemplateError(f"{where} is {_kind(value)}: a template takes texts, numbers, lists and objects")
+        return [_copy_plain_data(item, f"{path_in_messages}[{index}]", depth + 1) for index, item in enumerate(value)]
+    raise ChatTemplateError(f"{path_in_messages} is {_kind(value)}: a template takes texts, numbers, lists and objects")
 
 
 def _kind(value: object) -> str:
@@ -213,8 +243,8 @@ def _kind(value: object) -> str:
     return kinds.get(type(value), f"a {type(value).__name__}")
 
 
-def _open_end(message: dict[str, Any]) -> str:
-    """Mark the end of the message's text (in place), and return that text."""
+def _append_tag(message: dict[str, Any]) -> str:
+    """Append the tag to the message's text (in place), and return the text."""
     holder, key = message, "content"
     if isinstance(message.get("content"), list | tuple):
         texts = [part for part in message["content"] if "text" in part]
@@ -227,12 +257,12 @@ def _open_end(message: dict[str, Any]) -> str:
     return text
 
 
-def _text_before_tag(text: str, final: str) -> str:
-    """What stands before the mark.  A template that trimmed the message took the mark's space: then trim, too."""
-    if final.strip() not in text or _TAG.strip() not in text:
-        raise ChatTemplateError("the final message does not appear as it is in the rendered chat: it cannot go on")
-    place = text.rindex(_TAG.strip())
-    return text[:place] if text.startswith(_TAG, place) else text[:place].rstrip()
+def _text_before_tag(text: str, final_text: str) -> str:
+    """Return the text before the tag; if the template trimmed the tag's space, trim too."""
+    if final_text.strip() not in text or _TAG.strip() not in text:
+        raise ChatTemplateError("the final message is not in the rendered chat unchanged and cannot be continued")
+    index = text.rindex(_TAG.strip())
+    return text[:index] if text.startswith(_TAG, index) else text[:index].rstrip()
 
 
 # ---------------------------------------------------------------- the files
@@ -248,7 +278,7 @@ def _read(path: Path) -> str:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """``{}`` where there is no such file."""
+    """Read a JSON object; ``{}`` if the file does not exist."""
     if not path.exists():
         return {}
     try:
@@ -262,7 +292,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _own_files(folder: Path) -> dict[str, str]:
-    """``chat_template.jinja`` is the default; ``additional_chat_templates/rag.jinja`` is ``rag``."""
+    """Read ``chat_template.jinja`` as default and ``additional_chat_templates/rag.jinja`` as rag."""
     paths = {path.stem: path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
     if (folder / TEMPLATE_FILE).exists():
         paths = {"default": folder / TEMPLATE_FILE} | {name: path for name, path in paths.items() if name != "default"}
@@ -270,33 +300,36 @@ def _own_files(folder: Path) -> dict[str, str]:
 
 
 def _named(templates: Any, path: Path) -> dict[str, str]:
-    """A string, a list of {"name", "template"}, or an object of them."""
+    """Return templates by name from a string, a list of {"name", "template"}, or an object."""
     if templates is None:
         return {}
     if isinstance(templates, str):
         return {"default": templates}
-    if isinstance(templates, list) and all(isinstance(one, dict) for one in templates):
-        templates = {one.get("name"): one.get("template") for one in templates}
+    if isinstance(templates, list) and all(isinstance(entry, dict) for entry in templates):
+        templates = {entry.get("name"): entry.get("template") for entry in templates}
     if isinstance(templates, dict) and all(isinstance(text, str) for pair in templates.items() for text in pair):
         return templates
     raise ChatTemplateError(f'{path}: chat_template is neither a text nor a list of {{"name", "template"}}')
 
 
 def _specials(config: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables by transformers' rule: ``special_tokens_map.json`` counts unless the config has the tokens' decoder."""
+    """Return variables as transformers does.
+
+    ``special_tokens_map.json`` unless the config has the decoder.
+    """
     added = _texts(config.get(ADDITIONAL))
     if "added_tokens_decoder" not in config:
         added += [token for token in _texts(table.get(ADDITIONAL)) if token not in added]
         config = {**config, **table}
-    found: dict[str, Any] = {role: _text(config.get(role)) for role in ROLES}
+    variables: dict[str, Any] = {role: _text(config.get(role)) for role in ROLES}
     extra = config.get(EXTRA)
     if isinstance(extra, dict):
-        found |= {name: _text(token) for name, token in extra.items()}
-    return {name: token for name, token in {**found, ADDITIONAL: added}.items() if token}
+        variables |= {name: _text(token) for name, token in extra.items()}
+    return {name: token for name, token in {**variables, ADDITIONAL: added}.items() if token}
 
 
 def _text(token: Any) -> str | None:
-    """``"<s>"`` or ``{"content": "<s>", ...}``"""
+    """Return the text of ``"<s>"`` or ``{"content": "<s>", ...}``."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
@@ -306,9 +339,12 @@ def _texts(tokens: Any) -> list[str]:
 
 
 def template_fingerprint(folder: Path) -> str:
-    """Of the template in a model's folder; "" where it has none, or none that can be read."""
+    """Return the fingerprint of the template in a model's folder.
+
+    "" if there is none that can be read.
+    """
     try:
         template = ChatTemplate.load(folder)
-    except ChatTemplateError:  # who chats with it is told
+    except ChatTemplateError:  # reported when the template is used
         return ""
     return "" if template is None else template.fingerprint()

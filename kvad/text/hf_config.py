@@ -1,13 +1,14 @@
-"""What lies beside a vocabulary in a Hugging Face folder: its class, its special and added tokens, its options.
+"""Hugging Face tokenizer folders.
 
-``tokenizer_config.json`` says most of it; older folders have ``special_tokens_map.json`` and ``added_tokens.json``
-instead, and where no class is named the model's ``config.json`` tells it.  The rules are those of transformers'
-``PreTrainedTokenizerBase._from_pretrained``.  Standard library only.
+Class, special and added tokens, options, and older vocabularies.
 
-Tokenizers of folders older than ``tokenizer.json``: ``vocab.json`` + ``merges.txt``, and ``vocab.txt``.
+``tokenizer_config.json`` contains most of it; older folders have ``special_tokens_map.json`` and ``added_tokens.json``
+instead, and without a class name the model's ``config.json`` determines it. The rules are those of transformers'
+``PreTrainedTokenizerBase._from_pretrained``. Standard library only.
 
-The first is byte-level BPE in three dialects: GPT-2's (OPT and others), RoBERTa's (``<s> x </s>``; BART too) and
-Qwen2's.  The second is BERT's WordPiece.  Both become what transformers' ``convert_slow_tokenizer.py`` makes of them.
+Folders without ``tokenizer.json`` have ``vocab.json`` + ``merges.txt`` (byte-level BPE in the dialects of GPT-2,
+RoBERTa and Qwen2) or ``vocab.txt`` (BERT's WordPiece). Both are converted as in transformers'
+``convert_slow_tokenizer.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 CONFIG_NAME = "tokenizer_config.json"
 SPECIAL_ROLES = (*NAMES, "cls", "sep", "mask")
 
-_CLASS_OF_MODEL = {  # config.json's model_type -> class, where nothing else names it
+_CLASS_OF_MODEL = {  # config.json's model_type -> class, if no other file names it
     "bart": "Bart",
     "bert": "Bert",
     "distilbert": "Bert",
@@ -50,7 +51,7 @@ _CLASS_OF_MODEL = {  # config.json's model_type -> class, where nothing else nam
     "xlm-roberta": "XLMRoberta",
 }
 _CLS_SEP = {"cls": "<s>", "sep": "</s>"}
-_CLASS_ROLES = {  # what a class's constructor assumes where the files are silent, of the roles that no name tells
+_CLASS_ROLES = {  # default roles of a class's constructor that common names do not identify
     **dict.fromkeys(
         ("Bart", "LED", "Longformer", "MBart", "MBart50", "Nllb", "Roberta", "XGLM", "XLMRoberta"), _CLS_SEP
     ),
@@ -60,7 +61,10 @@ _CLASS_ROLES = {  # what a class's constructor assumes where the files are silen
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token found in the text before any model sees it.  ``lstrip``, ``rstrip``: it swallows the spaces beside it."""
+    """Token matched in the text before the model.
+
+    ``lstrip`` and ``rstrip`` absorb adjacent spaces.
+    """
 
     content: str
     lstrip: bool = False
@@ -72,10 +76,11 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """``family``: the class without ``Tokenizer`` and ``Fast`` (``"T5"``; ``""``: nobody says).
+    """Settings of a tokenizer folder.
 
-    ``roles``: role -> name as written; ``marked``: these tokens and the additional special ones, as they are spelled;
-    ``added``: id -> token.
+    ``family``: class without ``Tokenizer`` and ``Fast`` (``"T5"``; ``""`` if unknown); ``roles``: role -> name as
+        written;
+    ``marked``: the special tokens with their flags; ``added``: id -> token.
     """
 
     family: str = ""
@@ -97,10 +102,12 @@ class TokenizerSettings:
         return value if type(value) is int and value >= 0 else default
 
     def roles_in(self, vocabulary: Container[str]) -> dict[str, str | None]:
-        """The roles; names that the vocabulary lacks are nobody's: such files often keep the defaults of a class."""
+        """Return the roles; names missing from the vocabulary are unused class defaults."""
         defaults = {role: name for role, name in _CLASS_ROLES.get(self.family, {}).items() if name in vocabulary}
-        found = {role: name if name is not None and name in vocabulary else None for role, name in self.roles.items()}
-        return {**defaults, **found}
+        named_roles = {
+            role: name if name is not None and name in vocabulary else None for role, name in self.roles.items()
+        }
+        return {**defaults, **named_roles}
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -123,17 +130,17 @@ class TokenizerSettings:
 
 
 def read_text(path: Path) -> str:
-    """Raises TokenizerError naming the file."""
+    """Read a text file; raise TokenizerError with its name."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise TokenizerError(
-            f"there is no {path.name} in {path.parent}", "name a folder with a tokenizer.json, or the file itself"
+            f"there is no {path.name} in {path.parent}", "Name a folder with a tokenizer.json, or the file itself."
         ) from None
     except OSError as error:
         raise TokenizerError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise TokenizerError(f"{path}: not UTF-8 at byte {error.start}", f"a {path.name} is text") from None
+        raise TokenizerError(f"{path}: not UTF-8 at byte {error.start}", f"A {path.name} must be text.") from None
 
 
 def parse_object(text: str) -> dict[str, Any]:
@@ -142,37 +149,40 @@ def parse_object(text: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise TokenizerError(f"not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
     except RecursionError:
-        raise TokenizerError("not JSON that can be read: it is nested too deeply") from None
+        raise TokenizerError("not readable as JSON: it is nested too deeply") from None
     if not isinstance(content, dict):
         raise TokenizerError(f"expected a JSON object, found a {type(content).__name__}")
     return content
 
 
 def read_settings(folder: Path) -> TokenizerSettings:
-    """Of a folder without any of the files: the empty settings.  Raises TokenizerError naming a file that is broken."""
+    """Read a folder's settings, empty if there are no files.
+
+    Raise TokenizerError for a broken file.
+    """
     config = _read_companion_file(folder, CONFIG_NAME)
-    spelled = dict(config)
+    spelling = dict(config)
     added: dict[int, AddedToken] = {}
     if "added_tokens_decoder" in config:
-        listed = config["added_tokens_decoder"]
-        for token_id, value in (listed if isinstance(listed, dict) else {}).items():
+        decoder_entries = config["added_tokens_decoder"]
+        for token_id, value in (decoder_entries if isinstance(decoder_entries, dict) else {}).items():
             if token_id.isdecimal() and (token := _token(value, special=False)) is not None:
                 added[int(token_id)] = token
     else:
-        spelled.update(_read_companion_file(folder, "special_tokens_map.json"))
-    marked = _marked_tokens(spelled)
+        spelling.update(_read_companion_file(folder, "special_tokens_map.json"))
+    marked = _marked_tokens(spelling)
     if "added_tokens_decoder" not in config:
         special = {token.content for token in marked}
         for name, token_id in _read_companion_file(folder, "added_tokens.json").items():
             if type(token_id) is int:
                 added[token_id] = AddedToken(name, special=name in special, normalized=name not in special)
-    roles = {role: _name(spelled[f"{role}_token"]) for role in SPECIAL_ROLES if f"{role}_token" in spelled}
-    taken = {f"{role}_token" for role in SPECIAL_ROLES} | {
+    roles = {role: _name(spelling[f"{role}_token"]) for role in SPECIAL_ROLES if f"{role}_token" in spelling}
+    handled_keys = {f"{role}_token" for role in SPECIAL_ROLES} | {
         "added_tokens_decoder",
         "additional_special_tokens",
         "chat_template",
     }
-    options = {key: value for key, value in config.items() if key not in taken and _is_plain(value)}
+    options = {key: value for key, value in config.items() if key not in handled_keys and _is_plain(value)}
     return TokenizerSettings(_family(folder, config), roles, marked, added, options)
 
 
@@ -194,14 +204,16 @@ def _family(folder: Path, config: Mapping[str, Any]) -> str:
     try:
         model = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
-        return ""  # another floor's file: whoever reads the model says what is wrong with it
+        return ""  # an invalid model config is reported when the model is read
     kind = model.get("model_type") if isinstance(model, dict) else None
     return _CLASS_OF_MODEL.get(kind, "") if isinstance(kind, str) else ""
 
 
-def _marked_tokens(spelled: Mapping[str, Any]) -> tuple[AddedToken, ...]:
-    more = spelled.get("additional_special_tokens")
-    values = [spelled.get(f"{role}_token") for role in SPECIAL_ROLES] + (more if isinstance(more, list) else [])
+def _marked_tokens(spelling: Mapping[str, Any]) -> tuple[AddedToken, ...]:
+    additional = spelling.get("additional_special_tokens")
+    values = [spelling.get(f"{role}_token") for role in SPECIAL_ROLES] + (
+        additional if isinstance(additional, list) else []
+    )
     tokens = (_token(value, special=True) for value in values)
     return tuple({token.content: token for token in tokens if token is not None}.values())
 
@@ -211,11 +223,11 @@ def _token(value: object, *, special: bool) -> AddedToken | None:
     if name is None:
         return None
     flags = value if isinstance(value, dict) else {}
-    known = {
+    text_flags = {
         key: flags[key] for key in ("lstrip", "rstrip", "single_word", "normalized") if type(flags.get(key)) is bool
     }
     special = special or flags.get("special") is True
-    return AddedToken(name, special=special, **{"normalized": not special, **known})
+    return AddedToken(name, special=special, **{"normalized": not special, **text_flags})
 
 
 def _name(value: object) -> str | None:
@@ -238,11 +250,11 @@ _QWEN2 = (
 
 
 def read_vocabulary(path: Path) -> dict[str, int]:
-    """``{"piece": id}``.  Raises TokenizerError naming the file."""
+    """Read ``{"piece": id}``; raise TokenizerError with the file's name."""
     try:
         vocabulary = parse_object(read_text(path))
         if not vocabulary or not all(type(token_id) is int and token_id >= 0 for token_id in vocabulary.values()):
-            raise TokenizerError("expected an object of pieces and their ids")
+            raise TokenizerError("must be an object of pieces and their ids")
     except TokenizerError as error:
         raise TokenizerError(_named(path, error.message), error.hint) from None
     return vocabulary
@@ -254,7 +266,7 @@ def _named(path: Path, message: str) -> str:
 
 def _read_merges(path: Path) -> list[tuple[str, str]]:
     if not path.is_file():
-        raise TokenizerError(f"there is no {path.name} in {path.parent}, beside vocab.json", "copy both files")
+        raise TokenizerError(f"there is no {path.name} in {path.parent}, next to vocab.json", "Copy both files.")
     merges = []
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line or (number == 1 and line.startswith("#version:")):
@@ -267,43 +279,45 @@ def _read_merges(path: Path) -> list[tuple[str, str]]:
 
 
 def byte_level_bpe(folder: Path, settings: TokenizerSettings) -> tuple[tokenizers.Tokenizer, dict[str, str | None]]:
-    """The backend of ``vocab.json`` and ``merges.txt``, and the roles of its special tokens."""
+    """Build the backend of ``vocab.json`` and ``merges.txt``, and its special tokens' roles."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     path = folder / "vocab.json"
     vocabulary, merges = read_vocabulary(path), _read_merges(folder / "merges.txt")
     if any(second.endswith("</w>") for _, second in merges[:100]):
-        raise TokenizerError(f"{path}: BPE over words (CLIP, GPT-1) is not known", "convert it to a tokenizer.json")
+        raise TokenizerError(
+            f"{path}: BPE over words (CLIP, GPT-1) is not supported", "Convert it to a tokenizer.json."
+        )
     try:
         backend = Tokenizer(models.BPE(vocabulary, merges))
-    except Exception as error:  # the library raises nothing more special
+    except Exception as error:  # the library raises no specific type
         raise TokenizerError(f"{path} and merges.txt do not belong together: {error}") from None
-    spaced = settings.flag("add_prefix_space", False)
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=spaced)
+    add_prefix_space = settings.flag("add_prefix_space", False)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     backend.decoder = decoders.ByteLevel()
     if settings.family == "Qwen2":
         backend.normalizer = normalizers.NFC()
         split = pre_tokenizers.Split(Regex(_QWEN2), behavior="isolated")
-        level = pre_tokenizers.ByteLevel(add_prefix_space=spaced, use_regex=False)
+        level = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False)
         backend.pre_tokenizer = pre_tokenizers.Sequence([split, level])
     is_roberta = settings.family in _ROBERTA
     roles = _roles(settings, _ROBERTA_ROLES if is_roberta else _GPT2_ROLES, vocabulary)
     _add_special(backend, roles, mask="<mask>" if is_roberta else None)
     if is_roberta:
-        cls, sep = (_needed(path, vocabulary, roles, role) for role in ("cls", "sep"))
-        backend.post_processor = processors.RobertaProcessing(sep, cls, add_prefix_space=spaced)
+        cls, sep = (_required_token(path, vocabulary, roles, role) for role in ("cls", "sep"))
+        backend.post_processor = processors.RobertaProcessing(sep, cls, add_prefix_space=add_prefix_space)
     return backend, roles
 
 
 def wordpiece(folder: Path, settings: TokenizerSettings) -> tuple[tokenizers.Tokenizer, dict[str, str | None]]:
-    """The backend of BERT's ``vocab.txt``, and the roles of its special tokens."""
+    """Build the backend of BERT's ``vocab.txt``, and the roles of its special tokens."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     path = folder / "vocab.txt"
     lines = read_text(path).split("\n")
     vocabulary = {piece.rstrip("\r"): i for i, piece in enumerate(lines if lines[-1] else lines[:-1])}
     roles = _roles(settings, _BERT_ROLES, vocabulary)
-    unk, cls, sep = (_needed(path, vocabulary, roles, role) for role in ("unk", "cls", "sep"))
+    unk, cls, sep = (_required_token(path, vocabulary, roles, role) for role in ("unk", "cls", "sep"))
     backend = Tokenizer(models.WordPiece(vocabulary, unk_token=unk[0]))
     backend.normalizer = normalizers.BertNormalizer(
         clean_text=True,
@@ -319,14 +333,17 @@ def wordpiece(folder: Path, settings: TokenizerSettings) -> tuple[tokenizers.Tok
 
 
 def _roles(
-    settings: TokenizerSettings, usual: Mapping[str, str], vocabulary: Mapping[str, int]
+    settings: TokenizerSettings, default_roles: Mapping[str, str], vocabulary: Mapping[str, int]
 ) -> dict[str, str | None]:
-    """Those of the class, where they are in the vocabulary, under those that the folder's files name."""
-    return {**{role: name for role, name in usual.items() if name in vocabulary}, **settings.roles_in(vocabulary)}
+    """Return the class's roles in the vocabulary, overridden by those in the folder's files."""
+    return {
+        **{role: name for role, name in default_roles.items() if name in vocabulary},
+        **settings.roles_in(vocabulary),
+    }
 
 
 def _add_special(backend: tokenizers.Tokenizer, roles: Mapping[str, str | None], *, mask: str | None) -> None:
-    """``mask``: RoBERTa's, which swallows the space before it."""
+    """Register special tokens; ``mask`` is RoBERTa's, which absorbs the space before it."""
     from tokenizers import AddedToken
 
     names = dict.fromkeys(name for name in roles.values() if name is not None)
@@ -335,8 +352,12 @@ def _add_special(backend: tokenizers.Tokenizer, roles: Mapping[str, str | None],
         backend.add_special_tokens([AddedToken(mask, lstrip=True, normalized=False)])
 
 
-def _needed(path: Path, vocabulary: Mapping[str, int], roles: Mapping[str, str | None], role: str) -> tuple[str, int]:
+def _required_token(
+    path: Path, vocabulary: Mapping[str, int], roles: Mapping[str, str | None], role: str
+) -> tuple[str, int]:
     name = roles.get(role)
     if name is None:
-        raise TokenizerError(f"{path}: there is no {role} token", "is it the vocabulary that its class names?")
+        raise TokenizerError(
+            f"{path}: there is no {role} token", "Check that the vocabulary matches the tokenizer's class."
+        )
     return name, vocabulary[name]

@@ -1,24 +1,23 @@
-"""Any tokenizer of the ``tokenizers`` library, behind kvad's protocol: byte-level BPE, SentencePiece-like BPE and
-Unigram, WordPiece, WordLevel.
+"""Tokenizers of the ``tokenizers`` library with kvad's protocol.
 
-Ids and text are those of transformers' fast tokenizers, with three deliberate differences.  Text that spells a special
-token stays text unless ``specials=True``.  Bytes that are no valid text become one U+FFFD per broken sequence, where
-the library writes one per byte.  And ``clean_up_tokenization_spaces`` is not applied: it rewrites a whole text, and
-what a stream has shown cannot be taken back (the clean-up of a WordPiece decoder works by token, so it is).
+BPE, Unigram, WordPiece, WordLevel.
 
-The bytes of each token of a ``tokenizers`` library tokenizer, so that ids become text one by one.
+Ids and text are those of transformers' fast tokenizers, with three deliberate differences. Text that spells a special
+token remains text unless ``specials=True``. Invalid bytes become one U+FFFD per broken sequence, not one per byte. And
+``clean_up_tokenization_spaces`` is not applied, because it rewrites text that was already streamed (the clean-up of a
+WordPiece decoder works per token and is applied).
 
-Three schemes are known: byte level (GPT-2's alphabet of 256 printable characters), SentencePiece (``▁`` for a space,
-``<0xE3>`` for a byte) and WordPiece (``##``).  In the last two a token that opens a text is written without its leading
-space: hence ``first`` and ``rest``.  The library's decoder says what a token looks like, asked once per token; bytes
-are ours, because text cannot hold half a character.  A decoder that must look ahead or back is refused by name.
+:class:`TokenBytes` gives the bytes of each token, so ids are decoded one by one. Three schemes are supported: byte
+level (GPT-2's alphabet of 256 printable characters), SentencePiece (``▁`` for a space, ``<0xE3>`` for a byte) and
+WordPiece (``##``). In the last two, the first token of a text has no leading space, hence ``first`` and ``rest``. The
+library's decoder gives the text of a token, once per token; bytes are handled here, because text cannot contain half a
+character. A decoder that needs lookahead is refused by name.
 
-Byte-level BPE, trained by the ``tokenizers`` library.
+:func:`train_bpe` trains byte-level BPE like GPT-2's (Radford et al. 2019): text becomes bytes, so nothing is unknown
+and decoding is lossless; equal texts give equal files. Ids: specials first (0, ...), then the 256 bytes, then the
+merges.
 
-The scheme is GPT-2's (Radford et al. 2019): text becomes bytes, so nothing is unknown and decoding is lossless; the
-same texts give the same file, byte for byte.  Ids: specials first (0, ...), then the 256 bytes, then the merges.
-
-``tokenizers`` is imported only when it is needed.
+``tokenizers`` is imported on first use.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """``first[id]`` and ``rest[id]``: the bytes that a token adds at the start of a text and inside it."""
+    """Bytes of a token at the start of a text (``first[id]``) and inside it (``rest[id]``)."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
@@ -71,11 +70,11 @@ class TokenBytes:
         types = [step["type"] for step in steps]
         self.byte_level = types == ["ByteLevel"]
         self._byte_fallback = "ByteFallback" in types
-        refused = [type_ for type_ in types if type_ not in _STEPWISE]
-        if refused or ("ByteLevel" in types and not self.byte_level) or any(step.get("stop") for step in steps):
-            raise TokenizerError(f"the decoder {' + '.join(refused or types)} cannot decode token by token")
-        self.rest = _DecodeCache(self._inside)
-        self.first = self.rest if self.byte_level else _DecodeCache(self._opening)
+        unsupported = [type_ for type_ in types if type_ not in _STEPWISE]
+        if unsupported or ("ByteLevel" in types and not self.byte_level) or any(step.get("stop") for step in steps):
+            raise TokenizerError(f"the decoder {' + '.join(unsupported or types)} cannot decode token by token")
+        self.rest = _DecodeCache(self._bytes_inside)
+        self.first = self.rest if self.byte_level else _DecodeCache(self._bytes_at_start)
 
     def _token(self, token_id: int) -> str:
         if not 0 <= token_id < self.vocab_size:
@@ -83,34 +82,37 @@ class TokenBytes:
         return self._backend.id_to_token(int(token_id)) or ""
 
     def is_unused(self, token_id: int) -> bool:
-        """Whether the numbering leaves this id out: then it is no token, and says nothing."""
+        """True if the id is not assigned to a token; it decodes to nothing."""
         return self._backend.id_to_token(int(token_id)) is None
 
-    def _inside(self, token_id: int) -> bytes:
+    def _bytes_inside(self, token_id: int) -> bytes:
         token = self._token(token_id)
         if self.byte_level:
             return token.encode() if token_id in self._added else _from_alphabet(token)
-        byte = self._fallback(token)
-        return self._decoded(["a", token])[1:].encode() if byte is None and token else byte or b""
+        byte = self._fallback_byte(token)
+        return self._decode_tokens(["a", token])[1:].encode() if byte is None and token else byte or b""
 
-    def _opening(self, token_id: int) -> bytes:
+    def _bytes_at_start(self, token_id: int) -> bytes:
         token = self._token(token_id)
-        byte = self._fallback(token)
-        if byte is None or byte == b" ":  # a space by its byte is stripped from the start like any other
-            return self._decoded([token]).encode()
+        byte = self._fallback_byte(token)
+        if byte is None or byte == b" ":  # a space given as a byte is stripped at the start like any other
+            return self._decode_tokens([token]).encode()
         return byte
 
-    def _fallback(self, token: str) -> bytes | None:
+    def _fallback_byte(self, token: str) -> bytes | None:
         match = _FALLBACK.fullmatch(token) if self._byte_fallback else None
         return bytes.fromhex(match[1]) if match else None
 
-    def _decoded(self, tokens: list[str]) -> str:
+    def _decode_tokens(self, tokens: list[str]) -> str:
         decoder = self._backend.decoder
         text: str = decoder.decode(tokens) if decoder is not None else " ".join(tokens)
         return text
 
     def missing_bytes(self) -> frozenset[int]:
-        """Byte values that a byte-level vocabulary has no token for, and that the library would drop in silence."""
+        """Return bytes without a token in a byte-level vocabulary.
+
+        The library would drop them silently.
+        """
         if not self.byte_level or getattr(self._backend.model, "unk_token", None) is not None:
             return frozenset()
         alphabet = byte_alphabet()
@@ -118,7 +120,7 @@ class TokenBytes:
 
 
 class _DecodeCache(dict[int, bytes]):
-    """Computed when first asked for: a vocabulary of 250,000 costs nothing until it is used."""
+    """Bytes by id, computed on first use, so a vocabulary of 250,000 costs nothing until used."""
 
     def __init__(self, compute: Callable[[int], bytes]) -> None:
         super().__init__()
@@ -131,7 +133,9 @@ class _DecodeCache(dict[int, bytes]):
 
 @functools.cache
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the byte values: themselves where printable, else 256 and up in order.
+    """Return GPT-2's printable characters for byte values.
+
+    Themselves if printable, else 256 and up in order.
 
     Source: ``bytes_to_unicode`` in openai/gpt-2, ``encoder.py``.
     """
@@ -144,12 +148,15 @@ def _from_alphabet(token: str) -> bytes:
     alphabet = byte_alphabet()
     try:
         return bytes([alphabet[char] for char in token])
-    except KeyError:  # not of this alphabet, so it stands for itself
+    except KeyError:  # outside the alphabet: the token's own text
         return token.encode()
 
 
 def flatten_components(component: Any) -> list[dict[str, Any]]:
-    """What a normalizer, pre-tokenizer or decoder of the library is made of, sequences flattened: [{"type": ...}]."""
+    """Return the parts of a normalizer, pre-tokenizer or decoder, sequences flattened.
+
+    [{"type": ...}].
+    """
 
     def flat(state: dict[str, Any]) -> list[dict[str, Any]]:
         inner = next((state[key] for key in ("decoders", "pretokenizers", "normalizers") if key in state), None)
@@ -158,8 +165,8 @@ def flatten_components(component: Any) -> list[dict[str, Any]]:
     return [] if component is None else flat(json.loads(component.__getstate__()))
 
 
-BATCH_CHARS = 4 * MAX_PIECE_CHARS  # the library's results weigh ~100 bytes per token until they are ours
-_KNOWN_NAMES = {  # role -> the names it goes by
+BATCH_CHARS = 4 * MAX_PIECE_CHARS  # the library's results take ~100 bytes per token
+_KNOWN_NAMES = {  # role -> its common names
     "separator": (NAMES["separator"], "<|endoftext|>"),
     "bos": (NAMES["bos"], "<s>", "<bos>", "<|begin_of_text|>"),
     "eos": (NAMES["eos"], "</s>", "<eos>", "<|end_of_text|>"),
@@ -172,7 +179,7 @@ _KNOWN_NAMES = {  # role -> the names it goes by
 
 
 class HFTokenizer:
-    """A ``tokenizers.Tokenizer``.  ``roles`` ({"bos": "<s>"}) go before the well-known names."""
+    """A ``tokenizers.Tokenizer``; ``roles`` ({"bos": "<s>"}) precede the common names."""
 
     on_unknown: UnknownPolicy
     source_tokenizer: None = None
@@ -181,90 +188,92 @@ class HFTokenizer:
         self, backend: tokenizers.Tokenizer, roles: Mapping[str, str | None] | None = None, *, on_unknown: str = "warn"
     ) -> None:
         self.on_unknown = check_on_unknown(on_unknown)
-        backend.no_truncation()  # a file may carry a limit: cutting a prompt in silence is not a tokenizer's business
+        backend.no_truncation()  # a file may contain a limit; a tokenizer must not truncate silently
         backend.no_padding()
-        backend.encode_special_tokens = True  # text that spells a special token stays text
+        backend.encode_special_tokens = True  # text that spells a special token remains text
         _register_special(backend, [name for name in (roles or {}).values() if name is not None])
         added = backend.get_added_tokens_decoder().items()
-        named = {token.content: token_id for token_id, token in added if token.special}
-        self.special_tokens = find_specials(named, roles or {})
+        special_ids = {token.content: token_id for token_id, token in added if token.special}
+        self.special_tokens = find_specials(special_ids, roles or {})
         self.kind = str(type(backend.model).__name__).lower()
         self._backend = backend
-        self._pieces = TokenBytes(backend)
-        self._frame = read_post_processor(backend, named)
-        self.vocab_size = self._pieces.vocab_size
-        self._special_ids = frozenset(named.values())
-        self._accidents = self._special_ids - {self.special_tokens.unk}
-        self._missing_bytes = self._pieces.missing_bytes()
-        self._cuttable = _is_cuttable(backend)
+        self._token_bytes = TokenBytes(backend)
+        self._post_processor = read_post_processor(backend, special_ids)
+        self.vocab_size = self._token_bytes.vocab_size
+        self._special_ids = frozenset(special_ids.values())
+        self._protected_ids = self._special_ids - {self.special_tokens.unk}
+        self._missing_bytes = self._token_bytes.missing_bytes()
+        self._is_splittable = _is_splittable_backend(backend)
 
     @property
     def languages(self) -> Mapping[str, int]:
-        return self._frame.languages
+        return self._post_processor.languages
 
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
         return self.encode_batch([text], specials=specials)[0]
 
     def encode_batch(self, texts: Iterable[str], *, specials: bool = False) -> list[list[int]]:
-        """Ids of each text.  Long texts are cut and short ones gathered: memory stays near that of the result."""
-        backend = self._obeying if specials else self._backend
+        """Return ids of each text. Long texts are split and short ones grouped to bound memory."""
+        backend = self._specials_backend if specials else self._backend
         rows: list[list[int]] = []
-        waiting: list[tuple[list[int], str]] = []  # (the row that it goes to, piece of its text)
+        queued: list[tuple[list[int], str]] = []  # (target row, piece of its text)
         unknown: Counter[str] = Counter()
         chars = 0
         for text in check_texts(texts):
             rows.append([])
             check_text(text)
-            for piece in split_text(text) if self._cuttable else [text]:
-                if waiting and chars + len(piece) > BATCH_CHARS:
-                    self._encode_pieces(backend, waiting, unknown)
-                    waiting, chars = [], 0
-                waiting.append((rows[-1], piece))
+            for piece in split_text(text) if self._is_splittable else [text]:
+                if queued and chars + len(piece) > BATCH_CHARS:
+                    self._encode_pieces(backend, queued, unknown)
+                    queued, chars = [], 0
+                queued.append((rows[-1], piece))
                 chars += len(piece)
-        self._encode_pieces(backend, waiting, unknown)
+        self._encode_pieces(backend, queued, unknown)
         has_unk = self.special_tokens.unk is not None and not self._missing_bytes
         report_unknown(unknown, "piece of text", "pieces of text", has_unk=has_unk, on_unknown=self.on_unknown)
         return rows
 
     def _encode_pieces(
-        self, backend: tokenizers.Tokenizer, waiting: list[tuple[list[int], str]], unknown: Counter[str]
+        self, backend: tokenizers.Tokenizer, queued: list[tuple[list[int], str]], unknown: Counter[str]
     ) -> None:
-        texts = [piece for _, piece in waiting]
+        texts = [piece for _, piece in queued]
         for (row, piece), encoding in zip(
-            waiting, backend.encode_batch_fast(texts, add_special_tokens=False), strict=True
+            queued, backend.encode_batch_fast(texts, add_special_tokens=False), strict=True
         ):
-            ids, used = encoding.ids, backend
-            if backend is self._backend and not self._accidents.isdisjoint(ids):
-                used = self._blind
-                ids = used.encode(piece, add_special_tokens=False).ids
+            ids, active_backend = encoding.ids, backend
+            if backend is self._backend and not self._protected_ids.isdisjoint(ids):
+                active_backend = self._renamed_backend
+                ids = active_backend.encode(piece, add_special_tokens=False).ids
             row += ids
             if self._missing_bytes:
                 unknown.update(char for char in piece if not self._missing_bytes.isdisjoint(char.encode()))
-            elif not self._pieces.byte_level and self.special_tokens.unk in ids:
-                unknown.update(self._unknown_parts(used, piece))
+            elif not self._token_bytes.byte_level and self.special_tokens.unk in ids:
+                unknown.update(self._unknown_parts(active_backend, piece))
 
     def _unknown_parts(self, backend: tokenizers.Tokenizer, piece: str) -> list[str]:
-        """The parts of a text that became UNK: encoded again, slowly, with their places."""
+        """Return the parts of a text that became UNK, found by a slower encoding with offsets."""
         encoding = backend.encode(piece, add_special_tokens=False)
-        found = zip(encoding.ids, encoding.offsets, strict=True)
-        spelled = [piece[start:end] for token_id, (start, end) in found if token_id == self.special_tokens.unk]
-        return [part for part in spelled if part not in self.special_tokens.names()]
+        id_offsets = zip(encoding.ids, encoding.offsets, strict=True)
+        unknown_texts = [
+            piece[start:end] for token_id, (start, end) in id_offsets if token_id == self.special_tokens.unk
+        ]
+        return [part for part in unknown_texts if part not in self.special_tokens.names()]
 
     @functools.cached_property
-    def _obeying(self) -> tokenizers.Tokenizer:
-        """A twin that turns the names of special tokens into them.  Two, because a flag is not safe between threads."""
-        twin = type(self._backend).from_str(self._backend.to_str())
-        twin.encode_special_tokens = False
-        return twin
+    def _specials_backend(self) -> tokenizers.Tokenizer:
+        """Copy of the backend that parses special tokens; the flag itself is not thread-safe."""
+        copy = type(self._backend).from_str(self._backend.to_str())
+        copy.encode_special_tokens = False
+        return copy
 
     @functools.cached_property
-    def _blind(self) -> tokenizers.Tokenizer:
-        """A twin whose special tokens have names that no text spells.
+    def _renamed_backend(self) -> tokenizers.Tokenizer:
+        """Copy of the backend whose special tokens have names that no text contains.
 
-        A Unigram model has ``</s>`` among its pieces, and would make the special token of a text that holds it.
+        A Unigram model has ``</s>`` among its pieces and would produce the special token for a text that contains it.
         """
         content = json.loads(self._backend.to_str())
-        names = {self._backend.id_to_token(i): f"\ue000{i}\ue001" for i in self._accidents}
+        names = {self._backend.id_to_token(i): f"\ue000{i}\ue001" for i in self._protected_ids}
         vocab, merges = content["model"]["vocab"], content["model"].get("merges", [])
         if isinstance(vocab, dict):
             content["model"]["vocab"] = {names.get(name, name): token_id for name, token_id in vocab.items()}
@@ -274,74 +283,76 @@ class HFTokenizer:
             content["model"]["merges"] = [pair for pair in merges if _merged(pair) not in names]
         for token in content["added_tokens"]:
             token["content"] = names.get(token["content"], token["content"])
-        twin = type(self._backend).from_str(json.dumps({**content, "post_processor": None}))
-        twin.encode_special_tokens = True
-        return twin
+        copy = type(self._backend).from_str(json.dumps({**content, "post_processor": None}))
+        copy.encode_special_tokens = True
+        return copy
 
     def add_special_tokens(self, ids: Sequence[int], *, language: str | None = None) -> list[int]:
-        return self._frame.apply(ids, language)
+        return self._post_processor.apply(ids, language)
 
     def decode(self, ids: Sequence[int], *, skip_specials: bool = True) -> str:
         return b"".join(map(self.incremental_decoder(skip_specials=skip_specials), ids)).decode("utf-8", "replace")
 
     def incremental_decoder(self, *, skip_specials: bool = True) -> Callable[[int], bytes]:
-        first, rest, is_hole = self._pieces.first, self._pieces.rest, self._pieces.is_unused
-        skipped: frozenset[int] = self._special_ids if skip_specials else frozenset()
+        first, rest, is_unused = self._token_bytes.first, self._token_bytes.rest, self._token_bytes.is_unused
+        skipped_ids: frozenset[int] = self._special_ids if skip_specials else frozenset()
         started = False
 
         def add(token_id: int) -> bytes:
             nonlocal started
-            if token_id in skipped:
+            if token_id in skipped_ids:
                 return b""
             if started:
                 return rest[token_id]
             piece = first[token_id]
-            started = bool(piece) or not is_hole(token_id)
+            started = bool(piece) or not is_unused(token_id)
             return piece
 
         return add
 
     def token_bytes(self, token_id: int) -> bytes:
-        return b"" if token_id in self._special_ids else self._pieces.rest[token_id]
+        return b"" if token_id in self._special_ids else self._token_bytes.rest[token_id]
 
     def token_text(self, token_id: int) -> str:
-        return printable_token(self._pieces.rest[token_id])
+        return printable_token(self._token_bytes.rest[token_id])
 
     def save(self, folder: Path) -> None:
-        """Write ``tokenizer.json``, and beside it the roles of the specials and the class of transformers that reads
-        both (AutoTokenizer asks for one)."""
+        """Write ``tokenizer.json``, and a config with the roles and the class in transformers.
+
+        AutoTokenizer requires the class.
+        """
         write_text(Path(folder) / FILE_NAME, self._backend.to_str(pretty=True) + "\n")
         names = {token_id: name for name, token_id in self.special_tokens.named}
         roles = {f"{role}_token": names.get(getattr(self.special_tokens, role)) for role in SPECIAL_ROLES}
-        if find_specials(self.special_tokens.names(), {}) == self.special_tokens:  # what their names tell is no news
+        if find_specials(self.special_tokens.names(), {}) == self.special_tokens:  # names alone identify these roles
             roles = {role: name for role, name in roles.items() if name is not None}
-        said = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **roles}
-        write_text(Path(folder) / CONFIG_NAME, json.dumps(said, ensure_ascii=False, indent=1) + "\n")
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **roles}
+        write_text(Path(folder) / CONFIG_NAME, json.dumps(config, ensure_ascii=False, indent=1) + "\n")
 
     def fingerprint(self) -> str:
-        roles = {role: getattr(self.special_tokens, role) for role in NAMES}  # the others change no text and no id
+        roles = {role: getattr(self.special_tokens, role) for role in NAMES}  # other roles change neither text nor ids
         return hashlib.sha256((self._backend.to_str() + json.dumps(roles)).encode()).hexdigest()
 
 
-def find_specials(named: Mapping[str, int], roles: Mapping[str, str | None]) -> SpecialTokens:
-    """Give each special token its role: by ``roles`` (role -> name; None: nobody), else by the names in common use.
+def find_specials(special_ids: Mapping[str, int], roles: Mapping[str, str | None]) -> SpecialTokens:
+    """Assign roles to special tokens by ``roles`` (None: no token), else by common names.
 
-    A tokenizer without a separator opens its documents with its BOS (Llama) where it has one.
+    Without a separator, documents start with BOS (Llama) if there is one.
     """
     for role, name in roles.items():
-        if role not in SPECIAL_ROLES or (name is not None and name not in named):
-            raise TokenizerError(f"the {role} token {name!r} is not among the special tokens", ", ".join(named))
+        if role not in SPECIAL_ROLES or (name is not None and name not in special_ids):
+            raise TokenizerError(f"the {role} token {name!r} is not among the special tokens", ", ".join(special_ids))
     ids: dict[str, int | None] = {}
     for role, names in _KNOWN_NAMES.items():
-        wanted = [roles[role]] if role in roles else names
-        ids[role] = next((named[name] for name in wanted if name is not None and name in named), None)
+        candidates = [roles[role]] if role in roles else names
+        ids[role] = next((special_ids[name] for name in candidates if name is not None and name in special_ids), None)
     if "separator" not in roles and ids["separator"] is None:
         ids["separator"] = ids["bos"]
-    return SpecialTokens(**ids, named=tuple(sorted(named.items(), key=lambda item: item[1])))
+    return SpecialTokens(**ids, named=tuple(sorted(special_ids.items(), key=lambda item: item[1])))
 
 
 def _register_special(backend: tokenizers.Tokenizer, names: Iterable[str]) -> None:
-    """Make special those of the names that the vocabulary has; what else is said of a token (lstrip, ...) stays."""
+    """Make those names special that the vocabulary has; other flags of a token are unchanged."""
     from tokenizers import AddedToken
 
     added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
@@ -353,29 +364,34 @@ def _register_special(backend: tokenizers.Tokenizer, names: Iterable[str]) -> No
 
 
 def _merged(pair: str | list[str]) -> str:
-    """What a merge makes: ``["a", "b"]``, in older files ``"a b"``."""
+    """Return the result of a merge: ``["a", "b"]``, in older files ``"a b"``."""
     return "".join(pair.split(" ") if isinstance(pair, str) else pair)
 
 
-def _is_cuttable(backend: tokenizers.Tokenizer) -> bool:
-    """Whether ``base.cut`` leaves the ids as they are: GPT-2's pattern cuts words, and nothing is put before a text."""
-    before = flatten_components(backend.pre_tokenizer)
-    gpt2 = len(before) == 1 and before[0]["type"] == "ByteLevel" and before[0].get("use_regex", True)
-    return bool(gpt2) and not before[0]["add_prefix_space"] and backend.normalizer is None
+def _is_splittable_backend(backend: tokenizers.Tokenizer) -> bool:
+    """True if ``split_text`` does not change ids.
+
+    GPT-2's pattern, and no prefix space or normalizer.
+    """
+    components = flatten_components(backend.pre_tokenizer)
+    gpt2 = len(components) == 1 and components[0]["type"] == "ByteLevel" and components[0].get("use_regex", True)
+    return bool(gpt2) and not components[0]["add_prefix_space"] and backend.normalizer is None
 
 
-# ---------------------------------------------------------------- what a Hugging Face folder says beside the file
+# ---------------------------------------------------------------- settings of a Hugging Face folder
 
 
 def apply_settings(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
-    """Give the backend the added tokens and the frame that the folder's other files speak of, as transformers does."""
+    """Apply added tokens and post-processor of the folder's other files, as transformers does."""
     _add_tokens(backend, settings)
     roles = special_roles(backend, settings)
     ids = {role: None if name is None else backend.token_to_id(name) for role, name in roles.items()}
-    named = {t.content: i for i, t in backend.get_added_tokens_decoder().items() if t.special}
+    special_ids = {t.content: i for i, t in backend.get_added_tokens_decoder().items() if t.special}
     write_post_processor(
         backend,
-        configure_post_processor(read_post_processor(backend, named), settings, {"eos": named.get("</s>"), **ids}),
+        configure_post_processor(
+            read_post_processor(backend, special_ids), settings, {"eos": special_ids.get("</s>"), **ids}
+        ),
     )
 
 
@@ -384,7 +400,7 @@ def special_roles(backend: tokenizers.Tokenizer, settings: TokenizerSettings) ->
 
 
 class _Names:
-    """``name in names``, without copying a vocabulary of 250,000."""
+    """Container test by name without copying a vocabulary of 250,000."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
@@ -396,15 +412,15 @@ class _Names:
 def _add_tokens(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
     from tokenizers import AddedToken
 
-    def spelled(token: Any) -> tuple[object, ...]:
+    def unknown_texts(token: Any) -> tuple[object, ...]:
         return token.content, token.lstrip, token.rstrip, token.single_word, token.normalized, token.special
 
-    there = {spelled(token) for token in backend.get_added_tokens_decoder().values()}
-    new = [token for _, token in sorted(settings.added.items()) if spelled(token) not in there]
-    backend.add_tokens([AddedToken(**vars(token)) for token in new])
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    present = {unknown_texts(token) for token in backend.get_added_tokens_decoder().values()}
+    missing = [token for _, token in sorted(settings.added.items()) if unknown_texts(token) not in present]
+    backend.add_tokens([AddedToken(**vars(token)) for token in missing])
+    known_names = {token.content for token in backend.get_added_tokens_decoder().values()}
     for token in settings.marked:
-        if token.content not in known and backend.token_to_id(token.content) is not None:
+        if token.content not in known_names and backend.token_to_id(token.content) is not None:
             backend.add_special_tokens([AddedToken(**vars(token))])
 
 
@@ -417,10 +433,10 @@ def train_bpe(
     closed: bool = False,
     on_unknown: str = "warn",
 ) -> HFTokenizer:
-    """Learn merges until the vocabulary has ``vocab_size`` tokens, or no pair occurs ``min_freq`` times.
+    """Learn merges up to ``vocab_size`` tokens, while a pair occurs ``min_freq`` times.
 
-    The first specials and the 256 bytes are always there, so that is the least ``vocab_size``.  ``closed``: EOS is part
-    of a text's frame; the roles cls and sep always are.
+    Special tokens and the 256 bytes are always present, so they are the minimum ``vocab_size``. ``closed``: texts end
+    with EOS; the roles cls and sep always enclose texts.
     """
     from tokenizers import (
         AddedToken,
@@ -432,11 +448,11 @@ def train_bpe(
     )
 
     names = list(standard_specials(roles, first=0).names())
-    least = 256 + len(names)
-    if vocab_size < least:
+    min_vocab_size = 256 + len(names)
+    if vocab_size < min_vocab_size:
         raise TokenizerError(
-            f"vocab_size {vocab_size} is too small for byte-level BPE",
-            f"at least {least}: 256 bytes and {len(names)} special token{'s' * (len(names) > 1)}",
+            f"vocab_size: must be at least {min_vocab_size} for byte-level BPE, got {vocab_size}",
+            f"It has 256 bytes and {len(names)} special token{'s' * (len(names) > 1)}.",
         )
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

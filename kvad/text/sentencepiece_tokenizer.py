@@ -1,22 +1,19 @@
-"""Tokenizers of SentencePiece models: T5, Llama, Gemma, XLM-R, XGLM, mBART, NLLB, M2M100, Marian.
+"""Tokenizers of SentencePiece models.
 
-Ids are those of transformers' slow tokenizers (``families.py``), text is SentencePiece's own: no space is put around a
-special token, and nothing at the end of a text is stripped, because a stream has shown it already.  Special tokens are
-made of text only with ``specials=True``; Marian's ``>>fra<<`` is one.
+T5, Llama, Gemma, XLM-R, XGLM, mBART, NLLB, M2M100, Marian.
 
-What is saved is one ``tokenizer.json``: ``{"kvad": {"kind": "sentencepiece", ...}}`` with the models in it.
+Ids are those of transformers' slow tokenizers, text is SentencePiece's: no space is added around a special token, and
+nothing at the end of a text is stripped, because a stream has shown it already. Special tokens are parsed from text
+only with ``specials=True``, Marian's ``>>fra<<`` included. A saved tokenizer is one ``tokenizer.json`` that contains
+the models: ``{"kvad": {"kind": "sentencepiece", ...}}``. Needs the extra ``kvad[sentencepiece]``.
 
-One SentencePiece model: its file, the pieces in it, and text to pieces.  Needs the extra ``kvad[sentencepiece]``.
-
-The file is a protocol buffer (``sentencepiece_model.proto`` of google/sentencepiece), of which a few fields are read
-here because the package does not tell them: pieces = 1 (piece = 1, type = 3), trainer_spec = 2 (model_type = 3),
+A model file is a protocol buffer (``sentencepiece_model.proto`` of google/sentencepiece). A few fields are read here,
+because the package does not expose them: pieces = 1 (piece = 1, type = 3), trainer_spec = 2 (model_type = 3),
 normalizer_spec = 3 (add_dummy_prefix = 3, remove_extra_whitespaces = 4).
 
-How the SentencePiece tokenizers of each model family number their pieces, and which special tokens they add.
-
-A SentencePiece model counts its own pieces from 0; a family may move them (fairseq's: ``<s> <pad> </s> <unk>`` first,
-so a piece's id is its number + 1) or look them up in a ``vocab.json``, and puts sentinels, languages and a mask behind
-them.  Each rule is transformers' slow tokenizer of that name.  Standard library only.
+A model numbers its pieces from 0; a family may shift them (fairseq: ``<s> <pad> </s> <unk>`` first, so a piece's id is
+its number + 1) or look them up in a ``vocab.json``, and appends sentinels, languages and a mask. Each rule is that of
+transformers' slow tokenizer of the same name.
 """
 
 from __future__ import annotations
@@ -44,30 +41,36 @@ if TYPE_CHECKING:
 
 _KINDS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
 _USER_DEFINED, _CONTROL = 4, 3
-_NO_PREFIX = b"\x1a\x02\x18\x00"  # normalizer_spec { add_dummy_prefix: false }: appended, it is merged into the first
+_NO_PREFIX = b"\x1a\x02\x18\x00"  # normalizer_spec { add_dummy_prefix: false }; appended, it is merged into the first
 
 
 class SentencePieceModel:
-    """``content``: the file's bytes; ``name`` is for messages.  Raises TokenizerError for a file of another kind.
+    """One SentencePiece model: its pieces, and text to pieces.
 
-    ``leading``: which spaces ``decode`` drops at the start of a text: all of them, the one put before it, or none.
+    ``leading``: spaces that decoding drops at the start of a text: all, the one that was prepended, or none.
+
+    Args:
+        name: Name for messages.
+        content: Bytes of the file; TokenizerError if it is not a SentencePiece model.
     """
 
     def __init__(self, name: str, content: bytes) -> None:
         self.name, self.content = name, content
         try:
             self._fields = list(_fields(content))
-            self.kind, prefixed, stripped = _specs(self._fields)
+            self.kind, has_dummy_prefix, strips_whitespace = _specs(self._fields)
         except (ValueError, IndexError, KeyError):
             raise _not_a_model(name, content) from None
-        self.leading: Literal["all", "one", "none"] = "all" if stripped else "one" if prefixed else "none"
+        self.leading: Literal["all", "one", "none"] = (
+            "all" if strips_whitespace else "one" if has_dummy_prefix else "none"
+        )
         self._processor = self._load_processor(content)
         ids = list(range(self._processor.get_piece_size()))
         self.pieces: list[str] = self._processor.id_to_piece(ids)
-        self.controls = frozenset(self._chosen(self._processor.is_control(ids)))
-        self.bytes = {piece: bytes.fromhex(piece[3:5]) for piece in self._chosen(self._processor.is_byte(ids))}
+        self.controls = frozenset(self._select(self._processor.is_control(ids)))
+        self.bytes = {piece: bytes.fromhex(piece[3:5]) for piece in self._select(self._processor.is_byte(ids))}
 
-    def _chosen(self, flags: list[bool]) -> Iterator[str]:
+    def _select(self, flags: list[bool]) -> Iterator[str]:
         return (piece for piece, flag in zip(self.pieces, flags, strict=True) if flag)
 
     def _load_processor(self, content: bytes) -> sentencepiece.SentencePieceProcessor:
@@ -75,7 +78,7 @@ class SentencePieceModel:
             import sentencepiece
         except ImportError:
             raise TokenizerError(
-                f"reading {self.name} needs the sentencepiece package", "pip install kvad[sentencepiece]"
+                f"reading {self.name} requires the sentencepiece package", "Run pip install kvad[sentencepiece]."
             ) from None
         processor = sentencepiece.SentencePieceProcessor()
         try:
@@ -85,95 +88,110 @@ class SentencePieceModel:
         return processor
 
     def prepare(self, special: Collection[str], *, prefix: bool) -> None:
-        """Before the first cut: no text spells a special token; without ``prefix``, no space is put before a text."""
-        if any(number == 1 and _is_spelled(payload, special) for number, payload, _ in self._fields) or not prefix:
+        """Adapt the model before the first split.
+
+        Text never spells a ``special`` token, and without ``prefix`` no space is prepended to a text.
+        """
+        if (
+            any(field_number == 1 and _is_spelled(payload, special) for field_number, payload, _ in self._fields)
+            or not prefix
+        ):
             content = b"".join(
-                _as_control(payload, whole) if number == 1 and _is_spelled(payload, special) else whole
-                for number, payload, whole in self._fields
+                _as_control(payload, field_bytes)
+                if field_number == 1 and _is_spelled(payload, special)
+                else field_bytes
+                for field_number, payload, field_bytes in self._fields
             )
             self._processor = self._load_processor(content + (b"" if prefix else _NO_PREFIX))
-        self._fields = []  # a copy of the file, by and large
+        self._fields = []  # drop what is almost a copy of the file
 
     def split(self, text: str) -> list[str]:
-        """The pieces of a text; what no piece spells stays as it is written."""
+        """Return the pieces of a text; unknown text remains as written."""
         pieces: list[str] = self._processor.encode(text, out_type=str)
         return pieces
 
 
 def _not_a_model(name: str, content: bytes) -> TokenizerError:
     if content.startswith(b"version https://git-lfs"):
-        return TokenizerError(f"{name} is a Git LFS pointer, not the file itself", "git lfs pull")
-    return TokenizerError(f"{name} is not a SentencePiece model ({len(content):,} bytes)", "is the download whole?")
+        return TokenizerError(f"{name} is a Git LFS pointer, not the file itself", "Run git lfs pull.")
+    return TokenizerError(
+        f"{name} is not a SentencePiece model ({len(content):,} bytes)", "Check that the download is complete."
+    )
 
 
 # ---------------------------------------------------------------- protocol buffers
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, bytes, bytes]]:
-    """(number, payload, whole field) of each field; a number's payload is its varint.
+    """Yield (number, payload, whole field) of each protocol buffer field.
 
-    Raises ValueError, IndexError or KeyError for bytes that are no message.
+    A number's payload is its varint.
+
+    Raises ValueError, IndexError or KeyError for invalid bytes.
     """
-    at = 0
-    while at < len(message):
-        start = at
-        key, at = _varint(message, at)
-        wire = key & 7
-        if wire == 2:
-            length, at = _varint(message, at)
-        elif wire == 0:
-            length = _varint(message, at)[1] - at
+    offset = 0
+    while offset < len(message):
+        start = offset
+        tag, offset = _varint(message, offset)
+        wire_type = tag & 7
+        if wire_type == 2:
+            length, offset = _varint(message, offset)
+        elif wire_type == 0:
+            length = _varint(message, offset)[1] - offset
         else:
-            length = {1: 8, 5: 4}[wire]
-        if at + length > len(message):
-            raise ValueError("cut off")
-        yield key >> 3, message[at : at + length], message[start : at + length]
-        at += length
+            length = {1: 8, 5: 4}[wire_type]
+        if offset + length > len(message):
+            raise ValueError("truncated message")
+        yield tag >> 3, message[offset : offset + length], message[start : offset + length]
+        offset += length
 
 
-def _varint(message: bytes, at: int) -> tuple[int, int]:
+def _varint(message: bytes, offset: int) -> tuple[int, int]:
     value = shift = 0
     while True:
-        byte = message[at]
+        byte = message[offset]
         value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
+        offset, shift = offset + 1, shift + 7
         if byte < 0x80:
-            return value, at
+            return value, offset
         if shift > 63:
             raise ValueError("not a varint")
 
 
 def _specs(fields: list[tuple[int, bytes, bytes]]) -> tuple[str, bool, bool]:
-    """(kind, add_dummy_prefix, remove_extra_whitespaces); the last value of a field holds."""
+    """Return (kind, add_dummy_prefix, remove_extra_whitespaces).
+
+    The last value of a field counts.
+    """
     trainer = {1: b"\x01", **_merged(fields, 2)}
     normalizer = {3: b"\x01", 4: b"\x01", **_merged(fields, 3)}
-    if not any(number == 1 for number, _, _ in fields):
+    if not any(field_number == 1 for field_number, _, _ in fields):
         raise ValueError("no pieces")
     kind = _KINDS[_varint(trainer.get(3, b"\x01"), 0)[0]]
     return kind, bool(_varint(normalizer[3], 0)[0]), bool(_varint(normalizer[4], 0)[0])
 
 
-def _merged(fields: list[tuple[int, bytes, bytes]], number: int) -> dict[int, bytes]:
-    found = (payload for field, payload, _ in fields if field == number)
-    return {inner: value for payload in found for inner, value, _ in _fields(payload)}
+def _merged(fields: list[tuple[int, bytes, bytes]], field_number: int) -> dict[int, bytes]:
+    matches = (payload for field, payload, _ in fields if field == field_number)
+    return {subfields: value for payload in matches for subfields, value, _ in _fields(payload)}
 
 
 def _is_spelled(payload: bytes, special: Collection[str]) -> bool:
-    """Whether a piece is one of the special tokens and user-defined: those are found in any text."""
+    """True if a piece is a user-defined special token, which would be matched in any text."""
     if b"\x18\x04" not in payload:
         return False
-    inner = {number: value for number, value, _ in _fields(payload)}
-    return inner.get(3) == bytes([_USER_DEFINED]) and inner.get(1, b"").decode("utf-8", "replace") in special
+    subfields = {field_number: value for field_number, value, _ in _fields(payload)}
+    return subfields.get(3) == bytes([_USER_DEFINED]) and subfields.get(1, b"").decode("utf-8", "replace") in special
 
 
-def _as_control(payload: bytes, whole: bytes) -> bytes:
-    """The field of a piece, with its type made CONTROL: such a piece has an id and no spelling."""
+def _as_control(payload: bytes, field_bytes: bytes) -> bytes:
+    """Return a piece's field with type CONTROL: the piece has an id but no spelling."""
     payload += bytes([0x18, _CONTROL])
     length, digits = len(payload), b""
     while length > 0x7F:
         digits += bytes([length & 0x7F | 0x80])
         length >>= 7
-    return whole[:1] + digits + bytes([length]) + payload
+    return field_bytes[:1] + digits + bytes([length]) + payload
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -219,14 +237,17 @@ _NLLB = _words("""
 
 @dataclass
 class VocabularyBuilder:
-    """``names``: id -> piece (``""``: a hole); ``special``: name -> id; ``flags``: the added tokens by name."""
+    """Vocabulary: ``names``: id -> piece (``""``: unused); ``special``: name -> id.
+
+    ``flags``: added tokens.
+    """
 
     names: list[str]
     special: dict[str, int] = field(default_factory=dict)
     flags: dict[str, AddedToken] = field(default_factory=dict)
 
     def add(self, token: AddedToken, token_id: int | None = None) -> None:
-        """A token behind the last one, or in its place."""
+        """Append a token, or set it at ``token_id``."""
         token_id = len(self.names) if token_id is None else token_id
         self.names += [""] * (token_id + 1 - len(self.names))
         self.names[token_id] = token.content
@@ -243,59 +264,61 @@ def _plain(pieces: Sequence[str], _: Mapping[str, int], __: TokenizerSettings) -
 
 
 def _t5(pieces: Sequence[str], _: Mapping[str, int], settings: TokenizerSettings) -> VocabularyBuilder:
-    """``<extra_id_0>`` is the last id."""
-    table = VocabularyBuilder(list(pieces))
+    """Append sentinels; ``<extra_id_0>`` is the last id."""
+    builder = VocabularyBuilder(list(pieces))
     for i in reversed(range(settings.number("extra_ids", 100))):
-        table.add(AddedToken(f"<extra_id_{i}>", lstrip=True, rstrip=True))
-    return table
+        builder.add(AddedToken(f"<extra_id_{i}>", lstrip=True, rstrip=True))
+    return builder
 
 
-def _fairseq(*last: str) -> VocabularyLayout:
-    """Piece 3 is id 4; ``last`` come behind the pieces."""
+def _fairseq(*trailing_names: str) -> VocabularyLayout:
+    """Shift pieces by one (piece 3 is id 4) and append ``trailing_names``."""
 
     def layout(pieces: Sequence[str], _: Mapping[str, int], __: TokenizerSettings) -> VocabularyBuilder:
-        table = VocabularyBuilder([])
+        builder = VocabularyBuilder([])
         for name in ("<s>", "<pad>", "</s>", "<unk>"):
-            table.add(AddedToken(name))
-        table.names += pieces[3:]
-        for name in last:
-            table.add(AddedToken(name, lstrip=name == "<mask>"))
-        return table
+            builder.add(AddedToken(name))
+        builder.names += pieces[3:]
+        for name in trailing_names:
+            builder.add(AddedToken(name, lstrip=name == "<mask>"))
+        return builder
 
     return layout
 
 
 def _vocabulary_from_ids(vocabulary: Mapping[str, int]) -> VocabularyBuilder:
-    table = VocabularyBuilder([""] * (1 + max(vocabulary.values())))
+    builder = VocabularyBuilder([""] * (1 + max(vocabulary.values())))
     for name, token_id in vocabulary.items():
-        if table.names[token_id]:
-            raise TokenizerError(f"the vocabulary gives id {token_id} to {table.names[token_id]!r} and to {name!r}")
-        table.names[token_id] = name
-    return table
+        if builder.names[token_id]:
+            raise TokenizerError(f"the vocabulary gives id {token_id} to {builder.names[token_id]!r} and to {name!r}")
+        builder.names[token_id] = name
+    return builder
 
 
 def _marian(_: Sequence[str], vocabulary: Mapping[str, int], __: TokenizerSettings) -> VocabularyBuilder:
-    table = _vocabulary_from_ids(vocabulary)
+    builder = _vocabulary_from_ids(vocabulary)
     for name, token_id in vocabulary.items():
         if name.startswith(">>") and name.endswith("<<"):
-            table.special[name] = token_id  # found at the start of a text only: no added token
-    return table
+            builder.special[name] = token_id  # recognized at the start of a text only, so not an added token
+    return builder
 
 
 def _m2m100(_: Sequence[str], vocabulary: Mapping[str, int], settings: TokenizerSettings) -> VocabularyBuilder:
-    """``__af__`` is the first id behind the vocabulary."""
-    table = _vocabulary_from_ids(vocabulary)
+    """Append languages; ``__af__`` is the first id after the vocabulary."""
+    builder = _vocabulary_from_ids(vocabulary)
     for code in _WMT21 if settings.text("language_codes") == "wmt21" else _M2M100:
-        table.add(AddedToken(f"__{code}__"))
-    return table
+        builder.add(AddedToken(f"__{code}__"))
+    return builder
 
 
 @dataclass(frozen=True)
 class TokenizerFamily:
-    """``models``: its files, the source's before the target's; ``roles``: role -> name where no file says otherwise;
-    a role that is not among them has nobody.
+    """Rules of one model family.
 
-    ``before``, ``after``: roles around a text, where no rule of ``frame.as_configured`` holds.
+    ``models``: its files, source before target; ``roles``: role -> name unless a file overrides it (missing roles have
+        no
+    token); ``prefix_tokens``, ``suffix_tokens``: roles around a text unless ``configure_post_processor`` overrides
+    them.
     """
 
     models: tuple[str, ...]
@@ -303,7 +326,7 @@ class TokenizerFamily:
     roles: Mapping[str, str]
     prefix_tokens: tuple[str, ...] = ()
     suffix_tokens: tuple[str, ...] = ()
-    vocabulary: bool = False  # whether pieces are looked up in vocab.json
+    vocabulary: bool = False  # pieces are looked up in vocab.json
 
 
 _T5_ROLES = {"eos": "</s>", "pad": "<pad>", "unk": "<unk>"}
@@ -334,13 +357,13 @@ TOKENIZER_FAMILIES: Mapping[str, TokenizerFamily] = {
 
 
 SUFFIXES = (".model", ".spm")
-_MODERN = ("Llama", "T5")  # the families in which ``legacy: false`` says: one space, before the whole text only
+_NON_LEGACY_FAMILIES = ("Llama", "T5")  # with ``legacy: false``, one space, before the whole text only
 _SPACE = "▁"
 
 
 @dataclass(frozen=True)
 class SentencePieceFiles:
-    """What a tokenizer is made of: models and vocabularies by the names of their files."""
+    """Contents of a tokenizer: models and vocabularies by file name."""
 
     settings: TokenizerSettings
     models: Mapping[str, bytes]
@@ -361,9 +384,9 @@ class SentencePieceFiles:
 
 
 class SentencePieceTokenizer(BaseTokenizer):
-    """One side of a family's tokenizer; Marian's source side hangs on its target side.
+    """One side of a family's tokenizer; Marian's target side owns its source side.
 
-    ``paths``: where the models were read, for messages.
+    ``paths``: files of the models, for messages.
     """
 
     units = "piece of text", "pieces of text"
@@ -383,19 +406,23 @@ class SentencePieceTokenizer(BaseTokenizer):
         name = family.models[0 if source_side else -1]
         self._model = SentencePieceModel(str(paths.get(name, name)), files.models[name])
         self.kind = self._model.kind
-        self._table = _build_vocabulary(family, self._model, files, source_side=source_side)
-        self.vocab_size = len(self._table.names)
-        named = self._table.special
-        usual = {role: family.roles.get(role) for role in SPECIAL_ROLES if role != "separator"}
-        roles = {role: name if name in named else None for role, name in {**usual, **settings.roles}.items()}
-        self.special_tokens = find_specials(named, roles)
-        self.languages: Mapping[str, int] = language_codes(named)
-        self._frame = self._build_post_processor(family)
-        self._special_ids = frozenset(named.values())
-        self._ids = _ordinary(self._table)
-        self._modern = settings.family in _MODERN and settings.flag("legacy", True) is False
-        self._finders = {wanted: _Finder(self._table, specials=wanted) for wanted in (False, True)}
-        self._model.prepare(named, prefix=not self._modern)
+        self._vocabulary = _build_vocabulary(family, self._model, files, source_side=source_side)
+        self.vocab_size = len(self._vocabulary.names)
+        special_ids = self._vocabulary.special
+        default_roles = {role: family.roles.get(role) for role in SPECIAL_ROLES if role != "separator"}
+        roles = {
+            role: name if name in special_ids else None for role, name in {**default_roles, **settings.roles}.items()
+        }
+        self.special_tokens = find_specials(special_ids, roles)
+        self.languages: Mapping[str, int] = language_codes(special_ids)
+        self._post_processor = self._build_post_processor(family)
+        self._special_ids = frozenset(special_ids.values())
+        self._ids = _ordinary_pieces(self._vocabulary)
+        self._is_non_legacy = settings.family in _NON_LEGACY_FAMILIES and settings.flag("legacy", True) is False
+        self._splitters = {
+            specials: _AddedTokenSplitter(self._vocabulary, specials=specials) for specials in (False, True)
+        }
+        self._model.prepare(special_ids, prefix=not self._is_non_legacy)
         self.source_tokenizer = None
         if len(family.models) > 1 and not source_side:
             self.source_tokenizer = SentencePieceTokenizer(files, paths, on_unknown=on_unknown, source_side=True)
@@ -405,64 +432,66 @@ class SentencePieceTokenizer(BaseTokenizer):
         try:
             files = SentencePieceFiles.from_content(content)
             family = TOKENIZER_FAMILIES[files.settings.family]
-            whole = set(family.models) <= set(files.models) and family.vocabulary <= bool(files.vocabularies)
+            field_bytes = set(family.models) <= set(files.models) and family.vocabulary <= bool(files.vocabularies)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise TokenizerError("not what kvad saves of a SentencePiece tokenizer", "copy the file again") from error
-        if not whole:
-            raise TokenizerError("a model or a vocabulary is missing in it", "copy the file again")
+            raise TokenizerError("not a SentencePiece tokenizer saved by kvad", "Copy the file again.") from error
+        if not field_bytes:
+            raise TokenizerError("a model or a vocabulary is missing", "Copy the file again.")
         return cls(files, on_unknown=on_unknown)
 
     def _build_post_processor(self, family: TokenizerFamily) -> PostProcessor:
         ids: dict[str, int | None] = vars(self.special_tokens)
-        sides = [
-            tuple(i for i in ({**ids, "language": LANGUAGE_PLACEHOLDER}[role] for role in side) if i is not None)
-            for side in (family.prefix_tokens, family.suffix_tokens)
+        prefix_and_suffix = [
+            tuple(i for i in ({**ids, "language": LANGUAGE_PLACEHOLDER}[role] for role in side_roles) if i is not None)
+            for side_roles in (family.prefix_tokens, family.suffix_tokens)
         ]
-        return configure_post_processor(PostProcessor(sides[0], sides[1], self.languages), self._files.settings, ids)
+        return configure_post_processor(
+            PostProcessor(prefix_and_suffix[0], prefix_and_suffix[1], self.languages), self._files.settings, ids
+        )
 
     # ------------------------------------------------------------ text -> ids
 
     def _encode(self, text: str, specials: bool, unknown: Counter[str]) -> list[int]:
         check_text(text)
-        if self._modern and text:
+        if self._is_non_legacy and text:
             prefix = _SPACE if self._files.settings.flag("add_prefix_space", True) else ""
             text = prefix + text.replace(_SPACE, " ")
-        tokens: list[str | int] = []  # pieces of ordinary text, ids of found tokens
-        finder = self._finders[specials]
-        for part in finder.split(text):
-            found = finder.ids.get(part)
-            if found is not None:
-                tokens.append(found)
+        tokens: list[str | int] = []  # pieces of ordinary text, ids of added tokens
+        splitter = self._splitters[specials]
+        for part in splitter.split(text):
+            matches = splitter.ids.get(part)
+            if matches is not None:
+                tokens.append(matches)
             else:
                 tokens += self._split_pieces(part, specials)
-        if self._modern and len(tokens) > 1 and tokens[0] == _SPACE and tokens[1] in self._special_ids:
+        if self._is_non_legacy and len(tokens) > 1 and tokens[0] == _SPACE and tokens[1] in self._special_ids:
             del tokens[0]
         return [token if isinstance(token, int) else self._piece_to_id(token, unknown) for token in tokens]
 
     def _split_pieces(self, part: str, specials: bool) -> list[str | int]:
-        if self._modern and part.startswith((_SPACE, " ")):
-            opening, count = self._unk  # SentencePiece would strip the space from the start of a text
-            return [*self._model.split(opening + part)[count:]]
+        if self._is_non_legacy and part.startswith((_SPACE, " ")):
+            unk_text, num_pieces = self._unk_pieces  # SentencePiece would strip a leading space
+            return [*self._model.split(unk_text + part)[num_pieces:]]
         if specials and self._files.settings.family == "Marian" and part.startswith(">>") and "<<" in part:
-            end = part.index("<<") + 2  # an unknown language is UNK, as any unknown piece
-            return [self._table.special.get(part[:end], part[:end]), *self._model.split(part[end:])]
+            end = part.index("<<") + 2  # an unknown language is UNK like any unknown piece
+            return [self._vocabulary.special.get(part[:end], part[:end]), *self._model.split(part[end:])]
         return [*self._model.split(part)]
 
     @cached_property
-    def _unk(self) -> tuple[str, int]:
-        """The unknown token, and how many pieces it is cut into."""
-        opening = next((name for name, i in self.special_tokens.named if i == self.special_tokens.unk), "<unk>")
-        return opening, len(self._model.split(opening))
+    def _unk_pieces(self) -> tuple[str, int]:
+        """The unknown token, and the number of pieces it is split into."""
+        unk_text = next((name for name, i in self.special_tokens.named if i == self.special_tokens.unk), "<unk>")
+        return unk_text, len(self._model.split(unk_text))
 
     def _piece_to_id(self, piece: str, unknown: Counter[str]) -> int:
         token_id = self._ids.get(piece)
         if token_id is None:
             unknown[piece.replace(_SPACE, " ").strip() or " "] += 1
-            return self.special_tokens.unk or 0  # without an UNK the report of the unknown raises
+            return self.special_tokens.unk or 0  # without UNK, report_unknown raises
         return token_id
 
     def add_special_tokens(self, ids: Sequence[int], *, language: str | None = None) -> list[int]:
-        return self._frame.apply(ids, language)
+        return self._post_processor.apply(ids, language)
 
     # ------------------------------------------------------------ ids -> text
 
@@ -474,7 +503,7 @@ class SentencePieceTokenizer(BaseTokenizer):
             special = token_id in self._special_ids
             if special and skip_specials:
                 return b""
-            piece = self._shown(token_id)
+            piece = self._display_bytes(token_id)
             if leading == "none" or not piece:
                 return piece
             if special:
@@ -488,16 +517,16 @@ class SentencePieceTokenizer(BaseTokenizer):
 
         return add
 
-    def _shown(self, token_id: int) -> bytes:
+    def _display_bytes(self, token_id: int) -> bytes:
         if not 0 <= token_id < self.vocab_size:
             raise out_of_range_error(token_id, self.vocab_size)
-        name = self._table.names[token_id]
-        if name in self._table.flags or token_id in self._special_ids:
+        name = self._vocabulary.names[token_id]
+        if name in self._vocabulary.flags or token_id in self._special_ids:
             return name.encode()
         return self._model.bytes.get(name) or name.replace(_SPACE, " ").encode()
 
     def token_bytes(self, token_id: int) -> bytes:
-        return b"" if token_id in self._special_ids else self._shown(token_id)
+        return b"" if token_id in self._special_ids else self._display_bytes(token_id)
 
     # ------------------------------------------------------------ files
 
@@ -515,37 +544,37 @@ class SentencePieceTokenizer(BaseTokenizer):
 def _build_vocabulary(
     family: TokenizerFamily, model: SentencePieceModel, files: SentencePieceFiles, *, source_side: bool
 ) -> VocabularyBuilder:
-    """The family's numbering, under what the folder's files say of added and special tokens."""
+    """Build the family's numbering, with the folder's added and special tokens."""
     names = [*files.vocabularies]
     vocabulary = files.vocabularies[names[0 if source_side else -1]] if names else {}
-    table = family.layout(model.pieces, vocabulary, files.settings)
+    builder = family.layout(model.pieces, vocabulary, files.settings)
     for token_id, token in sorted(files.settings.added.items()):
-        table.add(token, token_id)
-    ids = {name: token_id for token_id, name in reversed([*enumerate(table.names)])}
-    marked = {token.content: token for token in files.settings.marked}
-    usual = {name: AddedToken(name) for name in (*family.roles.values(), *model.controls)}
-    for name, token in {**usual, **marked}.items():
+        builder.add(token, token_id)
+    ids = {name: token_id for token_id, name in reversed([*enumerate(builder.names)])}
+    marked_tokens = {token.content: token for token in files.settings.marked}
+    default_roles = {name: AddedToken(name) for name in (*family.roles.values(), *model.controls)}
+    for name, token in {**default_roles, **marked_tokens}.items():
         if name in ids:
-            table.add(table.flags.get(name, token), ids[name])
-            table.special[name] = ids[name]
-    return table
+            builder.add(builder.flags.get(name, token), ids[name])
+            builder.special[name] = ids[name]
+    return builder
 
 
-def _ordinary(table: VocabularyBuilder) -> dict[str, int]:
-    """Piece -> id of what ordinary text is made of; of two equal pieces the first."""
-    ids = {name: token_id for token_id, name in reversed([*enumerate(table.names)]) if name}
-    for name in table.special:
+def _ordinary_pieces(builder: VocabularyBuilder) -> dict[str, int]:
+    """Return piece -> id for ordinary text; of equal pieces the first counts."""
+    ids = {name: token_id for token_id, name in reversed([*enumerate(builder.names)]) if name}
+    for name in builder.special:
         ids.pop(name, None)
     return ids
 
 
-class _Finder:
-    """Cuts the added tokens out of a text, the longest first, with the rules of transformers' ``tokenize``."""
+class _AddedTokenSplitter:
+    """Splits added tokens from a text, longest first, like transformers' ``tokenize``."""
 
-    def __init__(self, table: VocabularyBuilder, *, specials: bool) -> None:
-        self._flags = {name: token for name, token in table.flags.items() if specials or not token.special}
-        places = {name: token_id for token_id, name in enumerate(table.names) if name in self._flags}
-        self.ids = {**places, **{name: i for name, i in table.special.items() if name in self._flags}}
+    def __init__(self, builder: VocabularyBuilder, *, specials: bool) -> None:
+        self._flags = {name: token for name, token in builder.flags.items() if specials or not token.special}
+        added_ids = {name: token_id for token_id, name in enumerate(builder.names) if name in self._flags}
+        self.ids = {**added_ids, **{name: i for name, i in builder.special.items() if name in self._flags}}
         names = sorted(self._flags, key=len, reverse=True)
         self._pattern = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
 
@@ -574,11 +603,11 @@ class _Finder:
 
 
 def is_sentencepiece(folder: Path, settings: TokenizerSettings) -> bool:
-    """Whether the folder's tokenizer is SentencePiece's: its class says so, or there is a model and nothing else."""
+    """True if the folder's class is a SentencePiece family, or it has only a model file."""
     if settings.family in TOKENIZER_FAMILIES:
         return True
-    older = (folder / "merges.txt").is_file() or (folder / "vocab.txt").is_file()
-    return not older and any(path.suffix in SUFFIXES for path in folder.iterdir() if path.is_file())
+    has_older_vocabulary = (folder / "merges.txt").is_file() or (folder / "vocab.txt").is_file()
+    return not has_older_vocabulary and any(path.suffix in SUFFIXES for path in folder.iterdir() if path.is_file())
 
 
 def load_sentencepiece(
@@ -589,9 +618,12 @@ def load_sentencepiece(
     roles: Mapping[str, str | None] | None = None,
     on_unknown: str = "warn",
 ) -> SentencePieceTokenizer:
-    """The tokenizer of a folder with SentencePiece models; ``file``: the one that was named.
+    """Load the tokenizer of a folder with SentencePiece models.
 
-    Raises TokenizerError naming the file that is missing or broken, or the class that is not known.
+    ``file`` is an explicitly named model.
+
+    Raises:
+        TokenizerError: If a file is missing or broken, or the class is unknown.
     """
     settings = replace(settings, family=_tokenizer_family(folder, settings, file))
     family = TOKENIZER_FAMILIES[settings.family]
@@ -605,8 +637,10 @@ def load_sentencepiece(
         vocabularies = {name: read_vocabulary(folder / name) for name in names}
     if roles is not None:
         settings = replace(settings, roles=roles)
-    where = dict(zip(family.models, paths, strict=True))
-    tokenizer = SentencePieceTokenizer(SentencePieceFiles(settings, models, vocabularies), where, on_unknown=on_unknown)
+    path_by_name = dict(zip(family.models, paths, strict=True))
+    tokenizer = SentencePieceTokenizer(
+        SentencePieceFiles(settings, models, vocabularies), path_by_name, on_unknown=on_unknown
+    )
     for role, name in (roles or {}).items():
         if name is not None and name not in tokenizer.special_tokens.names():
             raise TokenizerError(
@@ -626,16 +660,22 @@ def _tokenizer_family(folder: Path, settings: TokenizerSettings, file: Path | No
         for name, family in (("spiece.model", "T5"), ("tokenizer.model", "Llama")):
             if name in names:
                 return family
-    said = f"the class {settings.family}Tokenizer" if settings.family else "a tokenizer_config.json without a class"
-    found = ", ".join(sorted(name for name in names if Path(name).suffix in SUFFIXES))
-    raise TokenizerError(f"{folder}: {found} cannot be read with {said}", f"known: {', '.join(TOKENIZER_FAMILIES)}")
+    class_description = (
+        f"the class {settings.family}Tokenizer" if settings.family else "a tokenizer_config.json without a class"
+    )
+    matches = ", ".join(sorted(name for name in names if Path(name).suffix in SUFFIXES))
+    raise TokenizerError(
+        f"{folder}: {matches} cannot be read with {class_description}", f"known: {', '.join(TOKENIZER_FAMILIES)}"
+    )
 
 
 def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        found = ", ".join(sorted(other.name for other in path.parent.iterdir())) if path.parent.is_dir() else "nothing"
-        raise TokenizerError(f"there is no {path.name} in {path.parent}", f"the folder holds {found}") from None
+        matches = (
+            ", ".join(sorted(other.name for other in path.parent.iterdir())) if path.parent.is_dir() else "nothing"
+        )
+        raise TokenizerError(f"there is no {path.name} in {path.parent}", f"The folder contains {matches}.") from None
     except OSError as error:
         raise TokenizerError(f"cannot read {path}: {error.strerror}") from error

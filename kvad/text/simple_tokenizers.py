@@ -1,21 +1,21 @@
-"""Tokenizers that are a plain table: bytes, characters, and the base that ``words.py`` shares.
+"""Tokenizers that are a plain table: bytes, characters and words.
 
-Their file is ``{"kvad": {"kind": ..., "specials": [roles], ...}}``, in ``tokenizer.json``.  Ids of the byte tokenizer
-are the byte values, its specials follow (256, ...); characters and words come after the specials (0, ...).
-Standard library only.
+Their file is ``{"kvad": {"kind": ..., "specials": [roles], ...}}`` in ``tokenizer.json``. Ids of the byte tokenizer are
+the byte values, followed by its specials (256, ...); characters and words follow the specials (0, ...). Standard
+library only.
 
-The word tokenizer: text is cut into words, the most frequent words get an id, the others become UNK.
+The word tokenizer splits text into words; the most frequent get an id, the others become UNK. It is lossy by design:
+runs of spaces, and capitals with ``lower``, are lost. It splits in two ways:
 
-It is lossy by design: runs of spaces, and with ``lower`` the capitals, are gone.  Two ways to cut:
+- ``"whitespace"``: ``text.split()``; decoding joins words with one space.
+- ``"words"``: words (with inner marks: ``don't``, ``well-known``, ``3.14``), single punctuation marks, and line breaks
+  as tokens. Decoding follows typographic rules: no space before ``,`` or ``)``, none after ``(``; a straight quote
+  opens, the next one closes.
 
-- ``"whitespace"``: ``text.split()``; decoding puts one space between words.
-- ``"words"``: words (with their inner marks: ``don't``, ``well-known``, ``3.14``), single punctuation marks, and
-  line breaks, which are tokens.  Decoding writes them as people do: no space before ``,`` or ``)``, none after ``(``, a
-  straight quote opens, the next one closes.
+      He said: "Don't (ever)!"   is split into   He | said | : | " | Don't | ( | ever | ) | ! | "   and decodes to
+      itself
 
-      He said: "Don't (ever)!"   is cut into   He | said | : | " | Don't | ( | ever | ) | ! | "   and decodes to itself
-
-Invariant: where nothing is unknown, encoding what was decoded gives the same ids again.
+Invariant: without unknown tokens, encoding decoded text gives the same ids.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from kvad.text.post_processor import PostProcessor
 
 
 class TableTokenizer(BaseTokenizer):
-    """A list of tokens; a subclass says how text is cut (``_ids_of``) and may say how tokens join (``joiner``)."""
+    """A list of tokens; subclasses define splitting (``_encode_plain``) and may define decoding."""
 
     kind: ClassVar[str]
     source_tokenizer: ClassVar[None] = None
     languages: ClassVar[Mapping[str, int]] = MappingProxyType({})
 
     def __init__(self, pieces: Sequence[bytes], specials: SpecialTokens, on_unknown: str = "warn") -> None:
-        """``pieces``: the bytes of every id in order, ``b""`` for the special ones."""
+        """Build the table from the bytes of every id in order, ``b""`` for special tokens."""
         self.special_tokens = specials
         self.vocab_size = len(pieces)
         self.on_unknown = check_on_unknown(on_unknown)
@@ -67,19 +67,19 @@ class TableTokenizer(BaseTokenizer):
 
     @abstractmethod
     def _encode_plain(self, text: str, unknown: Counter[str]) -> list[int]:
-        """Ids of an ordinary text; what the table lacks becomes UNK and is counted in ``unknown``."""
+        """Return the ids of ordinary text; unknown tokens become UNK and are counted in ``unknown``."""
 
     @abstractmethod
     def _content(self) -> dict[str, Any]:
-        """What the file holds beside ``kind`` and ``specials``."""
+        """Return the file's entries besides ``kind`` and ``specials``."""
 
     def _encode(self, text: str, specials: bool, unknown: Counter[str]) -> list[int]:
         check_text(text)
         ids: list[int] = []
         names = self.special_tokens.names()
-        # split() with a group: ordinary text at even places, a special token's name at odd ones
-        for place, part in enumerate(self._special_pattern.split(text) if specials else [text]):
-            if place % 2:
+        # split() with a group: ordinary text at even indices, special tokens at odd ones
+        for index, part in enumerate(self._special_pattern.split(text) if specials else [text]):
+            if index % 2:
                 ids.append(names[part])
                 continue
             for piece in split_text(part):
@@ -88,24 +88,24 @@ class TableTokenizer(BaseTokenizer):
 
     def add_special_tokens(self, ids: Sequence[int], *, language: str | None = None) -> list[int]:
         cls, sep = self.special_tokens.cls, self.special_tokens.sep
-        before = () if cls is None else (cls,)
-        return PostProcessor(before, () if sep is None else (sep,)).apply(ids, language)
+        prefix_ids = () if cls is None else (cls,)
+        return PostProcessor(prefix_ids, () if sep is None else (sep,)).apply(ids, language)
 
     def incremental_decoder(self, *, skip_specials: bool = True) -> Callable[[int], bytes]:
-        return self.token_bytes if skip_specials else self._shown
+        return self.token_bytes if skip_specials else self._display_bytes
 
     def token_bytes(self, token_id: int) -> bytes:
-        if not 0 <= token_id < self.vocab_size:  # a negative index would quietly count from the end
+        if not 0 <= token_id < self.vocab_size:  # a negative index would count from the end
             raise out_of_range_error(token_id, self.vocab_size)
         return self._pieces[token_id]
 
-    def _shown(self, token_id: int) -> bytes:
+    def _display_bytes(self, token_id: int) -> bytes:
         return self._names.get(token_id) or self.token_bytes(token_id)
 
     def _file_text(self) -> str:
-        known = {**NAMES, **ENCODER_NAMES}
-        roles = [role for role in known if getattr(self.special_tokens, role) is not None]
-        roles += [name for name, _ in self.special_tokens.named if name not in known.values()]
+        role_names = {**NAMES, **ENCODER_NAMES}
+        roles = [role for role in role_names if getattr(self.special_tokens, role) is not None]
+        roles += [name for name, _ in self.special_tokens.named if name not in role_names.values()]
         content = {"kind": self.kind, "specials": roles, **self._content()}
         return json.dumps({"kvad": content}, ensure_ascii=False, indent=1) + "\n"
 
@@ -117,7 +117,7 @@ class TableTokenizer(BaseTokenizer):
 
 
 class ByteTokenizer(TableTokenizer):
-    """One id per byte of the UTF-8 text: nothing is unknown, nothing has to be learned."""
+    """One id per byte of the UTF-8 text: nothing is unknown or trained."""
 
     kind = "byte"
     units = "byte", "bytes"
@@ -139,7 +139,7 @@ class ByteTokenizer(TableTokenizer):
 
 
 class CharTokenizer(TableTokenizer):
-    """One id per Unicode code point of the training text (``lower``: of the lower-cased text)."""
+    """One id per Unicode code point of the training text (lower-cased with ``lower``)."""
 
     kind = "char"
     units = "character", "characters"
@@ -165,12 +165,12 @@ class CharTokenizer(TableTokenizer):
         lower: bool = False,
         on_unknown: str = "warn",
     ) -> CharTokenizer:
-        """The most frequent characters, with ids in code point order."""
-        room = num_free_ids(vocab_size, roles)
+        """Select the most frequent characters, with ids in code point order."""
+        max_tokens = num_free_ids(vocab_size, roles)
         counts: Counter[str] = Counter()
         for text in texts:
             counts.update(text.lower() if lower else text)
-        return cls(sorted(most_frequent(counts, room, min_freq)), roles, lower=lower, on_unknown=on_unknown)
+        return cls(sorted(most_frequent(counts, max_tokens, min_freq)), roles, lower=lower, on_unknown=on_unknown)
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any], on_unknown: str = "warn") -> CharTokenizer:
@@ -182,45 +182,48 @@ class CharTokenizer(TableTokenizer):
 
     def _encode_plain(self, text: str, unknown: Counter[str]) -> list[int]:
         text = text.lower() if self.lower else text
-        found = list(map(self._ids.get, text))
-        if None in found:
-            unknown.update(char for char, token_id in zip(text, found, strict=True) if token_id is None)
-        unk = self.special_tokens.unk or 0  # without an UNK the report of the unknown raises
-        return [unk if token_id is None else token_id for token_id in found]
+        token_ids = list(map(self._ids.get, text))
+        if None in token_ids:
+            unknown.update(char for char, token_id in zip(text, token_ids, strict=True) if token_id is None)
+        unk = self.special_tokens.unk or 0  # without UNK, report_unknown raises
+        return [unk if token_id is None else token_id for token_id in token_ids]
 
     def _content(self) -> dict[str, Any]:
         return {"lower": self.lower, "tokens": self._chars}
 
 
 def num_free_ids(vocab_size: int, roles: Sequence[str]) -> int:
-    """How many tokens a vocabulary of ``vocab_size`` has beside its specials: at least one."""
+    """Return the number of ids besides the special tokens; at least one is required."""
     num_specials = len(standard_specials(roles, 0).named)
     if vocab_size <= num_specials:
         raise TokenizerError(
-            f"vocab_size {vocab_size} is too small", f"at least {num_specials + 1}: {num_specials} are special tokens"
+            f"vocab_size: must be at least {num_specials + 1}, got {vocab_size}", f"{num_specials} are special tokens."
         )
     return vocab_size - num_specials
 
 
-def most_frequent(counts: Counter[str], room: int, min_freq: int) -> list[str]:
-    """At most ``room`` tokens that occur ``min_freq`` times or more; the most frequent first, ties in text order."""
+def most_frequent(counts: Counter[str], max_tokens: int, min_freq: int) -> list[str]:
+    """Return up to ``max_tokens`` tokens with ``min_freq`` occurrences, most frequent first."""
     ranked = sorted((token for token in counts if counts[token] >= min_freq), key=lambda token: (-counts[token], token))
     if counts and not ranked:
-        raise DataError(f"nothing in the corpus occurs {min_freq} times or more", "lower min_freq")
-    return ranked[:room]
+        raise DataError(f"no token in the corpus occurs {min_freq} times or more", "Lower min_freq.")
+    return ranked[:max_tokens]
 
 
-def read_field(content: Mapping[str, Any], key: str, type_: type) -> Any:
-    """A checked value of a tokenizer file; a list must hold distinct, valid, non-empty strings."""
+def read_field(content: Mapping[str, Any], key: str, expected_type: type) -> Any:
+    """Return a checked value of a tokenizer file.
+
+    A list must contain distinct, valid, non-empty strings.
+    """
     value = content.get(key)
-    if not isinstance(value, type_):
-        raise TokenizerError(f"{key!r} must be a {type_.__name__}" if key in content else f"{key!r} is missing")
+    if not isinstance(value, expected_type):
+        raise TokenizerError(f"{key!r} must be a {expected_type.__name__}" if key in content else f"{key!r} is missing")
     if isinstance(value, list):
         if not all(isinstance(item, str) and item for item in value):
-            raise TokenizerError(f"{key!r} must hold non-empty strings only")
+            raise TokenizerError(f"{key!r} must contain non-empty strings only")
         if len(set(value)) != len(value):
-            twice = next(item for item, count in Counter(value).items() if count > 1)
-            raise TokenizerError(f"{key!r} holds {twice!r} twice")
+            duplicate = next(item for item, count in Counter(value).items() if count > 1)
+            raise TokenizerError(f"{key!r} contains {duplicate!r} twice")
         for item in value:
             check_text(item)
     return value
@@ -233,9 +236,9 @@ _QUOTES = frozenset("\"'`")
 
 @functools.cache
 def _combining_characters() -> str:
-    """The combining marks, and the joiners that Indic and Persian words contain: ``\\w`` of Python lacks them.
+    r"""Return combining marks and the joiners of Indic and Persian words, which Python's ``\w`` lacks.
 
-    Without them Hindi, or an accent that is a character of its own, would be cut to shreds.
+    Without them, Hindi, or an accent that is a separate character, would be split inside words.
     """
     planes = (range(0x300, 0x20000), range(0xE0100, 0xE01F0))
     return "\u200c\u200d" + "".join(chr(i) for plane in planes for i in plane if unicodedata.category(chr(i))[0] == "M")
@@ -243,7 +246,7 @@ def _combining_characters() -> str:
 
 @functools.cache
 def _patterns() -> tuple[frozenset[str], re.Pattern[str], re.Pattern[str]]:
-    """(the marks, words of text without marks, words of any text).  The last is the truth, and ten times as slow."""
+    """Return (marks, pattern for text without marks, exact but slow pattern for any text)."""
 
     def words(letter: str) -> re.Pattern[str]:
         return re.compile(rf"\n|{letter}+(?:(?:['’-]|(?<=\d)[.,](?=\d)){letter}+)*|\S")
@@ -252,39 +255,42 @@ def _patterns() -> tuple[frozenset[str], re.Pattern[str], re.Pattern[str]]:
 
 
 def split_words(text: str) -> list[str]:
-    marks, plain, full = _patterns()
-    return (plain if text.isascii() or marks.isdisjoint(text) else full).findall(text)
+    marks, plain, with_marks = _patterns()
+    return (plain if text.isascii() or marks.isdisjoint(text) else with_marks).findall(text)
 
 
 SPLITS: dict[str, Callable[[str], list[str]]] = {"words": split_words, "whitespace": str.split}
 
 
 class SpacingRules:
-    """Whether a space stands before the next word, as a function of the words before it.  One object per text."""
+    """Decides whether a space precedes the next word, given the words before it.
+
+    One object per text.
+    """
 
     def __init__(self, split: str) -> None:
-        self._plain = split == "whitespace"
-        self._glued = True  # at the start of a text or line, and after an opening mark, nothing is put before a word
-        self._open: set[str] = set()  # straight quotes that wait for their partner on this line
+        self._is_whitespace = split == "whitespace"
+        self._suppress_space = True  # no space at the start of a text or line, or after an opening mark
+        self._open_quotes: set[str] = set()  # straight quotes without a partner on this line
 
     def needs_space(self, word: str) -> str:
-        space = "" if self._glued else " "
-        if self._plain:
-            self._glued = False
+        space = "" if self._suppress_space else " "
+        if self._is_whitespace:
+            self._suppress_space = False
             return space
         if word == "\n":
-            self._glued = True
-            self._open.clear()
+            self._suppress_space = True
+            self._open_quotes.clear()
             return ""
-        closes = word in _CLOSING or word in self._open
-        self._glued = word in _OPENING or (word in _QUOTES and not closes)
+        closes = word in _CLOSING or word in self._open_quotes
+        self._suppress_space = word in _OPENING or (word in _QUOTES and not closes)
         if word in _QUOTES:
-            self._open ^= {word}
+            self._open_quotes ^= {word}
         return "" if closes else space
 
 
 class WordTokenizer(TableTokenizer):
-    """One id per word.  See the module."""
+    """One id per word, see the module's description."""
 
     kind = "word"
     units = "word", "words"
@@ -320,14 +326,14 @@ class WordTokenizer(TableTokenizer):
         lower: bool = False,
         on_unknown: str = "warn",
     ) -> WordTokenizer:
-        """The most frequent words, in the order of their frequency."""
-        room = num_free_ids(vocab_size, roles)
-        cutter = cls([], roles, split=split, lower=lower)  # checks the options before a long read
+        """Select the most frequent words, in the order of frequency."""
+        max_tokens = num_free_ids(vocab_size, roles)
+        splitter = cls([], roles, split=split, lower=lower)  # checks the options before a long read
         counts: Counter[str] = Counter()
         for text in texts:
             for piece in split_text(text):
-                counts.update(cutter.words(piece))
-        return cls(most_frequent(counts, room, min_freq), roles, split=split, lower=lower, on_unknown=on_unknown)
+                counts.update(splitter.words(piece))
+        return cls(most_frequent(counts, max_tokens, min_freq), roles, split=split, lower=lower, on_unknown=on_unknown)
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any], on_unknown: str = "warn") -> WordTokenizer:
@@ -340,23 +346,23 @@ class WordTokenizer(TableTokenizer):
         )
 
     def words(self, text: str) -> list[str]:
-        """The words of a text, before any vocabulary."""
+        """Split a text into words, independent of the vocabulary."""
         return SPLITS[self.split](text.lower() if self.lower else text)
 
     def _encode_plain(self, text: str, unknown: Counter[str]) -> list[int]:
         words = self.words(text)
-        found = list(map(self._ids.get, words))
-        if None in found:
-            unknown.update(word for word, token_id in zip(words, found, strict=True) if token_id is None)
-        unk = self.special_tokens.unk or 0  # without an UNK the report of the unknown raises
-        return [unk if token_id is None else token_id for token_id in found]
+        token_ids = list(map(self._ids.get, words))
+        if None in token_ids:
+            unknown.update(word for word, token_id in zip(words, token_ids, strict=True) if token_id is None)
+        unk = self.special_tokens.unk or 0  # without UNK, report_unknown raises
+        return [unk if token_id is None else token_id for token_id in token_ids]
 
     def incremental_decoder(self, *, skip_specials: bool = True) -> Callable[[int], bytes]:
         spacing = SpacingRules(self.split)
-        piece_of = self.token_bytes if skip_specials else self._shown
+        bytes_of_token = self.token_bytes if skip_specials else self._display_bytes
 
         def add(token_id: int) -> bytes:
-            piece = piece_of(token_id)
+            piece = bytes_of_token(token_id)
             return spacing.needs_space(piece.decode()).encode() + piece if piece else b""
 
         return add

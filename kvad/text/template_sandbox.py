@@ -1,4 +1,4 @@
-"""Chat templates, rendered by Jinja's immutable sandbox in child processes with limits of time, memory and output.
+"""Rendering of chat templates in child processes with limits of time, memory and output.
 
 A template is a program that comes with a model. It runs in ``template_worker.py``, a process without torch that is
 started once and renders any number of templates. The limit of time is CPU time of that process: neither a busy machine
@@ -89,7 +89,10 @@ def render_template(
 
 @functools.cache
 def _pool(pid: int) -> queue.LifoQueue[_Worker | None]:
-    """Return the idle workers of a process (a fork has a pool of its own). None is a worker that is not started."""
+    """Return the idle workers of a process (a fork has a pool of its own).
+
+    None is a worker that is not started.
+    """
     pool = queue.LifoQueue[_Worker | None]()
     for _ in range(MAX_WORKERS):
         pool.put(None)
@@ -97,7 +100,10 @@ def _pool(pid: int) -> queue.LifoQueue[_Worker | None]:
 
 
 class _Worker:
-    """Child process that renders one template at a time. It ends with this object and with this process."""
+    """Child process that renders one template at a time.
+
+    It ends with this object and with this process.
+    """
 
     def __init__(self) -> None:
         self._socket, child_end = socket.socketpair()
@@ -141,7 +147,7 @@ class _Worker:
 
 
 def _stop(process: subprocess.Popen[bytes], connection: socket.socket, reader: BufferedReader) -> None:
-    """End a child process. In a fork of its parent, where it is no child, only close the connection."""
+    """End a child process; in a fork of its parent, only close the connection."""
     process.kill()
     process.wait()
     reader.close()

@@ -1,4 +1,4 @@
-"""Child process that renders chat templates with Jinja's immutable sandbox, started by ``kvad.text.sandbox``.
+"""Child process of ``kvad.text.template_sandbox`` that renders chat templates.
 
 Standard input and output carry requests and replies: eight bytes of length (big endian), then JSON in UTF-8. The
 process ends with its input, if a render exceeds its CPU time (signal SIGPROF), and if it runs out of memory (status
@@ -39,7 +39,10 @@ class _Failure(Exception):
 
 
 class _Generated(str):
-    """Text of a ``{% generation %}`` block. It is the same object as long as the template writes it unchanged."""
+    """Text of a ``{% generation %}`` block.
+
+    It is the same object as long as the template writes it unchanged.
+    """
 
     def __str__(self) -> str:
         return self
@@ -73,12 +76,15 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
-        """Join the parts of a macro. A macro that only writes a generation block returns that same object."""
+        """Join the parts of a macro.
+
+        A macro that only writes a generation block returns that same object.
+        """
         texts = list(parts)
         return texts[0] if len(texts) == 1 and isinstance(texts[0], _Generated) else "".join(texts)
 
     def answer(self, source: str, values: dict[str, Any], now: str, max_output: int) -> dict[str, Any]:
-        """Render a template; return its "text" and "spans" (as in ``kvad.text.sandbox.Output``), or an "error"."""
+        """Render a template; return its "text" and "spans" (see RenderOutput), or an "error"."""
         try:
             template = self.compiled(source)
         except Exception as error:
@@ -140,7 +146,7 @@ def _problem(error: Exception) -> str:
 
 
 def _line(template: Template, error: Exception) -> str:
-    """Return `` (line 3)`` for the innermost line of the template that an error came from, or ""."""
+    """Return `` (line 3)`` for the innermost template line of an error, or ""."""
     lines = [n for frame, n in walk_tb(error.__traceback__) if frame.f_code.co_filename == template.filename]
     return f" (line {template.get_corresponding_lineno(lines[-1])})" if lines else ""
 

@@ -1,8 +1,8 @@
-"""Train or load a tokenizer of any kind: the one door of ``kvad.text``.
+"""Train or load a tokenizer of any kind.
 
-What kvad saves is one file, ``tokenizer.json``: either the Hugging Face ``tokenizers`` format (byte-level BPE and
-whatever else that library loads), or kvad's own: a table of bytes, characters or words, or SentencePiece models with
-what stood beside them.  Which one it is, the file says.  Folders of other makes are read too (``load_tokenizer``).
+A saved tokenizer is one file, ``tokenizer.json``: either in the format of the Hugging Face ``tokenizers`` library
+(byte-level BPE and all else that it loads), or in kvad's: a table of bytes, characters or words, or SentencePiece
+models. The file names its kind. Folders of other formats are read too (:func:`load_tokenizer`).
 """
 
 from __future__ import annotations
@@ -40,22 +40,29 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Learn a vocabulary from documents, which are read once and need not fit in memory.
 
-    ``vocab_size`` is a ceiling, specials included; ``min_freq`` is for tokens (bpe: for pairs to merge); both mean
-    nothing to ``byte``, which has nothing to learn and reads no text.  ``lower`` is for char and word, ``split`` for
-    word (``words.SPLITS``).  ``specials`` are roles out of separator, bos, eos, pad, unk, cls, sep, mask, and
-    names of tokens without a role (``<extra_id_0>``); the separator is always there, and by default unk for char and
-    word.  cls and sep are around every text.  ``closed``: EOS is part of a text's frame (bpe, whose file others read
-    too; the other kinds have no frame).
-    Raises TokenizerError for an option that cannot be, DataError for an empty corpus.
+    Args:
+        kind: "bpe", "byte", "char" or "word"; byte learns nothing and reads no text.
+        texts: The documents.
+        vocab_size, min_freq: Maximum number of tokens with specials; minimum frequency (bpe: of merged pairs).
+        lower: Lower-case the text (char, word).
+        split: Splitting of words, see ``simple_tokenizers.SPLITS`` (word).
+        specials: Roles out of separator, bos, eos, pad, unk, cls, sep, mask, and names of tokens without a role
+            (``<extra_id_0>``). The separator always exists, unk by default for char and word.
+        closed: Texts end with EOS (bpe only; other kinds have no post-processor).
+        on_unknown: "warn" or "error" for unknown tokens.
+        progress: Called with the numbers of texts and characters read.
+
+    Raises:
+        TokenizerError, DataError: If an option is invalid; if the corpus is empty.
     """
     if kind not in KINDS:
         raise TokenizerError(f"unknown kind of tokenizer {kind!r}", suggest(kind, KINDS))
     if min_freq < 1:
-        raise TokenizerError(f"min_freq {min_freq} is below 1")
+        raise TokenizerError(f"min_freq: must be at least 1, got {min_freq}")
     if lower and kind not in ("char", "word"):
-        raise TokenizerError(f"a {kind} tokenizer is lossless and cannot lower-case", "use char or word")
+        raise TokenizerError(f"a {kind} tokenizer is lossless and cannot lower-case", "Use char or word.")
     if split != "words" and kind != "word":
-        raise TokenizerError(f"split is for word tokenizers, not for {kind}")
+        raise TokenizerError(f"split: requires a word tokenizer, got {kind}")
     roles = specials if specials is not None else ("unk",) if kind in ("char", "word") else ()
     if kind == "byte":
         return ByteTokenizer(roles, on_unknown=on_unknown)
@@ -74,12 +81,14 @@ def train_tokenizer(
             corpus, roles, vocab_size=vocab_size, min_freq=min_freq, split=split, lower=lower, on_unknown=on_unknown
         )
     if not corpus.num_chars:
-        raise DataError("the corpus has no text to train a tokenizer on", f"{corpus.num_texts} documents, all empty")
+        raise DataError(
+            "the corpus has no text to train a tokenizer on", f"It has {corpus.num_texts} documents, all empty."
+        )
     return tokenizer
 
 
 class _Corpus:
-    """The documents, checked and counted while somebody else reads them."""
+    """Iterator over documents that checks and counts them."""
 
     def __init__(self, texts: Iterable[str], progress: Progress | None) -> None:
         self._texts = check_texts(texts)
@@ -100,13 +109,19 @@ class _Corpus:
 def load_tokenizer(
     folder_or_file: Path, *, roles: Mapping[str, str | None] | None = None, on_unknown: str = "warn"
 ) -> Tokenizer:
-    """Read the tokenizer of a folder, or the file that is named.
+    """Load the tokenizer of a folder, or a file.
 
-    In a folder, what is found first: ``tokenizer.json``; SentencePiece models, as the class in
-    ``tokenizer_config.json`` says (``spm.py``); ``vocab.json`` + ``merges.txt``; ``vocab.txt`` (``vocabularies.py``).
-    ``roles`` ({"bos": "<s>"}) says which special token is which in a Hugging Face file; without it,
-    ``tokenizer_config.json`` beside the file does, and then the names in common use.  Raises TokenizerError that names
-    the file.
+    In a folder, the first of these is used: ``tokenizer.json``; SentencePiece models, by the class in
+    ``tokenizer_config.json``; ``vocab.json`` + ``merges.txt``; ``vocab.txt``.
+
+    Args:
+        folder_or_file: Folder or file.
+        roles: Special tokens by role ({"bos": "<s>"}) for a Hugging Face file; default: ``tokenizer_config.json`` next
+            to the file, then common names.
+        on_unknown: "warn" or "error" for unknown tokens.
+
+    Raises:
+        TokenizerError: With the file's name.
     """
     path = Path(folder_or_file)
     if path.is_dir():
@@ -122,28 +137,28 @@ def _load_folder(folder: Path, roles: Mapping[str, str | None] | None, on_unknow
     settings = read_settings(folder)
     if is_sentencepiece(folder, settings):
         return load_sentencepiece(folder, settings, roles=roles, on_unknown=on_unknown)
-    for name, read in (("vocab.json", byte_level_bpe), ("vocab.txt", wordpiece)):
+    for name, build_backend in (("vocab.json", byte_level_bpe), ("vocab.txt", wordpiece)):
         if (folder / name).is_file():
-            backend, usual = read(folder, settings)
+            backend, default_roles = build_backend(folder, settings)
             apply_settings(backend, settings)
-            return HFTokenizer(backend, usual if roles is None else roles, on_unknown=on_unknown)
+            return HFTokenizer(backend, default_roles if roles is None else roles, on_unknown=on_unknown)
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    found = f"the folder holds {', '.join(names[:8])}{more}" if names else "the folder is empty"
-    raise TokenizerError(f"there is no {FILE_NAME} in {folder}, nor another tokenizer", found)
+    omitted = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    contents = f"The folder contains {', '.join(names[:8])}{omitted}" if names else "The folder is empty."
+    raise TokenizerError(f"there is no {FILE_NAME} in {folder}, nor another tokenizer", contents)
 
 
 def _load_json(path: Path, roles: Mapping[str, str | None] | None, on_unknown: str) -> Tokenizer:
     text = read_text(path)
     try:
         if _KVAD_KEY.match(text):
-            return _load_table(parse_object(text), on_unknown)
+            return _load_kvad(parse_object(text), on_unknown)
         return _load_library(path, text, roles, on_unknown)
     except TokenizerError as error:
         raise TokenizerError(f"{path}: {error.message}", error.hint) from error.__cause__
 
 
-def _load_table(file: dict[str, Any], on_unknown: str) -> Tokenizer:
+def _load_kvad(file: dict[str, Any], on_unknown: str) -> Tokenizer:
     content = read_field(file, "kvad", dict)
     kind = read_field(content, "kind", str)
     if kind == "byte":
@@ -162,9 +177,9 @@ def _load_library(path: Path, text: str, roles: Mapping[str, str | None] | None,
 
     try:
         backend = Backend.from_str(text)
-    except Exception as error:  # the library raises nothing more special
-        parse_object(text)  # says where, when it is not JSON at all
-        raise TokenizerError(f"not a tokenizer that the tokenizers library reads: {error}") from None
+    except Exception as error:  # the library raises no specific type
+        parse_object(text)  # reports the position if it is not JSON
+        raise TokenizerError(f"not readable by the tokenizers library: {error}") from None
     settings = read_settings(path.parent)
     apply_settings(backend, settings)
     if roles is None:

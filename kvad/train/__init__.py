@@ -1,4 +1,5 @@
-"""Training: documents -> packed Steps -> AdamW -> checkpoints that go on to the bit.  Never imports cache or engine.
+"""Training: from documents to checkpoints from which a run resumes bit for bit.
 
-``kvad.train.loop.run.train_model(config, corpus, out)`` does all of it; ``kvad.train.loop.trainer`` is the loop.
+``train.loop.train_model(config, corpus, out)`` runs a training; ``train.loop.trainer`` is the loop. Imports neither
+``cache`` nor ``engine``.
 """

@@ -1,4 +1,4 @@
-"""kvad.verify"""
+"""Comparison of cached with uncached results: replay, fault injection, diagnosis."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Which memories ``kvad verify`` holds against a judge: layout x format x policy x way of rotating.
+"""Cache configurations that ``kvad verify`` tests: layout x format x policy x ``rope_at``.
 
-The product is taken whole; what cannot be is not left out in silence but refused by the part that cannot do it, in its
-own words (:func:`refusal`).  What a memory promises follows from its policy:
+All combinations are tested. An impossible one is refused by the component that cannot support it
+(:func:`unsupported_reason`). The required exactness follows from the policy:
 
-* none, or one that goes by position: *exact* beside the model whose layers see what the policy lets them see;
-* one that spills keeps everything: *exact*, too;
-* one that ranks or summarises (:func:`first_cut`): each row is a function of itself, and exact until it is first cut.
+* no policy, or one by position: *exact* compared with the model under the same mask;
+* offload: keeps everything, *exact*;
+* ranking or summarizing (:func:`first_loss_length`): a function of the sequence alone, exact until its first eviction.
 
-:data:`SIZED` has one of each kind, for rows of so many tokens.
+:data:`SIZED` has one policy of each kind, sized for sequences of a given length.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from kvad.verify.report import case_name
 
 @dataclass(frozen=True)
 class MemoryCase:
-    """A memory by what it is made of; ``dtype``: its formats, "int8/int4" where keys and values differ."""
+    """One cache configuration.
+
+    ``dtype`` is "int8/int4" if keys and values have different formats.
+    """
 
     layout: str
     dtype: str
@@ -41,17 +44,17 @@ class MemoryCase:
 
     @property
     def keeps_everything(self) -> bool:
-        """Whether it keeps everything."""
+        """True if the policy evicts nothing."""
         return self.policy == "full"
 
     @property
     def float64_case(self) -> MemoryCase:
-        """The same memory in float64, which judges the structure."""
+        """The same configuration in float64, which tests the structure."""
         return replace(self, dtype="float64")
 
     @property
     def full_case(self) -> MemoryCase:
-        """The same memory, if it kept everything."""
+        """The same configuration without a policy."""
         return replace(self, policy="full", endless=False)
 
     @staticmethod
@@ -62,22 +65,25 @@ class MemoryCase:
         rotates: Sequence[str] = ("write",),
         endless: bool = False,
     ) -> list[MemoryCase]:
-        """All of them, a policy's together."""
-        every = product(policies, rotates, layouts, dtypes)
-        return [MemoryCase(layout, dtype, policy, rotate, endless) for policy, rotate, layout, dtype in every]
+        """Build all combinations, those of one policy next to each other."""
+        combinations = product(policies, rotates, layouts, dtypes)
+        return [MemoryCase(layout, dtype, policy, rotate, endless) for policy, rotate, layout, dtype in combinations]
 
 
 def unsupported_reason(
-    config: ModelConfig, asked: MemoryCase, cache: Callable[[MemoryCase], CacheConfig]
+    config: ModelConfig, case: MemoryCase, build_config: Callable[[MemoryCase], CacheConfig]
 ) -> KvadError | None:
-    """Why this memory cannot be; None where it can.  ``cache``: how it is made."""
+    """Return why this configuration is impossible, or None.
+
+    ``build_config`` makes its CacheConfig.
+    """
     try:
-        made = cache(asked)
-        build_groups(attention_specs(config), made)
-        check_policy(config, made)
+        cache = build_config(case)
+        build_groups(attention_specs(config), cache)
+        check_policy(config, cache)
     except KvadError as error:
         return error
-    if asked.rotate == "read" and not uses_rope(config):
+    if case.rotate == "read" and not uses_rope(config):
         return UsageError("no layer of this model rotates its keys", "as with rotate=write")
     return None
 
@@ -86,55 +92,63 @@ def uses_rope(config: ModelConfig) -> bool:
     return any(isinstance(kind.attention.position, RopeConfig) for kind in config.stack.layer_types.values())
 
 
-def first_loss_length(placed: Sequence[CacheGroup]) -> int | None:
-    """The length at which a row first loses something; None where no policy ranks, summarises or chooses."""
+def first_loss_length(groups: Sequence[CacheGroup]) -> int | None:
+    """Return the length at which a sequence first loses data, or None if no policy ranks, summarizes or selects."""
     losing = [
         group.eviction_policy or group.demotion_policy
-        for group in placed
+        for group in groups
         if not isinstance(group.demotion_policy, cache_lib.policy.OffloadPolicy)
     ]
-    cuts = [policy.next_trigger_length(0) for policy in losing if policy is not None]
-    read = [
-        (group.sparse_read_policy.budget, group.block_size) for group in placed if group.sparse_read_policy is not None
+    trigger_lengths = [policy.next_trigger_length(0) for policy in losing if policy is not None]
+    read_budgets = [
+        (group.sparse_read_policy.budget, group.block_size) for group in groups if group.sparse_read_policy is not None
     ]
-    return min([*cuts, *(-(-budget // size) * size for budget, size in read)], default=None)
+    return min([*trigger_lengths, *(-(-budget // size) * size for budget, size in read_budgets)], default=None)
 
 
-# ---------------------------------------------------------------- one of each kind
+# ---------------------------------------------------------------- one policy of each kind
 
 
-def _descending(size: planning.cache_presets.PolicySize) -> str:
-    """Not for a budget: every level holds something of these rows, and something is gone."""
-    kept = -(-size.num_retained // (2 * size.block)) * size.block  # in whole blocks
+def _tiered(size: planning.cache_presets.PolicySize) -> str:
+    """Build a tiered policy: every level holds some tokens, and some tokens are dropped."""
+    retained = -(-size.num_retained // (2 * size.block)) * size.block  # rounded up to whole blocks
     if size.block % 2:
-        return f"hierarchy({kept}, every={2 * size.block})"
-    return f"hierarchy({kept}, packed={kept}, every={2 * size.block}, summaries={kept}, ratio=2)"
+        return f"tiered({retained}, interval={2 * size.block})"
+    return f"tiered({retained}, quantized={retained}, interval={2 * size.block}, summaries={retained}, ratio=2)"
 
 
-# Each policy by its name; all but the hierarchy as they are priced (lab/caches.py).
+# Each policy by its name. All but the tiered one are sized as in planning/cache_presets.py.
 SIZED: dict[str, Callable[[planning.cache_presets.PolicySize], str]] = {
     "full": lambda _size: "full",
     **planning.cache_presets.POLICY_BUILDERS,
-    "hierarchy": _descending,
-    "spilled": lambda size: f"spilled({-(-size.num_retained // size.block) * size.block}, every={2 * size.block})",
+    "tiered": _tiered,
+    "offload": lambda size: f"offload({-(-size.num_retained // size.block) * size.block}, interval={2 * size.block})",
 }
 
 
 def sized_policy(name: str, longest: int, block_size: int) -> str:
-    """A policy by its bare name, for rows of ``longest`` tokens: a quarter of them stays; what ranks cuts twice in as
-    many tokens."""
-    kept = max(1, longest // 4)
+    """Write out a policy that retains a quarter of ``longest`` tokens and evicts twice."""
+    retained = max(1, longest // 4)
     size = planning.cache_presets.PolicySize(
-        longest, kept, interval=max(1, kept // 2), block=block_size, observed_queries=max(1, kept // 4), kernel=3
+        longest,
+        retained,
+        interval=max(1, retained // 2),
+        block=block_size,
+        observed_queries=max(1, retained // 4),
+        kernel=3,
     )
     return SIZED[name](size)
 
 
-def parse_policies(said: Sequence[str], longest: int, block_size: int) -> tuple[str, ...]:
-    """What ``--policy`` says, each once: "all", bare names, or policies in full.  ConfigError for what is none."""
-    found: dict[str, None] = {}
-    for name in said:
-        for each in cache_lib.policy_parser.POLICIES if name == "all" else (name,):
-            text = sized_policy(each, longest, block_size) if each in SIZED else each
-            found[text if str(parse_policy(text)) != "full" else "full"] = None
-    return tuple(found) or ("full",)
+def parse_policies(values: Sequence[str], longest: int, block_size: int) -> tuple[str, ...]:
+    """Parse the values of ``--policy``: "all", bare names, or policies in full, without duplicates.
+
+    Raises:
+        ConfigError: If a value is not a policy.
+    """
+    policies: dict[str, None] = {}
+    for name in values:
+        for policy in cache_lib.policy_parser.POLICIES if name == "all" else (name,):
+            text = sized_policy(policy, longest, block_size) if policy in SIZED else policy
+            policies[text if str(parse_policy(text)) != "full" else "full"] = None
+    return tuple(policies) or ("full",)

@@ -1,10 +1,10 @@
-"""Where a memory first differs from the judge, and what that looks like: evidence in, the name of a fault out.
+"""Finds the first difference between a cached and an uncached run and names the fault.
 
-:func:`diagnose` runs the replay again, watching every layer.  In the order of time, layer by layer and row by row, it
-compares what the memory attended with (q, the keys and values at every visible place, who is visible, the output) with
-what the judge computed for the same tokens (:mod:`kvad.verify.mismatch`), and asks at the first difference which fault
-explains it (:mod:`kvad.verify.mismatch_signatures`).  It never asks which fault was injected.  An unhurt memory has no first
-difference.
+:func:`diagnose` repeats the replay and records every layer. In the order of time, layer by layer and sequence by
+sequence, it compares what the cache attended with (q, keys and values of every visible slot, visibility, the output)
+with what the reference computed for the same tokens (:mod:`kvad.verify.mismatch`). At the first difference it
+determines which fault explains it (:mod:`kvad.verify.mismatch_signatures`). It never uses which fault was injected.
+A correct cache has no first difference.
 """
 
 from __future__ import annotations
@@ -34,87 +34,94 @@ from kvad.verify.mismatch_signatures import explain_mismatch
 from kvad.verify.replay import ReplayStream, SequenceKey, replay_streams
 from kvad.verify.report import MismatchFinding
 
-BuildMemory = Callable[[Sequence[CacheGroup], ops.sub_batch.AttentionHook], KVCache]
-CLOSE = {torch.float64: 1e-9, torch.float32: 2e-4}  # relative to the largest element, when nothing is rounded
+BuildCache = Callable[[Sequence[CacheGroup], ops.sub_batch.AttentionHook], KVCache]
+CLOSE = {torch.float64: 1e-9, torch.float32: 2e-4}  # relative to the largest element, if nothing is rounded
 
 
 def diagnose(
     model: Transformer,
     config: CacheConfig,
     streams: Sequence[ReplayStream],
-    build: BuildMemory,
+    build: BuildCache,
     *,
     squeezes: int = 0,
     lossy: bool = False,
 ) -> MismatchFinding | None:
-    """The first difference of ``build``'s memory from ``model`` without one (under the masks of ``config.policy``),
-    named; None where there is none.
+    """Find and name the first difference between a cache and the uncached model under ``config.policy``'s masks.
 
-    ``lossy``: only what the formats do not excuse: layer 0's keys and values beyond their rounding, and gross
-    ones (an overflow) further up, where rounding has spread.
+    Args:
+        build: Makes the cache from its groups and an attention hook.
+        squeezes: Number of preemptions to force.
+        lossy: Report only what the formats do not explain: errors of layer 0's keys and values beyond their
+            rounding, and gross ones (an overflow) in later layers, to which rounding has spread.
+
+    Returns:
+        The finding, or None if nothing differs.
     """
     inspector = _Inspector(model, config, streams, build, lossy)
     try:
         replay_streams(
-            model, config, streams, squeezes=squeezes, make=inspector.make, watch=inspector.enter, keep=False
+            model, config, streams, squeezes=squeezes, make=inspector.make, watch=inspector.on_scheduled, keep=False
         )
-    except _Found as found:
-        return found.finding
+    except _MismatchFound as error:
+        return error.finding
     return None
 
 
-class _Found(Exception):
+class _MismatchFound(Exception):
     def __init__(self, finding: MismatchFinding) -> None:
         super().__init__(finding.evidence)
         self.finding = finding
 
 
 class _Inspector:
-    """Compares every call with the judge's and stops the replay at the first difference."""
+    """Compares every call with the reference and stops the replay at the first difference."""
 
-    plan: SchedulerOutput
-    world: ComparisonContext
+    output: SchedulerOutput
+    context: ComparisonContext
 
     def __init__(
         self,
         model: Transformer,
         config: CacheConfig,
         streams: Sequence[ReplayStream],
-        build: BuildMemory,
+        build: BuildCache,
         lossy: bool,
     ) -> None:
         self.model, self.config, self.streams, self.build = model, config, streams, build
         self.lossy = lossy
         specs = config.restrict(attention_specs(model.config))
-        self.judge: Mapping[SequenceKey, list[RecordedLayer]] = {
-            (number, sample): reference_layers(model, stream, sample, specs, config.endless)
-            for number, stream in enumerate(streams)
+        self.reference: Mapping[SequenceKey, list[RecordedLayer]] = {
+            (index, sample): reference_layers(model, stream, sample, specs, config.endless)
+            for index, stream in enumerate(streams)
             for sample in range(len(stream.forced_tokens))
         }
 
-    def make(self, placed: Sequence[CacheGroup]) -> ManagedCache:
-        """The memory that the replay runs on, watched."""
-        watched = RecordingKVCache(self.look)
-        memory = self.build(placed, watched.attention_hook)
-        close = CLOSE[next(iter(self.judge.values()))[0].q.dtype]
-        books = ExpectedLayout(build_groups(attention_specs(self.model.config), self.config))
-        self.world = ComparisonContext(
-            self.model, self.streams, self.judge, memory, books, close, self.config.token_formats, self.lossy
+    def make(self, groups: Sequence[CacheGroup]) -> ManagedCache:
+        """Build the recorded cache that the replay runs on."""
+        recorder = RecordingKVCache(self.compare)
+        kv_cache = self.build(groups, recorder.attention_hook)
+        close = CLOSE[next(iter(self.reference.values()))[0].q.dtype]
+        layout = ExpectedLayout(build_groups(attention_specs(self.model.config), self.config))
+        self.context = ComparisonContext(
+            self.model, self.streams, self.reference, kv_cache, layout, close, self.config.token_formats, self.lossy
         )
-        return watched.attach(memory)
+        return recorder.attach(kv_cache)
 
-    def enter(self, plan: SchedulerOutput) -> None:
-        self.plan = plan
-        self.world.expected_layout.apply(plan)
+    def on_scheduled(self, output: SchedulerOutput) -> None:
+        self.output = output
+        self.context.expected_layout.apply(output)
 
-    def look(self, call: AttentionCall) -> None:
-        books = self.world.expected_layout
-        group = next(number for number, g in enumerate(books.groups) if call.layer in g.layers)
-        for row in expected_rows(self.plan, books, group, call.seen):
-            case = Mismatch(self.world, call, row)
-            where = case.first_difference()
-            if where is not None:
-                what, position, size = where
-                fault, evidence = explain_mismatch(case)
+    def compare(self, call: AttentionCall) -> None:
+        layout = self.context.expected_layout
+        group = next(index for index, g in enumerate(layout.groups) if call.layer in g.layers)
+        for seq_row in expected_rows(self.output, layout, group, call.seen):
+            mismatch = Mismatch(self.context, call, seq_row)
+            difference = mismatch.first_difference()
+            if difference is not None:
+                tensor, position, size = difference
+                fault, evidence = explain_mismatch(mismatch)
                 stored = self.config.format_name
-                raise _Found(MismatchFinding(fault, call.layer, *row.key, position, what, size, evidence, stored))
+                raise _MismatchFound(
+                    MismatchFinding(fault, call.layer, *seq_row.key, position, tensor, size, evidence, stored)
+                )

@@ -1,10 +1,8 @@
-"""One row in one layer of one step: the memory's numbers beside the judge's, and the first place where they differ.
+"""Comparison of one sequence in one layer and step with the reference, and the first index that differs.
 
-What every attention layer was given and saw, beside what the host meant it to see.
-
-:class:`Watched` stands between a model and any memory; its views hand every call on and show it to a listener.
-:class:`Books` keeps, from the plans alone, which position lies in which slot: a second opinion on the memory's
-columns that no fault of the memory can touch.
+:class:`RecordingCache` wraps any cache: its views pass every call on and report it to a listener.
+:class:`ExpectedLayout` derives from the scheduler's output alone which position is in which slot, independently of
+the cache's position tensors, so no fault of the cache can change it.
 """
 
 from __future__ import annotations
@@ -38,14 +36,17 @@ from kvad.verify.replay import ReplayStream, SequenceKey, run_uncached, sequence
 
 
 class AttentionCall(NamedTuple):
-    """One layer in one step: ``q`` [T, H, D], ``k`` [T, K, D] and ``v`` as the model gave them, not yet rotated, and
-    per lane what the memory attended with."""
+    """One layer in one step.
+
+    ``q`` [T, H, D], ``k`` [T, K, D] and ``v`` are the model's, not yet rotated; ``seen`` has per sub-batch what the
+    cache attended with.
+    """
 
     layer: int
     q: Tensor
     k: Tensor
     v: Tensor
-    score: AttentionParams
+    params: AttentionParams
     seen: tuple[ops.sub_batch.AttentionTrace, ...]
 
 
@@ -53,7 +54,10 @@ CallListener = Callable[[AttentionCall], None]
 
 
 class RecordingCache:
-    """A memory whose calls are shown to ``listener``.  Its maker must let the memory's probe be :meth:`probe`."""
+    """A cache that reports its calls to ``listener``.
+
+    The inner cache's attention hook must be :meth:`attention_hook`.
+    """
 
     def __init__(self, listener: CallListener) -> None:
         self.inner: CacheProtocol | None = None
@@ -63,22 +67,22 @@ class RecordingCache:
     def attention_hook(self, seen: ops.sub_batch.AttentionTrace) -> None:
         self._seen.append(seen)
 
-    def open(self, step: ModelInput) -> Sequence[CacheView]:
+    def open(self, model_input: ModelInput) -> Sequence[CacheView]:
         assert self.inner is not None
-        return [_RecordingView(self, layer, view) for layer, view in enumerate(self.inner.open(step))]
+        return [_RecordingView(self, layer, view) for layer, view in enumerate(self.inner.open(model_input))]
 
     def call(
-        self, layer: int, view: CacheView, q: Tensor, k: Tensor | None, v: Tensor | None, score: AttentionParams
+        self, layer: int, view: CacheView, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams
     ) -> Tensor:
         self._seen.clear()
-        out = view.attend(q, k, v, score)
+        out = view.attend(q, k, v, params)
         if k is not None and v is not None:
-            self.listener(AttentionCall(layer, q, k, v, score, tuple(self._seen)))
+            self.listener(AttentionCall(layer, q, k, v, params, tuple(self._seen)))
         return out
 
 
 class RecordingKVCache(RecordingCache):
-    """The same around a cache, whose moves go through."""
+    """The same for a ManagedCache; block operations are passed on."""
 
     def __init__(self, listener: CallListener) -> None:
         super().__init__(listener)
@@ -88,32 +92,35 @@ class RecordingKVCache(RecordingCache):
         self.inner = self.cache = cache
         return self
 
-    def apply(self, moves: BlockOps) -> None:
+    def apply(self, block_ops: BlockOps) -> None:
         assert self.cache is not None
-        self.cache.apply(moves)
+        self.cache.apply(block_ops)
 
     def tensors(self) -> list[Tensor]:
         return [] if self.cache is None else self.cache.tensors()
 
 
 class _RecordingView:
-    def __init__(self, watched: RecordingCache, layer: int, view: CacheView) -> None:
-        self._watched, self._layer, self._view = watched, layer, view
+    def __init__(self, recorder: RecordingCache, layer: int, view: CacheView) -> None:
+        self._recorder, self._layer, self._view = recorder, layer, view
 
-    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: AttentionParams) -> Tensor:
-        return self._watched.call(self._layer, self._view, q, k, v, score)
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
+        return self._recorder.call(self._layer, self._view, q, k, v, params)
 
     def write(self, k: Tensor, v: Tensor) -> None:
         self._view.write(k, v)
 
 
-# ---------------------------------------------------------------- the judge
+# ---------------------------------------------------------------- the reference
 
 
 @dataclass(frozen=True)
 class RecordedLayer:
-    """One layer of one whole row without a cache.  T tokens: ``q`` [T, H, D], ``k`` [K, T, D] rotated, ``raw_q``
-    [T, H, D], ``raw_k`` [K, T, D] not rotated, ``v`` [K, T, Dv], ``scores`` [H, T, T], ``out`` [T, H, Dv]."""
+    """One layer of one whole sequence without a cache.
+
+    T tokens: ``q`` [T, H, D], ``k`` [K, T, D] rotated, ``raw_q`` [T, H, D], ``raw_k`` [K, T, D] not rotated,
+    ``v`` [K, T, Dv], ``scores`` [H, T, T], ``out`` [T, H, Dv].
+    """
 
     q: Tensor
     k: Tensor
@@ -122,7 +129,7 @@ class RecordedLayer:
     raw_k: Tensor
     scores: Tensor
     out: Tensor
-    score: AttentionParams
+    params: AttentionParams
 
 
 def reference_layers(
@@ -132,58 +139,66 @@ def reference_layers(
     specs: Sequence[AttentionSpec] | None = None,
     exact: bool = False,
 ) -> list[RecordedLayer]:
-    """Every layer of one row, computed whole; ``specs`` and ``exact``: as :class:`Fresh` judges a cache's policy."""
+    """Record every layer of one sequence without a cache.
+
+    ``specs`` and ``exact`` as in :class:`NoCache`.
+    """
     layers: list[RecordedLayer] = []
 
-    def keep(call: AttentionCall) -> None:
+    def record(call: AttentionCall) -> None:
         (seen,) = call.seen
         raw_k = call.k.transpose(0, 1)
         layers.append(
-            RecordedLayer(seen.q[0], seen.k[0], seen.v[0], call.q, raw_k, seen.scores[0], seen.out[0], call.score)
+            RecordedLayer(seen.q[0], seen.k[0], seen.v[0], call.q, raw_k, seen.scores[0], seen.out[0], call.params)
         )
 
-    watched = RecordingCache(keep)
-    watched.inner = NoCache(
-        model.config, specs=specs, exact_rope=exact, kernel="reference", attention_hook=watched.attention_hook
+    recorder = RecordingCache(record)
+    recorder.inner = NoCache(
+        model.config, specs=specs, exact_rope=exact, kernel="reference", attention_hook=recorder.attention_hook
     )
-    run_uncached(model, stream.tokens(sample), stream.limit, watched, stream.source)
+    run_uncached(model, stream.tokens(sample), stream.limit, recorder, stream.source)
     return layers
 
 
-# ---------------------------------------------------------------- the host's own books
+# ---------------------------------------------------------------- expected layout
 
 
 class ExpectedLayout:
-    """Per group of self-attention, the position that lies in every slot (-1: nothing), and the blocks of every row when
-    last planned."""
+    """Expected position of every slot per group (-1: empty), and the latest block tables."""
 
-    def __init__(self, placed: Sequence[CacheGroup]) -> None:
-        self.groups = tuple(group for group in placed if not group.spec.is_cross_attention)
+    def __init__(self, groups: Sequence[CacheGroup]) -> None:
+        self.groups = tuple(group for group in groups if not group.spec.is_cross_attention)
         self.positions = [
             torch.full((group.num_blocks, group.block_size), -1, dtype=torch.int64) for group in self.groups
         ]
         self.blocks: list[dict[SequenceKey, list[int]]] = [{} for _ in self.groups]
 
-    def apply(self, plan: SchedulerOutput) -> None:
-        """Write down a plan that is about to run."""
-        where = torch.tensor([p for work in plan.scheduled for p in range(work.start, work.start + work.num_tokens)])
-        for number, column in enumerate(self.positions):
-            for block in plan.allocation.block_ops.clear[number]:
-                column[block] = -1
-            for source, target, kept in plan.allocation.block_ops.copy[number]:
-                column[target, :kept] = column[source, :kept]
-                column[target, kept:] = -1
-            column.view(-1)[torch.tensor(plan.allocation.slots[number])] = where
-            for work, table in zip(plan.scheduled, plan.allocation.block_tables[number], strict=True):
-                self.blocks[number][sequence_key(work)] = list(table)
+    def apply(self, output: SchedulerOutput) -> None:
+        """Apply a scheduler output that is about to run."""
+        new_positions = torch.tensor(
+            [
+                p
+                for scheduled in output.scheduled
+                for p in range(scheduled.start, scheduled.start + scheduled.num_tokens)
+            ]
+        )
+        for group, positions in enumerate(self.positions):
+            for block in output.allocation.block_ops.clear[group]:
+                positions[block] = -1
+            for source, target, num_slots in output.allocation.block_ops.copy[group]:
+                positions[target, :num_slots] = positions[source, :num_slots]
+                positions[target, num_slots:] = -1
+            positions.view(-1)[torch.tensor(output.allocation.slots[group])] = new_positions
+            for scheduled, table in zip(output.scheduled, output.allocation.block_tables[group], strict=True):
+                self.blocks[group][sequence_key(scheduled)] = list(table)
 
 
 class ExpectedRow(NamedTuple):
-    """One row in one layer of one step: what it saw of a lane, and what the books say about it.
+    """One sequence in one layer and step: what it read, and what the expected layout contains.
 
-    ``start``, ``num_new``: its new tokens; ``place``: where they begin in the step's flat tokens; ``lane_row``: its row
-    of the lane; ``group``: its cache group; ``slots`` [S]: the global slot read at every place of the lane's slots
-    (block * block_size + offset); ``meant`` [S]: the position that lies there, by the books.
+    ``start``, ``num_new``: its new tokens; ``slot_index``: index of the first in the step's flat tokens;
+    ``sub_batch_row``: its row of the sub-batch; ``group``: its cache group; ``slots`` [S]: the global slot of every
+    slot that the sub-batch read (block * block_size + offset); ``expected`` [S]: the position expected there.
     """
 
     key: SequenceKey
@@ -198,38 +213,51 @@ class ExpectedRow(NamedTuple):
 
 
 def expected_rows(
-    plan: SchedulerOutput, books: ExpectedLayout, group: int, seen: Sequence[ops.sub_batch.AttentionTrace]
+    output: SchedulerOutput, layout: ExpectedLayout, group: int, seen: Sequence[ops.sub_batch.AttentionTrace]
 ) -> list[ExpectedRow]:
-    """The rows of a plan in flat order, each with its share of what the lanes saw."""
-    rows, at, place = [], 0, 0
-    size = books.groups[group].block_size
-    for lane, look in zip(plan.sub_batches, seen, strict=True):
-        for lane_row in range(lane.num_seqs):
-            work, read = plan.scheduled[at], look.positions.shape[-1]
-            blocks = torch.tensor(books.blocks[group][sequence_key(work)], dtype=torch.int64)
-            slots = (blocks.unsqueeze(-1) * size + torch.arange(size)).flatten()[:read]
-            padding = slots.new_full((read - len(slots),), NULL_BLOCK * size)
+    """Build the rows of a scheduler output in flat order, each with its part of what the sub-batches read."""
+    rows, at, slot_index = [], 0, 0
+    size = layout.groups[group].block_size
+    for sub_batch, trace in zip(output.sub_batches, seen, strict=True):
+        for sub_batch_row in range(sub_batch.num_seqs):
+            scheduled, num_read_slots = output.scheduled[at], trace.positions.shape[-1]
+            blocks = torch.tensor(layout.blocks[group][sequence_key(scheduled)], dtype=torch.int64)
+            slots = (blocks.unsqueeze(-1) * size + torch.arange(size)).flatten()[:num_read_slots]
+            padding = slots.new_full((num_read_slots - len(slots),), NULL_BLOCK * size)
             slots = torch.cat((slots, padding))
-            meant = books.positions[group].view(-1)[slots]
+            expected = layout.positions[group].view(-1)[slots]
             rows.append(
-                ExpectedRow(sequence_key(work), work.start, work.num_tokens, place, lane_row, group, look, slots, meant)
+                ExpectedRow(
+                    sequence_key(scheduled),
+                    scheduled.start,
+                    scheduled.num_tokens,
+                    slot_index,
+                    sub_batch_row,
+                    group,
+                    trace,
+                    slots,
+                    expected,
+                )
             )
-            at, place = at + 1, place + work.num_tokens
+            at, slot_index = at + 1, slot_index + scheduled.num_tokens
     return rows
 
 
-GROSS_ERROR = 1e3  # times the largest element: nothing but an overflow
+GROSS_ERROR = 1e3  # times the largest element: only an overflow
 
 
 @dataclass(frozen=True)
 class ComparisonContext:
-    """What every case is held against.  ``close``: how far from the judge's largest element is still equal;
-    ``stored``: the formats promised, of keys and values; ``lossy``: forgive what follows from rounding to them."""
+    """Everything that a mismatch is compared with.
+
+    ``close``: tolerance relative to the reference's largest element; ``stored``: formats of keys and values;
+    ``lossy``: ignore what follows from rounding to them.
+    """
 
     model: Transformer
     streams: Sequence[ReplayStream]
     reference: Mapping[SequenceKey, list[RecordedLayer]]
-    memory: KVCache
+    kv_cache: KVCache
     expected_layout: ExpectedLayout
     close: float
     stored: tuple[str, str]
@@ -238,14 +266,17 @@ class ComparisonContext:
 
 @dataclass(frozen=True)
 class Difference:
-    """``at``: the first index along the dimension of interest; ``size``: the largest |difference|."""
+    """A difference.
+
+    ``at``: first index along the compared dimension, ``size``: largest |difference|.
+    """
 
     at: int
     size: float
 
 
 def first_difference(have: Tensor, true: Tensor, close: float, dim: int) -> Difference | None:
-    """First index along ``dim`` where ``have`` is further than ``close`` (relative to true's largest) from ``true``."""
+    """Find the first index along ``dim`` with a difference above ``close`` (relative to true's max)."""
     if not true.numel():
         return None
     finite = true[true.isfinite()]
@@ -257,45 +288,46 @@ def first_difference(have: Tensor, true: Tensor, close: float, dim: int) -> Diff
 
 
 class Mismatch:
-    """One row in one layer of one step: ``q`` [L, H, D], ``k`` [K, S, D], ``v``, ``columns`` [S],
-    ``scores`` [H, L, S] and ``out`` are what the memory attended with; ``judge`` is the whole row without one.
+    """One sequence in one layer and step, cached and uncached.
 
-    S' below are the visible places: those that some query of this row may see, by the host's books.
+    ``q`` [L, H, D], ``k`` [K, S, D], ``v``, ``positions`` [S], ``scores`` [H, L, S] and ``out`` are what the cache
+    attended with; ``reference`` is the whole sequence without a cache. S' below are the visible slots: those that
+    some query of this sequence may see by the expected layout.
     """
 
-    def __init__(self, world: ComparisonContext, call: AttentionCall, row: ExpectedRow) -> None:
-        self.world, self.call, self.row = world, call, row
-        self.memory, self.close = world.memory, world.close
-        if world.lossy:
-            coarsest = max(cache.quantization.get_format(name).eps for name in world.stored)
+    def __init__(self, context: ComparisonContext, call: AttentionCall, row: ExpectedRow) -> None:
+        self.context, self.call, self.row = context, call, row
+        self.kv_cache, self.close = context.kv_cache, context.close
+        if context.lossy:
+            coarsest = max(cache.quantization.get_format(name).eps for name in context.stored)
             self.close = max(self.close, 2 * coarsest) if call.layer == 0 else GROSS_ERROR
-        self.reference = world.reference[row.key][call.layer]
+        self.reference = context.reference[row.key][call.layer]
         seen, r = row.seen, row.sub_batch_row
         self.q, self.k, self.v = seen.q[r], seen.k[r], seen.v[r]
         self.positions, self.scores, self.out = seen.positions[r], seen.scores[r], seen.out[r]
         self.new = torch.arange(row.start, row.start + row.num_new)
-        mixer = world.expected_layout.groups[row.group].spec
-        self.allowed = AttentionPattern.from_spec(mixer).visible(
+        spec = context.expected_layout.groups[row.group].spec
+        self.allowed = AttentionPattern.from_spec(spec).visible(
             TokenPositions(self.new), TokenPositions(row.expected)
         )  # [L, S]
-        self.pattern = AttentionPattern.from_spec(mixer)
+        self.pattern = AttentionPattern.from_spec(spec)
         self.block_table = self.allowed.any(dim=0).nonzero().squeeze(-1)  # [S']
-        self.meant = row.expected[self.block_table]
+        self.visible_positions = row.expected[self.block_table]
 
     # ------------------------------------------------------------ the first difference
 
     def first_difference(self) -> tuple[str, int, float] | None:
-        """(what, the query's position, how much), or None."""
+        """Return (tensor, position of the query, size) of the first difference, or None."""
         new, start = slice(self.row.start, self.row.start + self.row.num_new), self.row.start
-        if not self.world.lossy:
+        if not self.context.lossy:
             query = self._at_query(self.q, self.reference.q[new])
             if query is not None:
                 return "q", query.at, query.size
-        for what, have, true in (("k", self.k, self.reference.k), ("v", self.v, self.reference.v)):
-            found = first_difference(have[:, self.block_table], true[:, self.meant], self.close, 1)
-            if found is not None:
-                return what, self._first_reader(found.at), found.size
-        if self.world.lossy:
+        for tensor, have, true in (("k", self.k, self.reference.k), ("v", self.v, self.reference.v)):
+            difference = first_difference(have[:, self.block_table], true[:, self.visible_positions], self.close, 1)
+            if difference is not None:
+                return tensor, self._first_reader(difference.at), difference.size
+        if self.context.lossy:
             return None
         out = self._at_query(self.out, self.reference.out[new])
         if out is not None:
@@ -306,21 +338,21 @@ class Mismatch:
         return None
 
     def _at_query(self, have: Tensor, true: Tensor) -> Difference | None:
-        """[L, H, D] both; ``at`` becomes a position."""
-        found = first_difference(have, true, self.close, 0)
-        return None if found is None else Difference(found.at + self.row.start, found.size)
+        """Compare two [L, H, D] tensors; ``at`` becomes a position."""
+        difference = first_difference(have, true, self.close, 0)
+        return None if difference is None else Difference(difference.at + self.row.start, difference.size)
 
-    def _first_reader(self, place: int) -> int:
-        """The first query that may see S'[place]."""
-        return self.row.start + int(self.allowed[:, self.block_table[place]].int().argmax())
+    def _first_reader(self, index: int) -> int:
+        """Return the first query that may see S'[index]."""
+        return self.row.start + int(self.allowed[:, self.block_table[index]].int().argmax())
 
     def visible(self) -> Tensor:
-        """[L, S]: what the memory let every query see."""
+        """Return [L, S]: which slots every query could see."""
         return (self.scores > -math.inf).any(dim=0)
 
     def missing(self) -> int | None:
-        """A position that a query may see and no place of the row's table holds, by the books."""
-        every = torch.arange(self.row.start + self.row.num_new)
-        seen = self.pattern.visible(TokenPositions(self.new), TokenPositions(every)).any(dim=0)
-        seen[self.meant] = False
+        """Return a position that a query may see but no slot of the sequence's table holds, by the expected layout."""
+        all_positions = torch.arange(self.row.start + self.row.num_new)
+        seen = self.pattern.visible(TokenPositions(self.new), TokenPositions(all_positions)).any(dim=0)
+        seen[self.visible_positions] = False
         return int(seen.int().argmax()) if bool(seen.any()) else None

@@ -1,13 +1,12 @@
-"""The judge of a lossy format: Fresh, whose keys and values go through the format and back.
+"""References for lossy caches: quantized uncached model, loss and needle recall.
 
-A per-token format makes of a token's key what it is by that key alone.  So a cache of that format must say, to the last
-rounding of float64, what the model without a cache says of keys and values that were encoded and decoded: whatever the
-blocks, the chunks and the neighbours.  What the format itself loses is another question, and is measured apart.
+:class:`QuantizedNoCache` is the uncached model whose keys and values pass through a format and back. A per-token
+format makes a token's stored key a function of that key alone, so a cache of that format must equal this model up to
+float64 rounding, whatever the blocks, chunks and other sequences. The loss of the format itself is measured apart.
 
-What a memory that forgets costs: KL and perplexity beside the model that keeps everything, and needles found again.
-
-Perplexity is that of the prompts' own next tokens, over the positions that the memory computed; a needle is hidden and
-asked for as in ``kvad bench cache-quality`` (``tasks.py``), a few of them: a smoke test beside that bench.
+:func:`compare_loss` measures KL divergence and perplexity compared with the model that keeps everything: perplexity of
+the prompts' own next tokens at the positions that the cache computed. :class:`NeedleRecall` runs a few of the tasks of
+``kvad bench cache-quality`` (benchmarks/needle_tasks.py), as a smoke test.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from kvad.verify.report import LossReport, NeedleScore
 
 
 class QuantizedNoCache:
-    """``inner`` (a :class:`Fresh`) with keys and values in the formats of those names.
+    """``inner`` (a :class:`NoCache`) with keys and values quantized to the given formats.
 
-    ``rotate``: whether keys are encoded rotated, or as the model gave them; ``exact``: as :class:`Angles` has it.
+    ``rotate``: encode keys rotated ("write") or as the model gave them; ``exact``: as in :class:`RotaryCache`.
     """
 
     def __init__(
@@ -52,48 +51,51 @@ class QuantizedNoCache:
         self._inner, self._codecs = inner, (ops.quantize.get_codec(keys), ops.quantize.get_codec(values))
         self._rotates, self._exact = rotate == "write", exact
 
-    def open(self, step: ModelInput) -> Sequence[CacheView]:
-        turning = _RotatedInputs(step.positions, self._exact) if self._rotates else None
-        return [_QuantizedView(view, turning, *self._codecs) for view in self._inner.open(step)]
+    def open(self, model_input: ModelInput) -> Sequence[CacheView]:
+        rotated = _RotatedInputs(model_input.positions, self._exact) if self._rotates else None
+        return [_QuantizedView(view, rotated, *self._codecs) for view in self._inner.open(model_input)]
 
 
 class _RotatedInputs:
-    """Rotates q and k, and changes k.  ``exact``: both are turned back, so that whoever is inside rotates as it would:
-    it may turn sinks further.  (Angles in float32 cannot be turned back: cos^2 + sin^2 is 1 to eight digits.)"""
+    """Rotates q and k, and quantizes k.
+
+    ``exact``: both are rotated back, so the inner cache rotates as usual and may rotate sinks further. (float32 angles
+    cannot be inverted: cos^2 + sin^2 is 1 to eight digits.)
+    """
 
     def __init__(self, positions: Tensor, exact: bool) -> None:
         self._there = ops.rotary.RotaryCache(positions, exact=exact)
         self._back = ops.rotary.RotaryCache(-positions, exact=True) if exact else None
 
-    def through(
-        self, codec: ops.quantize.FormatCodec, q: Tensor, k: Tensor, score: AttentionParams
+    def quantize_key(
+        self, codec: ops.quantize.FormatCodec, q: Tensor, k: Tensor, params: AttentionParams
     ) -> tuple[Tensor, Tensor, AttentionParams]:
-        rotary = score.rotary
+        rotary = params.rotary
         assert rotary is not None
         k = _quantize_dequantize(codec, self._there.rotate(k, rotary))
         if self._back is None:
-            return self._there.rotate(q, rotary), k, score._replace(rotary=None)
-        return q, self._back.rotate(k, rotary._replace(factor=1 / rotary.factor)), score
+            return self._there.rotate(q, rotary), k, params._replace(rotary=None)
+        return q, self._back.rotate(k, rotary._replace(factor=1 / rotary.factor)), params
 
 
 class _QuantizedView:
     def __init__(
         self,
         view: CacheView,
-        turning: _RotatedInputs | None,
+        rotated: _RotatedInputs | None,
         keys: ops.quantize.FormatCodec,
         values: ops.quantize.FormatCodec,
     ) -> None:
-        self._view, self._turning, self._keys, self._values = view, turning, keys, values
+        self._view, self._rotated, self._keys, self._values = view, rotated, keys, values
 
-    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: AttentionParams) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
         if k is None or v is None:
-            return self._view.attend(q, k, v, score)
-        if score.rotary is not None and self._turning is not None:
-            q, k, score = self._turning.through(self._keys, q, k, score)
+            return self._view.attend(q, k, v, params)
+        if params.rotary is not None and self._rotated is not None:
+            q, k, params = self._rotated.quantize_key(self._keys, q, k, params)
         else:
             k = _quantize_dequantize(self._keys, k)
-        return self._view.attend(q, k, _quantize_dequantize(self._values, v), score)
+        return self._view.attend(q, k, _quantize_dequantize(self._values, v), params)
 
     def write(self, k: Tensor, v: Tensor) -> None:
         self._view.write(_quantize_dequantize(self._keys, k), _quantize_dequantize(self._values, v))
@@ -109,53 +111,64 @@ DEPTHS = (0.125, 0.375, 0.625, 0.875)
 
 def compare_loss(
     replayed: ReplayResult,
-    judge: Mapping[SequenceKey, Tensor],
+    reference: Mapping[SequenceKey, Tensor],
     streams: Sequence[ReplayStream],
     tie_below: float,
     before: int | None,
 ) -> LossReport:
-    """``judge`` [T, V] per row: the model without a cache or a policy.  ``before``: positions that it can speak of."""
-    found = compare_logits(replayed, judge, tie_below, before)
-    own, true, count = _surprise(replayed, judge, streams, before)
-    agree = found.compared - len(found.divergences)
+    """Measure the loss compared with ``judge`` [T, V] per sequence: the model without cache and policy.
+
+    ``before``: use positions below this one only.
+    """
+    comparison = compare_logits(replayed, reference, tie_below, before)
+    cached_nats, reference_nats, count = _prompt_nats(replayed, reference, streams, before)
+    agree = comparison.compared - len(comparison.divergences)
     if not count:
-        return LossReport(found.kl_mean, found.kl_max, agree, found.compared, math.nan, math.nan, 0)
-    own, true = math.exp(min(MAX_NATS, own / count)), math.exp(min(MAX_NATS, true / count))
-    return LossReport(found.kl_mean, found.kl_max, agree, found.compared, own, true, count)
+        return LossReport(comparison.kl_mean, comparison.kl_max, agree, comparison.compared, math.nan, math.nan, 0)
+    cached_nats, reference_nats = (
+        math.exp(min(MAX_NATS, cached_nats / count)),
+        math.exp(min(MAX_NATS, reference_nats / count)),
+    )
+    return LossReport(
+        comparison.kl_mean, comparison.kl_max, agree, comparison.compared, cached_nats, reference_nats, count
+    )
 
 
-def _surprise(
-    replayed: ReplayResult, judge: Mapping[SequenceKey, Tensor], streams: Sequence[ReplayStream], before: int | None
+def _prompt_nats(
+    replayed: ReplayResult, reference: Mapping[SequenceKey, Tensor], streams: Sequence[ReplayStream], before: int | None
 ) -> tuple[float, float, int]:
-    """Nats of the prompts' tokens under the memory and under the judge, and how many: each position once."""
-    own = true = 0.0
+    """Return nats of the prompts' tokens under the cache and the reference, and their number.
+
+    Each position once.
+    """
+    cached_nats = reference_nats = 0.0
     count = 0
-    for number, stream in enumerate(streams):
-        whole, last = replayed.logits(number), min(len(stream.prompt) - 1, before or len(stream.prompt))
-        at = torch.arange(min(last, len(whole)))
-        at = at[~whole[at].isnan().all(dim=-1)]  # what a prefix hit made needless was not computed
-        if len(at):
-            targets = torch.tensor(stream.prompt)[at + 1].unsqueeze(-1)
-            own -= float(whole[at].double().log_softmax(-1).gather(-1, targets).sum())
-            true -= float(judge[number, 0][at].double().log_softmax(-1).gather(-1, targets).sum())
-            count += len(at)
-    return own, true, count
+    for index, stream in enumerate(streams):
+        logits, last = replayed.logits(index), min(len(stream.prompt) - 1, before or len(stream.prompt))
+        positions = torch.arange(min(last, len(logits)))
+        positions = positions[~logits[positions].isnan().all(dim=-1)]  # a prefix hit left this position uncomputed
+        if len(positions):
+            targets = torch.tensor(stream.prompt)[positions + 1].unsqueeze(-1)
+            cached_nats -= float(logits[positions].double().log_softmax(-1).gather(-1, targets).sum())
+            reference_nats -= float(reference[index, 0][positions].double().log_softmax(-1).gather(-1, targets).sum())
+            count += len(positions)
+    return cached_nats, reference_nats, count
 
 
 class NeedleRecall:
-    """A needle at several depths of a haystack of ``length`` tokens, and how often the full cache finds it.
+    """Recall of needles at several depths of a haystack of ``length`` tokens, and the full cache's recall.
 
-    ``why``: why nothing is measured; empty where something is.
+    ``why``: reason that nothing is measured, or "".
     """
 
     def __init__(
         self, model: Transformer, language: benchmarks.needle_tasks.HaystackLanguage | None, length: int
     ) -> None:
-        self.model, self.length, self.why = model, length, ""
+        self.model, self.length, self.reason = model, length, ""
         self.tasks: list[benchmarks.needle_tasks.NeedleTask] = []
         self.full = 0.0
         if language is None:
-            self.why = "no tokenizer to ask in"
+            self.reason = "the checkpoint has no tokenizer"
             return
         self.language = language
         try:
@@ -164,32 +177,34 @@ class NeedleRecall:
                 for seed, depth in enumerate(DEPTHS)
             ]
         except KvadError as error:
-            self.why = error.message
+            self.reason = error.message
             return
-        self.full = self._share(
+        self.full = self._measure(
             CacheConfig(max_num_seqs=len(self.tasks), max_seq_len=length, dtype="float32", enable_prefix_caching=False)
         )
         if self.full <= benchmarks.cache_quality.MIN_FULL_RECALL:
-            self.why = (
-                f"the full cache finds {self.full:.2f} of needles in {length} tokens: another's would say nothing"
+            self.reason = (
+                f"the full cache finds {self.full:.2f} of needles in {length} tokens, too few to compare caches"
             )
 
     def recall(self, cache: CacheConfig) -> NeedleScore | None:
-        """Of a memory made like ``cache``."""
-        if self.why:
+        """Measure the recall of a cache like ``cache``, or None."""
+        if self.reason:
             return None
-        made = dataclasses.replace(
+        config = dataclasses.replace(
             cache, max_num_seqs=len(self.tasks), max_seq_len=self.length, num_blocks=None, enable_prefix_caching=False
         )
-        return NeedleScore(self._share(made), self.full, len(self.tasks), self.length)
+        return NeedleScore(self._measure(config), self.full, len(self.tasks), self.length)
 
-    def _share(self, cache: CacheConfig) -> float:
+    def _measure(self, cache: CacheConfig) -> float:
         engine = Engine(
             self.model, dataclasses.replace(cache, prefill_chunk_size=min(cache.prefill_chunk_size, self.length))
         )
         try:
-            found = benchmarks.cache_quality.greedy_answers(engine, self.tasks)
+            answers = benchmarks.cache_quality.greedy_answers(engine, self.tasks)
         finally:
             engine.close()
-        shares = [self.language.answer_score(task.expected, said) for task, said in zip(self.tasks, found, strict=True)]
+        shares = [
+            self.language.answer_score(task.expected, answer) for task, answer in zip(self.tasks, answers, strict=True)
+        ]
         return math.fsum(shares) / len(shares)

@@ -1,12 +1,11 @@
-"""Tokens that are already known, sent through the real path: Scheduler, Ledger, Memory, Runner.
+"""Replay of known tokens through the real path: Scheduler, KVCacheManager, KVCache, ModelRunner.
 
-``replay`` forces every sampled token, so what comes back can be laid beside :func:`uncached` position by position,
-also after the first disagreement.  It adds no path of its own: chunks, lanes, hits, forks and preemptions are the
-scheduler's, and :class:`Happened` counts them, so that a scenario that did not take place cannot pass for tested.
+:func:`replay_streams` forces every sampled token, so its logits can be compared with :func:`run_uncached` position by
+position, also after the first difference. It adds no code path: chunks, sub-batches, prefix hits, forks and
+preemptions are the scheduler's. :class:`ScenarioCounts` counts them, so an event that did not occur is noticed.
+A preemption is forced where it is decided: by a KVCacheManager that reports a full pool now and then.
 
-A preemption is brought about where it is decided: by a ledger that says, now and then, that a pool is full.
-
-A memory's logits beside the judge's: how far apart, in logits and in nats, and where the likeliest token differs.
+:func:`compare_logits` compares a cache's logits with the reference: in logits, in nats and by greedy token.
 """
 
 from __future__ import annotations
@@ -34,20 +33,21 @@ from kvad.engine.scheduling import (
     SequenceOutput,
 )
 from kvad.model import NoCache, Transformer
-from kvad.model_input import CacheProtocol as MemoryProtocol
-from kvad.model_input import ModelInput, SubBatch
+from kvad.model_input import CacheProtocol, ModelInput, SubBatch
 from kvad.verify.report import EXACT, TokenDivergence
 
 SequenceKey = tuple[int, int]  # (stream, sample)
 MakeCache = Callable[[Sequence[CacheGroup]], ManagedCache]
-ENDLESS = 1 << 40  # tokens of a row without a limit
-PREEMPTION_INTERVAL = 4  # steps of at least two rows between two refusals of the ledger
+ENDLESS = 1 << 40  # tokens of a sequence without a limit
+PREEMPTION_INTERVAL = 4  # steps of at least two sequences between two forced preemptions
 
 
 class ReplayStream(NamedTuple):
-    """One request.  ``forced``: per sample, the tokens that are generated, equally many each; ``follows``: submit it
-    only when that stream has its first token, so that it can hit the prompt's blocks and prefill beside decoding.
-    ``source``: what the encoder of an encoder-decoder reads."""
+    """One request.
+
+    ``forced_tokens``: the generated tokens per sample, equally many each; ``after``: submit it only when that stream
+    has its first token, so it can hit the prompt's blocks and prefill while others decode; ``source``: encoder input.
+    """
 
     prompt: tuple[int, ...]
     forced_tokens: tuple[tuple[int, ...], ...]
@@ -56,20 +56,22 @@ class ReplayStream(NamedTuple):
 
     @property
     def limit(self) -> int:
-        """What the scheduler lets the row reach: it decides the rotary regime."""
+        """Maximum length that the scheduler allows; it decides the rotary regime."""
         return len(self.prompt) + len(self.forced_tokens[0])
 
     def tokens(self, sample: int) -> tuple[int, ...]:
-        """All that is computed: the last forced token is sampled, never fed."""
+        """Return all tokens that are computed; the last forced token is sampled, never fed."""
         return (*self.prompt, *self.forced_tokens[sample][:-1])
 
 
 @dataclass
 class ScenarioCounts:
-    """What a replay really did.  ``chunks``: spans that ended inside a prompt; ``mixed``: steps with decoding and
-    prefilling rows together; ``recomputed``: tokens computed again after a preemption; ``hit_tokens``: prompt tokens
-    that a row found in the cache when it was first seated; ``longest``: the longest row, in tokens; ``encoded``:
-    sources that the encoder read."""
+    """Counts of what a replay did.
+
+    ``chunks``: spans that ended inside a prompt; ``mixed``: steps with decoding and prefilling sequences;
+    ``recomputed``: tokens recomputed after a preemption; ``hit_tokens``: prompt tokens found in the prefix cache at
+    admission; ``longest``: the longest sequence, in tokens; ``encoded``: encoder inputs.
+    """
 
     rows: int = 0
     steps: int = 0
@@ -86,13 +88,19 @@ class ScenarioCounts:
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """``pieces``: per row (first position, logits [n, V]) of each span in the order of time, recomputed ones too."""
+    """Logits of a replay.
+
+    ``pieces``: per sequence (first position, logits [n, V]) of each span in the order of time, recomputed ones too.
+    """
 
     pieces: dict[SequenceKey, list[tuple[int, Tensor]]]
-    happened: ScenarioCounts = field(default_factory=ScenarioCounts)
+    counts: ScenarioCounts = field(default_factory=ScenarioCounts)
 
     def logits(self, stream: int, sample: int = 0) -> Tensor:
-        """[T, V] as last computed; NaN at positions that a prefix hit or a fork made needless."""
+        """Return [T, V] as last computed.
+
+        NaN at positions that a prefix hit or a fork left uncomputed.
+        """
         pieces = self.pieces[stream, sample]
         length = max(start + len(part) for start, part in pieces)
         out = pieces[0][1].new_full((length, pieces[0][1].shape[-1]), torch.nan)
@@ -112,35 +120,39 @@ def replay_streams(
     watch: Callable[[SchedulerOutput], None] | None = None,
     keep: bool = True,
 ) -> ReplayResult:
-    """Run ``streams`` to their end and give the logits of every position that was computed.
+    """Run ``streams`` to their end and return the logits of every computed position.
 
-    ``config.rows`` seats; ``squeezes``: preemptions to force, beside those of a small pool (``config.blocks``);
-    ``budget``: tokens per step (default: a chunk, and one per seat); ``make`` builds the memory (default: the real
-    one, which rotates as ``config`` says); ``watch`` sees every plan before it is run; ``keep=False`` drops the logits.
-    The scheduler's and the ledger's invariants are checked after every step.
+    The invariants of the scheduler and the KVCacheManager are checked after every step.
+
+    Args:
+        squeezes: Number of preemptions to force, in addition to those of a small pool (``config.num_blocks``).
+        budget: Tokens per step; the default is a chunk plus one token per sequence.
+        make: Builds the cache; the default is a KVCache with the rotation of ``config``.
+        watch: Called with every scheduler output before it runs.
+        keep: Store the logits.
     """
-    placed = build_groups(attention_specs(model.config), config)
-    cache = (make or partial(KVCache, rope_at=config.rope_at, exact_rope=config.endless))(placed)
+    groups = build_groups(attention_specs(model.config), config)
+    cache = (make or partial(KVCache, rope_at=config.rope_at, exact_rope=config.endless))(groups)
     runner = ModelRunner(model, cache)
-    ledger = _ForcedPreemption(
-        placed, prefix=config.enable_prefix_caching, seats=config.max_num_seqs, squeezes=squeezes
+    kv_cache_manager = _ForcedPreemption(
+        groups, prefix=config.enable_prefix_caching, max_num_seqs=config.max_num_seqs, squeezes=squeezes
     )
     limit = ENDLESS if config.endless else min(model.config.max_seq_len, config.max_seq_len)
     scheduler = Scheduler(
-        ledger,
+        kv_cache_manager,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=budget or config.prefill_chunk_size + config.max_num_seqs,
         prefill_chunk_size=config.prefill_chunk_size,
         limit=limit,
     )
-    happened = ScenarioCounts(rows=sum(len(stream.forced_tokens) for stream in streams))
-    driver = _ReplayDriver(runner, scheduler, streams, ReplayResult({}, happened))
+    counts = ScenarioCounts(rows=sum(len(stream.forced_tokens) for stream in streams))
+    driver = _ReplayDriver(runner, scheduler, streams, ReplayResult({}, counts))
     while not driver.step(watch, keep):
         scheduler.check()
-    happened.preemptions = scheduler.stats().preemptions
-    happened.forks = ledger.forks
-    happened.hit_tokens = sum(usage.num_cached_tokens for usage in driver.usages)
-    return driver.replayed
+    counts.preemptions = scheduler.stats().preemptions
+    counts.forks = kv_cache_manager.forks
+    counts.hit_tokens = sum(usage.num_cached_tokens for usage in driver.usages)
+    return driver.result
 
 
 @torch.inference_mode()
@@ -148,69 +160,75 @@ def run_uncached(
     model: Transformer,
     tokens: Sequence[int],
     limit: int | None = None,
-    memory: MemoryProtocol | None = None,
+    kv_cache: CacheProtocol | None = None,
     source: Sequence[int] | None = None,
 ) -> Tensor:
-    """[T, V]: what the model says of the whole sequence with no cache.  ``limit``: what the row may reach."""
-    step = run_whole_sequence(model, tokens, limit)
+    """Compute [T, V], the logits of a whole sequence without a cache.
+
+    ``limit``: maximum length of the sequence.
+    """
+    model_input = run_whole_sequence(model, tokens, limit)
     if source is not None:
-        step = step._replace(encoder_input=run_whole_sequence(model, source))
-    return model.logits(model(step, memory or NoCache(model.config)), step.logit_indices)
+        model_input = model_input._replace(encoder_input=run_whole_sequence(model, source))
+    return model.logits(model(model_input, kv_cache or NoCache(model.config)), model_input.logit_indices)
 
 
 def run_whole_sequence(model: Transformer, tokens: Sequence[int], limit: int | None = None) -> ModelInput:
-    """One row from its first token on, all of its logits wanted."""
-    flat = torch.tensor(tokens, dtype=torch.int64, device=model.token_embedding.device)
-    every = torch.arange(len(tokens), device=flat.device)
-    limits = torch.full_like(every, len(tokens) if limit is None else limit)
-    return ModelInput(flat, every, (SubBatch(1, len(tokens), len(tokens)),), every, max_seq_lens=limits)
+    """Build the input of one whole sequence, with logits at every position."""
+    token_ids = torch.tensor(tokens, dtype=torch.int64, device=model.token_embedding.device)
+    positions = torch.arange(len(tokens), device=token_ids.device)
+    limits = torch.full_like(positions, len(tokens) if limit is None else limit)
+    return ModelInput(token_ids, positions, (SubBatch(1, len(tokens), len(tokens)),), positions, max_seq_lens=limits)
 
 
-def sequence_key(work: ScheduledSequence) -> SequenceKey:
-    return work.sequence.request_id, work.sequence.sample_index
+def sequence_key(scheduled: ScheduledSequence) -> SequenceKey:
+    return scheduled.sequence.request_id, scheduled.sequence.sample_index
 
 
 class _ForcedPreemption(KVCacheManager):
-    """The ledger, that refuses a step of two rows or more every few steps; it counts forks too."""
+    """A KVCacheManager that refuses a step of two or more sequences every few steps.
 
-    def __init__(self, placed: Sequence[CacheGroup], *, prefix: bool, seats: int, squeezes: int) -> None:
-        super().__init__(placed, prefix_caching=prefix, max_num_seqs=seats)
+    It counts forks too.
+    """
+
+    def __init__(self, groups: Sequence[CacheGroup], *, prefix: bool, max_num_seqs: int, squeezes: int) -> None:
+        super().__init__(groups, prefix_caching=prefix, max_num_seqs=max_num_seqs)
         self.forks = 0
-        self._squeezes, self._calm = squeezes, 0
+        self._squeezes, self._num_steps = squeezes, 0
 
     def allocate_slots(self, spans: Sequence[TokenSpan] | Sequence[tuple[int, int, int]]) -> BlockAllocation | None:
         if self._squeezes and len(spans) > 1 and all(self.seq_len(span[0]) for span in spans):
-            self._calm += 1
-            if self._calm > PREEMPTION_INTERVAL:
-                self._calm = 0
+            self._num_steps += 1
+            if self._num_steps > PREEMPTION_INTERVAL:
+                self._num_steps = 0
                 self._squeezes -= 1
                 return None
         return super().allocate_slots(spans)
 
-    def fork(self, row: int, child: int, length: int) -> bool:
-        done = super().fork(row, child, length)
-        self.forks += done
-        return done
+    def fork(self, seq_index: int, child: int, length: int) -> bool:
+        forked = super().fork(seq_index, child, length)
+        self.forks += forked
+        return forked
 
 
 class _ReplayDriver:
     """Submits, steps, forces tokens and collects logits."""
 
     def __init__(
-        self, runner: ModelRunner, scheduler: Scheduler, streams: Sequence[ReplayStream], replayed: ReplayResult
+        self, runner: ModelRunner, scheduler: Scheduler, streams: Sequence[ReplayStream], result: ReplayResult
     ) -> None:
-        self.runner, self.scheduler, self.streams, self.replayed = runner, scheduler, streams, replayed
+        self.runner, self.scheduler, self.streams, self.result = runner, scheduler, streams, result
         self._waiting = set(range(len(streams)))
-        self._begun: set[int] = set()
+        self._started: set[int] = set()
         self._reached: dict[SequenceKey, int] = {}
         self.usages: list[RequestMetrics] = []
         self._submit()
 
     def _submit(self) -> None:
-        for number in sorted(self._waiting):
-            stream = self.streams[number]
-            if stream.after is None or stream.after in self._begun:
-                self._waiting.remove(number)
+        for index in sorted(self._waiting):
+            stream = self.streams[index]
+            if stream.after is None or stream.after in self._started:
+                self._waiting.remove(index)
                 count = len(stream.forced_tokens[0])
                 assert count and all(len(forced) == count for forced in stream.forced_tokens), (
                     "samples of unequal lengths"
@@ -218,55 +236,60 @@ class _ReplayDriver:
                 sampling = SamplingParams(max_tokens=count, temperature=0, n=len(stream.forced_tokens))
                 root = f"{self.runner.rope_regime(stream.limit)} {stream.source}".encode()
                 self.usages.append(
-                    self.scheduler.add_request(number, stream.prompt, sampling, root, source=stream.source)
+                    self.scheduler.add_request(index, stream.prompt, sampling, root, encoder_tokens=stream.source)
                 )
 
     def step(self, watch: Callable[[SchedulerOutput], None] | None, keep: bool) -> bool:
-        """One plan; True when nothing is left."""
-        plan = self.scheduler.schedule()
-        if plan is None:
-            assert self.scheduler.idle and not self._waiting, "the scheduler stands still"
+        """Run one step; return True when nothing is left."""
+        output = self.scheduler.schedule()
+        if output is None:
+            assert self.scheduler.idle and not self._waiting, "the scheduler has work but schedules none"
             return True
-        if plan.encoder_batch is not None:
-            self.runner.encode(plan.encoder_batch)
-            self.replayed.happened.encoded += len(plan.encoder_batch.sequences)
-            self.scheduler.update_from_output(plan, [SequenceOutput()] * len(plan.encoder_batch.sequences))
+        if output.encoder_batch is not None:
+            self.runner.encode(output.encoder_batch)
+            self.result.counts.encoded += len(output.encoder_batch.sequences)
+            self.scheduler.update_from_output(output, [SequenceOutput()] * len(output.encoder_batch.sequences))
             return False
         if watch is not None:
-            watch(plan)
-        every = tuple(work._replace(logit_offsets=range(work.num_tokens)) for work in plan.scheduled)
-        logits = self.runner.execute(plan._replace(scheduled=every))
-        self._collect(plan, logits, keep)
+            watch(output)
+        all_logits = tuple(
+            scheduled._replace(logit_offsets=range(scheduled.num_tokens)) for scheduled in output.scheduled
+        )
+        logits = self.runner.execute(output._replace(scheduled=all_logits))
+        self._collect(output, logits, keep)
         results = [
-            SequenceOutput(self._forced(work)) if work.is_sampled else SequenceOutput() for work in plan.scheduled
+            SequenceOutput(self._forced(scheduled)) if scheduled.is_sampled else SequenceOutput()
+            for scheduled in output.scheduled
         ]
-        for event in self.scheduler.update_from_output(plan, results):
+        for event in self.scheduler.update_from_output(output, results):
             assert event.error is None, event.error
-            self._begun.add(event.request)
+            self._started.add(event.request)
         self._submit()
         return False
 
-    def _forced(self, work: ScheduledSequence) -> int:
-        return self.streams[work.sequence.request_id].forced_tokens[work.sequence.sample_index][
-            work.sequence.num_generated_tokens
+    def _forced(self, scheduled: ScheduledSequence) -> int:
+        return self.streams[scheduled.sequence.request_id].forced_tokens[scheduled.sequence.sample_index][
+            scheduled.sequence.num_generated_tokens
         ]
 
-    def _collect(self, plan: SchedulerOutput, logits: Tensor, keep: bool) -> None:
-        happened, at = self.replayed.happened, 0
-        happened.steps += 1
-        decoding = [work.start >= work.sequence.num_prompt_tokens for work in plan.scheduled]
-        happened.mixed += any(decoding) and not all(decoding)
-        for work in plan.scheduled:
-            key, end = sequence_key(work), work.start + work.num_tokens
+    def _collect(self, output: SchedulerOutput, logits: Tensor, keep: bool) -> None:
+        counts, offset = self.result.counts, 0
+        counts.steps += 1
+        decoding = [scheduled.start >= scheduled.sequence.num_prompt_tokens for scheduled in output.scheduled]
+        counts.mixed += any(decoding) and not all(decoding)
+        for scheduled in output.scheduled:
+            key, end = sequence_key(scheduled), scheduled.start + scheduled.num_tokens
             reached = self._reached.get(key, 0)
-            happened.tokens += work.num_tokens
-            happened.recomputed += max(0, min(end, reached) - work.start)
-            happened.chunks += end < work.sequence.num_prompt_tokens
-            happened.longest = max(happened.longest, end)
+            counts.tokens += scheduled.num_tokens
+            counts.recomputed += max(0, min(end, reached) - scheduled.start)
+            counts.chunks += end < scheduled.sequence.num_prompt_tokens
+            counts.longest = max(counts.longest, end)
             self._reached[key] = max(reached, end)
             if keep:
-                self.replayed.pieces.setdefault(key, []).append((work.start, logits[at : at + work.num_tokens]))
-            at += work.num_tokens
+                self.result.pieces.setdefault(key, []).append(
+                    (scheduled.start, logits[offset : offset + scheduled.num_tokens])
+                )
+            offset += scheduled.num_tokens
 
 
 COMPUTE_EPS = 256
@@ -276,7 +299,7 @@ AMPLIFICATION = 16
 
 @dataclass(frozen=True)
 class Comparison:
-    """A memory's logits beside the judge's, over every position that was computed."""
+    """A cache's logits compared with the reference, over every computed position."""
 
     max_dlogit: float
     kl_mean: float
@@ -286,15 +309,17 @@ class Comparison:
 
 
 def compare_logits(
-    replayed: ReplayResult, judge: Mapping[SequenceKey, Tensor], tie_below: float, before: int | None = None
+    replayed: ReplayResult, reference: Mapping[SequenceKey, Tensor], tie_below: float, before: int | None = None
 ) -> Comparison:
-    """``judge`` [T, V] per row, of its positions ``before`` that one if it is given; NaN on either side counts as an
-    infinite difference."""
+    """Compare with ``judge`` [T, V] per sequence, only ``before`` that position if given.
+
+    NaN on either side counts as an infinite difference.
+    """
     worst, kl, divergences = 0.0, [], []
     for key, pieces in replayed.pieces.items():
         for start, have in pieces:
             have = have[: None if before is None else max(0, before - start)]
-            true = judge[key][start : start + len(have)].double()
+            true = reference[key][start : start + len(have)].double()
             have = have.double()
             worst = max(worst, float((have - true).abs().nan_to_num(nan=torch.inf).max()) if len(have) else 0.0)
             kl.append(kl_divergence(true, have))
@@ -305,27 +330,32 @@ def compare_logits(
 
 
 def kl_divergence(true: Tensor, have: Tensor) -> Tensor:
-    """KL(judge || memory) in nats, [n, V] [n, V] -> [n]."""
+    """KL(reference || cache) in nats, [n, V] [n, V] -> [n]."""
     p, q = true.log_softmax(-1), have.log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1).clamp(min=0)
 
 
 def _divergences(key: SequenceKey, start: int, true: Tensor, have: Tensor, tie_below: float) -> list[TokenDivergence]:
     best, chosen = true.argmax(-1), have.argmax(-1)
-    found = []
+    divergences = []
     for at in (best != chosen).nonzero().squeeze(-1).tolist():
         top = true[at].topk(min(2, true.shape[-1])).values
         gap = float(top[0] - top[-1])
-        found.append(TokenDivergence(*key, start + at, int(best[at]), int(chosen[at]), gap, gap < tie_below))
-    return found
+        divergences.append(TokenDivergence(*key, start + at, int(best[at]), int(chosen[at]), gap, gap < tie_below))
+    return divergences
 
 
 def tolerance(dtype: str, scale: float, structure: float) -> float:
-    """How far logits may be from the judge's; ``scale``: its largest |logit|, ``structure``: the float64 twin's noise.
+    """Return the largest allowed |dlogit|.
 
-    float64: 1e-10.  Else rounding in float32 (256 eps, or 16 times the twin's own noise carried over to float32: a
-    sharp model amplifies it) and, for a half precision, that of what is stored (8 eps of it).  A lossy format has
-    float32's: beyond it, a token that differs is no tie.
+    float64: 1e-10. Otherwise the rounding of float32 (256 eps, or 16 times the float64 case's noise carried over to
+    float32: a sharp model amplifies it) and, for a half precision, that of what is stored (8 eps of it). A lossy format
+    has float32's tolerance: beyond it, a token that differs is no tie.
+
+    Args:
+        dtype: Cache format, "int8/int4" if keys and values differ.
+        scale: Largest |logit| of the reference.
+        structure: max |dlogit| of the float64 case.
     """
     if dtype == "float64":
         return EXACT
@@ -335,7 +365,7 @@ def tolerance(dtype: str, scale: float, structure: float) -> float:
 
 
 def format_loss(dtype: str) -> str:
-    """The worse of keys and values: "none", "rounding", "lossy"."""
+    """Return the larger loss of keys and values: "none", "rounding", "lossy"."""
     return max(
         (cache.quantization.get_format(name).loss for name in cache.quantization.split_format_name(dtype)),
         key=("none", "rounding", "lossy").index,

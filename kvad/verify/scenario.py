@@ -1,10 +1,11 @@
-"""Which rows ``kvad verify`` runs, and in what cache: ragged, chunked, mixed, preempted, forked, on a shared prefix.
+"""Sequences that ``kvad verify`` runs: ragged, chunked, mixed, preempted, forked, with a shared prefix.
 
-Row 0 is the longest, the last one (of three or more) a single token.  Row 1's prompt is forked into two samples that go
-different ways.  One more row follows row 0 and shares its prompt up to the last whole block: its prefill runs beside
-the others' decoding.  A pool of half of what the rows need, and a ledger that refuses now and then, preempt rows.
+Row 0 is the longest, the last one (of three or more) a single token. Row 1's prompt is forked into two samples with
+different continuations. One more sequence follows row 0 and shares its prompt up to the last whole block: it is
+prefilled while the others decode. A pool of half the required blocks, and a KVCacheManager that refuses now and then,
+preempt sequences.
 
-Whether there is room to verify: what the logits and the memories of ``kvad verify`` take, before any is made.
+:func:`require_verify_memory` estimates the memory of ``kvad verify`` in advance.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from kvad.verify.replay import ReplayStream, ScenarioCounts, format_loss
 
 NUM_PREEMPTIONS = 2  # preemptions to force
 LONGEST_SOURCE = 48  # tokens
-MAX_WIDTH = 512  # a longer window than this is not worth passing by default, nor a longer limit
+MAX_WIDTH = 512  # a longer window or limit than this is not exceeded by default
 
 TEXT = """The cache remembers what the model has read: a new word costs one step, not the whole way again.
 def remember(key, value, memory):
@@ -48,16 +49,22 @@ class Row:
 """
 
 
+_FLAGS = {"num_seqs": "num-prompts", "tokens": "max-tokens"}  # fields whose flag has another name
+
+
 @dataclass(frozen=True)
 class ScenarioOptions:
-    """What is asked.  ``rows``: prompts; ``tokens``: generated after each; ``chunk``: tokens of a prompt per step;
-    ``dtypes``: formats, "int8/int4" where keys and values differ; ``policies`` in full; ``endless``: rows may pass the
-    model's limit; ``through``: ways of leaving and coming back (``through.py``)."""
+    """Options of ``kvad verify``.
+
+    ``num_seqs``: number of prompts; ``tokens``: generated after each; ``prefill_chunk_size``: tokens of a prompt per
+    step; ``dtypes``: formats, "int8/int4" if keys and values differ; ``policies`` in full; ``endless``: sequences may
+    exceed the model's limit; ``round_trips``: names of :data:`kvad.verify.round_trips.ROUND_TRIPS`.
+    """
 
     layouts: tuple[str, ...] = ("paged", "contiguous")
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16", "float64")
     num_seqs: int = 5
-    chunk: int = 32
+    prefill_chunk_size: int = 32
     block_size: int = 16
     tokens: int = 32
     preempt: bool = True
@@ -70,18 +77,20 @@ class ScenarioOptions:
     def __post_init__(self) -> None:
         for name in ("num_seqs", "prefill_chunk_size", "block_size", "tokens"):
             if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')}: must be at least 1, found {getattr(self, name)}")
+                raise UsageError(
+                    f"--{_FLAGS.get(name, name).replace('_', '-')}: must be at least 1, got {getattr(self, name)}"
+                )
         if not (self.layouts and self.dtypes and self.policies and self.rotates):
-            raise UsageError("nothing to verify", "name a layout and a dtype")
+            raise UsageError("nothing to verify", "Give a layout and a dtype.")
 
     @property
     def cases(self) -> list[MemoryCase]:
-        """Every memory of the product."""
+        """All configurations to test."""
         return MemoryCase.product(self.layouts, self.dtypes, self.policies, self.rotates, self.endless)
 
 
 def default_sizes(config: ModelConfig, tokens: int | None, block_size: int | None) -> tuple[int, int]:
-    """``tokens`` and ``block_size`` where they are not given: 32 and 16, or less for a model of a low limit."""
+    """Return ``tokens`` and ``block_size``, by default 32 and 16, or less for a model with a low limit."""
     if tokens is None:
         tokens = max(1, min(32, config.max_seq_len // 2))
     if block_size is None:
@@ -92,21 +101,27 @@ def default_sizes(config: ModelConfig, tokens: int | None, block_size: int | Non
 
 
 def build_prompts(config: ModelConfig, options: ScenarioOptions, tokenizer: Tokenizer | None) -> list[list[int]]:
-    """Ragged prompts of known text, or of random tokens where the tokenizer has no ids for it.
+    """Build ragged prompts of known text, or of random tokens if the tokenizer cannot encode the text.
 
-    UsageError: the model's limit leaves no room for a prompt and ``options.tokens``.
+    Raises:
+        UsageError: If the model's limit leaves no room for a prompt and ``options.tokens``.
     """
     room = config.max_seq_len - options.tokens
     if room < 1:
         raise UsageError(
-            f"--tokens {options.tokens} leaves no room for a prompt: the model's limit is {config.max_seq_len}",
-            f"give at most --tokens {config.max_seq_len - 1}",
+            f"--max-tokens {options.tokens} leaves no room for a prompt: the model's limit is {config.max_seq_len}",
+            f"give at most --max-tokens {config.max_seq_len - 1}",
         )
     windows = [spec.window for spec in attention_specs(config) if spec.window is not None and spec.window <= MAX_WIDTH]
-    wished = max(3 * options.chunk + 1, 3 * options.block_size + 1, *(w + options.chunk for w in windows), 2)
+    wished = max(
+        3 * options.prefill_chunk_size + 1,
+        3 * options.block_size + 1,
+        *(w + options.prefill_chunk_size for w in windows),
+        2,
+    )
     longest = min(wished, room)
     if options.endless and config.max_seq_len <= MAX_WIDTH:
-        longest = config.max_seq_len + options.chunk
+        longest = config.max_seq_len + options.prefill_chunk_size
     lengths = [max(1, int(longest * 0.6**row)) for row in range(options.num_seqs)]
     if options.num_seqs > 2:
         lengths[-1] = 1
@@ -131,19 +146,20 @@ def _known_text(tokenizer: Tokenizer) -> list[int] | None:
 
 
 def build_streams(model: Transformer, prompts: Sequence[Sequence[int]], options: ScenarioOptions) -> list[ReplayStream]:
-    """The prompts with the judge's own continuations, the forked sample, and the row that shares a prefix.
+    """Build the prompts with the reference's continuations, the forked sample, and the sequence with a shared prefix.
 
-    UsageError: a prompt is empty or too long, or no prompt has a whole block to share.
+    Raises:
+        UsageError: If a prompt is empty or too long, or no prompt has a whole block to share.
     """
     limit = model.config.max_seq_len
     if model.config.decoder is None:
-        raise UsageError("this model is an encoder: it keeps no cache that could be verified")
+        raise UsageError("this model is an encoder: it has no cache to verify")
     for number, prompt in enumerate(prompts):
         if not prompt:
-            raise UsageError(f"prompt {number} has no tokens", "give at least one")
+            raise UsageError(f"prompt {number} has no tokens", "Give at least one.")
         if len(prompt) + options.tokens > limit and not options.endless:
             raise UsageError(
-                f"prompt {number} has {len(prompt)} tokens, with --tokens {options.tokens} that is more than the "
+                f"prompt {number} has {len(prompt)} tokens, with --max-tokens {options.tokens} that is more than the "
                 f"model's limit of {limit}"
             )
     ordered = sorted((tuple(prompt) for prompt in prompts), key=len, reverse=True)
@@ -172,7 +188,7 @@ def build_streams(model: Transformer, prompts: Sequence[Sequence[int]], options:
 def outline_streams(
     config: ModelConfig, prompts: Sequence[Sequence[int]], options: ScenarioOptions
 ) -> list[ReplayStream]:
-    """Rows of the same lengths, to ask what a memory for them would be before anything is computed."""
+    """Build sequences of the same lengths, to check cache configurations before anything is computed."""
     return [
         ReplayStream(tuple(prompt), ((0,) * options.tokens,), source=source)
         for prompt, source in zip(prompts, build_sources(config, len(prompts)), strict=True)
@@ -180,7 +196,10 @@ def outline_streams(
 
 
 def build_sources(config: ModelConfig, rows: int) -> list[tuple[int, ...] | None]:
-    """Ragged random sources for an encoder-decoder's rows, the longest first; None for other models."""
+    """Build ragged random encoder inputs of an encoder-decoder, the longest first.
+
+    None for other models.
+    """
     if config.encoder_input is None:
         return [None] * rows
     vocab = config.vocab_size if config.encoder_input.vocab_size is None else config.encoder_input.vocab_size
@@ -189,7 +208,7 @@ def build_sources(config: ModelConfig, rows: int) -> list[tuple[int, ...] | None
 
 
 def longest_source(config: ModelConfig) -> int:
-    """Tokens of the longest source that is verified with; 0 for a model without an encoder's side."""
+    """Return the number of tokens of the longest encoder input; 0 without an encoder."""
     return 0 if config.encoder_input is None else min(config.encoder_input.max_seq_len, LONGEST_SOURCE)
 
 
@@ -204,22 +223,22 @@ def greedy_continuations(
     count: int,
     sources: Sequence[tuple[int, ...] | None] | None = None,
 ) -> list[tuple[int, ...]]:
-    """``count`` greedy tokens after each prompt, every one computed from the whole row, without a cache."""
+    """Return ``count`` greedy tokens after each prompt, each computed from the whole sequence, without a cache."""
     rows = [list(prompt) for prompt in prompts]
     limits = [len(prompt) + count for prompt in prompts]
-    memory = NoCache(model.config)
-    read = [source for source in sources or () if source is not None]
-    source = _rows(read, [len(each) for each in read]) if read else None
+    no_cache = NoCache(model.config)
+    given_sources = [source for source in sources or () if source is not None]
+    source = _build_input(given_sources, [len(tokens) for tokens in given_sources]) if given_sources else None
     for _ in range(count):
-        step = _rows(rows, limits)._replace(encoder_input=source)
-        chosen = model.logits(model(step, memory), step.logit_indices).argmax(dim=-1).tolist()
+        model_input = _build_input(rows, limits)._replace(encoder_input=source)
+        chosen = model.logits(model(model_input, no_cache), model_input.logit_indices).argmax(dim=-1).tolist()
         for row, token in zip(rows, chosen, strict=True):
             row.append(token)
     return [tuple(row[len(prompt) :]) for row, prompt in zip(rows, prompts, strict=True)]
 
 
-def _rows(rows: Sequence[Sequence[int]], limits: Sequence[int]) -> ModelInput:
-    """A lane per row, each from its first token on; the logits after the last are wanted."""
+def _build_input(rows: Sequence[Sequence[int]], limits: Sequence[int]) -> ModelInput:
+    """Build the input: a sub-batch per sequence, with logits after its last token."""
     return ModelInput(
         token_ids=torch.tensor([token for row in rows for token in row]),
         positions=torch.cat([torch.arange(len(row)) for row in rows]),
@@ -232,51 +251,54 @@ def _rows(rows: Sequence[Sequence[int]], limits: Sequence[int]) -> ModelInput:
 def cache_config(
     config: ModelConfig, streams: Sequence[ReplayStream], options: ScenarioOptions, layout: str, dtype: str
 ) -> CacheConfig:
-    """The cache of a memory that keeps everything, see :func:`cache_of`."""
+    """Build the configuration of a cache that keeps everything, see :func:`case_cache_config`."""
     return case_cache_config(config, streams, options, MemoryCase(layout, dtype))
 
 
 def case_cache_config(
-    config: ModelConfig, streams: Sequence[ReplayStream], options: ScenarioOptions, asked: MemoryCase
+    config: ModelConfig, streams: Sequence[ReplayStream], options: ScenarioOptions, case: MemoryCase
 ) -> CacheConfig:
-    """A cache with a seat for every row; where preemptions are wanted, with half of the blocks that they need.
+    """Build a cache with room for every sequence.
 
-    ConfigError for a memory that cannot be.
+    With forced preemptions, with half of the required blocks.
+
+    Raises:
+        ConfigError: If the case is impossible.
     """
-    size, (keys, values) = options.block_size, cache_lib.quantization.split_format_name(asked.dtype)
-    needed = [-(-stream.limit // size) for stream in streams for _ in stream.forced_tokens]
-    if asked.layout not in ("paged", "contiguous"):
-        raise ConfigError(f"--layout: {asked.layout!r} is not one of paged, contiguous")
+    size, (keys, values) = options.block_size, cache_lib.quantization.split_format_name(case.dtype)
+    num_blocks = [-(-stream.limit // size) for stream in streams for _ in stream.forced_tokens]
+    if case.layout not in ("paged", "contiguous"):
+        raise ConfigError(f"--layout: {case.layout!r} is not one of paged, contiguous")
     longest = max(stream.limit for stream in streams)
     cache = CacheConfig(
-        layout="paged" if asked.layout == "paged" else "contiguous",
+        layout="paged" if case.layout == "paged" else "contiguous",
         key_dtype=keys,
         value_dtype=values,
         block_size=size,
-        max_num_seqs=len(needed),
-        max_seq_len=min(longest, config.max_seq_len) if asked.endless else longest,
-        prefill_chunk_size=options.chunk,
+        max_num_seqs=len(num_blocks),
+        max_seq_len=min(longest, config.max_seq_len) if case.endless else longest,
+        prefill_chunk_size=options.prefill_chunk_size,
         enable_prefix_caching=options.prefix_hit,
         max_source_len=max((len(stream.source) for stream in streams if stream.source is not None), default=0),
-        policy=asked.policy,
-        endless=asked.endless,
-        rope_at="read" if asked.rotate == "read" else "write",
+        policy=case.policy,
+        endless=case.endless,
+        rope_at="read" if case.rotate == "read" else "write",
     )
-    own = [
+    token_groups = [
         group
         for group in build_groups(attention_specs(config), cache)
         if group.lower_level is None and not group.spec.is_cross_attention
     ]
     if (
-        asked.layout == "paged"
+        case.layout == "paged"
         and options.preempt
-        and cache_lib.groups.grows_with_length((group.spec, _ranked(group)) for group in own)
+        and cache_lib.groups.grows_with_length((group.spec, _lossy_policy(group)) for group in token_groups)
     ):
-        return replace(cache, num_blocks=max(max(needed) + 1, sum(needed) // 2))
+        return replace(cache, num_blocks=max(max(num_blocks) + 1, sum(num_blocks) // 2))
     return cache
 
 
-def _ranked(
+def _lossy_policy(
     group: CacheGroup,
 ) -> cache_lib.policy.EvictionPolicy | cache_lib.policy.TieredPolicy | cache_lib.policy.OffloadPolicy | None:
     return group.eviction_policy or group.demotion_policy
@@ -287,39 +309,46 @@ def num_preemptions(options: ScenarioOptions) -> int:
 
 
 def check_scenario_counts(
-    happened: ScenarioCounts,
+    counts: ScenarioCounts,
     streams: Sequence[ReplayStream],
     options: ScenarioOptions,
     layout: str,
     shares: bool = True,
 ) -> None:
-    """EngineError: something that was asked for did not take place, so that nothing is known about it.
+    """Check that every requested event occurred.
 
-    ``shares``: whether rows of this memory may share blocks at all.
+    ``shares``: sequences of this cache may share blocks.
+
+    Raises:
+        EngineError: If one did not, so it was not tested.
     """
     longest = max(len(stream.prompt) for stream in streams)
     expected = {
-        "preemption": (options.preempt, happened.preemptions),
-        "prefix hit": (options.prefix_hit and layout == "paged" and shares, happened.hit_tokens),
-        "chunked prompt": (options.chunk < longest, happened.chunks),
+        "preemption": (options.preempt, counts.preemptions),
+        "prefix hit": (options.prefix_hit and layout == "paged" and shares, counts.hit_tokens),
+        "chunked prompt": (options.prefill_chunk_size < longest, counts.chunks),
     }
-    for what, (wanted, count) in expected.items():
-        if wanted and not count:
+    for label, (requested, count) in expected.items():
+        if requested and not count:
             raise EngineError(
-                f"{layout}: the {what} asked for did not happen, so it was not verified",
-                "give more --rows or --tokens, or leave it out: --no-preempt, --no-prefix-hit",
+                f"{layout}: the requested {label} did not occur, so it was not verified",
+                "Give more --num-prompts or --max-tokens, or leave it out: --no-preempt, --no-prefix-hit.",
             )
 
 
-MAX_SEQS = 1 << 40  # what would fit is not looked for beyond
+MAX_SEQS = 1 << 40  # larger numbers that would fit are not searched
 
 
 def require_verify_memory(
     config: ModelConfig, lengths: Sequence[int], options: ScenarioOptions, available: int | None
 ) -> None:
-    """MemoryPlanError when verifying needs more than is ``available`` (None: nobody knows); it says what would fit.
+    """Check that verifying fits into ``available`` bytes (None: unknown).
 
-    ``lengths``: tokens of the prompts; rows of ``options`` beyond them have a prompt of one token.
+    Args:
+        lengths: Tokens of the prompts; sequences of ``options`` beyond them have a prompt of one token.
+
+    Raises:
+        MemoryPlanError: If not; the hint has the number of prompts that would fit.
     """
     prompts = sorted(lengths, reverse=True)
     logits, rest = _needs(config, prompts, options, options.num_seqs)
@@ -331,31 +360,37 @@ def require_verify_memory(
         key=lambda rows: sum(_needs(config, prompts, options, rows)),
     )
     raise MemoryPlanError(
-        f"--rows {options.num_seqs}: verifying takes about {_size(logits + rest)} (logits of the judge and the memories "
-        f"{_size(logits)}, weights, cache and work {_size(rest)}) and {_size(available)} is available",
-        f"what would fit: --rows {fit}" if fit else "not even one row fits: take fewer --tokens, or a smaller model",
+        f"--num-prompts {options.num_seqs}: verifying takes about {_size(logits + rest)} "
+        f"(logits of the reference and the caches "
+        f"{_size(logits)}, weights, cache and activations {_size(rest)}) and {_size(available)} is available",
+        f"what would fit: --num-prompts {fit}"
+        if fit
+        else "not even one row fits: take fewer --max-tokens, or a smaller model",
     )
 
 
 def _needs(config: ModelConfig, prompts: Sequence[int], options: ScenarioOptions, rows: int) -> tuple[int, int]:
-    """(bytes of the logits that are held at once, bytes of everything else) of so many rows, the longest ones.
+    """Return (bytes of the logits stored at once, bytes of everything else) of the ``rows`` longest sequences.
 
-    Logits stand in float32 and float64 for the judge and for that of a policy, in float64 for the twin of each layout,
-    and in float32 for the memory at hand; each lossy format has a judge in float64 too, beside its memory's.
-    The rest is the weights in both
-    precisions and the larger layout's twin, as it is planned.
+    Logits are stored in float32 and float64 for the reference and for that of a policy, in float64 for the float64 case
+    of each layout, and in float32 for the current case; each lossy format has a float64 reference too. The rest is the
+    weights in both precisions and the larger layout's float64 cache, as planned.
     """
-    known = prompts[:rows]
+    lengths = prompts[:rows]
     shares = options.prefix_hit and "paged" in options.layouts
-    every = [*known, known[min(1, len(known) - 1)], *known[: int(shares)]]  # the forked sample, the shared prefix
-    seats = rows - len(known) + len(every)
+    all_lengths = [
+        *lengths,
+        lengths[min(1, len(lengths) - 1)],
+        *lengths[: int(shares)],
+    ]  # the forked sample, the shared prefix
+    num_seqs = rows - len(lengths) + len(all_lengths)
     lossy = sum(format_loss(dtype) == "lossy" for dtype in options.dtypes)
-    masked = 16 * any(policy != "full" for policy in options.policies)  # a judge of each policy in turn
-    numbers = 16 + masked + 8 * len(options.layouts) * len(options.rotates) + 8 * (lossy + bool(lossy))
-    logits = (sum(every) + rows - len(known) + seats * options.tokens) * config.vocab_size * numbers
-    size, longest = options.block_size, known[0] + options.tokens
-    blocks = sum(-(-(length + options.tokens) // size) for length in every)
-    blocks += (rows - len(known)) * -(-(1 + options.tokens) // size)
+    policy_bytes = 16 * any(policy != "full" for policy in options.policies)  # a reference of each policy in turn
+    bytes_per_logit = 16 + policy_bytes + 8 * len(options.layouts) * len(options.rotates) + 8 * (lossy + bool(lossy))
+    logits = (sum(all_lengths) + rows - len(lengths) + num_seqs * options.tokens) * config.vocab_size * bytes_per_logit
+    size, longest = options.block_size, lengths[0] + options.tokens
+    blocks = sum(-(-(length + options.tokens) // size) for length in all_lengths)
+    blocks += (rows - len(lengths)) * -(-(1 + options.tokens) // size)
     tight = options.preempt and any(spec.window is None for spec in attention_specs(config))
     rest = 0
     for layout in options.layouts:
@@ -363,13 +398,15 @@ def _needs(config: ModelConfig, prompts: Sequence[int], options: ScenarioOptions
             layout="paged" if layout == "paged" else "contiguous",
             dtype="float64",
             block_size=size,
-            max_num_seqs=seats,
+            max_num_seqs=num_seqs,
             max_seq_len=longest,
-            prefill_chunk_size=options.chunk,
+            prefill_chunk_size=options.prefill_chunk_size,
             num_blocks=max(-(-longest // size) + 1, blocks // 2) if tight and layout == "paged" else None,
             max_source_len=longest_source(config),
         )
-        plan = plan_memory(config, cache, weights_dtype="float64", budget=options.chunk + seats)
+        plan = plan_memory(
+            config, cache, weights_dtype="float64", max_num_batched_tokens=options.prefill_chunk_size + num_seqs
+        )
         rest = max(rest, plan.total + plan.weights // 2)
     return logits, rest
 

@@ -17,11 +17,11 @@ OPERATIONS = (
     "sync",
     "close",
     "replace",
-    "sync_folder",
+    "sync_dir",
     "remove",
-    "free",
+    "free_bytes",
 )
-OPERATIONS += ("folder", "scan", "touch", "lock")
+OPERATIONS += ("make_dir", "list_files", "touch", "lock")
 
 
 class _Watched(FileSystem):
@@ -117,7 +117,7 @@ class ForgetfulDisk(_Watched):
         self._dirty.discard(path)
         self._names.append((None, path, path.read_bytes() if path.exists() else None, False))
 
-    def _sync_folder(self, folder):
+    def _sync_dir(self, folder):
         self._names = [each for each in self._names if each[1].parent != Path(folder)]
 
     def power_cut(self):

@@ -24,7 +24,7 @@ def as_bytes(sections: Sequence[Section]) -> bytes:
 class LateWorker(IoThread):
     """No thread: jobs are done when somebody says so."""
 
-    def restore(self, job: Callable[[], None]) -> None:
+    def submit(self, job: Callable[[], None]) -> None:
         self._jobs.waiting.append(job)
 
     def work(self, count: int) -> None:
@@ -41,14 +41,14 @@ class LateFiles(SwapFiles):
 
     def __init__(self, folder: Path, jobs: Callable[[], int], disk: FileSystem = REAL_FILE_SYSTEM) -> None:
         self.jobs, self.work = jobs, (late := LateWorker("late")).work
-        super().__init__(folder, disk=disk, worker=late)
+        super().__init__(folder, fs=disk, worker=late)
 
     def pop_finished(self) -> list[SwapResult]:
         self.work(self.jobs())
         return super().pop_finished()
 
     def wait(self) -> list[SwapResult]:
-        while self._hand.done.empty():
+        while self._file_worker.results.empty():
             self.work(1)
         return super().wait()
 

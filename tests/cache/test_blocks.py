@@ -101,9 +101,9 @@ def test_our_own_bugs_are_asserted() -> None:
     pool, prefixes = BlockPool(4), PrefixIndex()
     block, _ = pool.allocate()
     pool.decref(block)
-    with pytest.raises(AssertionError, match="released twice"):
+    with pytest.raises(AssertionError, match="freed twice"):
         pool.decref(block)
-    with pytest.raises(AssertionError, match="free: nobody may claim it"):
+    with pytest.raises(AssertionError, match="free and cannot be acquired"):
         pool.incref(block)
     with pytest.raises(AssertionError, match="cannot be published"):
         pool.publish(block, prefix_of(prefixes, tokens(1)))
@@ -132,7 +132,7 @@ def doctor_evictable(pool: BlockPool) -> None:
 
 
 def doctor_index(pool: BlockPool) -> None:
-    pool._where.clear()
+    pool._published.clear()
 
 
 def doctor_order(pool: BlockPool) -> None:
@@ -194,7 +194,7 @@ def test_a_very_long_chain_is_dropped_without_recursion() -> None:
         assert prefix is not None
         prefix = prefixes.extend(prefix, tokens(at))
     del prefix
-    assert len(prefixes._known) == 0
+    assert len(prefixes._nodes) == 0
 
 
 @pytest.mark.parametrize("values", [1, 2, 16])

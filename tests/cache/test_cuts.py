@@ -25,7 +25,7 @@ WIDE = AttentionSpec(True, None, 2, 8, 8)
 
 def made(policy: str, *mixers: AttentionSpec, tight: int | None = None, **fields: object) -> tuple[CacheGroup, ...]:
     """``tight``: no pool has more blocks than this; -1: two more than one row at its longest has."""
-    given = {"block_size": 4, "rows": 4, "capacity": 48, "chunk": 8, "policy": policy} | fields
+    given = {"block_size": 4, "max_num_seqs": 4, "max_seq_len": 48, "prefill_chunk_size": 8, "policy": policy} | fields
     placed = build_groups(mixers or (FULL,), CacheConfig(**given))  # type: ignore[arg-type]
     if tight is None:
         return placed
@@ -50,7 +50,7 @@ def write(ledger: KVCacheManager, row: int, count: int) -> BlockAllocation:
 def grow(ledger: KVCacheManager, row: int, length: int, *, chunk: int = 8) -> BlockAllocation | None:
     """A row of so many tokens, cut where the policy says."""
     placed = None
-    if ledger._max_num_seqs[row] is None:
+    if ledger._sequences[row] is None:
         ledger.add_sequence(row, list(range(length + 1)), b"")
     while ledger.seq_len(row) < length:
         placed = write(ledger, row, min(chunk, length - ledger.seq_len(row), ledger.tokens_until_eviction(row)))
@@ -58,7 +58,7 @@ def grow(ledger: KVCacheManager, row: int, length: int, *, chunk: int = 8) -> Bl
 
 
 def blocks(ledger: KVCacheManager, row: int, group: int = 0) -> list[int]:
-    seat = ledger._max_num_seqs[row]
+    seat = ledger._sequences[row]
     assert seat is not None
     return seat.all_groups[group].blocks
 
@@ -67,8 +67,8 @@ def blocks(ledger: KVCacheManager, row: int, group: int = 0) -> list[int]:
 
 
 def test_a_cut_fills_up_from_the_front_and_its_blocks_are_free_in_the_same_step() -> None:
-    """norm(6, every=4): at 8 tokens 6 stay, at 12 (10 held) 6 of those; the third block is the neighbour's at once."""
-    ledger = under("norm(6, every=4)")
+    """key-norm(6, interval=4): at 8 tokens 6 stay, at 12 (10 held) 6 of those; the third block is free at once."""
+    ledger = under("key-norm(6, interval=4)")
     grow(ledger, 0, 8)
     assert blocks(ledger, 0) == [2, 3]
     placed = write(ledger, 0, 4)
@@ -86,7 +86,7 @@ def test_a_cut_fills_up_from_the_front_and_its_blocks_are_free_in_the_same_step(
 
 
 def test_a_contiguous_row_is_cut_in_place() -> None:
-    ledger = under("norm(6, every=4)", layout="contiguous")
+    ledger = under("key-norm(6, interval=4)", layout="contiguous")
     grow(ledger, 0, 8)
     placed = write(ledger, 0, 1)
     assert placed.block_ops.evict == ((EvictOp(0, 8, (2,), 8, 6, (2,)),),)
@@ -95,7 +95,7 @@ def test_a_contiguous_row_is_cut_in_place() -> None:
 
 def test_what_two_rows_share_is_cut_by_each_for_itself() -> None:
     """The first to be cut gets new blocks, the last keeps the old ones; both cuts name what they read."""
-    ledger = under("norm(6, every=4)")
+    ledger = under("key-norm(6, interval=4)")
     grow(ledger, 0, 8)
     assert ledger.fork(0, 1, 8)
     placed = ledger.allocate_slots([TokenSpan(0, 8, 1), TokenSpan(1, 8, 1)])
@@ -108,7 +108,7 @@ def test_what_two_rows_share_is_cut_by_each_for_itself() -> None:
 def test_a_cut_may_take_what_a_later_cut_leaves() -> None:
     """Five blocks: 0 and 1 share three, 2 has two of its own.  Row 0 needs two for its cut, and only row 2's cut and
     row 1's leave any; they are cut in the same step, behind it."""
-    ledger = under("norm(6, every=4)", tight=5)
+    ledger = under("key-norm(6, interval=4)", tight=5)
     grow(ledger, 0, 12)
     assert ledger.fork(0, 1, 12)
     grow(ledger, 2, 8)
@@ -127,7 +127,7 @@ def test_a_cut_may_take_what_a_later_cut_leaves() -> None:
 
 
 def test_a_fork_or_a_rewind_behind_a_cut_is_refused() -> None:
-    ledger = under("norm(6, every=4)")
+    ledger = under("key-norm(6, interval=4)")
     grow(ledger, 0, 10)
     before = state(ledger)
     assert not ledger.fork(0, 1, 7) and state(ledger) == before
@@ -143,7 +143,7 @@ def test_a_fork_or_a_rewind_behind_a_cut_is_refused() -> None:
 
 
 def test_who_watches_attention_is_not_forked() -> None:
-    ledger = under("tova(6, every=4)")
+    ledger = under("tova(6, interval=4)")
     grow(ledger, 0, 5)
     assert not ledger.fork(0, 1, 5)
 
@@ -172,9 +172,9 @@ def test_a_block_is_emptied_of_later_tokens_before_it_is_written() -> None:
 # ---------------------------------------------------------------- descents
 
 
-def test_a_hierarchy_by_hand() -> None:
+def test_a_tiered_policy_by_hand() -> None:
     """recent 4, packed 8, summaries 4 of ratio 2: blocks go down one by one, two slots of a summary for each."""
-    ledger = under("hierarchy(4, packed=8, every=4, summaries=4, ratio=2)")
+    ledger = under("tiered(4, quantized=8, interval=4, summaries=4, ratio=2)")
     told = []
     ledger.add_sequence(0, [0], b"")
     for _ in range(8):
@@ -198,8 +198,8 @@ def test_a_hierarchy_by_hand() -> None:
 
 
 def test_what_no_level_takes_is_gone() -> None:
-    """packed=0 and no summaries: sinks and the recent tokens are all that a row keeps."""
-    ledger = under("hierarchy(8, packed=0, every=8, sinks=4)")
+    """quantized=0 and no summaries: sinks and the recent tokens are all that a row keeps."""
+    ledger = under("tiered(8, quantized=0, interval=8, num_sinks=4)")
     for length in range(8, 48, 8):
         grow(ledger, 0, length + 1)
         assert len(blocks(ledger, 0)) <= 1 + (8 + 8) // 4 == ledger.groups[0].max_blocks_per_seq
@@ -207,7 +207,7 @@ def test_what_no_level_takes_is_gone() -> None:
 
 
 def test_a_block_of_summaries_that_another_row_reads_is_copied() -> None:
-    ledger = under("hierarchy(4, packed=0, every=4, summaries=8, ratio=2)")
+    ledger = under("tiered(4, quantized=0, interval=4, summaries=8, ratio=2)")
     grow(ledger, 0, 9)  # tokens 0..3 are folded: half a block
     assert ledger.fork(0, 1, 9)
     grow(ledger, 0, 12)
@@ -223,11 +223,13 @@ def test_a_block_of_summaries_that_another_row_reads_is_copied() -> None:
 # ---------------------------------------------------------------- parked and woken
 
 
-@pytest.mark.parametrize("policy", ["norm(6, every=4)", "hierarchy(4, packed=8, every=4, summaries=4, ratio=2)"])
+@pytest.mark.parametrize(
+    "policy", ["key-norm(6, interval=4)", "tiered(4, quantized=8, interval=4, summaries=4, ratio=2)"]
+)
 def test_a_row_is_woken_where_it_stood(policy: str) -> None:
     ledger = under(policy)
     grow(ledger, 0, 27)
-    seat = ledger._max_num_seqs[0]
+    seat = ledger._sequences[0]
     assert seat is not None
     stood = [(len(each.blocks), hold_of(each)) for each in seat.all_groups]
     held = tuple(tuple(each.blocks) for each in seat.all_groups)
@@ -236,7 +238,7 @@ def test_a_row_is_woken_where_it_stood(policy: str) -> None:
     assert not any(ledger.stats().used)
     assert ledger.swap_in(3, parked)
     ledger.check()
-    seat = ledger._max_num_seqs[3]
+    seat = ledger._sequences[3]
     assert seat is not None and [(len(each.blocks), hold_of(each)) for each in seat.all_groups] == stood
     placed = ledger.allocate_slots([TokenSpan(3, 27, 1)])
     assert placed is not None
@@ -252,7 +254,7 @@ def hold_of(each: object) -> tuple[object, ...]:
 
 
 def test_a_row_that_was_woken_and_not_placed_is_parked_under_its_key() -> None:
-    ledger = under("0: full; norm(6, every=4)", FULL, WIDE, blocks=4)
+    ledger = under("0: full; key-norm(6, interval=4)", FULL, WIDE, num_blocks=4)
     grow(ledger, 0, 12)
     first = ledger.swap_out(0)
     assert ledger.swap_in(0, first)
@@ -286,7 +288,7 @@ def test_a_row_that_was_woken_and_not_placed_is_parked_under_its_key() -> None:
 
 
 def test_a_woken_row_that_leaves_is_not_woken_and_a_forgotten_one_is_dropped() -> None:
-    ledger = under("norm(6, every=4)")
+    ledger = under("key-norm(6, interval=4)")
     grow(ledger, 0, 12)
     parked = ledger.swap_out(0)
     assert ledger.swap_in(0, parked)
@@ -301,7 +303,7 @@ def test_a_woken_row_that_leaves_is_not_woken_and_a_forgotten_one_is_dropped() -
 
 def test_a_row_about_to_wake_has_nothing_to_share() -> None:
     """A fork of it, parked before the next step, would be copied out before its blocks are filled."""
-    ledger = under("norm(6, every=4)")
+    ledger = under("key-norm(6, interval=4)")
     grow(ledger, 0, 11)
     assert ledger.swap_in(0, ledger.swap_out(0))
     before = state(ledger)
@@ -312,19 +314,19 @@ def test_a_row_about_to_wake_has_nothing_to_share() -> None:
 
 
 def test_a_row_about_to_wake_is_not_rewound() -> None:
-    ledger = under("norm(6, every=4)")
+    ledger = under("key-norm(6, interval=4)")
     grow(ledger, 0, 12)
     assert ledger.swap_in(0, ledger.swap_out(0))
-    with pytest.raises(AssertionError, match="comes back whole"):
+    with pytest.raises(AssertionError, match="after its next step"):
         ledger.truncate(0, 9)
 
 
-# ---------------------------------------------------------------- sinks and truncate
+# ---------------------------------------------------------------- sinks and block-window
 
 
 def test_a_hit_under_sinks_needs_the_sinks_and_the_window() -> None:
     """sinks(3, 5): of 20 tokens the first block and the last stay; those between may be gone."""
-    ledger = under("sinks(3, 5)", rows=4)
+    ledger = under("sinks(3, 5)", max_num_seqs=4)
     grow(ledger, 0, 20, chunk=4)
     assert [placed - 2 for placed in blocks(ledger, 0)] == [0, 3, 4]
     ledger.free(0)
@@ -343,7 +345,7 @@ def test_a_hit_under_sinks_needs_the_sinks_and_the_window() -> None:
     ledger.check()
 
 
-@pytest.mark.parametrize("policy", ["sinks(3, 5)", "sinks(6, 1)", "truncate(8)", "truncate(6, 2)", "window(1)"])
+@pytest.mark.parametrize("policy", ["sinks(3, 5)", "sinks(6, 1)", "block-window(8)", "block-window(6, 2)", "window(1)"])
 @pytest.mark.parametrize("length", range(1, 22))
 def test_forks_and_rewinds_of_all_lengths_go_on_or_are_refused(policy: str, length: int) -> None:
     ledger = under(policy)
@@ -368,13 +370,13 @@ def test_forks_and_rewinds_of_all_lengths_go_on_or_are_refused(policy: str, leng
 
 POLICIES = (
     "sinks(3, 5)",
-    "truncate(8)",
-    "norm(6, every=4)",
-    "0: full; norm(9, every=2)",
-    "hierarchy(4, packed=8, every=4, summaries=4, ratio=2)",
-    "hierarchy(4, every=4, sinks=4)",
-    "hierarchy(8, packed=0, every=8, summaries=4, ratio=4)",
-    "0: window(3); hierarchy(8, packed=4, every=4)",
+    "block-window(8)",
+    "key-norm(6, interval=4)",
+    "0: full; key-norm(9, interval=2)",
+    "tiered(4, quantized=8, interval=4, summaries=4, ratio=2)",
+    "tiered(4, interval=4, num_sinks=4)",
+    "tiered(8, quantized=0, interval=8, summaries=4, ratio=4)",
+    "0: window(3); tiered(8, quantized=4, interval=4)",
     "quest(8)",
 )
 
@@ -385,20 +387,20 @@ def state(ledger: KVCacheManager) -> object:
         None
         if seat is None
         else (seat.length, seat.num_written, [(list(each.blocks), hold_of(each)) for each in seat.all_groups])
-        for seat in ledger._max_num_seqs
+        for seat in ledger._sequences
     ]
     pools = [(list(pool.refs), list(pool._idle), list(pool.prefixes)) for pool in ledger.pools]
     return (
         seats,
         pools,
-        list(ledger._away.pending_swap_outs),
-        dict(ledger._away.pending_swap_ins),
-        list(ledger._away.drop_next),
+        list(ledger._swapped.pending_swap_outs),
+        dict(ledger._swapped.pending_swap_ins),
+        list(ledger._swapped.pending_drops),
     )
 
 
 def operate(ledger: KVCacheManager, rng: random.Random, asleep: list[SwappedSequence], counts: dict[str, int]) -> None:
-    taken = [row for row in range(4) if ledger._max_num_seqs[row] is not None]
+    taken = [row for row in range(4) if ledger._sequences[row] is not None]
     empty = [row for row in range(4) if row not in taken]
     draw, row = rng.random(), rng.choice(taken or [0])
     if draw < 0.15 and empty:
@@ -406,7 +408,7 @@ def operate(ledger: KVCacheManager, rng: random.Random, asleep: list[SwappedSequ
         ledger.add_sequence(empty[0], [stem] * rng.randint(1, 30), b"")
     elif draw < 0.25 and taken and empty:
         counts["forks"] += ledger.fork(row, empty[0], rng.randint(0, ledger.seq_len(row)))
-    elif draw < 0.30 and taken and row not in ledger._away.pending_swap_ins:
+    elif draw < 0.30 and taken and row not in ledger._swapped.pending_swap_ins:
         ledger.truncate(row, rng.randint(0, ledger.seq_len(row)))
     elif draw < 0.36 and taken:
         ledger.free(row)
@@ -433,8 +435,8 @@ def reserve(ledger: KVCacheManager, rng: random.Random, taken: list[int], counts
         assert state(ledger) == before, "a refused reservation changed something"
         counts["refused"] += 1
         if clone is not None:  # would it have been possible?
-            clone._growth._enough = lambda *_: True  # type: ignore[method-assign]
-            clone._growth.descents.has_room = lambda *_: True  # type: ignore[method-assign]
+            clone._allocator._has_blocks = lambda *_: True  # type: ignore[method-assign]
+            clone._allocator.demotion.has_room = lambda *_: True  # type: ignore[method-assign]
             with pytest.raises(KeyError, match="dictionary is empty"):
                 clone.allocate_slots(spans)
         ledger.free(taken[0])
@@ -457,6 +459,6 @@ def test_a_reservation_succeeds_or_changes_nothing(policy: str) -> None:
     assert counts["refused"] > 5 and counts["placed"] > 100 and counts["forks"] > 5
     assert counts["woken"] > 5 or not ledger.lossy
     for row in range(4):
-        if ledger._max_num_seqs[row] is not None:
+        if ledger._sequences[row] is not None:
             ledger.free(row)
     assert not any(ledger.stats().used)

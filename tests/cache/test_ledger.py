@@ -284,7 +284,7 @@ def test_the_hit_is_the_longest_that_every_group_can_serve() -> None:
     tokens = list(range(20))
     seat(ledger, 0, tokens, chunk=4)
     local, full = ledger.pools
-    chain = ledger._chains.find(ledger._chains.prefixes.root(b""), tokens, 20)  # type: ignore[arg-type]
+    chain = ledger._prefix_cache.find(ledger._prefix_cache.prefixes.root(b""), tokens, 20)  # type: ignore[arg-type]
     assert len(chain) == 5
     gone = local.find(chain[3])
     assert gone is not None
@@ -549,7 +549,7 @@ def test_release_gives_everything_back() -> None:
         ledger.free(0)
         assert ledger.stats().used == (0, 0) and ledger.num_frees == before + 1
         ledger.check()
-        with pytest.raises(AssertionError, match="seat 0 is empty"):
+        with pytest.raises(AssertionError, match="no sequence has index 0"):
             ledger.seq_len(0)
 
 
@@ -572,32 +572,32 @@ def doctor_leak(ledger: KVCacheManager) -> None:
 
 
 def doctor_foreign(ledger: KVCacheManager) -> None:
-    one, two = ledger._max_num_seqs[0], ledger._max_num_seqs[1]
+    one, two = ledger._sequences[0], ledger._sequences[1]
     assert one is not None and two is not None
     two.groups[0].blocks[0] = one.groups[0].blocks[0]
 
 
 def doctor_twice(ledger: KVCacheManager) -> None:
-    one = ledger._max_num_seqs[0]
+    one = ledger._sequences[0]
     assert one is not None
     one.groups[0].blocks[1] = one.groups[0].blocks[0]
 
 
 def doctor_length(ledger: KVCacheManager) -> None:
-    one = ledger._max_num_seqs[0]
+    one = ledger._sequences[0]
     assert one is not None
     one.length = one.num_written = 99
 
 
 def doctor_window(ledger: KVCacheManager) -> None:
-    one = ledger._max_num_seqs[0]
+    one = ledger._sequences[0]
     assert one is not None
     del one.groups[1].blocks[0]
     one.groups[1].num_skipped_blocks += 1
 
 
 def doctor_order(ledger: KVCacheManager) -> None:
-    one = ledger._max_num_seqs[0]
+    one = ledger._sequences[0]
     assert one is not None
     one.groups[0].blocks.reverse()
 

@@ -49,7 +49,7 @@ class Desk:
 
     def park(self, key: int, nbytes: int = 100, *, needed: bool = True) -> None:
         """With the step that follows."""
-        self.parking.store(key, nbytes, (key, 0), needed=needed)
+        self.parking.store(key, nbytes, (key, 0), required=needed)
         self.store[key] = content(key, nbytes)
         self.parking.poll()
 
@@ -60,7 +60,7 @@ class Desk:
         self.parking.check()
 
     def states(self) -> dict[int, str]:
-        return {key: self.parking.state(key) for key in self.parking._rows}
+        return {key: self.parking.state(key) for key in self.parking._records}
 
     def wake(self, key: int) -> bytes:
         self.parking.pop(key)
@@ -82,10 +82,10 @@ def test_what_fits_stays_in_memory_and_the_last_in_the_queue_leaves_first(tmp_pa
     desk = Desk(tmp_path, ram=250)
     for key in (2, 3, 1):
         desk.park(key)
-    assert desk.states() == {2: "here", 3: "leaving", 1: "here"}
+    assert desk.states() == {2: "in-ram", 3: "writing", 1: "in-ram"}
     assert 3 in desk.store, "dropped before it was written"
     desk.work()
-    assert desk.states() == {2: "here", 3: "away", 1: "here"} and 3 not in desk.store
+    assert desk.states() == {2: "in-ram", 3: "on-disk", 1: "in-ram"} and 3 not in desk.store
     stats = desk.parking.stats()
     assert (stats.ram_bytes, stats.disk_bytes, stats.written) == (200, 100, 1)
 
@@ -94,7 +94,7 @@ def test_without_a_bound_nothing_leaves(tmp_path: Path) -> None:
     desk = Desk(tmp_path, ram=None)
     for key in range(5):
         desk.park(key)
-    assert set(desk.states().values()) == {"here"} and not files_in(tmp_path)
+    assert set(desk.states().values()) == {"in-ram"} and not files_in(tmp_path)
     assert not desk.parking.bounded and desk.parking.location_for(1 << 60) == "ram" and desk.parking.has_room(1 << 60)
 
 
@@ -103,9 +103,9 @@ def test_a_row_comes_back_as_it_was(tmp_path: Path) -> None:
     desk.park(7)
     desk.work()
     desk.parking.prefetch(7)
-    assert desk.states() == {7: "returning"} and desk.parking.pending
+    assert desk.states() == {7: "reading"} and desk.parking.pending
     desk.work()
-    assert desk.states() == {7: "here"} and desk.wake(7) == content(7)
+    assert desk.states() == {7: "in-ram"} and desk.wake(7) == content(7)
     desk.work()
     assert not files_in(tmp_path) and not len(desk.parking)
 
@@ -120,20 +120,20 @@ def test_a_row_that_is_fetched_stays_until_another_is(tmp_path: Path) -> None:
     desk.parking.prefetch(1)
     desk.work()
     desk.work()
-    assert desk.states() == {1: "here", 2: "away"}
+    assert desk.states() == {1: "in-ram", 2: "on-disk"}
     desk.parking.prefetch(2)
     desk.work()
-    assert desk.states() == {1: "away", 2: "here"}
+    assert desk.states() == {1: "on-disk", 2: "in-ram"}
     assert desk.parking.stats().written == 2
 
 
 def test_a_row_that_is_leaving_can_be_woken_at_once(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     desk.park(1)
-    assert desk.states() == {1: "leaving"} and desk.wake(1) == content(1)
+    assert desk.states() == {1: "writing"} and desk.wake(1) == content(1)
     desk.park(2)
     desk.work()
-    assert desk.states() == {2: "away"} and len(files_in(tmp_path)) == 1, "what came late has touched something"
+    assert desk.states() == {2: "on-disk"} and len(files_in(tmp_path)) == 1, "what came late has touched something"
 
 
 def test_waiting_is_for_one_that_is_under_way(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_waiting_is_for_one_that_is_under_way(tmp_path: Path) -> None:
     desk.parking.prefetch(1)
     assert not desk.parking.poll()
     desk.parking.wait()
-    assert desk.states() == {1: "here"}
+    assert desk.states() == {1: "in-ram"}
     assert desk.parking.poll(), "whoever waits for the row is not told"
 
 
@@ -154,9 +154,9 @@ def test_room(tmp_path: Path) -> None:
     desk.park(1)
     assert parking.location_for(50) == "ram" and parking.location_for(51) == "disk"
     desk.park(2)
-    assert desk.states() == {1: "here", 2: "leaving"}
+    assert desk.states() == {1: "in-ram", 2: "writing"}
     assert parking.location_for(100) is None, "one at a time passes the bound"
-    assert parking.location_for(100, needed=True) == "disk"
+    assert parking.location_for(100, required=True) == "disk"
     desk.work()
     assert parking.location_for(100) == "disk"
     free = REAL_FILE_SYSTEM.free_bytes(tmp_path) - RESERVED_BYTES
@@ -166,11 +166,11 @@ def test_room(tmp_path: Path) -> None:
 
 def test_a_full_disk_has_no_room(tmp_path: Path) -> None:
     class Full(FileSystem):
-        def free(self, folder: Path) -> int:
+        def free_bytes(self, folder: Path) -> int:
             return RESERVED_BYTES + 99
 
     class Refusing(FileSystem):
-        def free(self, folder: Path) -> int:
+        def free_bytes(self, folder: Path) -> int:
             raise OSError(5, "Input/output error")
 
     assert Desk(tmp_path, disk=Full()).parking.location_for(100) is None
@@ -193,7 +193,7 @@ def test_what_is_given_up_is_touched_by_nothing(tmp_path: Path, done: int) -> No
             desk.parking.prefetch(1)
     desk.parking.drop(1)
     desk.work()
-    assert desk.states() == {2: "away"} and not desk.store
+    assert desk.states() == {2: "on-disk"} and not desk.store
     assert len(files_in(tmp_path)) == 1
     desk.parking.prefetch(2)
     desk.work()
@@ -202,8 +202,8 @@ def test_what_is_given_up_is_touched_by_nothing(tmp_path: Path, done: int) -> No
 
 def test_a_copy_that_was_never_made_is_lost() -> None:
     desk = Desk(None, ram=None)
-    desk.parking.store(1, 100, (0, 0), needed=True)
-    assert not desk.parking.poll(untold=[1]) and desk.states() == {1: "coming"}
+    desk.parking.store(1, 100, (0, 0), required=True)
+    assert not desk.parking.poll(not_copied=[1]) and desk.states() == {1: "pending"}
     assert desk.parking.poll() and desk.states() == {1: "lost"}
     assert "not made" in desk.parking.failure(1)
     desk.parking.drop(1)
@@ -217,7 +217,7 @@ def test_closing_stops_the_worker_and_removes_the_files(tmp_path: Path) -> None:
         store, ram=0, files=files, to_sections=lambda key, copy: as_section(copy), from_sections=as_bytes
     )
     for key in (1, 2):
-        parking.store(key, 100, (key, 0), needed=True)
+        parking.store(key, 100, (key, 0), required=True)
     parking.poll()
     thread = files._worker._thread
     assert thread is not None and thread.is_alive()
@@ -257,7 +257,7 @@ def trip(desk: Desk, *, needed: bool) -> str | bytes:
     """A row's way out and in: its bytes, or its state where they do not come back."""
     desk.park(1, needed=needed)
     desk.work()
-    if desk.states()[1] == "away":
+    if desk.states()[1] == "on-disk":
         desk.parking.prefetch(1)
         desk.work()
     got = desk.states()[1] if desk.states()[1] == "lost" else desk.wake(1)
@@ -295,14 +295,14 @@ def test_a_disk_that_refuses_is_left_alone_for_a_while(tmp_path: Path) -> None:
     desk = Desk(tmp_path, disk=FailingDisk(0, on=False, which=("create",)))
     desk.park(1)
     desk.work()
-    assert desk.states() == {1: "here"}, "it stays beyond the bound: it cannot be computed again"
+    assert desk.states() == {1: "in-ram"}, "it stays beyond the bound: it cannot be computed again"
     assert "Input/output error" in desk.parking.stats().fault
     assert desk.parking.location_for(1) is None and not desk.parking.has_room(1)
     desk.now = RETRY
     desk.work()
-    assert desk.states() == {1: "leaving"}
+    assert desk.states() == {1: "writing"}
     desk.work()
-    assert desk.states() == {1: "away"}
+    assert desk.states() == {1: "on-disk"}
 
 
 def written(folder: Path) -> tuple[Desk, Path]:
@@ -338,7 +338,7 @@ def test_every_flipped_byte_and_every_cut_is_seen(tmp_path: Path) -> None:
     desk, path = written(tmp_path)
     path.unlink()
     assert read_back(desk) == "lost"
-    assert read_back(written(tmp_path)[0]) == "here", "nothing was wrong with it"
+    assert read_back(written(tmp_path)[0]) == "in-ram", "nothing was wrong with it"
 
 
 def test_a_whole_file_of_another_row_is_refused(tmp_path: Path) -> None:
@@ -352,7 +352,7 @@ def test_a_whole_file_of_another_row_is_refused(tmp_path: Path) -> None:
     first.write_bytes(second.read_bytes())
     desk.parking.prefetch(1)
     desk.work()
-    assert desk.states()[1] == "lost" and "another row" in desk.parking.failure(1)
+    assert desk.states()[1] == "lost" and "another sequence" in desk.parking.failure(1)
 
 
 # ---------------------------------------------------------------- what the dead leave
@@ -407,9 +407,9 @@ def test_only_rows_are_swept(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(ConfigError, match="park_dir"):
+    with pytest.raises(ConfigError, match="swap_dir"):
         SwapFiles(file)
-    with pytest.raises(ConfigError, match="park_dir"):
+    with pytest.raises(ConfigError, match="swap_dir"):
         SwapFiles(file / "below")
     made = SwapFiles(tmp_path / "new" / "folder")
     assert made.folder.stat().st_mode & 0o777 == 0o700
@@ -433,7 +433,7 @@ def test_any_order_of_moves_gives_every_row_its_bytes(tmp_path: Path, seed: int)
             desk.parking.drop(keys.pop(rng.randrange(len(keys))))
         elif keys:
             key = rng.choice(keys)
-            if desk.parking.state(key) in ("here", "leaving"):
+            if desk.parking.state(key) in ("in-ram", "writing"):
                 nbytes = desk.parking.nbytes(key)
                 keys.remove(key)
                 assert desk.wake(key) == content(key, nbytes)

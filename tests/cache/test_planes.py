@@ -65,11 +65,11 @@ def test_groups_of_one_block_come_together_and_another_history_does_not():
     attic.put(name(1), {1: b"b"})
     kept = attic.get(name(1), (0, 1))
     assert {g: bytes(p) for g, p in attic.decompress_job(kept, (0, 1))().items()} == {0: b"a", 1: b"b"}
-    assert attic.get(name(1)._replace(parent="ff"), (0,)) is None
-    attic.put(name(1)._replace(parent="ff"), {0: b"c"})
+    assert attic.get(name(1)._replace(parent_digest="ff"), (0,)) is None
+    attic.put(name(1)._replace(parent_digest="ff"), {0: b"c"})
     assert attic.get(name(1), (0,)) is None and attic.stats().num_blocks == 1
 
 
 def test_a_budget_of_nothing_is_refused():
-    with pytest.raises(ConfigError, match="holds nothing"):
+    with pytest.raises(ConfigError, match="prefix_cache_ram: must be at least 1"):
         RamBlockStore(0, [4])

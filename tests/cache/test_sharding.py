@@ -50,8 +50,8 @@ MESHES = [Mesh.parse(text) for text in ("1x1", "2x1", "1x2", "2x2", "4x1", "8x1"
 CACHES = {
     "full": roomy(),
     "int8": roomy(dtype="int8"),
-    "levels": roomy(policy="hierarchy(8, packed=8, every=4, summaries=8, ratio=2)", values="int8"),
-    "ranked": roomy(policy="0: full; random(8, every=4)"),
+    "levels": roomy(policy="tiered(8, quantized=8, interval=4, summaries=8, ratio=2)", value_dtype="int8"),
+    "ranked": roomy(policy="0: full; random(8, interval=4)"),
     "contiguous": CacheConfig(layout="contiguous", max_num_seqs=4, max_seq_len=44, prefill_chunk_size=5),
 }
 
@@ -77,7 +77,7 @@ def test_every_head_and_layer_is_somewhere_and_queries_are_with_their_keys() -> 
 
 def test_a_stage_numbers_its_layers_and_their_cross_attention_anew() -> None:
     config = pair()
-    made = build_groups(attention_specs(config), roomy(source_capacity=24))
+    made = build_groups(attention_specs(config), roomy(max_source_len=24))
     assert local_layers(made, 2, Mesh(1, 2, 1)) == {1: 0, 3: 1}
     assert [group.layers for group in shard_groups(made, 2, Mesh(2, 2, 3))] == [(0,), (1,)]
     assert [group.spec.num_kv_heads for group in shard_groups(made, 2, Mesh(2, 2, 3))] == [2, 4]
@@ -85,18 +85,22 @@ def test_a_stage_numbers_its_layers_and_their_cross_attention_anew() -> None:
 
 @pytest.mark.parametrize("text", ["", "2", "2x", "0x1", "2x0", "-1x2", "2x1x1", "axb"])
 def test_what_is_no_mesh_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="tensor x pipeline"):
+    with pytest.raises(UsageError, match="TENSORxPIPELINE"):
         Mesh.parse(text)
 
 
 @pytest.mark.parametrize(
     ("config", "mesh", "says"),
     [
-        (shaped(), "3x1", "decoder.layer_types.L.attention has 4 kv heads .* fit this model: 1, 2, 4, 8"),
+        (shaped(), "3x1", "4 kv heads of decoder.layer_types.L.attention .* fit this model: 1, 2, 4, 8"),
         (shaped(kv_heads=2), "16x1", "8 query heads"),
-        (shaped(layers=2), "1x3", "3 stages, and the decoder has 2 layers .take at most 2 stages"),
-        (pair(), "1x3", "the decoder has 2 layers"),
-        (shaped(own="tests.lab.looker:Nothing"), "2x1", "does not know how to cut by heads .* 1x2"),
+        (
+            shaped(layers=2),
+            "1x3",
+            "must have at most 2 stages, the layers of the decoder, got 1x3 .use at most 2 stages",
+        ),
+        (pair(), "1x3", "at most 2 stages, the layers of the decoder"),
+        (shaped(custom_class="tests.lab.looker:Nothing"), "2x1", "cannot be divided by heads .* 1x2"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_and_told_what_does(config: ModelConfig, mesh: str, says: str) -> None:
@@ -106,7 +110,7 @@ def test_a_mesh_that_does_not_fit_is_refused_and_told_what_does(config: ModelCon
 
 @pytest.mark.parametrize(("policy", "name"), [("tova(8)", "tova"), ("quest(8)", "quest"), ("snapkv(8)", "snapkv")])
 def test_policies_that_watch_are_refused_where_a_kv_head_lies_on_several_ranks(policy: str, name: str) -> None:
-    plan = plan_memory(shaped(kv_heads=2), roomy(policy=policy, chunk=4), weights_dtype="float64")
+    plan = plan_memory(shaped(kv_heads=2), roomy(policy=policy, prefill_chunk_size=4), weights_dtype="float64")
     with pytest.raises(ConfigError, match=f"{name}.*at most 2 tensor ranks"):
         plan_ranks(plan, Mesh(4))
     assert plan_ranks(plan, Mesh(2))
@@ -122,12 +126,12 @@ def test_a_rank_has_the_bytes_that_were_planned(config: ModelConfig, mesh: Mesh)
     if mesh.pipeline_parallel > config.decoder.num_layers:
         return
     for cache in CACHES.values():
-        cache = resolve_for_model(config, roomy(**{**vars_of(cache), "source_capacity": 24}))
+        cache = resolve_for_model(config, roomy(**{**vars_of(cache), "max_source_len": 24}))
         ranks = plan_ranks(plan_memory(config, cache, weights_dtype="float64"), mesh)
         for each in mesh.all_ranks():
             links = ProcessGroups(each)
             memory = ShardedKVCache(
-                build_groups(attention_specs(config), cache), links=links, layers=config.decoder.num_layers
+                build_groups(attention_specs(config), cache), process_groups=links, layers=config.decoder.num_layers
             )
             assert memory.payload_bytes() == ranks[each.rank].payload
             assert memory.scale_bytes() == ranks[each.rank].scales
@@ -142,7 +146,8 @@ def test_a_rank_has_the_bytes_that_were_planned(config: ModelConfig, mesh: Mesh)
 
 
 def vars_of(cache: CacheConfig) -> dict[str, object]:
-    return {name: getattr(cache, name) for name in ("dtype", "policy", "layout", "values", "rows", "capacity", "chunk")}
+    names = ("dtype", "policy", "layout", "value_dtype", "max_num_seqs", "max_seq_len", "prefill_chunk_size")
+    return {name: getattr(cache, name) for name in names}
 
 
 def test_what_all_ranks_have_is_the_model_and_what_is_whole_is_whole_on_each() -> None:
@@ -202,7 +207,7 @@ def test_a_state_that_is_cut_and_put_together_is_the_same(name: str, mesh: Mesh)
         layers = config.decoder.num_layers
         if mesh.pipeline_parallel > layers:
             continue
-        cache = roomy(**{**vars_of(CACHES[name]), "source_capacity": 24})
+        cache = roomy(**{**vars_of(CACHES[name]), "max_source_len": 24})
         made, whole = build_groups(attention_specs(config), cache), a_row(config, cache)
         parts = [split_shards(whole, made, layers, each) for each in mesh.all_ranks()]
         for each, part in zip(mesh.all_ranks(), parts, strict=True):
@@ -232,7 +237,12 @@ def _lose(parts: list[dict[str, Tensor]]) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "says"),
-    [(_drop, "0.1.values.0"), (_shift, "other positions"), (_narrow, "0.0.keys.0"), (_lose, "has 2 parts, found 1")],
+    [
+        (_drop, "0.1.values.0"),
+        (_shift, "other positions"),
+        (_narrow, "0.0.keys.0"),
+        (_lose, "must have 2 shards on a mesh of 2x1, got 1"),
+    ],
 )
 def test_parts_that_do_not_make_a_whole_are_refused(
     damage: Callable[[list[dict[str, Tensor]]], None], says: str
@@ -327,10 +337,10 @@ def engine(model: Transformer, **options: object) -> Engine:
 
 
 def test_what_a_mesh_does_not_promise_is_refused() -> None:
-    with pytest.raises(ConfigError, match="deterministic: not promised on a mesh"):
+    with pytest.raises(ConfigError, match="deterministic: is not supported on a mesh"):
         engine(build(shaped(), dtype=torch.float32), deterministic=True)
-    with pytest.raises(ConfigError, match="probe: on a mesh"):
-        engine(build(shaped()), probe=lambda seen: None)
+    with pytest.raises(ConfigError, match="attention_hook: is not supported on a mesh"):
+        engine(build(shaped()), attention_hook=lambda trace: None)
 
 
 def test_what_a_mesh_keeps_belongs_to_the_whole_model() -> None:
@@ -339,7 +349,7 @@ def test_what_a_mesh_keeps_belongs_to_the_whole_model() -> None:
     whole, cut = build(shaped()), build(shaped())
     shard_model(cut, ProcessGroups(Mesh(2)))
     one = Engine(whole, roomy()).cache_fingerprint("")
-    with pytest.raises(ConfigError, match="one of 2 ranks, which sees a part of them alone"):
+    with pytest.raises(ConfigError, match="this rank has only its shard of 2"):
         Engine(cut, roomy(), cache_factory=leader_cache_factory(cut, ProcessGroups(Mesh(2)))).cache_fingerprint("")
     assert weights_fingerprint(cut) != weights_fingerprint(whole)
     known = Engine(
@@ -363,5 +373,5 @@ def test_a_stage_refuses_a_memory_that_is_not_its_own() -> None:
     shard_model(model, ProcessGroups(Mesh(1, 2, 0), pipeline=nn.Identity()))  # type: ignore[arg-type]
     ids = torch.arange(4)
     step = ModelInput(ids, ids, (SubBatch(1, 4, 4),), ids)
-    with pytest.raises(KvadError, match="2 of 4 layers was given 2"):
+    with pytest.raises(KvadError, match="2 of 4 layers got 2"):
         model(step, NoCache(model.config))

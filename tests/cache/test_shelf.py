@@ -97,14 +97,14 @@ def test_what_is_pinned_stays_when_the_folder_is_opened_with_less(tmp_path):
 
 @pytest.mark.parametrize("limit", [0, -1])
 def test_a_budget_of_nothing_is_refused(tmp_path, limit):
-    with pytest.raises(ConfigError, match="holds nothing"):
+    with pytest.raises(ConfigError, match="prefix_cache_size: must be at least 1"):
         make(tmp_path, limit)
 
 
 def test_room_on_the_disk_is_left_for_others(tmp_path, caplog):
     disk = FailingDisk()
     disk.free_bytes = lambda folder: 100_000
-    shelf = DiskBlockStore(tmp_path, 1 << 20, reserve=90_000, disk=disk)
+    shelf = DiskBlockStore(tmp_path, 1 << 20, reserve=90_000, fs=disk)
     with caplog.at_level(logging.WARNING):
         assert not put(shelf, 1) and not put(shelf, 2)
     assert shelf.stats().num_refused == 2 and len(caplog.records) == 1 and not shelf.stats().disabled_reason
@@ -164,7 +164,7 @@ def test_an_entry_that_somebody_removed_is_a_miss(tmp_path):
 
 def life(folder, disk):
     """Open, put, get, evict; what came is right, whatever failed.  OSError: it could not be opened."""
-    shelf = make(folder, 4 * (BLOCK + 2000), disk=disk)
+    shelf = make(folder, 4 * (BLOCK + 2000), fs=disk)
     for number in range(6):
         put(shelf, number)
         get(shelf, number)
@@ -206,7 +206,7 @@ def test_a_disk_that_goes_on_failing_is_left_alone_and_said_so_once(tmp_path, k,
 
 def test_reads_that_fail_close_it_after_a_few(tmp_path):
     disk = FailingDisk()
-    shelf = make(tmp_path, disk=disk)
+    shelf = make(tmp_path, fs=disk)
     for number in range(8):
         put(shelf, number)
     disk.k, disk.on, disk.which, disk.count = 0, True, ("read",), 0
@@ -218,7 +218,7 @@ def test_reads_that_fail_close_it_after_a_few(tmp_path):
 
 def test_an_entry_whose_reading_failed_is_not_tried_again(tmp_path):
     disk = FailingDisk()
-    shelf = make(tmp_path, disk=disk)
+    shelf = make(tmp_path, fs=disk)
     put(shelf, 1)
     disk.k, disk.which, disk.count = 0, ("read",), 0
     assert not get(shelf, 1)
@@ -228,7 +228,7 @@ def test_an_entry_whose_reading_failed_is_not_tried_again(tmp_path):
 @pytest.mark.parametrize("seed", range(40))
 def test_after_a_power_cut_every_entry_is_right_or_refused(tmp_path, seed):
     disk = ForgetfulDisk(seed)
-    shelf = make(tmp_path, 4 * (BLOCK + 2000), disk=disk)
+    shelf = make(tmp_path, 4 * (BLOCK + 2000), fs=disk)
     for number in range(6):
         put(shelf, number)
     kept = shelf.eviction_order()[:2]
@@ -247,7 +247,7 @@ def test_the_forgetful_disk_forgets(tmp_path):
     lost = 0
     for seed in range(40):
         disk = ForgetfulDisk(seed)
-        shelf = make(tmp_path / f"{seed}", disk=disk)
+        shelf = make(tmp_path / f"{seed}", fs=disk)
         put(shelf, 1)
         shelf.release()
         disk.power_cut()

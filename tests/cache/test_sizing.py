@@ -136,20 +136,22 @@ def test_channels_by_hand() -> None:
     ],
 )
 def test_levels_hold_what_a_row_can_send_there(capacity: int, per_row: tuple[int, ...]) -> None:
-    policy = "hierarchy(12, packed=16, summaries=16, ratio=4, every=8, sinks=4)"
+    policy = "tiered(12, quantized=16, summaries=16, ratio=4, interval=8, num_sinks=4)"
     made = build_groups([FULL], CacheConfig(max_num_seqs=1, max_seq_len=capacity, block_size=4, policy=policy))
     assert tuple(group.max_blocks_per_seq for group in made) == per_row
 
 
-@pytest.mark.parametrize("policy", ["hierarchy(8)", "0: full; hierarchy(8, packed=0, summaries=8)", "quest(8)"])
+@pytest.mark.parametrize("policy", ["tiered(8)", "0: full; tiered(8, quantized=0, summaries=8)", "quest(8)"])
 def test_what_needs_blocks_is_refused_where_a_row_is_one(policy: str) -> None:
-    with pytest.raises(ConfigError, match=r"cache.policy: (hierarchy|quest)\(8.*(whole blocks|none to choose)"):
+    with pytest.raises(ConfigError, match=r"cache.policy: (tiered|quest)\(8.*(whole blocks|only one block)"):
         build_groups([FULL, FULL], CacheConfig(max_seq_len=64, layout="contiguous", policy=policy))
 
 
 def test_int4_needs_pairs() -> None:
     odd = AttentionSpec(True, None, 2, 8, 7)
-    with pytest.raises(ConfigError, match=r"values: int4 packs two numbers into a byte, and the values of layer 1"):
+    with pytest.raises(
+        ConfigError, match=r"cache.value_dtype: int4 packs two numbers per byte, but the value dim of layer 1"
+    ):
         build_groups([FULL, odd], CacheConfig(max_seq_len=8, value_dtype="int4"))
     assert (
         build_groups([FULL, odd], CacheConfig(max_seq_len=8, key_dtype="int4", value_dtype="int8"))[1].value_format
@@ -162,24 +164,24 @@ def test_int4_needs_pairs() -> None:
     [
         ({"layout": "page"}, "cache.layout: 'page' .did you mean 'paged'"),
         ({"dtype": "bfloat"}, "cache.dtype: 'bfloat' .did you mean 'bfloat16'"),
-        ({"keys": "int9"}, "cache.key_dtype: 'int9' .did you mean 'int8'"),
-        ({"values": "fp8-e4m2"}, "cache.value_dtype: 'fp8-e4m2' .did you mean 'fp8-e"),
-        ({"values": "int4-channel"}, "cache.value_dtype: int4-channel is for keys.*cache.value_dtype='int4'"),
-        ({"keys": "int4-channel", "layout": "contiguous"}, "cache.key_dtype: int4-channel packs whole blocks"),
-        ({"keys": "int4-channel", "policy": "tova(20)"}, "tova.20. takes tokens out of them"),
-        ({"keys": "int4-channel", "policy": "window(4)"}, "int4-channel packs whole blocks once, and window"),
-        ({"dtype": "int8-channel", "values": "int8"}, "cache.dtype: int8-channel packs whole blocks"),
-        ({"rows": 0}, "cache.max_num_seqs: must be at least 1, found 0"),
-        ({"capacity": -3}, "cache.max_seq_len: must be at least 1, found -3"),
-        ({"chunk": 0}, "cache.prefill_chunk_size"),
+        ({"key_dtype": "int9"}, "cache.key_dtype: 'int9' .did you mean 'int8'"),
+        ({"value_dtype": "fp8-e4m2"}, "cache.value_dtype: 'fp8-e4m2' .did you mean 'fp8-e"),
+        ({"value_dtype": "int4-channel"}, "cache.value_dtype: int4-channel is for keys.*cache.value_dtype='int4'"),
+        ({"key_dtype": "int4-channel", "layout": "contiguous"}, "cache.key_dtype: int4-channel packs whole blocks"),
+        ({"key_dtype": "int4-channel", "policy": "tova(20)"}, "tova.20. removes tokens from them"),
+        ({"key_dtype": "int4-channel", "policy": "window(4)"}, "int4-channel packs whole blocks once, but window"),
+        ({"dtype": "int8-channel", "value_dtype": "int8"}, "cache.dtype: int8-channel packs whole blocks"),
+        ({"max_num_seqs": 0}, "cache.max_num_seqs: must be at least 1, got 0"),
+        ({"max_seq_len": -3}, "cache.max_seq_len: must be at least 1, got -3"),
+        ({"prefill_chunk_size": 0}, "cache.prefill_chunk_size"),
         ({"block_size": 0}, "cache.block_size"),
-        ({"blocks": 0}, "cache.num_blocks: must be at least 1, found 0"),
-        ({"blocks": 4, "layout": "contiguous"}, "one block per row"),
+        ({"num_blocks": 0}, "cache.num_blocks: must be at least 1, got 0"),
+        ({"num_blocks": 4, "layout": "contiguous"}, "one block per sequence"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        CacheConfig(**{"capacity": 8, **fields})
+        CacheConfig(**{"max_seq_len": 8, **fields})
 
 
 def test_layers_that_cannot_be_cached_are_refused() -> None:
@@ -192,5 +194,6 @@ def test_layers_that_cannot_be_cached_are_refused() -> None:
 def test_no_torch() -> None:
     import subprocess
 
-    code = "import sys, kvad.cache.groups, kvad.cache.manager.kv_cache_manager, kvad.engine.scheduling.scheduler; sys.exit('torch' in sys.modules)"
+    modules = "kvad.cache.groups, kvad.cache.manager.kv_cache_manager, kvad.engine.scheduling.scheduler"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

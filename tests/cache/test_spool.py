@@ -108,7 +108,7 @@ def test_a_flipped_bit_is_told_of_that_line_alone(spool: OffloadFile, at: int) -
         file.write(bytes([was ^ 4]))
     got, lost = read(spool, 0, list(range(10)))
     hit = RAM + at // LINE
-    assert lost == {hit: "its bytes are not those that were written"}
+    assert lost == {hit: "its checksum is wrong"}
     assert (np.delete(got, hit, 0) == np.delete(told[0], hit, 0)).all() and not got[hit].any()
     assert not read(spool, 1, list(range(10)))[1]
 
@@ -118,7 +118,7 @@ def test_a_file_that_was_cut_gives_what_is_left(spool: OffloadFile, length: int)
     fill(spool)
     os.truncate(spool.paths[0], length)
     _, lost = read(spool, 0, list(range(10)))
-    assert lost == {RAM + number: "its file was cut" for number in range(length // LINE, ON_DISK)}
+    assert lost == {RAM + number: "its file is truncated" for number in range(length // LINE, ON_DISK)}
 
 
 def test_a_lost_write_is_noticed(tmp_path: Path) -> None:
@@ -156,7 +156,9 @@ def test_the_kth_operation_fails_for_every_k(tmp_path: Path, code: int) -> None:
 def work(folder: Path, disk: FailingDisk) -> None:
     """What is not told to be lost is what was written."""
     if disk.k is not None and disk.k < LAYERS:
-        with pytest.raises(ConfigError, match=r"cannot spill to .* \(give another --spill-dir\)"):
+        with pytest.raises(
+            ConfigError, match=r"offload_dir: cannot write to .* \(Give another folder: --offload-dir\.\)"
+        ):
             OffloadFile(SHARE, folder, "0", disk)
         return
     spool = OffloadFile(SHARE, folder, "0", disk)
@@ -175,7 +177,7 @@ def test_a_line_that_could_not_be_written_is_lost_until_it_is_written_again(tmp_
     disk = FailingDisk(0, which=("write_at",), code=errno.ENOSPC)
     spool = OffloadFile(SHARE, tmp_path, "0", disk)
     fill(spool)
-    assert read(spool, 0, [3, 4, 5])[1] == dict.fromkeys((0, 1), "it could not be written: No space left on device")
+    assert read(spool, 0, [3, 4, 5])[1] == dict.fromkeys((0, 1), "could not be written: No space left on device")
     told = fill(spool, 5)
     got, lost = read(spool, 0, [3, 4, 5])
     assert not lost and (got == told[0][3:6]).all()
@@ -184,8 +186,9 @@ def test_a_line_that_could_not_be_written_is_lost_until_it_is_written_again(tmp_
 
 def test_files_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_path: Path, spool: OffloadFile) -> None:
     script = (
-        "import os, signal, sys; from pathlib import Path; from kvad.cache.offload.token_offload import OffloadFile, Share\n"
-        f"s = OffloadFile(Share{tuple(SHARE)}, Path(sys.argv[1]), '0'); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, sys; from pathlib import Path\n"
+        "from kvad.cache.offload.token_offload import LevelLayout, OffloadFile\n"
+        f"s = OffloadFile(LevelLayout{tuple(SHARE)}, Path(sys.argv[1]), '0'); os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False).returncode == -9
     other = tmp_path / "notes.txt"
@@ -197,8 +200,9 @@ def test_files_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_path: P
 
 def test_a_process_that_ends_removes_its_files(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from kvad.cache.offload.token_offload import OffloadFile, Share\n"
-        f"s = OffloadFile(Share{tuple(SHARE)}, Path(sys.argv[1]), '0'); assert len(list(Path(sys.argv[1]).iterdir())) == 2"
+        "import sys; from pathlib import Path; from kvad.cache.offload.token_offload import LevelLayout, OffloadFile\n"
+        f"s = OffloadFile(LevelLayout{tuple(SHARE)}, Path(sys.argv[1]), '0')\n"
+        "assert len(list(Path(sys.argv[1]).iterdir())) == 2"
     )
     assert subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False).returncode == 0
     assert not list(tmp_path.iterdir())
@@ -211,7 +215,12 @@ def test_a_process_that_ends_removes_its_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("heads", ["gqa", "mqa", "value-dim", "window-mix"])
 def test_a_spool_takes_what_the_plan_says(tmp_path: Path, dtype: str, heads: str) -> None:
     cache = CacheConfig(
-        max_seq_len=96, max_num_seqs=3, block_size=4, prefill_chunk_size=8, dtype=dtype, policy="spilled(16, every=8)"
+        max_seq_len=96,
+        max_num_seqs=3,
+        block_size=4,
+        prefill_chunk_size=8,
+        dtype=dtype,
+        policy="offload(16, interval=8)",
     )
     placed = build_groups(attention_specs(model_config("rope", "pre", heads)), cache)
     for budget in (0, 1000, 20_000, 1 << 40):
@@ -220,7 +229,7 @@ def test_a_spool_takes_what_the_plan_says(tmp_path: Path, dtype: str, heads: str
         for number, share in plan.shares.items():
             spool = OffloadFile(share, tmp_path, str(number), REAL_FILE_SYSTEM)
             assert spool._ram.nbytes == share.layers * share.ram * share.block_bytes
-            assert len(spool._sums) * spool._sums.itemsize == 4 * share.layers * share.disk
+            assert len(spool._checksums) * spool._checksums.itemsize == 4 * share.layers * share.disk
             assert share.ram + share.disk == placed[number].num_usable_blocks and share.tile >= cache.max_num_seqs
             every = block_slices(placed[number])
             assert all(a.offset + a.nbytes <= b.offset for a, b in pairwise(every))

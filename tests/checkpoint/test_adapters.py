@@ -41,7 +41,7 @@ def _step(ids):
 def logits(model, arrays):
     step = _step(arrays["long/input_ids"])
     if model.config.kind == "encoder-decoder":
-        step = _step(arrays["long/decoder_input_ids"])._replace(source=step)
+        step = _step(arrays["long/decoder_input_ids"])._replace(encoder_input=step)
     return model.logits(model(step, NoCache(model.config)), step.logit_indices).numpy()
 
 
@@ -81,7 +81,7 @@ def test_what_kvad_writes_is_what_peft_wrote(golden, case, tmp_path):
     opened, there = open_checkpoint(base), read_json(folder / "adapter_config.json")
     factors = open_adapter(folder).factors(opened)
     form = adapter_format(opened, str(base), base_fingerprint(opened))
-    how = {"rank": there["r"], "alpha": there["lora_alpha"], "rslora": there["use_rslora"], "dropout": 0.0}
+    how = {"rank": there["r"], "alpha": there["lora_alpha"], "use_rslora": there["use_rslora"], "dropout": 0.0}
     save_adapter(tmp_path / "ours", form, factors, **how)
     ours, theirs = (load_file(f / "adapter_model.safetensors") for f in (tmp_path / "ours", folder))
     assert ours.keys() == theirs.keys() and all(np.array_equal(ours[name], theirs[name]) for name in ours)
@@ -105,7 +105,7 @@ def test_adapters_of_parts_that_are_one_module_go_there_and_back(case, parts, tm
     torch.manual_seed(0)
     factors = {n: LoraFactors(torch.randn(2, shapes[n][1]), torch.randn(shapes[n][0], 2), 3.0) for n in chosen}
     form = adapter_format(opened, str(opened.path), base_fingerprint(opened))
-    save_adapter(tmp_path / "a", form, factors, rank=2, alpha=6.0, rslora=False, dropout=0.0)
+    save_adapter(tmp_path / "a", form, factors, rank=2, alpha=6.0, use_rslora=False, dropout=0.0)
     again = open_adapter(tmp_path / "a").factors(opened)
     assert again.keys() == factors.keys()
     for name, (a, b, scale) in factors.items():
@@ -148,7 +148,7 @@ def test_a_model_of_kvads_alone_has_kvads_names(tmp_path):
     shapes = trainable_linears(opened.config)
     factors = {n: LoraFactors(torch.randn(2, i), torch.randn(o, 2), 1.5) for n, (o, i) in shapes.items()}
     form = adapter_format(opened, str(opened.path), base_fingerprint(opened))
-    save_adapter(tmp_path / "a", form, factors, rank=2, alpha=3.0, rslora=False, dropout=0.0)
+    save_adapter(tmp_path / "a", form, factors, rank=2, alpha=3.0, use_rslora=False, dropout=0.0)
     assert read_json(tmp_path / "a" / "adapter.json")["names"] == "kvad"
     names = set(load_file(tmp_path / "a" / "adapter_model.safetensors"))
     assert "base_model.model.decoder.layers.0.attention.q.lora_A.weight" in names
@@ -171,13 +171,13 @@ def _edited(folder, **changes):
     [
         ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not supported"),
         ({"use_dora": True}, "use_dora True is not supported"),
-        ({"bias": "all"}, "bias 'all': biases that were trained"),
+        ({"bias": "all"}, "bias 'all': trained biases"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa"}, "the base's weights were changed"),
         ({"tomorrow": {"x": 1}}, "tomorrow .* is not supported"),
-        ({"r": 0}, "r: expected a number above 0, found 0"),
-        ({"r": 4}, "has rank 3, its config says 4"),
-        ({"rank_pattern": [3]}, "rank_pattern: expected an object"),
+        ({"r": 0}, "r: must be a number above 0, got 0"),
+        ({"r": 4}, "has rank 3, its config has 4"),
+        ({"rank_pattern": [3]}, "rank_pattern: must be an object"),
         ({"base_model_name_or_path": "/no/such"}, "its base cannot be opened: no such folder: /no/such"),
         ({"base_model_name_or_path": None}, "does not name its base"),
     ],
@@ -192,7 +192,7 @@ def test_what_is_more_than_two_matrices_is_refused(golden, changes, said):
 def test_another_base_is_refused(golden):
     _, folder, _, _ = golden("llama")
     other, *_ = golden("gpt2")
-    with pytest.raises(CheckpointError, match="is no part of this model that can be adapted"):
+    with pytest.raises(CheckpointError, match="is no adaptable layer of this model"):
         load_weights(merge_adapter(open_checkpoint(other), folder))
     tensors = load_file(folder / "adapter_model.safetensors")
     name = next(name for name in tensors if name.endswith("q_proj.lora_A.weight"))
@@ -212,7 +212,7 @@ def test_a_torn_adapter_is_refused(golden, tmp_path):
     opened = open_checkpoint(base)
     form = adapter_format(opened, str(base), base_fingerprint(opened))
     save_adapter(
-        tmp_path / "a", form, open_adapter(folder).factors(opened), rank=3, alpha=12.0, rslora=False, dropout=0.0
+        tmp_path / "a", form, open_adapter(folder).factors(opened), rank=3, alpha=12.0, use_rslora=False, dropout=0.0
     )
     path = tmp_path / "a" / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
@@ -225,7 +225,7 @@ def test_matrices_of_experts_have_no_adapters(tmp_path):
     meta, arrays = checkpoint.load("4.57", "mixtral")
     opened = open_checkpoint(checkpoint.write(meta, arrays, tmp_path / "base"))
     assert {name.rpartition(".")[2] for name in match_targets(opened.config, ["all"])} == {"q", "k", "v", "out"}
-    with pytest.raises(ConfigError, match="'gate' is no linear part"):
+    with pytest.raises(ConfigError, match="'gate' matches no linear layer"):
         match_targets(opened.config, ["gate"])
 
 

@@ -78,7 +78,7 @@ def test_whichever_operation_the_disk_refuses_the_old_folder_stays(tmp_path):
         if disk.count < at:
             break
         assert refusal is not None, f"operation {at}"
-        assert "No space left" in refusal.message and "whole" in refusal.hint
+        assert "No space left" in refusal.message and "complete" in refusal.hint
         assert content(tmp_path / "x") == {"old"}, f"operation {at}"
         assert names(tmp_path) == ["x"], f"operation {at}"
     assert at >= 8, "an operation that changes the disk was not counted"

@@ -208,7 +208,7 @@ def test_every_memory_is_exact(version: str, name: str, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="encoder"):
             verify(read.model(), [[1]], ScenarioOptions())
         return
-    options = ScenarioOptions(dtypes=("float64", "float32"), num_seqs=3, chunk=6, block_size=4, tokens=7)
+    options = ScenarioOptions(dtypes=("float64", "float32"), num_seqs=3, prefill_chunk_size=6, block_size=4, tokens=7)
     report = verify(read.model(), build_prompts(read.config, options, None), options)
     assert {memory.verdict for memory in report.cases} == {"exact"}, report.verdict()
     assert all(memory.max_dlogit <= 1e-10 for memory in report.cases if memory.dtype == "float64")

@@ -38,7 +38,7 @@ def engine_of(read: Read) -> Engine:
 def submit(read: Read, engine: Engine, prompt: list[int], start: int | None, sampling: SamplingParams) -> int:
     if read.config.kind == "encoder-decoder":
         assert start is not None
-        return engine.add_request([start], sampling, source=prompt)
+        return engine.add_request([start], sampling, encoder_token_ids=prompt)
     return engine.add_request(prompt, sampling)
 
 

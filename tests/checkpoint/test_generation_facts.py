@@ -108,7 +108,7 @@ def test_what_the_file_says_is_a_default_or_is_said_to_be_unheard() -> None:
         (7,),
         ((8, 9),),
     )
-    assert facts.sampling == {"max_tokens": 39, "beams": 4, "length_penalty": 0.8, "temperature": 0.0}
+    assert facts.sampling == {"max_tokens": 39, "num_beams": 4, "length_penalty": 0.8, "temperature": 0.0}
     assert facts.ignored_fields == ("encoder_no_repeat_ngram_size",)
     assert read_generation_config({"eos_token_id": 1, "num_beams": 4}, None).sampling is None
 
@@ -128,4 +128,4 @@ def test_defaults_give_way_to_what_is_asked() -> None:
             1,
             9,
         )
-        assert (llm.sampling_params(beams=2).num_beams, llm.sampling_params(max_tokens=3).max_tokens) == (2, 3)
+        assert (llm.sampling_params(num_beams=2).num_beams, llm.sampling_params(max_tokens=3).max_tokens) == (2, 3)

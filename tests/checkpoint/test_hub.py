@@ -58,7 +58,7 @@ def test_a_folder_that_is_there_is_itself(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve_model_path("~/here") == tmp_path / "here"
     message = refusal("org/name", revision="main", kind=UsageError)
-    assert "org/name is a folder: it has no revision 'main'" in message
+    assert "org/name is a folder and has no revision 'main'" in message
 
 
 @pytest.mark.parametrize("path", ["./m", "../m", "/no/m", "~/no", "~nobody-of-that-name/m", "a/b/c", "runs/x", "./a@b"])
@@ -70,7 +70,7 @@ def test_what_looks_like_a_path_is_never_looked_up(path):
 def test_a_misspelt_path_has_a_nearest_one():
     Path("runs/shakespeare").mkdir(parents=True)
     message = refusal("runs/shakespear")
-    assert "did you mean runs/shakespeare?" in message and "hf://runs/shakespear would be the hub's" in message
+    assert "did you mean runs/shakespeare?" in message and "hf://runs/shakespear is the name on the hub" in message
     assert "did you mean runs?" in refusal("./run/x") and "hf://" not in refusal("./run/x")
 
 
@@ -102,7 +102,7 @@ def test_a_file_is_no_folder():
     Path("m.gguf").touch()
     Path("m.safetensors").touch()
     assert "m.gguf is a file (GGUF is llama.cpp's" in refusal("m.gguf")
-    assert "name the folder" in refusal("m.safetensors")
+    assert "Give the folder" in refusal("m.safetensors")
 
 
 def test_importing_it_loads_neither_torch_nor_the_hub():
@@ -187,7 +187,7 @@ def test_offline(monkeypatch, tmp_path, variable, offline, local):
 
 def test_a_folder_here_hides_the_hub_unless_it_is_named(monkeypatch, tmp_path):
     Path("org").mkdir()
-    assert "no such folder: org/name (hf://org/name would be the hub's)" in refusal("org/name")
+    assert "no such folder: org/name (hf://org/name is the name on the hub.)" in refusal("org/name")
     fake = Fake(monkeypatch, tmp_path, {"model.safetensors": ""})
     assert resolve_model_path("hf://org/name") == fake.folder == resolve_model_path(Path("hf://org/name"))
 
@@ -230,23 +230,23 @@ LOCAL = errors.LocalEntryNotFoundError
 ERRORS = {
     "no such": (
         lambda: http(errors.RepositoryNotFoundError, 401),
-        "no such model on the hub: org/name (check the name",
+        "no such model on the hub: org/name (Check the name",
     ),
     "gated": (
         lambda: http(errors.GatedRepoError, 403),
-        "org/name is gated: its owner must let you in (ask at https://hugging",
+        "org/name is gated: its owner must grant access (Request it at https://hugging",
     ),
-    "gated, login": (lambda: http(errors.GatedRepoError, 401), "hf auth login (or set HF_TOKEN)"),
+    "gated, login": (lambda: http(errors.GatedRepoError, 401), "hf auth login or set HF_TOKEN"),
     "revision": (lambda: http(errors.RevisionNotFoundError, 404), "org/name has no revision 'main'"),
-    "a bad token": (lambda: http(errors.HfHubHTTPError, 401), "answered 401 for org/name (hf auth login"),
+    "a bad token": (lambda: http(errors.HfHubHTTPError, 401), "responded 401 for org/name (Run hf auth login"),
     "too many": (
         lambda: http(errors.HfHubHTTPError, 429),
-        "answered 429 for org/name (try again later; nothing is cached",
+        "responded 429 for org/name (Try again later. The cache is empty",
     ),
-    "down": (lambda: caused(LOCAL("x"), http(errors.HfHubHTTPError, 503)), "the hub answered 503 for org/name"),
+    "down": (lambda: caused(LOCAL("x"), http(errors.HfHubHTTPError, 503)), "the hub responded 503 for org/name"),
     "no network": (
         lambda: caused(LOCAL("x"), ConnectionError()),
-        "cannot reach the hub for org/name (check the connection",
+        "cannot reach the hub for org/name (Check the connection",
     ),
     "no network, later": (
         lambda: ConnectionResetError(errno.ECONNRESET, "reset"),
@@ -254,7 +254,7 @@ ERRORS = {
     ),
     "a file came short": (
         lambda: OSError("Consistency check failed:\nx"),
-        "failed for org/name: OSError (check it and",
+        "failed for org/name: OSError (Check it and",
     ),
     "too slow": (lambda: TimeoutError(), "the connection to the hub failed for org/name: TimeoutError"),
 }
@@ -316,7 +316,7 @@ def test_what_is_cached_is_said(monkeypatch, tmp_path):
     fail(monkeypatch, LOCAL("x"))
     message = refusal("org/name@v1", offline=True)
     assert "org/name@v1 is not in the cache, and kvad is offline" in message
-    assert "cached: Qwen/Qwen3-0.6B, org/other, z/0, z/1, z/2 and 2 more" in message
+    assert "Cached models: Qwen/Qwen3-0.6B, org/other, z/0, z/1, z/2 and 2 more" in message
     fail(monkeypatch, http(errors.RepositoryNotFoundError, 404))
     assert "did you mean 'Qwen/Qwen3-0.6B'?" in refusal("Qwen/Qwen3-0.6")
 
@@ -443,7 +443,7 @@ def test_a_download_its_resumption_and_offline(server, tmp_path):
         server, tmp_path, "org/name online", "org/name online", "org/name offline", "org/other offline"
     )
     assert first[0] == "CheckpointError" and "the connection to the hub failed for org/name: " in first[1]
-    assert "run this again: what has come so far is kept; nothing is cached" in first[1]
+    assert "run the command again. The download will be resumed. The cache is empty" in first[1]
     assert again == offline and again[0] == "path"
     folder = Path(again[1])
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
@@ -451,14 +451,14 @@ def test_a_download_its_resumption_and_offline(server, tmp_path):
     fetched = [name for command, name in Hub.log if command == "GET"]
     resumed = [name for name in fetched if " from " in name]
     assert len(fetched) == 4 and len(resumed) == 1 and int(resumed[0].split()[-1]) > 1_000_000
-    assert other == ("CheckpointError", other[1]) and "cached: org/name" in other[1] and "offline" in other[1]
+    assert other == ("CheckpointError", other[1]) and "Cached models: org/name" in other[1] and "offline" in other[1]
 
 
 def test_what_the_hub_refuses(server, tmp_path):
     none, gated, revision = ask(server, tmp_path, "org/none online", "org/gated online", "org/name@v9 online")
     assert none[0] == gated[0] == revision[0] == "CheckpointError"
-    assert none[1].startswith("no such model on the hub: org/none (check the name")
-    assert gated[1].startswith("org/gated is gated: its owner must let you in")
+    assert none[1].startswith("no such model on the hub: org/none (Check the name")
+    assert gated[1].startswith("org/gated is gated: its owner must grant access")
     assert revision[1].startswith("org/name has no revision 'v9'")
 
 
@@ -466,7 +466,10 @@ def test_nobody_answers(server, tmp_path):
     server.shutdown()
     server.server_close()
     [answer] = ask(server, tmp_path, "org/name online")
-    assert answer == ("CheckpointError", "cannot reach the hub for org/name (check the connection; nothing is cached)")
+    assert answer == (
+        "CheckpointError",
+        "cannot reach the hub for org/name (Check the connection. The cache is empty.)",
+    )
 
 
 # ---------------------------------------------------------------- kinds of weights
@@ -483,19 +486,19 @@ def folder_of(tmp_path, config=None, *names):
 
 
 KINDS = {
-    "pickle": ({}, ["pytorch_model.bin"], "no safetensors, only pytorch_model.bin (a pickle can run code"),
+    "pickle": ({}, ["pytorch_model.bin"], "no safetensors, only pytorch_model.bin (A pickle can run code"),
     "pickles": ({}, ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"], "safe_serialization=True"),
     "pth": (None, ["consolidated.00.pth", "params.json"], "only consolidated.00.pth"),
     "gguf": (None, ["m-q4_k_m.gguf", "README.md"], "only m-q4_k_m.gguf (GGUF is llama.cpp's format"),
     "gptq": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["model.safetensors"], "quantized (GPTQ)"),
-    "awq": ({"quantization_config": {"quant_method": "awq"}}, ["model.safetensors"], "use the model that it was made"),
+    "awq": ({"quantization_config": {"quant_method": "awq"}}, ["model.safetensors"], "Use the model that it was made"),
     "quantized": ({"quantization_config": {"bits": 4}}, ["model.safetensors"], "quantized (quantization_config)"),
     "oddly": ({"quantization_config": {"quant_method": "a\nb"}}, ["model.safetensors"], "(quantization_config)"),
     "compressed": ({"compression_config": {"x": 1}}, ["model.safetensors"], "quantized (compression_config)"),
     "adapter": (None, ["adapter_config.json", "adapter_model.safetensors"], "is an adapter (LoRA), not a model"),
     "onnx": ({}, ["model.onnx"], "only model.onnx"),
     "no index": ({}, ["model-00001-of-00002.safetensors"], "only model-00001-of-00002.safetensors"),
-    "nothing": ({}, ["README.md"], "holds no weights: neither model.safetensors nor model.safetensors.index.json"),
+    "nothing": ({}, ["README.md"], "has no weights: neither model.safetensors nor model.safetensors.index.json"),
     "a config that is none": ("[" * 99_999, ["model.safetensors"], "config.json is not JSON"),
 }
 
@@ -514,7 +517,7 @@ def test_other_kinds_of_weights_are_refused_with_the_way_out(tmp_path, name):
     ("names", "words"),
     [
         (["m.Q4_K_M.gguf"], "no safetensors, only m.Q4_K_M.gguf (GGUF is llama.cpp's format"),
-        (["pytorch_model.bin"], "only pytorch_model.bin (a pickle can run code"),
+        (["pytorch_model.bin"], "only pytorch_model.bin (A pickle can run code"),
         (["adapter_config.json", "adapter_model.safetensors"], "is an adapter (LoRA), not a model"),
     ],
 )

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from kvad.checkpoint import native
 from kvad.checkpoint.native import open_folder, save_checkpoint, save_step
-from kvad.config.model.model import ModelConfig
+from kvad.config.model import ModelConfig
 from tests.models import model_config
 from tests import mortal
 
@@ -50,8 +50,8 @@ def write(mode, run, value):
         run.mkdir(exist_ok=True)
         (run / "config.json").write_text(json.dumps(CONFIG.to_dict()))
         native.save_file(tensors(value), run / "model.safetensors")
-        (run / "manifest.json").write_text(json.dumps({"format": 1, "files": {
-            name: native.entry_of(run / name) for name in ("config.json", "model.safetensors")}}))
+        (run / "manifest.json").write_text(json.dumps({"format": native.FORMAT, "files": {
+            name: native.file_digest(run / name) for name in ("config.json", "model.safetensors")}}))
 
 def child(death, *arguments):
     torn(death)

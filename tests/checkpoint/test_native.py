@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvad.checkpoint import native
-from kvad.checkpoint.folder import list_steps, locate
+from kvad.checkpoint.folder import file_digest, list_steps, locate, read_summarizer_folder
 from kvad.checkpoint.handle import TrainingState
 from kvad.checkpoint.loader import load_model
 from kvad.checkpoint.native import open_folder, save_checkpoint, save_step
@@ -88,7 +88,7 @@ def test_the_fingerprint_is_of_weights_config_and_tokenizer(tmp_path):
     prints = [open_folder(tmp_path / name).fingerprint() for name in "abcd"]
     assert prints[0] == prints[1] and len(set(prints)) == 3
     config = (tmp_path / "b" / "config.json").read_text()
-    (tmp_path / "b" / "config.json").write_text(config.replace('"limit": 96', '"limit": 95'))
+    (tmp_path / "b" / "config.json").write_text(config.replace('"max_seq_len": 96', '"max_seq_len": 95'))
     assert open_folder(tmp_path / "b").fingerprint() != prints[0]
 
 
@@ -125,7 +125,7 @@ def reshaped(tensors):
     [
         (missing, r"tensor decoder.layers.1.norm2.weight \[24\] is missing"),
         (extra, r"tensor decoder.layers.9.norm2.weight \[24\] is extra"),
-        (reshaped, r"tensor decoder.layers.1.norm2.weight has shape \[23\], the config says \[24\]"),
+        (reshaped, r"tensor decoder.layers.1.norm2.weight has shape \[23\], the config requires \[24\]"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(tmp_path, change, says):
@@ -142,7 +142,7 @@ def test_a_truncated_tensor_file(tmp_path, size):
     path = tmp_path / "m" / "model.safetensors"
     whole = path.stat().st_size
     os.truncate(path, size if size >= 0 else whole + size)
-    with pytest.raises(CheckpointError, match=rf"model.safetensors is truncated: [\d,]+ of {whole:,} bytes are there"):
+    with pytest.raises(CheckpointError, match=rf"model.safetensors is truncated: [\d,]+ of {whole:,} bytes"):
         open_folder(tmp_path / "m")
 
 
@@ -153,7 +153,7 @@ def test_another_whole_tensor_file_is_not_called_truncated(tmp_path, dtype, veri
     make(tmp_path / "other", dtype=dtype)
     other = (tmp_path / "other" / "model.safetensors").read_bytes()
     (tmp_path / "m" / "model.safetensors").write_bytes(other)
-    says = rf"model.safetensors differs from its manifest: {len(other):,} bytes, not [\d,]+"
+    says = rf"model.safetensors differs from its manifest: {len(other):,} bytes instead of [\d,]+"
     with pytest.raises(CheckpointError, match=says) as caught:
         open_folder(tmp_path / "m", verify=verify)
     assert "truncated" not in str(caught.value)
@@ -172,7 +172,7 @@ def test_a_config_that_was_edited_differs_from_its_manifest(tmp_path):
     path = tmp_path / "m" / "config.json"
     path.write_text(path.read_text().rstrip("\n"))
     open_folder(tmp_path / "m")
-    with pytest.raises(CheckpointError, match=r"config.json differs from its manifest: [\d,]+ bytes, not"):
+    with pytest.raises(CheckpointError, match=r"config.json differs from its manifest: [\d,]+ bytes instead of"):
         open_folder(tmp_path / "m", verify=True)
 
 
@@ -184,7 +184,7 @@ def test_a_truncated_tensor_file_that_the_manifest_believes(tmp_path, size):
     manifest = json.loads((tmp_path / "m" / "manifest.json").read_text())
     manifest["files"]["model.safetensors"]["bytes"] = path.stat().st_size
     (tmp_path / "m" / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+    with pytest.raises(CheckpointError, match="not a complete safetensors file"):
         load_model(tmp_path / "m")
 
 
@@ -195,9 +195,7 @@ def test_a_flipped_bit_is_seen_by_verify(tmp_path):
     content[-5] ^= 1
     path.write_bytes(content)
     open_folder(tmp_path / "m")
-    with pytest.raises(
-        CheckpointError, match=r"model.safetensors differs from its manifest: the size is right, the sha256 is not"
-    ):
+    with pytest.raises(CheckpointError, match=r"model.safetensors differs from its manifest: same size, other sha256"):
         open_folder(tmp_path / "m", verify=True)
 
 
@@ -216,7 +214,7 @@ def test_a_folder_that_is_not_a_checkpoint(tmp_path):
     for name, says in {
         "nowhere": "no such folder",
         "empty": r"is not a checkpoint: it has no config.json",
-        "run": "holds no checkpoint yet",
+        "run": "has no checkpoint yet",
         "file": "is a file",
     }.items():
         with pytest.raises(CheckpointError, match=says):
@@ -226,9 +224,13 @@ def test_a_folder_that_is_not_a_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("before", "after", "says"),
     [
-        ('"heads"', '"headz"', r"unknown key decoder.layer_types.L.attention.headz \(did you mean 'heads'"),
-        ('"width": 24', '"width": 0', "width: must be at least 1"),
-        ('"width": 24', '"width": "wide"', "width: expected int"),
+        (
+            '"num_heads"',
+            '"num_headz"',
+            r"unknown key decoder.layer_types.L.attention.num_headz \(did you mean 'num_heads'",
+        ),
+        ('"hidden_size": 24', '"hidden_size": 0', "hidden_size: must be at least 1"),
+        ('"hidden_size": 24', '"hidden_size": "wide"', "hidden_size: must be int"),
         ('"model"', "model", "is not JSON"),
     ],
 )
@@ -247,9 +249,10 @@ def test_a_config_that_cannot_be_names_file_and_key(tmp_path, before, after, say
     [
         "[]",
         "{}",
-        '{"format": 1}',
+        '{"format": 2}',
         '{"format": 2, "files": {}}',
-        '{"format": 1, "files": {"model.safetensors": {}}}',
+        '{"format": 3, "files": {}}',
+        '{"format": 2, "files": {"model.safetensors": {}}}',
         "\0",
     ],
 )
@@ -258,6 +261,27 @@ def test_a_manifest_that_is_none(tmp_path, content):
     (tmp_path / "m" / "manifest.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"manifest.json"):
         open_folder(tmp_path / "m")
+
+
+def test_older_format_names_the_command_that_writes_it_again(tmp_path):
+    make(tmp_path / "m")
+    manifest = tmp_path / "m" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    assert content["format"] == 2
+    manifest.write_text(json.dumps({**content, "format": 1}))
+    with pytest.raises(
+        CheckpointError, match=r"manifest.json: format: must be 2, got 1 \(.*kvad import MODEL --out DIR"
+    ):
+        open_folder(tmp_path / "m")
+    manifest.unlink()
+    folder = tmp_path / "s"
+    folder.mkdir()
+    (folder / "summarizer.json").write_text(json.dumps({"format": 1}))
+    (folder / "summarizer.safetensors").write_bytes(b"x")
+    files = {name: file_digest(folder / name) for name in ("summarizer.json", "summarizer.safetensors")}
+    (folder / "manifest.json").write_text(json.dumps({"format": 2, "files": files}))
+    with pytest.raises(CheckpointError, match=r"summarizer.json: format: must be 2, got 1 \(.*--objective summarizer"):
+        read_summarizer_folder(folder)
 
 
 # ---------------------------------------------------------------- runs: steps, and a disk that refuses
@@ -273,7 +297,7 @@ def test_a_run_is_its_newest_step_and_keeps_the_last_ones(tmp_path):
     assert [path.name for path in list_steps(tmp_path)] == ["step-00000003"]
     os.truncate(tmp_path / "checkpoints" / "step-00000003" / "model.safetensors", 10)
     save_step(tmp_path, 1, model.config, model.state_dict(), BYTE, keep=2)
-    with pytest.raises(CheckpointError, match=r"an older one is .*step-00000001"):
+    with pytest.raises(CheckpointError, match=r"An older checkpoint is .*step-00000001"):
         open_folder(tmp_path)
 
 

@@ -77,10 +77,10 @@ def test_a_field_that_kvad_cannot_follow_is_refused_by_name(name: str, changes: 
         read(name, **changes)
 
 
-def altered(config: ModelConfig, **mixer: Any) -> ModelConfig:
+def altered(config: ModelConfig, **attention: Any) -> ModelConfig:
     stack = config.stack
     kinds = {
-        letter: replace(layer, attention=replace(layer.attention, **mixer))
+        letter: replace(layer, attention=replace(layer.attention, **attention))
         for letter, layer in stack.layer_types.items()
     }
     return replace(config, decoder=replace(stack, layer_types=kinds))
@@ -91,11 +91,15 @@ def test_a_model_that_their_class_cannot_express_is_not_written(name: str) -> No
     config = read(name)
     write = find_family(name).write
     assert read(name, **write(config)) == config
-    for change, part in (({"softcap": 5.0}, "softcap"), ({"sinks": True}, "sinks"), ({"scale": 0.3}, "scale")):
-        if (name, part) != ("mpt", "scale"):
-            with pytest.raises(CheckpointError, match=rf"decoder\.layers\.0\.mixer\.{part}"):
+    for change, part in (
+        ({"logit_softcap": 5.0}, "logit_softcap"),
+        ({"sink_logits": True}, "sink_logits"),
+        ({"softmax_scale": 0.3}, "softmax_scale"),
+    ):
+        if (name, part) != ("mpt", "softmax_scale"):
+            with pytest.raises(CheckpointError, match=rf"decoder\.layers\.0\.attention\.{part}"):
                 write(altered(config, **change))
-    with pytest.raises(CheckpointError, match=r"embed\.scale is 3"):
+    with pytest.raises(CheckpointError, match=r"embedding\.scale is 3"):
         write(replace(config, embedding=replace(config.embedding, scale=3.0)))
     with pytest.raises(CheckpointError, match="cannot express"):
         write(replace(config, decoder=replace(config.stack, norm_position="sandwich")))
@@ -108,7 +112,9 @@ def test_another_spelling_of_the_same_model_is_written(name: str) -> None:
     mixer = config.stack.layer_config(0).attention
     dim = cfg.head_dim(config, mixer)
     scale = dim**-0.5 if mixer.softmax_scale == "default" else 1.0
-    spelled = altered(config, kv_heads=mixer.num_kv_heads or mixer.num_heads, head_dim=dim, value_dim=dim, scale=scale)
+    spelled = altered(
+        config, num_kv_heads=mixer.num_kv_heads or mixer.num_heads, head_dim=dim, value_dim=dim, softmax_scale=scale
+    )
     again = {
         key: value for key, value in find_family(name).write(spelled).items() if key not in ("head_dim", "attn_config")
     }

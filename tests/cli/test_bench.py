@@ -18,13 +18,13 @@ def kvad(capsys):
 
 
 def test_text(kvad, model):
-    ran = kvad("bench", "cache", model, "--tokens", "4,8", "--repeats", 1, "--prompt", "hey")
+    ran = kvad("bench", "cache", model, "--new-tokens", "4,8", "--repeats", 1, "--prompt", "hey")
     assert ran.code == 0 and ran.err == ""
     assert "2N/3" in ran.out and "exponent" in ran.out and "o cache" in ran.out and "in the engine" not in ran.err
 
 
 def test_json_is_one_line_with_machine_and_commit(kvad, model, tmp_path):
-    ran = kvad("bench", "cache", model, "--tokens", "8,4", "--repeats", 1, "--json", "--out", tmp_path / "out")
+    ran = kvad("bench", "cache", model, "--new-tokens", "8,4", "--repeats", 1, "--json", "--out", tmp_path / "out")
     assert ran.code == 0 and ran.out.count("\n") == 1
     found = json.loads(ran.out)
     assert found["what"] == "bench cache" and found["machine"] and "commit" in found and found["tokens"] == [4, 8]
@@ -40,12 +40,12 @@ def test_without_marks_it_times_what_fits_and_says_so(kvad, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--tokens", "4,x"), "--tokens: 'x' is not a number of tokens"),
-        (("--tokens", "4"), "two different numbers"),
-        (("--tokens", "4,500"), "exceed the model's limit of 96"),
-        (("--tokens", "4,8", "--repeats", 0), "repeats: 0 is out of range"),
-        (("--token", "4"), "'--tokens'"),
-        (("--prompt", "x" * 200), "the prompt has 200 tokens and the model's limit is 96"),
+        (("--new-tokens", "4,x"), "--new-tokens: 'x' is not a number of tokens"),
+        (("--new-tokens", "4"), "two different numbers"),
+        (("--new-tokens", "4,500"), "exceed the model's limit of 96"),
+        (("--new-tokens", "4,8", "--repeats", 0), "repeats: 0 is out of range"),
+        (("--token", "4"), "'--new-tokens'"),
+        (("--prompt", "x" * 200), "prompt: must have at most 96 tokens, got 200"),
     ],
 )
 def test_bad_input(kvad, model, flags, says):

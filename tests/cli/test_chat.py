@@ -25,7 +25,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(model):
-    with LLM.load(model, rows=1) as opened:
+    with LLM.load(model, max_num_seqs=1) as opened:
         yield opened
 
 
@@ -58,9 +58,11 @@ def test_turns_grow_one_text(chat, llm):
 def test_the_next_turn_finds_the_last_one_in_the_cache(chat):
     ran = chat("hello there, who are you?", "hm", "/kv", "/stats", options=(*GREEDY, "--block-size", 4))
     assert "the last turn: 28 of its tokens were in the cache" in ran.err  # 26 + 6 tokens: 7 full blocks are known
-    assert "1 hit, 1 miss, 28 tokens reused in all" in ran.err
+    assert "1 hit, 1 miss, 28 tokens reused in total" in ran.err
     assert f"this chat: 42 tokens of at most {LIMIT}" in ran.err
-    assert "blocks in use" in ran.err and "kept for reuse" in ran.err and "28 of them from the prefix cache" in ran.err
+    assert (
+        "blocks in use" in ran.err and "cached for reuse" in ran.err and "28 of them from the prefix cache" in ran.err
+    )
 
 
 def test_a_backslash_leaves_the_line_open(chat, llm):
@@ -68,9 +70,9 @@ def test_a_backslash_leaves_the_line_open(chat, llm):
 
 
 def test_a_search_has_a_row_for_each_beam(chat, llm, model):
-    with LLM.load(model, rows=3) as wide:
-        found = wide.generate("hi\n", max_tokens=6, beams=3).text
-    assert chat("hi", options=("--max-tokens", 6, "--beams", 3)).out == f"{found}\n"
+    with LLM.load(model, max_num_seqs=3) as wide:
+        found = wide.generate("hi\n", max_tokens=6, num_beams=3).text
+    assert chat("hi", options=("--max-tokens", 6, "--num-beams", 3)).out == f"{found}\n"
 
 
 def test_undo_takes_back_a_turn(chat, llm):
@@ -136,8 +138,8 @@ def test_load_refuses_what_is_no_chat_and_keeps_this_one(chat, tmp_path, content
         ("/sav", "no such command /sav; did you mean '/save'?"),
         ("/save", "/save needs a name or a file"),
         ("/undo 3", "/undo takes nothing after it"),
-        ("x" * LIMIT, f"no room for a reply: {LIMIT + 1} tokens with this line, in a context of {LIMIT}; shorten it"),
-        ("x" * (LIMIT - 1), f"no room for a reply: {LIMIT} tokens with this line, in a context of {LIMIT}; shorten it"),
+        ("x" * LIMIT, f"no room for a reply: {LIMIT + 1} tokens with this line, the limit is {LIMIT}; shorten it"),
+        ("x" * (LIMIT - 1), f"no room for a reply: {LIMIT} tokens with this line, the limit is {LIMIT}; shorten it"),
     ],
 )
 def test_a_line_that_cannot_be_is_told_and_the_chat_goes_on(chat, llm, line, says):
@@ -148,13 +150,13 @@ def test_a_line_that_cannot_be_is_told_and_the_chat_goes_on(chat, llm, line, say
 
 def test_a_full_context_is_told_and_undo_makes_room(chat, llm):
     """3 + 6 tokens, 5 + 6, then 4 more leave room for 2 of 26; taken back, a line of 3 leaves room for 3."""
-    options = (*GREEDY, "--context", 26, "--logit-bias", "97=500")
+    options = (*GREEDY, "--max-seq-len", 26, "--logit-bias", "97=500")
     ran = chat("hi", "you", "hm", "hm", "/undo", "/kv", "a", options=options)
     assert ran.code == 0 and ran.out.splitlines() == ["aaaaaa", "aaaaaa", "aa", "aaa"]
     full, refused, left, *kv, again = ran.err.splitlines()
     assert full == again == "the context of 26 tokens is full: /undo takes back the last turn"
     assert refused == (
-        "kvad: error: no room for a reply: 30 tokens with this line, in a context of 26; /undo takes back the last turn"
+        "kvad: error: no room for a reply: 30 tokens with this line, the limit is 26; /undo takes back the last turn"
     )
     assert left == "2 turns are left" and "this chat: 20 tokens of at most 26" in kv
 
@@ -165,12 +167,12 @@ def test_one_is_singular(chat, tmp_path):
     lines = ran.err.splitlines()
     assert any(line.startswith(f"1 turn is in {kept}; ") for line in lines)
     assert f"1 turn, 1 token from {kept}; 1 of 1 token restored" in lines
-    assert any(line.startswith("generated  1 token in ") and line.endswith(" 1 step") for line in lines)
+    assert any(line.startswith("generated   1 token in ") and line.endswith(" 1 step") for line in lines)
 
 
 def test_help_and_quit(chat):
     ran = chat("/help", "/stats", "/quit", "never")
-    assert ran.out == "" and "nothing was generated yet" in ran.err
+    assert ran.out == "" and "no reply was generated yet" in ran.err
     assert all(name in ran.err for name in module.CHAT_COMMANDS if name != "/help")
 
 
@@ -232,11 +234,11 @@ def test_input_that_is_not_utf8(chat):
 
 def test_a_model_without_a_tokenizer(chat, tmp_path):
     ran = chat("hi", at=write_model(tmp_path / "bare", tokenizer=False))
-    assert ran.code == 2 and "without a tokenizer" in ran.err
+    assert ran.code == 2 and "has no tokenizer" in ran.err
 
 
 def test_bad_options(chat, tmp_path):
-    assert "temperature: -1.0 is out of range" in chat("hi", options=("--temperature", -1)).err
+    assert "temperature: must be from 0 to 100, got -1.0" in chat("hi", options=("--temperature", -1)).err
     assert chat("hi", at=tmp_path).code == 2
 
 

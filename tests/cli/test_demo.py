@@ -45,7 +45,10 @@ def test_a_run_that_is_not_the_demo_s_is_not_written_over(tmp_path: Path, capsys
     mine.mkdir(parents=True)
     (mine / "config.json").write_text("{}")
     assert main(["demo", "--out", str(tmp_path / "mine")]) == 2
-    assert "did not make" in capsys.readouterr().err and (mine / "config.json").read_text() == "{}"
+    assert (
+        "contains a run that the demo did not create" in capsys.readouterr().err
+        and (mine / "config.json").read_text() == "{}"
+    )
 
 
 def test_without_sources_it_says_what_to_do(

@@ -61,13 +61,13 @@ def said(ran):
 
 
 def test_texts(capsys, decoder, text):
-    line = said(run(capsys, "eval", decoder, text.parent, "--json", "--words"))
+    line = said(run(capsys, "eval", decoder, text.parent, "--json", "--word-perplexity"))
     size = len(TEXT) + len("Ä second one.".encode())
     assert line["task"] == "lm" and line["documents"] == 2 and line["tokens"] == line["bytes"] == size
     assert line["scored"] == size and (line["window"], line["stride"], line["bos"]) == (LIMIT, LIMIT // 2, "start")
     assert line["words"] == 6 * 8 + 3 and line["lines"] == 7 and line["memory"] is None
     assert line["bits_per_byte"] == pytest.approx(line["loss"] / 0.6931471805599453)
-    ran = run(capsys, "eval", decoder, text.parent, "--words")
+    ran = run(capsys, "eval", decoder, text.parent, "--word-perplexity")
     assert ran.code == 0 and f"2 texts, {size} tokens" in ran.out and "before each text; without a cache" in ran.out
     assert f"loss       {line['loss']:.4f} nats per token; {size} tokens scored" in ran.out
     assert f"{line['word_perplexity']:.4f} per word (51 between white space)" in ran.out
@@ -75,8 +75,8 @@ def test_texts(capsys, decoder, text):
 
 def test_what_a_cache_costs_is_one_command(capsys, decoder, text):
     full = said(run(capsys, "eval", decoder, text, "--json"))
-    cached = said(run(capsys, "eval", decoder, text, "--json", "--cached"))
-    asked = ["--policy", "window(8)", "--cache-dtype", "int8", "--block-size", "4", "--chunk", "4"]
+    cached = said(run(capsys, "eval", decoder, text, "--json", "--use-cache"))
+    asked = ["--policy", "window(8)", "--cache-dtype", "int8", "--block-size", "4", "--prefill-chunk-size", "4"]
     dropped = said(run(capsys, "eval", decoder, text, "--json", *asked))
     assert cached["loss"] == pytest.approx(full["loss"], rel=1e-5)
     assert cached["memory"] == {"policy": "full", "stored": "float32", "layout": "paged", "chunk": 16}
@@ -88,21 +88,21 @@ def test_what_a_cache_costs_is_one_command(capsys, decoder, text):
 
 def test_documents_are_apart_or_one(capsys, decoder, text):
     apart, lines, joined = (
-        said(run(capsys, "eval", decoder, text.parent, "--json", "--documents", how))
+        said(run(capsys, "eval", decoder, text.parent, "--json", "--document-unit", how))
         for how in ("files", "lines", "joined")
     )
     assert lines["documents"] == 7 and lines["tokens"] == apart["tokens"] - 6  # without the ends of lines
     assert joined["documents"] == 1 and joined["tokens"] == apart["tokens"] + 1  # what opens the second, a token too
     none = said(run(capsys, "eval", decoder, text.parent, "--json", "--bos", "none", "--suffix", ".txt"))
     assert none["scored"] == len(TEXT) - 1 and none["opening"] is None
-    some = said(run(capsys, "eval", decoder, text, "--json", "--tokens", 50))
+    some = said(run(capsys, "eval", decoder, text, "--json", "--max-scored-tokens", 50))
     assert 0 < some["scored"] <= 100 < some["tokens"]
 
 
 def test_lengths_beyond_the_limit(capsys, decoder, text, tmp_path):
     figure = tmp_path / "curve.svg"
-    asked = ["--trained", 32, "--context-multiples", "1,2,5", "--tokens", 64]
-    ran = run(capsys, "eval", decoder, text, *asked, "--extrapolate", figure, "--json")
+    asked = ["--trained-seq-len", 32, "--length-multiples", "1,2,5", "--max-scored-tokens", 64]
+    ran = run(capsys, "eval", decoder, text, *asked, "--length-plot", figure, "--json")
     lines = [json.loads(line) for line in ran.out.splitlines()]
     assert [(line["multiple"], line["length"]) for line in lines] == [(1, 32), (2, 64), (5, 160)]
     assert (
@@ -112,18 +112,30 @@ def test_lengths_beyond_the_limit(capsys, decoder, text, tmp_path):
     )
     ran = run(capsys, "eval", decoder, text, *asked)
     assert ran.code == 0 and "trained on rows of 32 tokens, limit 96" in ran.out
-    beyond = said(run(capsys, "eval", decoder, text, "--json", "--window", 150, "--beyond"))
+    beyond = said(run(capsys, "eval", decoder, text, "--json", "--window", 150, "--exceed-max-seq-len"))
     assert beyond["window"] == 150
 
 
 def test_pairs(capsys, translator, folder):
-    line = said(run(capsys, "eval", translator, folder / "pairs.tsv", "--json", "--show", 1, "--max-tokens", 8))
+    line = said(
+        run(capsys, "eval", translator, folder / "pairs.tsv", "--json", "--print-samples", 1, "--max-tokens", 8)
+    )
     assert line["task"] == "translate" and line["pairs"] == 3 and line["scored"] == 3 + 2 + 3 + 3
     assert "|tok:13a|" in line["bleu_signature"] and 0 <= line["exact_match"] <= 1 and len(line["shown"]) == 1
-    asked = ["--beams", 2, "--tokenized", "spaces", "--lower", "--cache-dtype", "int8", "--max-tokens", 8]
+    asked = [
+        "--num-beams",
+        2,
+        "--bleu-tokenization",
+        "spaces",
+        "--lowercase",
+        "--cache-dtype",
+        "int8",
+        "--max-tokens",
+        8,
+    ]
     beams = run(capsys, "eval", translator, folder / "pairs.tsv", *asked)
     assert beams.code == 0 and "case:lc|eff:no|tok:none" in beams.out and "2 beams" in beams.out
-    assert "1 pair with an empty side left out" in beams.err
+    assert "1 pair with an empty side omitted" in beams.err
     (folder / "source").write_text("abc\nhe\n")
     (folder / "target").write_text("cba\neh\n")
     pairs = ["--pairs", folder / "source", folder / "target", "--max-tokens", 8]
@@ -150,7 +162,12 @@ def test_tags_and_labels(capsys, folder):
     assert "1 of labels that the model lacks: X" in ran.out and "macro-F1" in ran.out
     path.write_text("the\tD\n\n" + "dog\tN\n" * 4 + "\n" + "dog\tN\n" * 500)
     ran = run(capsys, "eval", tagger, path)
-    assert ran.code == 2 and "text 3: the source has" in ran.err and "nothing is cut" in ran.err and ran.out == ""
+    assert (
+        ran.code == 2
+        and "text 3: encoder input: must have at most" in ran.err
+        and "nothing is cut" in ran.err
+        and ran.out == ""
+    )
     classifier = write_encoder(folder / "classifier", "row", ("good", "bad"))
     (folder / "labels.tsv").write_text("good\tthe dog barks\nbad\ta cat\n")
     line = said(run(capsys, "eval", classifier, folder / "labels.tsv", "--json"))
@@ -160,16 +177,16 @@ def test_tags_and_labels(capsys, folder):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["MODEL"], "no data was named"),
+        (["MODEL"], "no data was given"),
         (["MODEL", "TEXT", "--task", "tag"], "is a decoder"),
-        (["MODEL", "TEXT", "--beams", "2"], "--beams says nothing of --task lm"),
+        (["MODEL", "TEXT", "--num-beams", "2"], "--num-beams does not apply to --task lm"),
         (["MODEL", "TEXT", "--window", "200"], "limit is 96"),
-        (["MODEL", "TEXT", "--window", "200", "--cached"], "--endless"),
+        (["MODEL", "TEXT", "--window", "200", "--use-cache"], "--endless"),
         (["MODEL", "TEXT", "--stride", "97"], "--stride 97"),
-        (["MODEL", "TEXT", "--trained", "8"], "--trained is of --context-multiples"),
-        (["MODEL", "TEXT", "--context-multiples", "1,x"], "1,2,4,8,16"),
-        (["MODEL", "TEXT", "--context-multiples", "1,2", "--cached"], "without a cache"),
-        (["MODEL", "TEXT", "--context-multiples", "100"], "a row takes 9,600"),
+        (["MODEL", "TEXT", "--trained-seq-len", "8"], "--trained-seq-len needs --length-multiples"),
+        (["MODEL", "TEXT", "--length-multiples", "1,x"], "1,2,4,8,16"),
+        (["MODEL", "TEXT", "--length-multiples", "1,2", "--use-cache"], "without a cache"),
+        (["MODEL", "TEXT", "--length-multiples", "100"], "a row takes 9,600"),
         (["MODEL", "absent.txt"], "no such file"),
     ],
 )

@@ -1,4 +1,4 @@
-"""--policy, --endless, --on-full, --watermark: what is said when something is full, dropped or refused."""
+"""--policy, --endless, --overflow, --watermark: what is said when something is full, dropped or refused."""
 
 import json
 import signal
@@ -49,15 +49,19 @@ def test_every_policy_has_its_line_in_the_help(kvad):
 def test_a_text_that_a_limit_ended_says_which(ids):
     whole, limit, err = ids()
     assert (len(whole), limit) == (LIMIT - 5, "model")
-    said = f"kvad: ended at the model's limit of {LIMIT} tokens; --endless goes on without its oldest tokens\n"
+    said = f"kvad: ended at the model's limit of {LIMIT} tokens; --endless continues without the oldest tokens\n"
     assert err == said
-    tokens, limit, err = ids("--context", 40)
-    assert (tokens, limit, err) == (whole[:35], "cache", "kvad: ended at the cache's limit of 40 tokens (--context)\n")
+    tokens, limit, err = ids("--max-seq-len", 40)
+    assert (tokens, limit, err) == (
+        whole[:35],
+        "cache",
+        "kvad: ended at the cache's limit of 40 tokens (--max-seq-len)\n",
+    )
     tokens, limit, err = ids("--max-tokens", 7)
     assert (tokens, limit, err) == (whole[:7], "max_tokens", "")
 
 
-@pytest.mark.parametrize("flags", [("--on-full", "sinks"), ("--on-full", "window"), ("--endless",)])
+@pytest.mark.parametrize("flags", [("--overflow", "sinks"), ("--overflow", "window"), ("--endless",)])
 def test_going_on(ids, flags):
     whole, _, _ = ids()
     tokens, limit, err = ids(*flags, "--max-tokens", 150)
@@ -67,12 +71,12 @@ def test_going_on(ids, flags):
 
 
 def test_on_full_alone_ends_where_max_tokens_does_by_default(ids):
-    assert len(ids("--on-full", "sinks")[0]) == 128
+    assert len(ids("--overflow", "sinks")[0]) == 128
 
 
 def test_summaries(ids):
     whole, _, _ = ids()
-    tokens, limit, _ = ids("--on-full", "summarise", "--context", 48, "--block-size", 8)
+    tokens, limit, _ = ids("--overflow", "summarize", "--max-seq-len", 48, "--block-size", 8)
     assert (len(tokens), limit) == (LIMIT - 5, "model") and tokens[:43] == whole[:43]
 
 
@@ -89,28 +93,40 @@ def test_endless_runs_until_somebody_ends_it(kvad, model, monkeypatch):
     monkeypatch.setattr(module._Printer, "push", note)
     ran = kvad("generate", model, "hello", *GREEDY, "--endless", "--stats")
     assert ran.code == 130 and len(seen) == 300 and "kvad: interrupted" in ran.err
-    assert "window of 92" in ran.err and "generated  300 tokens" in ran.err and "ended      nothing" in ran.err
+    assert "window of 92" in ran.err and "generated   300 tokens" in ran.err and "ended       nothing" in ran.err
 
 
 def test_stats_show_the_pool_s_use_peak_and_watermark_and_what_ended_it(kvad, model):
-    asked = ("generate", model, "hello", *GREEDY, "--max-tokens", 20, "--stats", "--watermark", 0.25, "--rows", 2)
+    asked = (
+        "generate",
+        model,
+        "hello",
+        *GREEDY,
+        "--max-tokens",
+        20,
+        "--stats",
+        "--watermark",
+        0.25,
+        "--max-num-seqs",
+        2,
+    )
     ran = kvad(*asked)
     assert "0 of 12 blocks in use" in ran.err and "(watermark 3); peak 2 = " in ran.err
-    assert "ended      1 by --max-tokens" in ran.err
+    assert "ended       1 by --max-tokens" in ran.err
     stats = json.loads(kvad(*asked, "--json").out)["stats"]
-    assert stats["ended"] == {"max_tokens": 1}
+    assert stats["finish_limits"] == {"max_tokens": 1}
     assert [stats["cache"][0][name] for name in ("used", "peak", "watermark", "total")] == [0, 2, 3, 12]
 
 
 @pytest.mark.parametrize(
     ("flags", "says", "hint"),
     [
-        (("--on-full", "sink"), "cache.overflow: 'sink'", "did you mean 'sinks'?"),
+        (("--overflow", "sink"), "cache.overflow: 'sink'", "did you mean 'sinks'?"),
         (("--policy", "windw(4)"), "unknown policy 'windw'", "did you mean 'window'?"),
         (("--policy", "window(0)"), "window: size must be a whole number of at least 1", ""),
-        (("--policy", "sinks(4)"), "missing a required argument: 'window'", "sinks(sinks: 'int', window: 'int')"),
-        (("--rotate", "reed"), "cache.rope_at: 'reed'", "did you mean 'read'?"),
-        (("--watermark", 1), "cache.watermark: 1 is no share", "from 0 to below 1"),
+        (("--policy", "sinks(4)"), "missing a required argument: 'window'", "sinks(num_sinks: 'int', window: 'int')"),
+        (("--rope-at", "reed"), "cache.rope_at: 'reed'", "did you mean 'read'?"),
+        (("--watermark", 1), "cache.watermark: must be in [0, 1), got 1", "Use 0, the default"),
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "chat", "plan"])
@@ -124,14 +140,14 @@ def test_values_that_cannot_be_are_refused_before_anything_is_loaded(kvad, tmp_p
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--endless", "--policy", "full"), "layer 0 keeps all tokens of a row"),
-        (("--endless", "--policy", "sinks(4,200)"), "204 tokens kept, the model knows distances up to 96"),
-        (("--endless", "--policy", "sinks(4,8)"), "a window of 8 tokens beside the sinks is less than a block of 16"),
-        (("--on-full", "sinks", "--context", 10), "rows of 10 tokens are less than 4 sinks and a block of 16"),
-        (("--on-full", "summarise"), "rows already end at the model's limit of 96 tokens"),
-        (("--on-full", "summarise", "--context", 48, "--layout", "contiguous"), "summarised in whole blocks"),
-        (("--on-full", "window", "--policy", "window(9)"), "window is window(96), and policy window(9) is given too"),
-        (("--on-full", "refuse"), "5 prompt tokens and max_tokens 128 pass the model's limit, 96 tokens"),
+        (("--endless", "--policy", "full"), "layer 0 keeps all tokens of a sequence"),
+        (("--endless", "--policy", "sinks(4,200)"), "must have at most 96 tokens, got 204"),
+        (("--endless", "--policy", "sinks(4,8)"), "the window must have at least a block of 16 tokens, got 8"),
+        (("--overflow", "sinks", "--max-seq-len", 10), "max_seq_len 10 is less than 4 sinks and a block of 16"),
+        (("--overflow", "summarize"), "max_seq_len must be below the model's limit of 96 tokens"),
+        (("--overflow", "summarize", "--max-seq-len", 48, "--layout", "contiguous"), "summarized in whole blocks"),
+        (("--overflow", "window", "--policy", "window(9)"), "window is window(96), but policy window(9) is given too"),
+        (("--overflow", "reject"), "5 prompt tokens and max_tokens 128 exceed the model's limit, 96 tokens"),
     ],
 )
 def test_what_this_model_cannot_do_is_refused_by_name(kvad, model, flags, says):
@@ -141,44 +157,47 @@ def test_what_this_model_cannot_do_is_refused_by_name(kvad, model, flags, says):
 
 def test_the_plan_takes_the_same_words(kvad, model):
     def pool(*flags):
-        ran = kvad("plan", model, "--rows", 2, "--json", *flags)
+        ran = kvad("plan", model, "--max-num-seqs", 2, "--json", *flags)
         assert ran.code == 0, ran
         return json.loads(ran.out)
 
-    with LLM.load(model, rows=2, capacity=48, on_full="summarise", chunk=512) as llm:
+    with LLM.load(model, max_num_seqs=2, max_seq_len=48, overflow="summarize", prefill_chunk_size=512) as llm:
         memory = llm.engine.kv_cache
         held = memory.payload_bytes() + memory.scale_bytes() + memory.metadata_bytes()
-    assert pool("--context", 48, "--on-full", "summarise")["bytes"]["pool"] == held
-    assert pool("--policy", "window(8)", "--chunk", 8) != pool("--chunk", 8)
-    assert pool("--endless")["bytes"] == pool("--on-full", "sinks")["bytes"]
-    assert kvad("plan", model, "--on-full", "sinks", "--fit", "64MiB").code == 0
+    assert pool("--max-seq-len", 48, "--overflow", "summarize")["bytes"]["pool"] == held
+    assert pool("--policy", "window(8)", "--prefill-chunk-size", 8) != pool("--prefill-chunk-size", 8)
+    assert pool("--endless")["bytes"] == pool("--overflow", "sinks")["bytes"]
+    assert kvad("plan", model, "--overflow", "sinks", "--fit-memory", "64MiB").code == 0
 
 
 def test_a_text_that_spills_is_the_text_and_leaves_no_file(kvad, model, ids, tmp_path):
     whole, limit, _ = ids()
-    for flags in (("--spill-ram", 0), ("--spill-ram", "4KiB"), ()):
-        where = ("--block-size", 4, "--context", 24, "--on-full", "spill", "--spill-dir", tmp_path, *flags)
+    for flags in (("--offload-ram", 0), ("--offload-ram", "4KiB"), ()):
+        where = ("--block-size", 4, "--max-seq-len", 24, "--overflow", "offload", "--offload-dir", tmp_path, *flags)
         assert ids(*where)[:2] == (whole, limit)
         ran = kvad("generate", model, "hello", *GREEDY, "--stats", *where)
-        (line,) = (line for line in ran.err.splitlines() if line.startswith("spilled "))
+        (line,) = (line for line in ran.err.splitlines() if line.startswith("offloaded "))
         assert (f"of files in {tmp_path}" in line) == bool(flags), line
         assert not list(tmp_path.iterdir())
         told = json.loads(kvad("plan", model, "--json", *where).out)
-        assert (told["spilled"]["disk"] > 0) == bool(flags)
+        assert (told["offload"]["disk_bytes"] > 0) == bool(flags)
         parts = ("weights", "pool", "scratch", "activations")
-        host = sum(told["spilled"][name] for name in ("ram", "staging", "sums"))
+        host = sum(told["offload"][name] for name in ("ram_bytes", "staging_bytes", "checksum_bytes"))
         assert told["bytes"]["total"] == host + sum(told["bytes"][name] for name in parts)
 
 
 def test_what_cannot_spill_says_why(kvad, model, tmp_path):
     for flags, says in (
-        ((), f"rows already end at the model's limit of {LIMIT} tokens"),
-        (("--context", 24, "--layout", "contiguous"), "tokens are spilled in whole blocks"),
-        (("--context", 32, "--spill-ram", "lots"), "lots"),
-        (("--context", 32, "--spill-ram", 0, "--spill-dir", tmp_path / "a file"), "cannot spill to"),
+        ((), f"max_seq_len must be below the model's limit of {LIMIT} tokens"),
+        (("--max-seq-len", 24, "--layout", "contiguous"), "tokens are offloaded in whole blocks"),
+        (("--max-seq-len", 32, "--offload-ram", "lots"), "lots"),
+        (
+            ("--max-seq-len", 32, "--offload-ram", 0, "--offload-dir", tmp_path / "a file"),
+            "offload_dir: cannot write to",
+        ),
     ):
         (tmp_path / "a file").write_text("")
-        ran = kvad("generate", model, "hello", "--on-full", "spill", *flags)
+        ran = kvad("generate", model, "hello", "--overflow", "offload", *flags)
         assert ran.code == 2 and says in ran.err, ran
         assert len(ran.err.splitlines()) == 2
 
@@ -191,20 +210,20 @@ def test_a_chat_goes_on_and_says_what_is_out_of_sight(kvad, model):
     plain = kvad("chat", model, "--max-tokens", 6, *GREEDY, stdin=lines)
     assert "no room for a reply" in plain.err
     ran = kvad("chat", model, "--max-tokens", 6, *GREEDY, "--endless", stdin=lines + b"/kv\n")
-    assert ran.code == 0 and "no room" not in ran.err and "without an end" in ran.err
+    assert ran.code == 0 and "no room" not in ran.err and "tokens without a limit" in ran.err
     assert ran.out.startswith(plain.out.rstrip("\n")) and len(ran.out) > len(plain.out)
-    told = [line for line in ran.err.splitlines() if "out of sight" in line]
-    assert len(told) == 4 and told[0] == f"kvad: 18 of 113 tokens are out of sight: sinks(4, {LIMIT - 4})"
-    plain_of = [line for line in plain.err.splitlines() if "out of sight" in line]
+    told = [line for line in ran.err.splitlines() if "were evicted" in line]
+    assert len(told) == 4 and told[0] == f"kvad: 18 of 113 tokens were evicted: sinks(4, {LIMIT - 4})"
+    plain_of = [line for line in plain.err.splitlines() if "were evicted" in line]
     assert not plain_of
 
 
 def test_a_chat_says_what_any_policy_has_dropped(kvad, model):
     lines = b"a" * 40 + b"\n"
     for policy, says in (
-        ("window(20)", "28 of 47 tokens are out of sight: window(20)"),
-        ("tova(16, every=8)", "24 of 47 tokens are out of sight: tova(16, every=8)"),
-        ("hierarchy(16, every=16)", "16 of 47 tokens stand in for themselves no more: hierarchy("),
+        ("window(20)", "28 of 47 tokens were evicted: window(20)"),
+        ("tova(16, interval=8)", "24 of 47 tokens were evicted: tova(16, interval=8)"),
+        ("tiered(16, interval=16)", "16 of 47 tokens were quantized or summarized: tiered("),
     ):
         ran = kvad("chat", model, "--max-tokens", 6, *GREEDY, "--policy", policy, stdin=lines)
         assert ran.code == 0 and says in ran.err, ran.err
@@ -221,7 +240,7 @@ def test_an_endless_chat_replies_until_ctrl_c(kvad, model, monkeypatch):
 
     monkeypatch.setattr(RunMeter, "add", note)
     ran = kvad("chat", model, *GREEDY, "--endless", stdin=b"hello\n")
-    assert ran.code == 0 and len(seen) == 120 and "of 126 tokens are out of sight" in ran.err
+    assert ran.code == 0 and len(seen) == 120 and "of 126 tokens were evicted" in ran.err
 
 
 # ---------------------------------------------------------------- LLM
@@ -234,7 +253,7 @@ def test_llm_takes_the_same_words(model):
         short = plain.generate("hello", temperature=0, ignore_eos=True)
         assert done.limit == "max_tokens" and short.limit == "model" == short.choices[0].limit
         assert done.tokens[: len(short.tokens)] == short.tokens
-        assert llm.generate("hello", temperature=0, ignore_eos=True, on_full="stop").tokens == short.tokens
+        assert llm.generate("hello", temperature=0, ignore_eos=True, overflow="stop").tokens == short.tokens
         assert len(llm.encode("x" * 200)) == 200
         assert llm.generate("x" * 200, max_tokens=3).limit == "max_tokens"
         assert llm.generate("hello", max_tokens=90, stop=("\n",), seed=3).limit in (None, "max_tokens")

@@ -24,7 +24,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(model):
-    with LLM.load(model, rows=4) as opened:
+    with LLM.load(model, max_num_seqs=4) as opened:
         yield opened
 
 
@@ -61,7 +61,7 @@ def test_several_samples_are_labelled_and_never_mixed(kvad, model, llm):
 
 def test_rows_that_wait_for_a_seat_are_generated_too(kvad, model):
     wide = kvad("generate", model, "a", "b", "c", *GREEDY, "--max-tokens", 5)
-    assert kvad("generate", model, "a", "b", "c", *GREEDY, "--max-tokens", 5, "--rows", 1).out == wide.out
+    assert kvad("generate", model, "a", "b", "c", *GREEDY, "--max-tokens", 5, "--max-num-seqs", 1).out == wide.out
 
 
 def test_deterministic_reaches_the_engine(kvad, model, monkeypatch):
@@ -190,27 +190,27 @@ def test_over_the_search_that_the_checkpoint_asks_for(kvad, tmp_path):
         assert ran.code == 0 and ran.err == "", ran
         return json.loads(ran.out)["completions"][0]["samples"][0]["tokens"]
 
-    folder = write("beams", sampling={"beams": 3, "temperature": 0.0, "length_penalty": 2.0})
-    with LLM.load(folder, rows=3) as llm:
-        searched = [list(llm.generate("ab", max_tokens=8, beams=3, length_penalty=a).tokens) for a in (2.0, -50.0)]
+    folder = write("beams", sampling={"num_beams": 3, "temperature": 0.0, "length_penalty": 2.0})
+    with LLM.load(folder, max_num_seqs=3) as llm:
+        searched = [list(llm.generate("ab", max_tokens=8, num_beams=3, length_penalty=a).tokens) for a in (2.0, -50.0)]
     assert say(folder) == searched[0] and say(folder, "--length-penalty", -50) == searched[1]
     greedy = write("greedy", sampling={"temperature": 0.0})
     for model in (folder, greedy):
         seeded = [say(model, "--seed", seed) for seed in range(6)]
         assert len(set(map(tuple, seeded))) > 3
         assert seeded[3] == say(model, "--temperature", 1, "--seed", 3) == say(model, "--top-p", 1, "--seed", 3)
-        assert say(model, "--seed", 3, "--temperature", 0) == say(model, "--beams", 1) == say(greedy)
+        assert say(model, "--seed", 3, "--temperature", 0) == say(model, "--num-beams", 1) == say(greedy)
     ran = kvad("generate", folder, "ab", "--length-penalty", 1.5, "--seed", 3)
-    assert (ran.code, ran.out) == (2, "") and "seed and beams=3 cannot go together" in ran.err
+    assert (ran.code, ran.out) == (2, "") and "seed: cannot be combined with num_beams=3" in ran.err
     ran = kvad("generate", greedy, "ab", "--length-penalty", 1.5)
-    assert (ran.code, ran.out) == (2, "") and "length_penalty= is for a beam search, and there are no beams" in ran.err
+    assert (ran.code, ran.out) == (2, "") and "length_penalty: requires num_beams above 1" in ran.err
     ran = kvad("generate", tmp_path / "absent", "ab", "--length-penalty", 1000)
-    assert ran.code == 2 and "length_penalty: 1000.0 is out of range" in ran.err
+    assert ran.code == 2 and "length_penalty: must be from -100 to 100, got 1000.0" in ran.err
 
 
 def test_json_has_the_prompt_without_echo(kvad, model):
     ran = kvad("generate", model, "hey", "--json", "--echo")
-    assert ran.code == 2 and ran.out == "" and "--echo and --json both given" in ran.err
+    assert ran.code == 2 and ran.out == "" and "--echo and --json exclude each other" in ran.err
 
 
 def test_stats_name_speed_cache_hits_and_pressure(kvad, model):
@@ -240,7 +240,7 @@ def test_logprob_tables(kvad, model):
 
 
 @pytest.mark.parametrize(
-    "cache", [("--layout", "contiguous"), ("--cache-dtype", "float64"), ("--block-size", 2), ("--context", 32)]
+    "cache", [("--layout", "contiguous"), ("--cache-dtype", "float64"), ("--block-size", 2), ("--max-seq-len", 32)]
 )
 def test_the_cache_to_order_changes_nothing(kvad, model, cache):
     plain = kvad("generate", model, "hey", "--max-tokens", 8, *GREEDY)
@@ -264,7 +264,7 @@ def test_ctrl_c_ends_cleanly_with_what_was_generated(kvad, model, llm, monkeypat
         assert ran.code == 130 and ran.err == "kvad: interrupted\n" and len(seen) == 4
         if extra:
             found = json.loads(ran.out)
-            assert found["interrupted"] and found["completions"][0]["samples"][0]["finish_reason"] == "cancelled"
+            assert found["interrupted"] and found["completions"][0]["samples"][0]["finish_reason"] == "abort"
             assert found["completions"][0]["samples"][0]["tokens"] == list(whole[:4])
             assert found["stats"]["cache"][0]["used"] == 0
         else:
@@ -291,15 +291,15 @@ def test_a_model_without_a_tokenizer_speaks_in_ids(kvad, tmp_path):
     ran = kvad("generate", bare, "--ids", "3 4", "--max-tokens", 3, *GREEDY, "--echo")
     assert [int(word) for word in ran.out.split()][:2] == [3, 4] and len(ran.out.split()) == 5
     for prompt, says in (
-        (("hi",), "without a tokenizer"),
-        ((), "without a tokenizer"),
+        (("hi",), "has no tokenizer"),
+        ((), "has no tokenizer"),
         (("--ids", ""), "no opening token"),
     ):
         ran = kvad("generate", bare, *prompt)
         assert ran.code == 2 and says in ran.err, prompt
     for extra, says in (
-        (("--stop", "x"), "stop strings need a tokenizer"),
-        (("--bad-word", "x"), "--bad-word needs a tokenizer"),
+        (("--stop", "x"), "stop: requires a tokenizer"),
+        (("--bad-word", "x"), "--bad-word: the model has no tokenizer"),
     ):
         ran = kvad("generate", bare, "--ids", "3", *extra)
         assert ran.code == 2 and says in ran.err
@@ -311,22 +311,22 @@ def test_a_model_without_a_tokenizer_speaks_in_ids(kvad, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--temperature", -1), "temperature: -1.0 is out of range"),
-        (("--temperature", "nan"), "temperature: expected a finite number"),
+        (("--temperature", -1), "temperature: must be from 0 to 100, got -1.0"),
+        (("--temperature", "nan"), "temperature: must be a finite number"),
         (("--temperature", "warm"), "'warm' is not a valid float"),
-        (("--top-p", 0), "top_p: 0.0 is out of range, must be above 0 and at most 1"),
-        (("--top-k", -1), "top_k: -1 is out of range"),
-        (("--min-p", 1.5), "min_p: 1.5 is out of range, must be from 0 to 1"),
-        (("--typical-p", 0), "typical_p: 0.0 is out of range"),
-        (("--repetition-penalty", 0), "repetition_penalty: 0.0 is out of range"),
-        (("--presence-penalty", 101), "presence_penalty: 101.0 is out of range"),
-        (("--n", 0), "n: 0 is out of range"),
-        (("--max-tokens", -1), "max_tokens: -1 is out of range"),
-        (("--min-tokens", 200), "min_tokens 200 exceeds max_tokens 128"),
-        (("--logprobs", 101), "logprobs: 101 is out of range"),
+        (("--top-p", 0), "top_p: must be above 0 and at most 1, got 0.0"),
+        (("--top-k", -1), "top_k: must be at least 0, got -1"),
+        (("--min-p", 1.5), "min_p: must be from 0 to 1, got 1.5"),
+        (("--typical-p", 0), "typical_p: must be above 0 and at most 1, got 0.0"),
+        (("--repetition-penalty", 0), "repetition_penalty: must be above 0 and at most 100, got 0.0"),
+        (("--presence-penalty", 101), "presence_penalty: must be from -100 to 100, got 101.0"),
+        (("--n", 0), "n: must be from 1 to 128, got 0"),
+        (("--max-tokens", -1), "max_tokens: must be at least 0, got -1"),
+        (("--min-tokens", 200), "min_tokens: must be at most max_tokens (128), got 200"),
+        (("--logprobs", 101), "logprobs: must be from 0 to 100, got 101"),
         (("--logit-bias", "7"), "--logit-bias: '7' is not ID=V"),
         (("--logit-bias", "7=x"), "--logit-bias: '7=x' is not ID=V"),
-        (("--stop", ""), "stop: an empty string"),
+        (("--stop", ""), "stop: must not contain an empty string"),
         (("--temprature", 1), "'--temperature'"),
         (("--layout", "heap"), "'heap' is not one of 'paged', 'contiguous'"),
         (("--cache-dtype", "int3"), "'int3' is not one of"),
@@ -343,16 +343,16 @@ def test_values_that_cannot_be_are_refused_before_anything_is_loaded(kvad, tmp_p
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("x" * (LIMIT + 4),), f"the prompt has {LIMIT + 4} tokens and the model's limit is {LIMIT}"),
-        (("abcdef", "--context", 4), "the prompt has 6 tokens, the limit is 4"),
+        (("x" * (LIMIT + 4),), f"prompt: must have at most {LIMIT} tokens, got {LIMIT + 4}"),
+        (("abcdef", "--max-seq-len", 4), "prompt: must have at most 4 tokens, got 6"),
         (("--ids", "1 2 x"), "--ids: 'x' is not a token id"),
-        (("--ids", "1 999"), "token id 999 is outside the vocabulary of 257"),
+        (("--ids", "1 999"), "token id must be below 257, got 999"),
         (("--ids", "-3"), "No such option '-3'"),
-        (("hi", "--logit-bias", "999=1"), "logit_bias: token id 999 is outside the vocabulary"),
-        (("hi", "--bad-word", ""), "--bad-word: an empty text"),
-        (("hi", "--rows", 0), "cache.max_num_seqs: must be at least 1"),
+        (("hi", "--logit-bias", "999=1"), "logit_bias: token id must be below 257, got 999"),
+        (("hi", "--bad-word", ""), "--bad-word: must not be empty"),
+        (("hi", "--max-num-seqs", 0), "cache.max_num_seqs: must be at least 1"),
         (("hi", "--block-size", 0), "cache.block_size: must be at least 1"),
-        (("hi", "--context", 0), "cache.max_seq_len: must be at least 1"),
+        (("hi", "--max-seq-len", 0), "cache.max_seq_len: must be at least 1"),
     ],
 )
 def test_what_the_model_cannot_serve_is_refused(kvad, model, flags, says):
@@ -383,11 +383,11 @@ def test_help_and_usage_errors_do_not_import_torch():
 
 def test_the_cache_may_be_stored_in_formats_of_its_own(kvad, model):
     asked = ("generate", model, "hey you there", "--max-tokens", 6, *GREEDY, "--stats")
-    ran = kvad(*asked, "--cache-dtype", "int8", "--cache-values", "int4")
+    ran = kvad(*asked, "--cache-dtype", "int8", "--cache-value-dtype", "int4")
     assert ran.code == 0 and ran.out and "in int8/int4, " in ran.err and "of it scales" in ran.err
     assert "in float32\n" in kvad(*asked).err
-    found = json.loads(kvad(*asked, "--cache-keys", "fp8-e4m3", "--json").out)["stats"]["cache"][0]
+    found = json.loads(kvad(*asked, "--cache-key-dtype", "fp8-e4m3", "--json").out)["stats"]["cache"][0]
     assert (found["stored"], found["scale_bytes"]) == ("fp8-e4m3/float32", 0)
-    assert "in int8-channel/" in kvad(*asked, "--cache-keys", "int8-channel").err
-    refused = kvad(*asked, "--cache-keys", "int8-channel", "--layout", "contiguous")
+    assert "in int8-channel/" in kvad(*asked, "--cache-key-dtype", "int8-channel").err
+    refused = kvad(*asked, "--cache-key-dtype", "int8-channel", "--layout", "contiguous")
     assert refused.code == 2 and "packs whole blocks" in refused.err and "'paged'" in refused.err

@@ -13,10 +13,14 @@ def pages():
     """(name, command) of every command that has a page, those of groups too."""
     context = click.Context(cli)
     for name in COMMANDS:
-        command = cli.get_command(context, name)
-        yield name, command
-        if isinstance(command, click.Group):
-            yield from ((f"{name} {child}", each) for child, each in command.commands.items())
+        yield from tree(name, cli.get_command(context, name))
+
+
+def tree(name, command):
+    yield name, command
+    if isinstance(command, click.Group):
+        for child, each in command.commands.items():
+            yield from tree(f"{name} {child}", each)
 
 
 PAGES = dict(pages())

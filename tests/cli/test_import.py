@@ -64,14 +64,14 @@ def test_there_and_back_every_tensor_is_the_same(kvad, tmp_path, name):
     reader = CONFIGS[name]["architectures"][0]
     assert ran.code == 0 and ran.err == "" and f"transformers.{reader}.from_pretrained" in ran.out
     assert same(load_file(tmp_path / "back" / "model.safetensors"), tensors)
-    with LLM.load(tmp_path / "theirs", rows=1) as theirs, LLM.load(tmp_path / "back", rows=1) as back:
+    with LLM.load(tmp_path / "theirs", max_num_seqs=1) as theirs, LLM.load(tmp_path / "back", max_num_seqs=1) as back:
         assert torch.equal(theirs.logits("def f"), back.logits("def f"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "ours", "theirs"]
 
 
 def test_the_plan_comes_first(kvad, tmp_path):
     write_foreign(tmp_path / "theirs", "llama", dtype=torch.float16)
-    page = kvad("import", tmp_path / "theirs", tmp_path / "ours", "--dtype", "bfloat16").out.splitlines()
+    page = kvad("import", tmp_path / "theirs", tmp_path / "ours", "--save-dtype", "bfloat16").out.splitlines()
     assert page[0] == f"model       {tmp_path / 'theirs'}: LlamaForCausalLM (llama), a decoder"
     assert page[1].startswith("parameters  ") and page[1].endswith(" tensors")
     assert page[2].endswith(" in bfloat16, from float16")
@@ -100,7 +100,7 @@ def test_a_folder_without_out_is_only_looked_at(kvad, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("theirs", "./theirs"):
         ran = kvad("import", name)
-        assert ran.code == 0 and "nothing is written yet: name a folder for it" in ran.out
+        assert ran.code == 0 and "nothing was written; name a folder for it" in ran.out
         assert f"kvad import {name} runs/theirs" in ran.out
     assert json.loads(kvad("import", "theirs", "--json").out)["out"] is None
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
@@ -130,7 +130,7 @@ def test_what_the_folder_says_of_generating_comes_with_it(kvad, tmp_path):
     assert kvad("import", tmp_path / "theirs", tmp_path / "ours").code == 0
     said = open_checkpoint(tmp_path / "ours").generation
     assert said == open_checkpoint(tmp_path / "theirs").generation
-    with LLM.load(tmp_path / "theirs", rows=3) as theirs, LLM.load(tmp_path / "ours", rows=3) as ours:
+    with LLM.load(tmp_path / "theirs", max_num_seqs=3) as theirs, LLM.load(tmp_path / "ours", max_num_seqs=3) as ours:
         assert theirs.generate("def").tokens == ours.generate("def").tokens
 
 
@@ -145,7 +145,7 @@ def test_what_exists_gives_way_only_when_it_is_asked_to(kvad, tmp_path):
     assert kvad("import", tmp_path / "theirs", ours, "--overwrite").code == 0
     assert open_checkpoint(ours).origin == "gpt2"
     assert kvad("export", ours, tmp_path / "back").code == 0
-    assert kvad("export", ours, tmp_path / "back", "--overwrite", "--dtype", "bfloat16", "--json").code == 0
+    assert kvad("export", ours, tmp_path / "back", "--overwrite", "--save-dtype", "bfloat16", "--json").code == 0
     again = load_file(tmp_path / "back" / "model.safetensors")
     assert same(again, {name: tensor.bfloat16() for name, tensor in tensors.items()})
 
@@ -159,12 +159,12 @@ def test_what_is_no_checkpoint_or_the_model_itself_never_gives_way(kvad, tmp_pat
     (tmp_path / "inside" / "config.json").write_text("{}")
     theirs = tmp_path / "inside" / "theirs"
     for arguments, says in (
-        (("import", theirs, tmp_path / "diary"), "exists and is no checkpoint"),
-        (("import", theirs, tmp_path / "file"), "is no name for a new folder"),
-        (("import", theirs, theirs), "holds the model that would be read"),
-        (("import", theirs, tmp_path / "inside"), "holds the model that would be read"),
-        (("import", theirs, "."), "is no name for a new folder"),
-        (("export", ours, ours), "holds the model that would be read"),
+        (("import", theirs, tmp_path / "diary"), "exists and is not a checkpoint"),
+        (("import", theirs, tmp_path / "file"), "cannot be a new folder"),
+        (("import", theirs, theirs), "contains the source model"),
+        (("import", theirs, tmp_path / "inside"), "contains the source model"),
+        (("import", theirs, "."), "cannot be a new folder"),
+        (("export", ours, ours), "contains the source model"),
     ):
         ran = kvad(*arguments, "--overwrite")
         assert ran.code == 2 and ran.out == "" and says in ran.err.splitlines()[0], ran
@@ -209,11 +209,11 @@ def test_bad_input_is_one_line(kvad, tmp_path):
     write_foreign(tmp_path / "strange", "gpt2")
     (tmp_path / "strange" / "config.json").write_text('{"model_type": "gpt9"}')
     for arguments, says in (
-        (("import", ours, tmp_path / "out"), "is kvad's own checkpoint already"),
+        (("import", ours, tmp_path / "out"), "is a kvad checkpoint already"),
         (("import", tmp_path / "absent"), "no such folder"),
-        (("import", tmp_path / "theirs", tmp_path / "out"), "is cut off, or is no safetensors file"),
+        (("import", tmp_path / "theirs", tmp_path / "out"), "is truncated, or not a safetensors file"),
         (("import", tmp_path / "strange", tmp_path / "out"), "model_type 'gpt9' is not known"),
-        (("import", tmp_path / "theirs", tmp_path / "out", "--revision", "v1"), "it has no revision 'v1'"),
+        (("import", tmp_path / "theirs", tmp_path / "out", "--revision", "v1"), "and has no revision 'v1'"),
         (("export", tmp_path / "absent", tmp_path / "out"), "no such folder"),
         (("export", ours), "Missing argument 'OUT'"),
         (("export", ours, tmp_path / "out", "--format", "gguf"), "'gguf' is not 'hf'"),

@@ -42,7 +42,9 @@ LIMIT = 32
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = [*SPECIALS, "the", "cat", "sat", "on", "a", "mat", "dog", "ran", "to", "his", "house", "by", "lake"]
 HEADS = {
-    "fill": LanguageHeadConfig(bias=True, transform=HeadTransformConfig("gelu", norm=NormConfig("layer", bias=True))),
+    "fill-mask": LanguageHeadConfig(
+        bias=True, transform=HeadTransformConfig("gelu", norm=NormConfig("layer", bias=True))
+    ),
     "tag": ClassificationHeadConfig(("O", "B-PER", "I-PER")),
     "classify": ClassificationHeadConfig(("bad", "good", "neither"), level="row"),
     "embed": PoolingHeadConfig("mean", normalize=True),
@@ -240,13 +242,15 @@ def test_translations_in_the_order_of_the_lines(kvad, translator, tmp_path):
     assert (ran.code, ran.err) == (0, "") and ran.out.split("\n")[:-1] == expected
     stdin = (tmp_path / "in").read_bytes()
     assert kvad("translate", translator, stdin=stdin) == ran == kvad("translate", translator, "-", stdin=stdin)
-    assert kvad("translate", translator, "-", "--rows", 1, "--context", 20, stdin=stdin) == ran
+    assert kvad("translate", translator, "-", "--max-num-seqs", 1, "--max-seq-len", 20, stdin=stdin) == ran
 
 
 def test_translations_as_json_and_the_n_best(kvad, translator):
     with LLM.load(translator) as llm:
-        done = llm.generate("Haus", beams=3, n=2, max_tokens=6)
-    (one, nothing) = objects(kvad("translate", translator, "--n-best", 2, "--beams", 3, "--json", stdin=b"Haus\n\n"))
+        done = llm.generate("Haus", num_beams=3, n=2, max_tokens=6)
+    (one, nothing) = objects(
+        kvad("translate", translator, "--n-best", 2, "--num-beams", 3, "--json", stdin=b"Haus\n\n")
+    )
     assert (
         one["line"] == 1
         and one["text"] == done.text
@@ -254,7 +258,7 @@ def test_translations_as_json_and_the_n_best(kvad, translator):
     )
     assert [each["text"] for each in one["translations"]] == [sample.text for sample in done.choices]
     assert nothing == {"line": 2, "text": "", "score": None, "translations": []}
-    rows = kvad("translate", translator, "--n-best", 2, "--beams", 3, stdin=b"Haus\n\n").out.split("\n")[:-1]
+    rows = kvad("translate", translator, "--n-best", 2, "--num-beams", 3, stdin=b"Haus\n\n").out.split("\n")[:-1]
     assert [row.split("\t")[0] for row in rows] == ["1", "1", "2"] and rows[2] == "2\t\t"
     assert rows[0].split("\t")[1] == f"{done.choices[0].cumulative_logprob:.4f}"
     same = kvad("translate", translator, "--n-best", 3, "--json", stdin=b"Haus\n")
@@ -268,12 +272,12 @@ def test_sampling_and_length(kvad, translator):
     assert len({say("--temperature", 1.5, "--seed", seed) for seed in range(6)}) > 3
     assert say("--temperature", 1.5, "--seed", 3) == say("--temperature", 1.5, "--seed", 3)
     assert say("--seed", 3) == say("--temperature", 1.0, "--seed", 3) != say("--seed", 4)
-    assert say("--top-k", 1) == say() == say("--beams", 1)
+    assert say("--top-k", 1) == say() == say("--num-beams", 1)
     assert len(say("--max-tokens", 2).encode("utf-8", "replace")) < len(say().encode())
 
 
 def test_over_the_search_that_the_checkpoint_asks_for(kvad, tmp_path):
-    folder = write_translator(tmp_path / "beams", train_tokenizer("byte", []), 256, beams=3, length_penalty=2.0)
+    folder = write_translator(tmp_path / "beams", train_tokenizer("byte", []), 256, num_beams=3, length_penalty=2.0)
 
     def say(*flags):
         ran = kvad("translate", folder, "--json", *flags, stdin=b"Haus\n")
@@ -293,22 +297,22 @@ def test_over_the_search_that_the_checkpoint_asks_for(kvad, tmp_path):
 
 def test_a_penalty_of_no_search_is_refused(kvad, translator):
     ran = kvad("translate", translator, "--length-penalty", 0.5, stdin=b"Haus\n")
-    assert (ran.code, ran.out) == (2, "") and "there are no beams" in ran.err
+    assert (ran.code, ran.out) == (2, "") and "requires num_beams above 1" in ran.err
 
 
 def test_a_translation_under_a_policy_is_the_model_s_under_it(kvad, translator):
-    with LLM.load(translator, policy="window(3)", rows=1, capacity=24) as llm:
+    with LLM.load(translator, policy="window(3)", max_num_seqs=1, max_seq_len=24) as llm:
         told = llm.generate("Haus", max_tokens=20, temperature=0).text
     flags = ("--policy", "window(3)", "--max-tokens", 20)
     assert kvad("translate", translator, *flags, stdin=b"Haus\n") == (0, " ".join(told.splitlines()) + "\n", "")
-    assert kvad("translate", translator, *flags, "--on-full", "refuse", stdin=b"Haus\n").out == told + "\n"
+    assert kvad("translate", translator, *flags, "--overflow", "reject", stdin=b"Haus\n").out == told + "\n"
     refused = kvad("translate", translator, "--policy", "windw(3)", stdin=b"Haus\n")
     assert refused.code == 2 and "did you mean 'window'" in refused.err
 
 
 def test_a_prefix_begins_every_translation(kvad, translator):
     with LLM.load(translator) as llm:
-        tokens = llm.generate("Haus", max_tokens=6, temperature=0, prefix=[256, *b"The "]).tokens
+        tokens = llm.generate("Haus", max_tokens=6, temperature=0, target_prefix=[256, *b"The "]).tokens
         expected = llm.tokenizer.decode([*b"The ", *tokens])
     found = objects(kvad("translate", translator, "--prefix", "The ", "--json", stdin=b"Haus\n\n"))
     assert found[0]["text"] == expected and found[1]["text"] == ""
@@ -328,7 +332,7 @@ def test_languages(kvad, tmp_path):
     asked = {"source_language": "deu_Latn", "language": "eng_Latn", "max_tokens": 6, "temperature": 0}
     with LLM.load(folder) as llm:
         plain = llm.generate("the cat", **asked).text
-        tokens = llm.generate([5, 7, 8, 3], prefix=[3, 6, 15], max_tokens=6, temperature=0).tokens
+        tokens = llm.generate([5, 7, 8, 3], target_prefix=[3, 6, 15], max_tokens=6, temperature=0).tokens
         began = llm.tokenizer.decode([15, *tokens])
     assert began.startswith("to ") and plain not in ("", began)
     flags = ("--source-language", "deu_Latn", "--language", "eng_Latn", "--json")
@@ -343,7 +347,7 @@ def test_what_became_unk_is_told_once(kvad, encoders):
     ran = kvad("tag", encoders["tag"], stdin=b"the cat\nthe ufo\na yeti\nthe end\n")
     assert ran.code == 0 and ran.err.splitlines() == [
         "kvad: line 2: 1 piece of text not in the vocabulary became UNK: 'ufo'",
-        "kvad: likewise in 2 other lines",
+        "kvad: the same in 2 other lines",
     ]
 
 
@@ -353,7 +357,7 @@ def test_a_line_too_long_or_broken_is_told_and_costs_no_other(kvad, translator):
     first, second, third, fourth = ran.out.split("\n")[:-1]
     assert ran.code == 1 and first == third != "" and second == fourth == ""
     assert ran.err.splitlines() == [
-        f"kvad: line 2: the source has {LIMIT + 1} tokens and the model's limit is {LIMIT}",
+        f"kvad: line 2: encoder input: must have at most {LIMIT} tokens, got {LIMIT + 1}",
         "kvad: line 4: not UTF-8 at byte 0 (0xFF)",
         "kvad: 2 of 4 lines failed",
     ]
@@ -364,12 +368,12 @@ def test_a_line_too_long_or_broken_is_told_and_costs_no_other(kvad, translator):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--beams", 0), "beams: 0 is out of range"),
+        (("--num-beams", 0), "num_beams: must be from 1 to 128, got 0"),
         (("--n-best", 0), "--n-best: 0 is out of range"),
-        (("--n-best", 3, "--beams", 2), "--n-best 3 exceeds --beams 2"),
-        (("--beams", 2, "--seed", 3), "seed and beams=2 cannot go together"),
-        (("--temperature", -1), "temperature: -1.0 is out of range"),
-        (("--max-tokens", -1), "max_tokens: -1 is out of range"),
+        (("--n-best", 3, "--num-beams", 2), "--n-best 3 exceeds --num-beams 2"),
+        (("--num-beams", 2, "--seed", 3), "seed: cannot be combined with num_beams=2"),
+        (("--temperature", -1), "temperature: must be from 0 to 100, got -1.0"),
+        (("--max-tokens", -1), "max_tokens: must be at least 0, got -1"),
         (("--dtype", "int8"), "'int8' is not one of"),
     ],
 )
@@ -382,8 +386,11 @@ def test_what_the_model_cannot_do_is_refused_before_a_line_is_read(kvad, transla
     for flags, says in (
         (("--language", "deu_Latn"), "unknown language 'deu_Latn'"),
         (("--source-language", "deu_Latn"), "language 'deu_Latn'"),
-        (("--beams", 4, "--rows", 2), "--rows 2: a line's 4 beams or samples take a row each"),
-        (("--rows", 0), "--rows 0"),
+        (
+            ("--num-beams", 4, "--max-num-seqs", 2),
+            "--max-num-seqs: must be at least 4, the beams or samples of a line, got 2",
+        ),
+        (("--max-num-seqs", 0), "--max-num-seqs: must be at least 1, the beams or samples of a line, got 0"),
     ):
         ran = kvad("translate", translator, *flags, stdin=b"a\nb\n")
         assert ran.code == 2 and ran.out == "" and says in ran.err.splitlines()[0], ran
@@ -408,7 +415,7 @@ def test_tags(kvad, encoders):
 def test_labels_of_lines(kvad, encoders):
     with LLM.load(encoders["classify"]) as llm:
         expected = [llm.classify(text)[0] if text else None for text in LINES]
-    ran = kvad("classify", encoders["classify"], "--rows", 2, stdin=TEXT)
+    ran = kvad("classify", encoders["classify"], "--batch-size", 2, stdin=TEXT)
     assert ran.code == 0
     assert ran.out.split("\n")[:-1] == [f"{one.label}\t{one.probability:.4f}" if one else "" for one in expected]
     found = objects(kvad("classify", encoders["classify"], "--json", stdin=TEXT))
@@ -417,15 +424,17 @@ def test_labels_of_lines(kvad, encoders):
 
 def test_masks(kvad, encoders):
     text = b"the [MASK] sat\n\nthe cat sat\nthe [MASK] [MASK] on a mat\n"
-    with LLM.load(encoders["fill"]) as llm:
+    with LLM.load(encoders["fill-mask"]) as llm:
         ids = [[2, 5, 4, 7, 3], [2, 5, 4, 4, 8, 9, 10, 3]]
         one, two = llm.fill_mask(ids, top=2)
-    ran = kvad("fill", encoders["fill"], "--top", 2, stdin=text)
+    ran = kvad("fill-mask", encoders["fill-mask"], "--top-k", 2, stdin=text)
     rows = ran.out.split("\n")[:-1]
-    assert ran.code == 1 and ran.err.startswith("kvad: line 3: no mask: write [MASK] where a word is to be found\n")
+    assert ran.code == 1 and ran.err.startswith(
+        "kvad: line 3: the line has no mask; write [MASK] for each masked token\n"
+    )
     assert rows[0] == "\t".join(f"{each.text} {each.probability:.4f}" for each in one[0])
     assert rows[1] == rows[2] == "" and rows[3].count("\t|\t") == 1
-    found = objects(kvad("fill", encoders["fill"], "--top", 2, "--json", stdin=text))
+    found = objects(kvad("fill-mask", encoders["fill-mask"], "--top-k", 2, "--json", stdin=text))
     assert [each["token"] for each in found[3]["masks"][1]] == [each.token for each in two[1]]
     assert found[1]["masks"] == [] and set(found[2]) == {"line", "error"}
     assert found[0]["masks"][0][0]["whole"] == one[0][0].whole
@@ -434,7 +443,7 @@ def test_masks(kvad, encoders):
 def test_a_token_that_breaks_lines_is_shown_in_one(encoders):
     """Byte-level vocabularies have tokens of a newline or a tab."""
     found = [MaskPrediction(1, "a\nå\t", 0.5, ""), MaskPrediction(2, " b", 0.25, "")]
-    with LLM.load(encoders["fill"]) as llm:
+    with LLM.load(encoders["fill-mask"]) as llm:
         assert _filling(llm, 2).plain(1, [found, found[1:]]) == "a\\nå\\t 0.5000\t b 0.2500\t|\t b 0.2500"
 
 
@@ -452,15 +461,15 @@ def test_vectors_as_json(kvad, encoders):
 
 def test_vectors_in_files(kvad, encoders, tmp_path):
     text = b"\n" + TEXT + b"\n" + b"cat " * LIMIT + b"\n"
-    printed = kvad("embed", encoders["embed"], "--pool", "first", stdin=text)
+    printed = kvad("embed", encoders["embed"], "--pooling", "first", stdin=text)
     for flags in (("--out", tmp_path / "v.npy"), ("--format", "npy", "--out", tmp_path / "v.bin")):
-        ran = kvad("embed", encoders["embed"], "--pool", "first", *flags, stdin=text)
+        ran = kvad("embed", encoders["embed"], "--pooling", "first", *flags, stdin=text)
         assert ran.code == 1 and ran.out == "" and ran.err == printed.err
         found = np.load(flags[-1])
         assert found.shape == (8, 24) and found.dtype == np.float32
         assert np.isnan(found).all(axis=1).tolist() == [True, False, True, False, False, True, False, True]
         assert found[1].tolist() == pytest.approx(objects(printed)[1]["embedding"])
-    assert kvad("embed", encoders["embed"], "--pool", "first", "--out", tmp_path / "v.jsonl", stdin=text).out == ""
+    assert kvad("embed", encoders["embed"], "--pooling", "first", "--out", tmp_path / "v.jsonl", stdin=text).out == ""
     assert (tmp_path / "v.jsonl").read_text() == printed.out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v.bin", "v.jsonl", "v.npy"]
 
@@ -470,7 +479,7 @@ def test_no_vectors_at_all_and_files_that_cannot_be(kvad, encoders, tmp_path):
     assert ran.code == 0 and np.load(tmp_path / "v.npy").shape == (2, 0)
     for flags, says in (
         (("--format", "npy"), "--format npy needs --out FILE"),
-        (("--format", "npy", "--json"), "--json and --format npy both given"),
+        (("--format", "npy", "--json"), "--json and --format npy exclude each other"),
         (("--out", tmp_path / "absent" / "v.npy"), "cannot write"),
     ):
         ran = kvad("embed", encoders["embed"], *flags, stdin=TEXT)
@@ -487,16 +496,16 @@ def test_an_encoder_decoder_embeds_its_sources(kvad, translator):
 # ---------------------------------------------------------------- what is refused, and what ends early
 
 
-@pytest.mark.parametrize("command", ["translate", "tag", "fill", "classify", "embed"])
+@pytest.mark.parametrize("command", ["translate", "tag", "fill-mask", "classify", "embed"])
 def test_a_model_of_another_kind_is_refused_with_what_it_can_do(kvad, encoders, translator, tmp_path, command):
     decoder = write_model(tmp_path / "decoder")
     others = {"kvad generate, kvad chat": decoder, "kvad translate, kvad embed": translator}
-    others |= {f"kvad {name}, kvad embed": encoders[name] for name in ("fill", "tag", "classify")}
+    others |= {f"kvad {name}, kvad embed": encoders[name] for name in ("fill-mask", "tag", "classify")}
     for can, folder in others.items():
         if f"kvad {command}" not in can:
             ran = kvad(command, folder, stdin=b"a\n")
-            assert ran.code == 2 and ran.out == "" and f"kvad {command} is not for it" in ran.err, ran
-            assert ran.err.splitlines()[1] == f"kvad: hint: it can: {can}"
+            assert ran.code == 2 and ran.out == "" and f"kvad {command} does not accept it" in ran.err, ran
+            assert ran.err.splitlines()[1] == f"kvad: hint: use {can}"
 
 
 def test_bad_input_is_one_line(kvad, encoders, translator, tmp_path):
@@ -504,8 +513,8 @@ def test_bad_input_is_one_line(kvad, encoders, translator, tmp_path):
         (("tag", tmp_path / "absent"), "absent"),
         (("tag", encoders["tag"], tmp_path / "no.txt"), "no.txt: no such file or folder"),
         (("tag", encoders["tag"], tmp_path), "it is a folder"),
-        (("tag", encoders["tag"], "--rows", 0), "cache.max_num_seqs: must be at least 1"),
-        (("fill", encoders["fill"], "--top", 0), "0 is not in the range"),
+        (("tag", encoders["tag"], "--batch-size", 0), "cache.max_num_seqs: must be at least 1"),
+        (("fill-mask", encoders["fill-mask"], "--top-k", 0), "0 is not in the range"),
     ):
         ran = kvad(*arguments, stdin=b"a\n")
         assert ran.code == 2 and ran.out == "" and says in ran.err.splitlines()[0], ran
@@ -541,7 +550,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(encoders, tmp_path):
     assert (process.returncode, err) == (141, b"")
 
 
-@pytest.mark.parametrize("command", ["translate", "tag", "fill", "classify", "embed"])
+@pytest.mark.parametrize("command", ["translate", "tag", "fill-mask", "classify", "embed"])
 def test_help_has_examples_and_does_not_import_torch(command):
     ran = kvad_process(command, "--help", code="import atexit\natexit.register(lambda: print('torch' in sys.modules))")
     assert ran.returncode == 0 and ran.stdout.endswith("False\n") and ran.stdout.count(f"kvad {command} ") >= 2, ran

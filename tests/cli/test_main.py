@@ -59,9 +59,32 @@ def kvad_process(*args, code="", env=None, **options):
 
 def test_help_lists_every_command_with_its_line(capsys):
     assert cli_main.main(["--help"]) == 0
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     for name, (_, short_help) in cli_main.COMMANDS.items():
         assert name in out and short_help in out
+    places = [out.index(f"{title}:") for title in ("Run", "Train", "Cache", "Models", "Inspect")]
+    assert places == sorted(places) and out.endswith("kvad completion SHELL: Print the completion script of a shell.")
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("serve", "not available yet"),
+        ("run", "kvad generate"),
+        ("pull", "kvad import"),
+        ("list", "--list-models"),
+        ("finetune", "kvad train DATA --init MODEL --lora-rank RANK"),
+    ],
+)
+def test_a_command_of_another_tool_is_answered_in_one_line(word, answer, capsys):
+    assert cli_main.main([word]) == 2
+    seen = capsys.readouterr()
+    assert seen.out == "" and seen.err.count("\n") == 1 and answer in seen.err
+
+
+def test_a_word_that_is_near_no_command_gets_no_suggestion(capsys):
+    assert cli_main.main(["zzzyyy"]) == 2
+    assert capsys.readouterr().err == "kvad: error: No such command 'zzzyyy'\nkvad: hint: see kvad --help\n"
 
 
 def test_help_imports_no_command():
@@ -93,7 +116,7 @@ def test_version(capsys):
 def test_without_arguments_it_shows_help_on_stderr(capsys):
     assert cli_main.main([]) == 2
     seen = capsys.readouterr()
-    assert seen.out == "" and "Commands" in seen.err
+    assert seen.out == "" and "Run:" in seen.err and "Inspect:" in seen.err
 
 
 def test_python_m_kvad():

@@ -13,7 +13,7 @@ from kvad.parallel.mesh import Mesh
 from kvad.parallel.partition import plan_ranks
 from kvad.planning.known_models import known_model
 
-ASKED = ("llama-3-8b", "--context", "8192", "--rows", "2", "--weights-dtype", "bfloat16", "--bandwidth", "20")
+ASKED = ("llama-3-8b", "--max-seq-len", "8192", "--max-num-seqs", "2", "--dtype", "bfloat16", "--bandwidth", "20")
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -52,9 +52,9 @@ def test_json_and_page_say_each_ranks_bytes(capsys: pytest.CaptureFixture[str]) 
     ("arguments", "says"),
     [
         (["--mesh", "3x1"], "tensor ranks that fit this model: 1, 2, 4, 8, 16, 32"),
-        (["--mesh", "1x64"], "take at most 32 stages"),
-        (["--mesh", "two"], "write tensor x pipeline, as in 2x1"),
-        (["--mesh", "2x1", "--fit", "24GiB"], "ask for one of them"),
+        (["--mesh", "1x64"], "use at most 32 stages"),
+        (["--mesh", "two"], "must be TENSORxPIPELINE, got 'two'"),
+        (["--mesh", "2x1", "--fit-memory", "24GiB"], "give one of them"),
         (["--mesh", "16x1", "--policy", "tova(64)"], "at most 8 tensor ranks"),
     ],
 )

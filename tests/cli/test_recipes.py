@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 def commands():
     """(file, words) of every line that is a command."""
-    for path in (*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "runs").glob("*.toml"))):
+    for path in (*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "recipes").glob("*.toml"))):
         for line in path.read_text("utf-8").splitlines():
             text = line.removeprefix("#").strip().removesuffix("\\")
             if text.startswith("kvad "):
@@ -20,8 +20,8 @@ def commands():
 def test_a_corpus_is_made_where_it_is_read():
     made, read = set(), dict[str, str]()
     for name, words in commands():
-        if words[1:2] == ["corpus"]:
-            made.add(create_group.commands[words[2]].make_context(words[2], words[3:]).params["folder"])
+        if words[1:3] == ["data", "create"]:
+            made.add(create_group.commands[words[3]].make_context(words[3], words[4:]).params["folder"])
         read |= {word: name for word in words if word.endswith(("/train", "/held-out"))}
     assert len(made) >= 3 and len(read) >= 2
     assert {word: name for word, name in read.items() if Path(word).parent not in made} == {}

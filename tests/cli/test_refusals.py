@@ -30,7 +30,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("KVAD_SESSIONS", str(tmp_path / "sessions"))
+    monkeypatch.setenv("KVAD_SESSION_DIR", str(tmp_path / "sessions"))
     (tmp_path / "sessions").mkdir()
     return tmp_path / "sessions"
 
@@ -56,7 +56,7 @@ def refused(ran, *words):
 def test_a_session_of_another_model_says_what_differs_and_what_it_was(kvad, folder, model, tmp_path):
     assert kvad("session", "save", model, "notes", "--prompt", TEXT).code == 0
     other = write_model(tmp_path / "other", limit=64)
-    refused(kvad("session", "load", other, "notes", "--prompt", "x"), "cache: model", f"the model was {model}"[:40])
+    refused(kvad("session", "continue", other, "notes", "--prompt", "x"), "cache: model", f"the model was {model}"[:40])
 
 
 @pytest.mark.parametrize("what", ["text", "folder", "pin"])
@@ -67,27 +67,32 @@ def test_a_file_that_is_no_session_is_neither_replaced_nor_removed(kvad, folder,
     elif what == "folder":
         path.mkdir()
     else:
-        assert kvad("prefix", "add", model, "--prompt", TEXT, "--name", "p", "--tier", tmp_path / "tier").code == 0
-        path.write_bytes((tmp_path / "tier" / "p.pin").read_bytes())
+        assert (
+            kvad("prefix", "add", model, "--prompt", TEXT, "--name", "p", "--prefix-cache-dir", tmp_path / "tier").code
+            == 0
+        )
+        path.write_bytes((tmp_path / "tier" / "p.prefix").read_bytes())
     was = path.read_bytes() if path.is_file() else None
-    refused(kvad("session", "save", model, "mine", "--prompt", TEXT, "--replace"), "mine.session")
+    refused(kvad("session", "save", model, "mine", "--prompt", TEXT, "--overwrite"), "mine.session")
     refused(kvad("session", "rm", "mine"), "mine.session")
-    refused(kvad("session", "load", model, "mine", "--prompt", "x"), "mine.session")
+    refused(kvad("session", "continue", model, "mine", "--prompt", "x"), "mine.session")
     refused(kvad("session", "show", "mine"), "mine.session")
     said = kvad("chat", model, *GREEDY, stdin=b"hi\n/save mine\n/load mine\n/save other\n")
     assert said.code == 0 and said.err.count("mine.session") == 2 and "1 turn is in" in said.err
     assert path.is_dir() if was is None else path.read_bytes() == was
-    assert kvad("doctor", folder).code == 1 and "mine.session" in kvad("doctor", folder, "--fix", "--torn").out
+    assert (
+        kvad("doctor", folder).code == 1 and "mine.session" in kvad("doctor", folder, "--fix", "--remove-damaged").out
+    )
     assert path.is_dir() if was is None else path.read_bytes() == was
 
 
 def test_a_damaged_session_can_be_replaced_and_removed(kvad, folder, model):
     for over in (True, False):
-        kvad("session", "save", model, "notes", "--prompt", TEXT, "--replace")
+        kvad("session", "save", model, "notes", "--prompt", TEXT, "--overwrite")
         path = folder / "notes.session"
         path.write_bytes(path.read_bytes()[:-9])
         if over:
-            assert kvad("session", "save", model, "notes", "--prompt", TEXT, "--replace").code == 0
+            assert kvad("session", "save", model, "notes", "--prompt", TEXT, "--overwrite").code == 0
             assert kvad("session", "show", "notes").code == 0
         else:
             assert kvad("session", "rm", "notes").code == 0 and not path.exists()
@@ -96,16 +101,18 @@ def test_a_damaged_session_can_be_replaced_and_removed(kvad, folder, model):
 def test_a_folder_that_cannot_be_is_said_before_anything_is_computed(kvad, folder, tmp_path):
     (tmp_path / "file").write_text("x")
     refused(
-        kvad("session", "save", tmp_path / "no-model", "q", "--prompt", TEXT, "--sessions", tmp_path / "file" / "sub"),
+        kvad(
+            "session", "save", tmp_path / "no-model", "q", "--prompt", TEXT, "--session-dir", tmp_path / "file" / "sub"
+        ),
         "file/sub/q.session",
-        "--sessions",
+        "--session-dir",
     )
 
 
 def test_long_names_are_not_said_in_full(kvad, folder, model, tmp_path):
-    refused(kvad("session", "save", model, "n" * 5000, "--prompt", TEXT), "no name of a session")
-    add = ("prefix", "add", model, "--prompt", TEXT, "--tier", tmp_path / "tier")
-    refused(kvad(*add, "--name", "n" * 5000), "no name for a prefix")
+    refused(kvad("session", "save", model, "n" * 5000, "--prompt", TEXT), "is not a valid name of a session")
+    add = ("prefix", "add", model, "--prompt", TEXT, "--prefix-cache-dir", tmp_path / "tier")
+    refused(kvad(*add, "--name", "n" * 5000), "not a valid name for a prefix")
 
 
 # ---------------------------------------------------------------- chat
@@ -118,59 +125,86 @@ def test_a_path_that_cannot_be_does_not_end_the_chat(kvad, folder, model, tmp_pa
     ran = kvad("chat", model, *GREEDY, stdin="\n".join(lines).encode())
     assert ran.code == 0 and ran.err.count("kvad: error: ") == 7, ran.err
     assert "there is no session nobody" in ran.err and "1 turn is in" in ran.err.splitlines()[-1]
-    assert (tmp_path / "file").read_text() == "mine" and "stays as it is" in ran.err
+    assert (tmp_path / "file").read_text() == "mine" and "is not overwritten" in ran.err
 
 
 def test_a_chat_that_spills_goes_on_and_its_text_is_kept(kvad, folder, model, tmp_path):
-    spill = ("--on-full", "spill", "--context", 32, "--spill-dir", tmp_path / "spill", "--spill-ram", 0)
+    spill = ("--overflow", "offload", "--max-seq-len", 32, "--offload-dir", tmp_path / "spill", "--offload-ram", 0)
     lines = f"hello, how are you?\nand now\n/save gone\n/save {tmp_path}/kept.json\n/load {tmp_path}/kept.json\nyes\n"
     ran = kvad("chat", model, *GREEDY, *spill, stdin=lines.encode())
     plain = kvad("chat", model, *GREEDY, stdin=lines.replace("/save gone\n", "").encode())
     lines = kvad("chat", model, *GREEDY, *spill, stdin=b"hi\n/kv\n").err.splitlines()
-    assert "2 layers, all tokens: " in lines[0] and "2 layers, older tokens, spilled: " in lines[1]
+    assert "2 layers, all tokens: " in lines[0] and "2 layers, older tokens, offloaded: " in lines[1]
     assert ran.code == 0 and ran.out == plain.out and len(ran.out.splitlines()) >= 3
-    assert "what a row has spilled is not saved" in ran.err and "not kept, for its rows spill" in ran.err
+    assert (
+        "offloaded tokens cannot be saved" in ran.err
+        and "its cache is not saved, because its tokens are offloaded" in ran.err
+    )
     assert len(json.loads((tmp_path / "kept.json").read_text())["turns"]) == 2 and not os.listdir(folder)
 
 
 # ---------------------------------------------------------------- options and prefixes
 
 
-@pytest.mark.parametrize("flag", ["--spill-ram", "--park-ram", "--tier-ram", "--tier-bytes"])
+@pytest.mark.parametrize("flag", ["--offload-ram", "--swap-space", "--prefix-cache-ram", "--prefix-cache-size"])
 @pytest.mark.parametrize("size", ["-1", "abc", "", "nan", "4XB", "1e9"])
 def test_what_is_no_size_is_refused_by_the_options_name(kvad, model, tmp_path, flag, size):
-    more = ("--on-full", "spill", "--context", 48, "--tier", tmp_path / "tier")[: 4 if flag == "--spill-ram" else None]
+    more = ("--overflow", "offload", "--max-seq-len", 48, "--prefix-cache-dir", tmp_path / "tier")[
+        : 4 if flag == "--offload-ram" else None
+    ]
     refused(kvad("generate", model, "x", *more, flag, size), flag, repr(size), "8GiB")
     assert not (tmp_path / "tier").exists()
 
 
-@pytest.mark.parametrize("option", [("--spill-ram", "1MiB"), ("--spill-dir", "there")])
+@pytest.mark.parametrize("option", [("--offload-ram", "1MiB"), ("--offload-dir", "there")])
 def test_an_option_of_spilling_without_spilling_is_refused(kvad, model, option):
     for command in (("generate", model, "x"), ("chat", model), ("plan", model)):
-        refused(kvad(*command, *option, stdin=b""), option[0], "nothing is spilled", "--on-full spill")
+        refused(kvad(*command, *option, stdin=b""), option[0], "nothing is offloaded", "--overflow offload")
 
 
 def test_a_plan_has_no_tier_where_a_cache_would_have_none(kvad, model):
-    refused(kvad("plan", model, "--tier-ram", "1MiB", "--policy", "snapkv(32)"), "keeps its own")
+    refused(
+        kvad("plan", model, "--prefix-cache-ram", "1MiB", "--policy", "snapkv(32)"),
+        "policy snapkv(32, 64, 32) shares no blocks",
+    )
 
 
 def test_a_smaller_budget_leaves_pinned_blocks(kvad, model, tmp_path):
     tier = tmp_path / "tier"
-    assert kvad("prefix", "add", model, "--prompt", TEXT, "--name", "sys", "--tier", tier).code == 0
-    ran = kvad("generate", model, TEXT + "x", *GREEDY, "--tier", tier, "--tier-bytes", "1", "--stats")
+    assert kvad("prefix", "add", model, "--prompt", TEXT, "--name", "sys", "--prefix-cache-dir", tier).code == 0
+    ran = kvad(
+        "generate", model, TEXT + "x", *GREEDY, "--prefix-cache-dir", tier, "--prefix-cache-size", "1", "--stats"
+    )
     assert ran.code == 0 and "48 from disk" in ran.err and "3 pinned" in ran.err
-    refused(kvad("prefix", "add", model, "--prompt", "y" * 40, "--name", "b", "--tier", tier, "--tier-bytes", "1"))
-    assert kvad("doctor", tier).code == 0 and "3 blocks" in kvad("prefix", "list", "--tier", tier).out
+    refused(
+        kvad(
+            "prefix",
+            "add",
+            model,
+            "--prompt",
+            "y" * 40,
+            "--name",
+            "b",
+            "--prefix-cache-dir",
+            tier,
+            "--prefix-cache-size",
+            "1",
+        )
+    )
+    assert kvad("doctor", tier).code == 0 and "3 blocks" in kvad("prefix", "list", "--prefix-cache-dir", tier).out
 
 
-@pytest.mark.parametrize("on_full", ["spill", "summarise"])
+@pytest.mark.parametrize("on_full", ["offload", "summarize"])
 def test_rows_without_an_end_are_refused_where_they_have_one(kvad, model, on_full):
     for command in (("generate", model, "x"), ("plan", model)):
-        ran = kvad(*command, "--endless", "--on-full", on_full, "--context", 48)
+        ran = kvad(*command, "--endless", "--overflow", on_full, "--max-seq-len", 48)
         refused(ran, "endless", on_full, "ends at the model's limit")
 
 
 def test_an_encoder_decoder_has_no_prefix_for_many(kvad, tmp_path):
     """In the words of what it is, before the engine asks for a source that this command has no option for."""
     pair = write_pair(tmp_path / "pair")
-    refused(kvad("prefix", "add", pair, "--prompt", TEXT, "--name", "p", "--tier", tmp_path / "tier"), "its source")
+    refused(
+        kvad("prefix", "add", pair, "--prompt", TEXT, "--name", "p", "--prefix-cache-dir", tmp_path / "tier"),
+        "its source",
+    )

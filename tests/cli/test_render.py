@@ -1,4 +1,4 @@
-"""kvad render: the prompt to the byte, its tokens, and what is said of input that cannot be."""
+"""kvad chat-template: the prompt to the byte, its tokens, and what is said of input that cannot be."""
 
 import json
 
@@ -36,17 +36,19 @@ def kvad(capsys, monkeypatch):
 
 
 def test_the_prompt_and_not_a_byte_more(kvad, model):
-    ran = kvad("render", model, "-m", "system=Be = brief", "--message", "user=Grüß\n")
+    ran = kvad("chat-template", model, "-m", "system=Be = brief", "--message", "user=Grüß\n")
     assert (ran.code, ran.err) == (0, "") and ran.out == "<|bos|><system>Be = brief<user>Grüß\n<assistant>"
-    assert kvad("render", model, "-m", "user=a", "--no-generation-prompt").out == "<|bos|><user>a"
-    assert kvad("render", model, "-m", "user=a", "--name", "rag").out == "Ra\n"
-    assert kvad("render", model, "-m", "user=a", "-m", "assistant=b", "--continue-final").out.endswith("<assistant>b")
+    assert kvad("chat-template", model, "-m", "user=a", "--no-generation-prompt").out == "<|bos|><user>a"
+    assert kvad("chat-template", model, "-m", "user=a", "--template-name", "rag").out == "Ra\n"
+    assert kvad("chat-template", model, "-m", "user=a", "-m", "assistant=b", "--continue-final-message").out.endswith(
+        "<assistant>b"
+    )
 
 
 def test_variables(kvad, model):
-    assert "<think>" in kvad("render", model, "-m", "user=a", "--set", "think=true").out
-    assert "<think>" not in kvad("render", model, "-m", "user=a", "--set", "think=false").out
-    assert kvad("render", model, "-m", "user=a", "--set", "bos_token=B").out.startswith("B<user>")
+    assert "<think>" in kvad("chat-template", model, "-m", "user=a", "--set", "think=true").out
+    assert "<think>" not in kvad("chat-template", model, "-m", "user=a", "--set", "think=false").out
+    assert kvad("chat-template", model, "-m", "user=a", "--set", "bos_token=B").out.startswith("B<user>")
 
 
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b\nc"}]
@@ -62,37 +64,37 @@ def test_files(kvad, model, tmp_path, form):
     path = tmp_path / "talk"
     path.write_text(FORMS[form], "utf-8")
     expected = "<|bos|><user>a<assistant>b\nc<|eos|><user>d<assistant>"
-    assert kvad("render", model, "--file", path, "-m", "user=d").out == expected
-    assert kvad("render", model, "--file", "-", "-m", "user=d", stdin=FORMS[form].encode()).out == expected
+    assert kvad("chat-template", model, "--file", path, "-m", "user=d").out == expected
+    assert kvad("chat-template", model, "--file", "-", "-m", "user=d", stdin=FORMS[form].encode()).out == expected
 
 
 def test_one_line_is_one_message(kvad, model):
-    ran = kvad("render", model, "-f", "-", stdin=b'{"role": "user", "content": "x"}\n')
+    ran = kvad("chat-template", model, "-f", "-", stdin=b'{"role": "user", "content": "x"}\n')
     assert ran.out == "<|bos|><user>x<assistant>"
 
 
 def test_tools(kvad, model, tmp_path):
     (tmp_path / "tools.json").write_text('[{"type": "function"}, {"type": "function"}]')
-    assert "|2|" in kvad("render", model, "-m", "user=a", "--tools", tmp_path / "tools.json").out
+    assert "|2|" in kvad("chat-template", model, "-m", "user=a", "--tools", tmp_path / "tools.json").out
     both = json.dumps({"messages": MESSAGES, "tools": [{"type": "function"}]}).encode()
-    assert "|1|" in kvad("render", model, "-f", "-", stdin=both).out
-    assert "|2|" in kvad("render", model, "-f", "-", "--tools", tmp_path / "tools.json", stdin=both).out
+    assert "|1|" in kvad("chat-template", model, "-f", "-", stdin=both).out
+    assert "|2|" in kvad("chat-template", model, "-f", "-", "--tools", tmp_path / "tools.json", stdin=both).out
 
 
 def test_tokens(kvad, model):
-    ran = kvad("render", model, "-m", "user=a ", "--tokens")
+    ran = kvad("chat-template", model, "-m", "user=a ", "--tokens")
     head, *rows, last = ran.out.splitlines()
-    assert head.split() == ["place", "id", "piece"] and ran.code == 0
+    assert head.split() == ["index", "id", "piece"] and ran.code == 0
     assert rows[0].split() == ["0", "257", "*<|bos|>"] and rows[1].split() == ["1", "60", "<"]
     assert rows[8].split() == ["8", "32", "␣"] and len(rows) == 20
     assert last == "20 tokens, 1 of them special (*)"
 
 
 def test_json(kvad, model):
-    found = json.loads(kvad("render", model, "-m", "user=a", "-m", "assistant=b", "--json").out)
+    found = json.loads(kvad("chat-template", model, "-m", "user=a", "-m", "assistant=b", "--json").out)
     assert found["template"] == "default" and "ids" not in found
     assert [found["text"][start:end] for start, end in found["spans"]] == ["b<|eos|>"]
-    found = json.loads(kvad("render", model, "-m", "user=a", "--json", "--tokens", "--no-generation-prompt").out)
+    found = json.loads(kvad("chat-template", model, "-m", "user=a", "--json", "--tokens", "--no-generation-prompt").out)
     assert found["text"] == "<|bos|><user>a"
     assert found["ids"] == [257, *b"<user>a"] and found["pieces"][0] == "<|bos|>" and found["num_tokens"] == 8
 
@@ -107,36 +109,36 @@ def test_a_template_that_names_specials_of_an_instruct_model(kvad, tmp_path):
     backend.save(str(tmp_path / "tokenizer.json"))
     source = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
-    found = json.loads(kvad("render", tmp_path, "-m", "user=a", "--tokens", "--json").out)
+    found = json.loads(kvad("chat-template", tmp_path, "-m", "user=a", "--tokens", "--json").out)
     assert found["pieces"][0] == "<|im_start|>" and found["pieces"][-2] == "<|im_end|>" and found["num_tokens"] == 9
 
 
 @pytest.mark.parametrize(
     ("arguments", "stdin", "says"),
     [
-        ((), None, "there is no message"),
+        ((), None, "no message was given"),
         (("-m", "Hi"), None, "--message 'Hi' is not ROLE=TEXT"),
         (("-m", "user=a", "--set", "1x=2"), None, "--set '1x=2' is not NAME=VALUE"),
-        (("-m", "user=a", "--name", "rga"), None, "did you mean 'rag'?"),
+        (("-m", "user=a", "--template-name", "rga"), None, "did you mean 'rag'?"),
         (("-m", "user=a", "--tools", "absent.json"), None, "cannot read absent.json"),
         (("-f", "-"), b"[1", "- is not JSON: line 1, column 3"),
         (("-f", "-"), b'{"role": "user", "content": "a"}\n{"role"\n', "- is not JSON: line 2, column 8"),
-        (("-f", "-"), b"3", "- holds no messages"),
-        (("-f", "-"), b"[]", "there is no message"),
+        (("-f", "-"), b"3", "- contains no messages"),
+        (("-f", "-"), b"[]", "no message was given"),
         (("-f", "-"), b'[{"role": "user"}]', "messages[0] (role 'user') has no content"),
-        (("-f", "-"), b'{"messages": []}\n{"messages": []}\n', "holds 2 conversations"),
+        (("-f", "-"), b'{"messages": []}\n{"messages": []}\n', "contains 2 conversations"),
         (("-m", "user=a", "--no-generation-prompt", "--jsn"), None, "--jsn"),
     ],
 )
 def test_bad_input(kvad, model, arguments, stdin, says):
-    ran = kvad("render", model, *arguments, stdin=stdin)
+    ran = kvad("chat-template", model, *arguments, stdin=stdin)
     assert ran.code == 2 and ran.out == "" and says in ran.err, ran
 
 
 def test_a_model_without_a_template(kvad, tmp_path):
-    ran = kvad("render", tmp_path, "-m", "user=a")
+    ran = kvad("chat-template", tmp_path, "-m", "user=a")
     assert ran.code == 2 and f"{tmp_path} has no chat template" in ran.err
-    ran = kvad("render", tmp_path / "absent", "-m", "user=a")
+    ran = kvad("chat-template", tmp_path / "absent", "-m", "user=a")
     assert ran.code == 2 and "no such folder" in ran.err
 
 
@@ -151,22 +153,25 @@ def test_of_a_model_on_the_hub_no_weights_are_fetched(kvad, model, tmp_path, mon
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
-    assert kvad("render", "org/chatty@v2", "-m", "user=a").out == "<|bos|><user>a<assistant>"
+    assert kvad("chat-template", "org/chatty@v2", "-m", "user=a").out == "<|bos|><user>a<assistant>"
     assert kvad("tokenize", "hf://org/chatty", "a", "--ids").out == "97\n"
     assert asked == [("org/chatty", "v2", False), ("org/chatty", None, False)]
 
 
 def test_a_template_that_refuses(kvad, tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('System role not supported') }}")
-    ran = kvad("render", tmp_path, "-m", "user=a")
+    ran = kvad("chat-template", tmp_path, "-m", "user=a")
     assert ran.code == 2 and ran.err.startswith("kvad: error: the chat template (line 1) refuses: System role not supp")
 
 
 def test_help_has_examples(kvad):
-    assert "kvad render MODEL --file messages.json --tools tools.json --tokens" in kvad("render", "--help").out
+    assert (
+        "kvad chat-template MODEL --file messages.json --tools tools.json --tokens"
+        in kvad("chat-template", "--help").out
+    )
 
 
 def test_it_needs_no_torch(model):
     code = f"cli.table['render'] = {ROW!r}\nimport atexit\natexit.register(lambda: print('torch' in sys.modules))"
-    ran = kvad_process("render", str(model), "-m", "user=a", "--tokens", code=code)
+    ran = kvad_process("chat-template", str(model), "-m", "user=a", "--tokens", code=code)
     assert ran.returncode == 0 and ran.stdout.endswith("False\n"), ran

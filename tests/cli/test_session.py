@@ -21,7 +21,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def kvad(capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("KVAD_SESSIONS", str(tmp_path / "sessions"))
+    monkeypatch.setenv("KVAD_SESSION_DIR", str(tmp_path / "sessions"))
 
     def go(*arguments, stdin=None):
         return run(capsys, *arguments, stdin=stdin, monkeypatch=monkeypatch)
@@ -34,12 +34,12 @@ def test_save_load_list_show_rm(kvad, model, tmp_path, policy):
     (tmp_path / "text").write_text("hello there, who are you?")
     ran = kvad("session", "save", model, "trip", "--file", tmp_path / "text", "--policy", policy, "--json")
     assert ran.code == 0 and json.loads(ran.out)["tokens"] == 25
-    with LLM.load(model, rows=1, policy=policy) as llm:
+    with LLM.load(model, max_num_seqs=1, policy=policy) as llm:
         right = llm.generate("hello there, who are you? hm", max_tokens=6, temperature=0, ignore_eos=True).text
-    ran = kvad("session", "load", model, "trip", "--prompt", " hm", *GREEDY)
+    ran = kvad("session", "continue", model, "trip", "--prompt", " hm", *GREEDY)
     assert (ran.code, ran.out) == (0, right + "\n")
     assert ran.err == "kvad: 24 of 25 tokens restored\n"
-    ran = kvad("session", "load", model, "trip", *GREEDY, "--no-save", "--json")
+    ran = kvad("session", "continue", model, "trip", *GREEDY, "--no-save", "--json")
     told = json.loads(ran.out)
     assert (told["restored"], told["missed"], told["bytes"]) == (told["before"] - 1, "", None)
     listed = json.loads(kvad("session", "list", "--json").out)["sessions"]
@@ -47,7 +47,7 @@ def test_save_load_list_show_rm(kvad, model, tmp_path, policy):
     assert "trip" in kvad("session", "list").out
     shown = kvad("session", "show", "trip", "--model", model).out.replace("policy      ", "policy ")
     assert f"policy {policy}\n" in shown and ", who are you? hm" in shown
-    assert json.loads(kvad("session", "show", "trip", "--json").out)["identity"]["policy"] == policy
+    assert json.loads(kvad("session", "show", "trip", "--json").out)["fingerprint"]["policy"] == policy
     assert kvad("session", "rm", "trip", "--json").code == 0
     assert json.loads(kvad("session", "list", "--json").out)["sessions"] == []
 
@@ -59,30 +59,35 @@ def test_what_cannot_be(kvad, model, tmp_path):
         return ran.err
 
     for name in ("../x", "a/b", ".hidden", "a" * 65):
-        for command in (("save", model, name, "--prompt", "x"), ("load", model, name), ("show", name), ("rm", name)):
-            assert "is no name of a session" in refused(*command)
-    assert "there is no text" in refused("save", model, "trip")
-    assert "both given" in refused("save", model, "trip", "--prompt", "x", "--file", ROOT / "README.md")
-    assert "there is no session trip" in refused("load", model, "trip")
+        for command in (
+            ("save", model, name, "--prompt", "x"),
+            ("continue", model, name),
+            ("show", name),
+            ("rm", name),
+        ):
+            assert "is not a valid name of a session" in refused(*command)
+    assert "there is no text to save" in refused("save", model, "trip")
+    assert "exclude each other" in refused("save", model, "trip", "--prompt", "x", "--file", ROOT / "README.md")
+    assert "there is no session trip" in refused("continue", model, "trip")
     assert "there is no session trip" in refused("show", "trip")
     assert "there is no session trip" in refused("rm", "trip")
     assert kvad("session", "save", model, "trip", "--prompt", "hello there").code == 0
     assert "session trip exists" in refused("save", model, "trip", "--prompt", "hello")
-    assert kvad("session", "save", model, "trip", "--prompt", "hello you", "--replace").code == 0
-    assert "policy: window(8) here, full there" in refused("load", model, "trip", "--policy", "window(8)")
+    assert kvad("session", "save", model, "trip", "--prompt", "hello you", "--overwrite").code == 0
+    assert "policy: window(8) here, full there" in refused("continue", model, "trip", "--policy", "window(8)")
     other = write_model(tmp_path / "other", limit=64)
-    assert "does not belong to this model and cache: model" in refused("load", other, "trip")
+    assert "does not belong to this model and cache: model" in refused("continue", other, "trip")
     path = tmp_path / "sessions" / "trip.session"
     path.write_bytes(path.read_bytes()[:-9])
-    assert "the file is damaged" in refused("load", model, "trip")
-    assert "trip" in kvad("session", "list").out and "torn" in kvad("session", "list").out
+    assert "the file is damaged" in refused("continue", model, "trip")
+    assert "trip" in kvad("session", "list").out and "damaged" in kvad("session", "list").out
     path.write_bytes(b"%PDF-1.4 this is not ours")
-    assert "not a file of kvad's cache" in refused("show", "trip")
+    assert "not a cache file of kvad" in refused("show", "trip")
 
 
 def test_listing_needs_no_torch(tmp_path):
     code = "import sys; from kvad.cli.main import main; main(['session', 'list']); sys.exit('torch' in sys.modules)"
-    environment = {**os.environ, "KVAD_SESSIONS": str(tmp_path)}
+    environment = {**os.environ, "KVAD_SESSION_DIR": str(tmp_path)}
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=False).returncode == 0
 
 
@@ -163,15 +168,15 @@ def test_the_doctor_of_a_folder(kvad, model, tmp_path):
 
     assert states() == {
         ".trip.session.999999999.01234567.tmp": ("leftover", False),
-        "theirs.txt": ("alien", False),
-        "torn": ("torn", False),
+        "theirs.txt": ("foreign", False),
+        "torn": ("damaged", False),
         "trip": ("whole", True),
     }
     assert states("--fix")[".trip.session.999999999.01234567.tmp"] == ("leftover", True)
     assert set(os.listdir(folder)) == {"trip.session", "torn.session", "theirs.txt"}
-    assert states("--fix", "--torn")["torn"] == ("torn", True)
+    assert states("--fix", "--remove-damaged")["torn"] == ("damaged", True)
     assert set(os.listdir(folder)) == {"trip.session", "theirs.txt"}
     (folder / "theirs.txt").unlink()
     assert states() == {"trip": ("whole", True)}
-    assert kvad("doctor", folder, "--torn").code == 2
+    assert kvad("doctor", folder, "--remove-damaged").code == 2
     assert kvad("doctor", model, "--fix").code == 2

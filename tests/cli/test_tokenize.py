@@ -28,7 +28,7 @@ def test_a_table_of_pieces_ids_and_bytes(kvad, tmp_path):
     ids = tokenizer.encode("def f")
     assert ran.code == 0 and ran.err == ""
     head, *rows, last = ran.out.splitlines()
-    assert head.split() == ["place", "id", "piece", "bytes"]
+    assert head.split() == ["index", "id", "piece", "bytes"]
     assert [int(row.split()[1]) for row in rows] == ids
     assert [row.split()[2] for row in rows] == [tokenizer.token_text(token) for token in ids]
     assert (

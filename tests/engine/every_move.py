@@ -58,22 +58,24 @@ class Setup:
     houses: tuple[dict[str, Any], ...]
 
 
-TIERED = {"tier": True, "tier_ram": 20_000}
-SPILLING = {"on_full": "spill", "capacity": 16, "spill_ram": 3_000, "blocks": None}
-ELSEWHERE = ({"block_size": 3, **TIERED}, {"layout": "contiguous", "blocks": None})
+TIERED = {"prefix_cache_dir": True, "prefix_cache_ram": 20_000}
+SPILLING = {"overflow": "offload", "max_seq_len": 16, "offload_ram": 3_000, "num_blocks": None}
+ELSEWHERE = ({"block_size": 3, **TIERED}, {"layout": "contiguous", "num_blocks": None})
 SETUPS = {
     "full": Setup(model_config("rope"), {}, (TIERED, *ELSEWHERE, SPILLING)),
     "alibi int8": Setup(model_config("alibi"), {"dtype": "int8"}, (TIERED, *ELSEWHERE, SPILLING)),
-    "learned int8/int4": Setup(model_config("learned"), {"keys": "int8", "values": "int4"}, (TIERED, *ELSEWHERE)),
+    "learned int8/int4": Setup(
+        model_config("learned"), {"key_dtype": "int8", "value_dtype": "int4"}, (TIERED, *ELSEWHERE)
+    ),
     "the model's own window": Setup(model_config("rope", heads="window-mix"), {}, (TIERED, *ELSEWHERE)),
     "window": Setup(model_config("t5"), {"policy": "window(9)"}, (TIERED, *ELSEWHERE)),
-    "sinks": Setup(model_config("rope"), {"policy": "sinks(3, 8)", "rotate": "read"}, (TIERED, *ELSEWHERE)),
-    "heavy-hitters": Setup(model_config("rope"), {"policy": "heavy-hitters(8, every=4)"}, ({}, ELSEWHERE[1])),
-    "hierarchy": Setup(
-        model_config("rope"), {"policy": "hierarchy(8, packed=4, every=4, summaries=8, ratio=2)"}, ({},)
+    "sinks": Setup(model_config("rope"), {"policy": "sinks(3, 8)", "rope_at": "read"}, (TIERED, *ELSEWHERE)),
+    "heavy-hitters": Setup(model_config("rope"), {"policy": "heavy-hitters(8, interval=4)"}, ({}, ELSEWHERE[1])),
+    "tiered": Setup(
+        model_config("rope"), {"policy": "tiered(8, quantized=4, interval=4, summaries=8, ratio=2)"}, ({},)
     ),
     "quest": Setup(model_config("rope"), {"policy": "quest(12)"}, (TIERED,)),
-    "translating": Setup(pair_config("rope"), {"source_capacity": 20}, (TIERED, *ELSEWHERE)),
+    "translating": Setup(pair_config("rope"), {"max_source_len": 20}, (TIERED, *ELSEWHERE)),
 }
 
 
@@ -117,11 +119,19 @@ def noting(engine: Engine, note: Callable[[int, int, Tensor], None]) -> None:
 def alone(name: str, talk: Talk) -> tuple[tuple[int, ...], dict[int, Tensor]]:
     """All tokens of a talk, and by position the logits that each was sampled from."""
     setup = SETUPS[name]
-    given = {"dtype": "float64", "block_size": 4, "capacity": 60, **setup.cache, "rows": 1, "chunk": 5, "prefix": False}
+    given = {
+        "dtype": "float64",
+        "block_size": 4,
+        "max_seq_len": 60,
+        **setup.cache,
+        "max_num_seqs": 1,
+        "prefill_chunk_size": 5,
+        "enable_prefix_caching": False,
+    }
     engine = Engine(build(setup.config), CacheConfig(**given))
     found: dict[int, Tensor] = {}
     noting(engine, lambda _, at, logits: found.update({at: logits}))
-    crossed = {"source": source(talk)} if setup.config.encoder_input is not None else {}
+    crossed = {"encoder_token_ids": source(talk)} if setup.config.encoder_input is not None else {}
     engine.add_request(prompt(talk), sampling(TURN * TURNS), **crossed)
     tokens = prompt(talk)
     while not engine.idle:
@@ -182,21 +192,21 @@ class World:
         self.states.clear()
         self.house = (self.house + 1) % len(self.setup.houses)
         here = dict(self.setup.houses[self.house])
-        if here.pop("tier", False):
-            here["tier"] = str(self.folder / "tier")
-        if here.get("on_full") == "spill":
-            here["spill_dir"] = str(self.folder / "spill")
+        if here.pop("prefix_cache_dir", False):
+            here["prefix_cache_dir"] = str(self.folder / "tier")
+        if here.get("overflow") == "offload":
+            here["offload_dir"] = str(self.folder / "spill")
         given = {
             "dtype": "float64",
             "block_size": 4,
-            "capacity": 48,
-            "rows": 3,
-            "chunk": 6,
-            "park_ram": self.rng.choice(PARKED),
+            "max_seq_len": 48,
+            "max_num_seqs": 3,
+            "prefill_chunk_size": 6,
+            "swap_space": self.rng.choice(PARKED),
         }
-        given |= {"blocks": 15, **self.setup.cache, **here}
+        given |= {"num_blocks": 15, **self.setup.cache, **here}
         if self.setup.cache.get("policy") is not None or given.get("layout") == "contiguous":
-            given["blocks"] = None
+            given["num_blocks"] = None
         self.engine = Engine(
             build(self.setup.config),
             CacheConfig(**given),
@@ -227,7 +237,9 @@ class World:
             talk, state = self.states[which % len(self.states)]
             path = self.folder / f"{self.did['saved'] % 6}.session"
             self.files = [each for each in self.files if each[1] != path]
-            save_session(path, state, self.engine.cache_fingerprint(state.regime, salt=state.salt), state.tokens, {})
+            save_session(
+                path, state, self.engine.cache_fingerprint(state.regime, cache_salt=state.salt), state.tokens, {}
+            )
             self.files.append((talk, path))
             self.did["saved"] += 1
 
@@ -240,12 +252,12 @@ class World:
         try:
             state = load_session(
                 path,
-                lambda regime, salt: engine.cache_fingerprint(regime, salt=salt),
+                lambda regime, salt: engine.cache_fingerprint(regime, cache_salt=salt),
                 engine.kv_cache,
                 engine.state_keeper.engine_id,
             ).state
         except StorageError as error:
-            if not self.spilling or "it does not belong to this model and cache: policy" not in str(error):
+            if not self.spilling or "does not belong to this model and cache: policy" not in str(error):
                 raise
             self.did["not restored where rows spill"] += 1
             return
@@ -267,8 +279,8 @@ class World:
 
     def begin(self, talk: Talk, tokens: list[int], *, keep: bool, **options: Any) -> int:
         if self.setup.config.encoder_input is not None:
-            options["source"] = source(talk)
-        request = self.engine.add_request(tokens, sampling(TURN), keep=keep, **options)
+            options["encoder_token_ids"] = source(talk)
+        request = self.engine.add_request(tokens, sampling(TURN), keep_state=keep, **options)
         self.live[request] = Live(talk, tokens, keep, len(tokens))
         return request
 

@@ -14,7 +14,7 @@ from tests.models import model_config
 from tests.mortal import live
 
 CONFIG = model_config("rope", heads="mqa", layers=1)
-OPERATIONS = ("create", "open", "write", "read", "size", "sync", "close", "replace", "sync_folder", "remove")
+OPERATIONS = ("create", "open", "write", "read", "size", "sync", "close", "replace", "sync_dir", "remove")
 START, TURNS, PER_TURN = PROMPT[:5], 3, 2
 
 
@@ -48,15 +48,15 @@ def go_on(folder, death):
     """Load what there is, go on, save, say so."""
     path, disk = folder / "trip.session", MortalDisk(death)
     remove_session_leftovers(folder)
-    made = engine(CONFIG, capacity=2000)
+    made = engine(CONFIG, max_seq_len=2000)
     history, state = START, None
     if path.exists():
-        found = load(made, path, disk=disk)
+        found = load(made, path, fs=disk)
         history, state = list(found.history), found.state
     for _ in range(TURNS):
         said, state = left(made, history, PER_TURN, resume=state)
         history = [*history, *said]
-        save(made, state, path, history, disk=disk)
+        save(made, state, path, history, fs=disk)
         with open(folder.parent / "acknowledged", "a") as file:
             file.write(f"{len(history)}\n")
 
@@ -69,11 +69,11 @@ def look(folder):
     assert names in ([path.name], []) and (not known or names), names
     if not names:
         return
-    made = engine(CONFIG, capacity=2000)
+    made = engine(CONFIG, max_seq_len=2000)
     found = load(made, path)
     history = list(found.history)
     assert not known or len(history) >= known[-1], (len(history), known[-1])
-    _, right, _ = run(engine(CONFIG, capacity=2000, dirty=False), START, len(history) - len(START) + 2)
+    _, right, _ = run(engine(CONFIG, max_seq_len=2000, dirty=False), START, len(history) - len(START) + 2)
     request, then, _ = run(made, history, 2, resume=found.state)
     assert history + then == START + right, "a wrong token"
     assert made.metrics(request).num_cached_tokens == found.state.length

@@ -20,16 +20,16 @@ SOURCE = [(5 * at + 3) % VOCAB for at in range(13)]
 def engine(config, *, dirty=True, dtype=torch.float64, **fields):
     """Of a model of these weights; every block that nobody owns is full of NaN."""
     fields = {
-        "capacity": 96,
+        "max_seq_len": 96,
         "dtype": "float64",
         "block_size": 4,
-        "rows": 3,
-        "chunk": 8,
-        "source_capacity": 64,
+        "max_num_seqs": 3,
+        "prefill_chunk_size": 8,
+        "max_source_len": 64,
         **fields,
     }
     if config.encoder is None:
-        del fields["source_capacity"]
+        del fields["max_source_len"]
     made = Engine(build(config, dtype=dtype), CacheConfig(**fields))
     if dirty:
         spoil(made)
@@ -74,17 +74,17 @@ def worst(a, b):
 
 def left(engine, tokens, most, **options):
     """(tokens, state) of a request that keeps what it leaves."""
-    request, out, _ = run(engine, tokens, most, keep=True, **options)
+    request, out, _ = run(engine, tokens, most, keep_state=True, **options)
     return out, engine.pop_state(request)
 
 
 def identity_of(engine, template=""):
-    return lambda regime, salt: engine.cache_fingerprint(regime, salt=salt, template=template)
+    return lambda regime, salt: engine.cache_fingerprint(regime, cache_salt=salt, template=template)
 
 
 def save(engine, state, path, history=None, **more):
     return save_session(
-        path, state, identity_of(engine)(state.regime, state.salt), history or state.tokens, {"name": "x"}, **more
+        path, state, identity_of(engine)(state.regime, state.salt), history or state.tokens, {"cache_key": "x"}, **more
     )
 
 
@@ -94,4 +94,4 @@ def load(engine, path, **more):
 
 def moved(state, engine, **more):
     """The same state, as if ``engine`` had read it."""
-    return replace(state, home=engine.state_keeper.engine_id, **more)
+    return replace(state, engine_id=engine.state_keeper.engine_id, **more)

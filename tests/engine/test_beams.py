@@ -89,7 +89,7 @@ def test_with_room_for_all_it_is_an_exhaustive_search(
     vocab: int, new: int, stops: tuple[int, ...], power: float, early: bool | str, form: str
 ) -> None:
     beams = vocab**new
-    options: dict[str, Any] = {"length_penalty": power, "length_form": form, "early_stopping": early}
+    options: dict[str, Any] = {"length_penalty": power, "length_penalty_form": form, "early_stopping": early}
     sampling = SamplingParams(num_beams=beams, n=min(beams, 10), stop_token_ids=stops, **options)
     for seed in range(3):
         logits = table(vocab, seed)
@@ -186,11 +186,14 @@ def evens(text: Sequence[int]) -> list[int]:
 
 CONSTRAINTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "min_tokens": ({"min_tokens": 4}, {"min_new_tokens": 4}),
-    "no_repeat_ngram": ({"no_repeat_ngram": 2}, {"no_repeat_ngram_size": 2}),
-    "bad_words": ({"bad_words": ((5,), (1, 7), (2, 4, 6))}, {"bad_words_ids": [[5], [1, 7], [2, 4, 6]]}),
-    "forced_first": ({"forced_first": 8}, {"forced_bos_token_id": 8}),
-    "forced_last": ({"forced_last": 3}, {"forced_eos_token_id": 3}),
-    "allowed": ({"allowed": evens}, {"prefix_allowed_tokens_fn": lambda _, ids: evens(ids.tolist())}),
+    "no_repeat_ngram_size": ({"no_repeat_ngram_size": 2}, {"no_repeat_ngram_size": 2}),
+    "bad_words_ids": ({"bad_words_ids": ((5,), (1, 7), (2, 4, 6))}, {"bad_words_ids": [[5], [1, 7], [2, 4, 6]]}),
+    "forced_bos_token_id": ({"forced_bos_token_id": 8}, {"forced_bos_token_id": 8}),
+    "forced_eos_token_id": ({"forced_eos_token_id": 3}, {"forced_eos_token_id": 3}),
+    "allowed_tokens_fn": (
+        {"allowed_tokens_fn": evens},
+        {"prefix_allowed_tokens_fn": lambda _, ids: evens(ids.tolist())},
+    ),
     "repetition_penalty": ({"repetition_penalty": 1.7}, {"repetition_penalty": 1.7}),
 }
 
@@ -200,11 +203,11 @@ CONSTRAINTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_a_constrained_search_is_transformers_search(name: str, early: bool) -> None:
     """Four tokens past a prompt that is longer than any bad word (theirs are not looked for in shorter contexts)."""
     ours_only, theirs_only = CONSTRAINTS[name]
-    prompt = [1] if name == "forced_first" else [4, 1, 2]
+    prompt = [1] if name == "forced_bos_token_id" else [4, 1, 2]
     changed, limit = 0, len(prompt) + 4
     for seed in range(6):
         logits = table(9, seed)
-        options: dict[str, Any] = {"beams": 3, "n": 3, "stop_tokens": (3,), "early_stopping": early}
+        options: dict[str, Any] = {"num_beams": 3, "n": 3, "stop_token_ids": (3,), "early_stopping": early}
         ours = search(logits, prompt, SamplingParams(**options, **ours_only), limit)
         assert same(ours, theirs(logits, prompt, SamplingParams(**options), limit, **theirs_only)), seed
         changed += not same(ours, search(logits, prompt, SamplingParams(**options), limit))
@@ -338,7 +341,14 @@ END_TOKENS = (5, 17)
 
 
 def cache_of(layout: str = "paged", **more: Any) -> CacheConfig:
-    fixed = {"dtype": "float64", "block_size": 4, "rows": 6, "capacity": 40, "chunk": 8, "source_capacity": 24}
+    fixed = {
+        "dtype": "float64",
+        "block_size": 4,
+        "max_num_seqs": 6,
+        "max_seq_len": 40,
+        "prefill_chunk_size": 8,
+        "max_source_len": 24,
+    }
     return CacheConfig(layout=layout, **(fixed | more))  # type: ignore[arg-type]
 
 
@@ -359,7 +369,7 @@ KINDS = ("decoder-alibi-gqa", "decoder-rope-window", "pair-t5-gqa", "pair-rope-m
 
 def sampling_of(beams: int, new: int, **more: Any) -> SamplingParams:
     bias = dict.fromkeys(END_TOKENS, 2.0)
-    fixed = {"beams": beams, "n": beams, "max_tokens": new, "stop_tokens": END_TOKENS, "logit_bias": bias}
+    fixed = {"num_beams": beams, "n": beams, "max_tokens": new, "stop_token_ids": END_TOKENS, "logit_bias": bias}
     return SamplingParams(**(fixed | more))  # type: ignore[arg-type]
 
 
@@ -381,7 +391,7 @@ class Asked:
         return search(logits, self.prompt, self.sampling, limit)
 
     def submit(self, engine: Engine) -> int:
-        return engine.add_request(self.prompt, self.sampling, source=self.source)
+        return engine.add_request(self.prompt, self.sampling, encoder_token_ids=self.source)
 
 
 def run(engine: Engine) -> dict[int, list[StreamChunk]]:
@@ -409,14 +419,14 @@ def hypotheses(pieces: Sequence[StreamChunk], n: int) -> list[Hypothesis]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_beams_in_a_cache_are_those_without_one(kind: str, layout: str) -> None:
     """Alone, and beside other searches and plain rows: the same texts, the same scores."""
-    options: list[dict[str, Any]] = [{}, {"early_stopping": True, "length_penalty": 0.3}, {"no_repeat_ngram": 2}]
+    options: list[dict[str, Any]] = [{}, {"early_stopping": True, "length_penalty": 0.3}, {"no_repeat_ngram_size": 2}]
     asked = [Asked(kind, seed, sampling_of(3, 9, **more)) for seed, more in enumerate(options)]
     for each in asked:
         expected = each.right()
         engine = Engine(each.model, cache_of(layout))
         number = each.submit(engine)
         assert same(hypotheses(run(engine)[number], 3), expected)
-    engine = Engine(asked[0].model, cache_of(layout, rows=8))
+    engine = Engine(asked[0].model, cache_of(layout, max_num_seqs=8))
     plain = Asked(kind, 7, SamplingParams(max_tokens=8, temperature=0, n=2))
     numbers = [each.submit(engine) for each in (plain, *asked)]
     told = run(engine)
@@ -428,8 +438,10 @@ def test_beams_in_a_cache_are_those_without_one(kind: str, layout: str) -> None:
 @pytest.mark.parametrize("kind", ["decoder-alibi-gqa", "pair-t5-gqa"])
 def test_beams_in_a_tight_pool_are_preempted_and_come_back(kind: str, prefix: bool) -> None:
     model = model_of(kind)
-    asked = [Asked(kind, seed, sampling_of(3, 10, stop_tokens=())) for seed in range(4)]
-    engine = Engine(model, cache_of(blocks=3 * 4, prefix=prefix))  # room for one search that shares nothing
+    asked = [Asked(kind, seed, sampling_of(3, 10, stop_token_ids=())) for seed in range(4)]
+    engine = Engine(
+        model, cache_of(num_blocks=3 * 4, enable_prefix_caching=prefix)
+    )  # room for one search that shares nothing
     plain = Asked(kind, 7, SamplingParams(max_tokens=12, temperature=0))
     numbers = [each.submit(engine) for each in (*asked, plain)]
     told = run(engine)
@@ -439,7 +451,7 @@ def test_beams_in_a_tight_pool_are_preempted_and_come_back(kind: str, prefix: bo
 
 
 def test_the_beams_of_one_source_are_folded() -> None:
-    asked = Asked("pair-rope-mqa", 3, sampling_of(4, 9, stop_tokens=()))
+    asked = Asked("pair-rope-mqa", 3, sampling_of(4, 9, stop_token_ids=()))
     engine = Engine(asked.model, cache_of())
     number, folded = asked.submit(engine), 0
     real = engine.runner.execute
@@ -465,7 +477,7 @@ def test_only_the_best_are_told() -> None:
 
 
 def test_a_search_that_is_cancelled_leaves_nothing() -> None:
-    asked = [Asked("pair-t5-gqa", seed, sampling_of(3, 12, stop_tokens=())) for seed in range(2)]
+    asked = [Asked("pair-t5-gqa", seed, sampling_of(3, 12, stop_token_ids=())) for seed in range(2)]
     engine = Engine(asked[0].model, cache_of())
     numbers = [each.submit(engine) for each in asked]
     for _ in range(5):
@@ -483,7 +495,7 @@ def test_a_search_without_a_way_on_says_so() -> None:
         return [1, 2, 3] if len(tokens) < 8 else []
 
     engine = Engine(model_of("decoder-alibi-gqa"), cache_of())
-    stuck = engine.add_request(text(6, 1), sampling_of(2, 9, allowed=dead_end))
+    stuck = engine.add_request(text(6, 1), sampling_of(2, 9, allowed_tokens_fn=dead_end))
     fine = Asked("decoder-alibi-gqa", 2, sampling_of(2, 6))
     number = fine.submit(engine)
     told = run(engine)
@@ -493,13 +505,13 @@ def test_a_search_without_a_way_on_says_so() -> None:
 
 def test_a_beam_without_a_way_on_leaves_the_others_theirs() -> None:
     """No way on behind the token that the best beam has in third place: the search is that of the other beams."""
-    asked = Asked("decoder-alibi-gqa", 4, sampling_of(3, 7, stop_tokens=()))
+    asked = Asked("decoder-alibi-gqa", 4, sampling_of(3, 7, stop_token_ids=()))
     dead = asked.right()[0].tokens[2]
 
     def allowed(tokens: Sequence[int]) -> Sequence[int]:
         return [] if len(tokens) == 9 and tokens[8] == dead else range(VOCAB)
 
-    asked.sampling = sampling_of(3, 7, stop_tokens=(), allowed=allowed)
+    asked.sampling = sampling_of(3, 7, stop_token_ids=(), allowed_tokens_fn=allowed)
     expected = asked.right()
     assert [each.tokens[2] == dead for each in expected] == [False] * 3
     engine = Engine(asked.model, cache_of())
@@ -513,12 +525,12 @@ def test_a_beam_without_a_way_on_leaves_the_others_theirs() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"beams": 7}, "7 beams need as many rows, there are 6"),
-        ({"beams": 6, "max_tokens": 30}, "no room for 6 beams of 36 tokens"),
+        ({"num_beams": 7}, r"num_beams: must be at most max_num_seqs \(6\), got 7"),
+        ({"num_beams": 6, "max_tokens": 30}, "no room for 6 beams of 36 tokens"),
     ],
 )
 def test_searches_that_cannot_fit_are_refused(options: dict[str, Any], words: str) -> None:
-    engine = Engine(model_of("decoder-alibi-gqa"), cache_of(blocks=50))
+    engine = Engine(model_of("decoder-alibi-gqa"), cache_of(num_blocks=50))
     with pytest.raises(RequestError, match=words):
         engine.add_request(text(6, 1), SamplingParams(**({"max_tokens": 4} | options)))
     assert engine.idle
@@ -527,33 +539,33 @@ def test_searches_that_cannot_fit_are_refused(options: dict[str, Any], words: st
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"n": 3}, "n 3 exceeds beams 2"),
-        ({"top_k": 4}, "top_k and beams=2"),
-        ({"top_p": 0.5}, "top_p and beams=2"),
-        ({"min_p": 0.1}, "min_p and beams=2"),
-        ({"typical_p": 0.5}, "typical_p and beams=2"),
-        ({"stop": ("x",)}, "stop and beams=2"),
-        ({"logprobs": 0}, "logprobs and beams=2"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs and beams=2"),
-        ({"temperature": 0.7}, "temperature 0.7 and beams=2"),
-        ({"beams": 0}, "beams: 0 is out of range"),
-        ({"beams": 129}, "beams: 129 is out of range"),
-        ({"patience": 0}, "patience: 0 is out of range"),
-        ({"length_penalty": math.nan}, "length_penalty: expected a finite number"),
-        ({"length_form": "google"}, "length_form: 'google'"),
-        ({"early_stopping": "soon"}, "early_stopping: 'soon'"),
-        ({"allowed": [1, 2]}, "allowed: expected a function"),
-        ({"forced_first": -1}, "forced_first: -1 is out of range"),
-        ({"no_repeat_ngram": -1}, "no_repeat_ngram: -1 is out of range"),
+        ({"n": 3}, r"n: must be at most num_beams \(2\), got 3"),
+        ({"top_k": 4}, "top_k: cannot be combined with num_beams=2"),
+        ({"top_p": 0.5}, "top_p: cannot be combined with num_beams=2"),
+        ({"min_p": 0.1}, "min_p: cannot be combined with num_beams=2"),
+        ({"typical_p": 0.5}, "typical_p: cannot be combined with num_beams=2"),
+        ({"stop": ("x",)}, "stop: cannot be combined with num_beams=2"),
+        ({"logprobs": 0}, "logprobs: cannot be combined with num_beams=2"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs: cannot be combined with num_beams=2"),
+        ({"temperature": 0.7}, "temperature: cannot be combined with num_beams=2, got 0.7"),
+        ({"num_beams": 0}, "num_beams: must be from 1 to 128, got 0"),
+        ({"num_beams": 129}, "num_beams: must be from 1 to 128, got 129"),
+        ({"patience": 0}, "patience: must be "),
+        ({"length_penalty": math.nan}, "length_penalty: must be a finite number, got nan"),
+        ({"length_penalty_form": "google"}, "length_penalty_form: 'google'"),
+        ({"early_stopping": "soon"}, "early_stopping: must be true, false or 'never', got 'soon'"),
+        ({"allowed_tokens_fn": [1, 2]}, "allowed_tokens_fn: must be a function"),
+        ({"forced_bos_token_id": -1}, "forced_bos_token_id: must be at least 0, got -1"),
+        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size: must be at least 0, got -1"),
     ],
 )
 def test_options_that_do_not_go_with_beams_are_refused_by_name(options: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError, match=words):
-        SamplingParams(**({"beams": 2} | options))
+        SamplingParams(**({"num_beams": 2} | options))
 
 
-@pytest.mark.parametrize("name", ["forced_first", "forced_last"])
+@pytest.mark.parametrize("name", ["forced_bos_token_id", "forced_eos_token_id"])
 def test_a_forced_token_is_one_of_the_vocabulary(name: str) -> None:
     engine = Engine(model_of("decoder-alibi-gqa"), cache_of())
-    with pytest.raises(RequestError, match=f"{name}: token id {VOCAB} is outside"):
+    with pytest.raises(RequestError, match=f"{name}: token id must be below {VOCAB}, got {VOCAB}"):
         engine.add_request([1], SamplingParams(max_tokens=4, **{name: VOCAB}))

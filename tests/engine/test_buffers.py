@@ -101,7 +101,7 @@ def test_a_step_beyond_the_buffer_grows_it_and_many_buckets_stay_bounded(monkeyp
     assert len(engine.runner.buffers.tensors()[0]) > 16
     monkeypatch.setattr("kvad.engine.execution.input_buffers.MAX_SHAPES", 2)
     run(engine, (4, 31, 61))
-    assert MAX_SHAPES > 2 >= len(engine.runner.buffers._buckets)
+    assert MAX_SHAPES > 2 >= len(engine.runner.buffers._shapes)
 
 
 def test_a_buffer_on_its_own_needs_no_engine() -> None:

@@ -20,12 +20,19 @@ from tests.drive import Stream, drive, fresh_step
 from tests.model.test_compress import random_one
 from tests.models import POSITIONS, VOCAB, build, model_config
 
-POLICY = "hierarchy(8, packed=0, every=8, summaries=32, ratio=4)"
+POLICY = "tiered(8, quantized=0, interval=8, summaries=32, ratio=4)"
 EXACT = 1e-10
 
 
 def cache_of(**change):
-    fields = {"dtype": "float64", "block_size": 4, "rows": 4, "capacity": 96, "chunk": 16, "policy": POLICY}
+    fields = {
+        "dtype": "float64",
+        "block_size": 4,
+        "max_num_seqs": 4,
+        "max_seq_len": 96,
+        "prefill_chunk_size": 16,
+        "policy": POLICY,
+    }
     return CacheConfig(**(fields | change))
 
 
@@ -55,18 +62,19 @@ def apart(one, other):
 def test_an_untrained_one_changes_nothing_and_a_trained_one_does(position):
     model = build(model_config(position))
     means = drive(model, cache_of(), STREAMS)
-    untrained = drive(model, cache_of(), STREAMS, compressor=Summarizer(attention_specs(model.config), 4))
+    untrained = drive(model, cache_of(), STREAMS, summarizer=Summarizer(attention_specs(model.config), 4))
     assert difference(means, untrained) == 0
-    assert difference(means, drive(model, cache_of(), STREAMS, compressor=compressor_of(model))) > 1e-3
+    assert difference(means, drive(model, cache_of(), STREAMS, summarizer=compressor_of(model))) > 1e-3
 
 
 def alone(model, cache, compressor, streams=STREAMS):
     """max |dlogit| between streams in company and each alone, in chunks of another size."""
-    run = drive(model, cache, streams, compressor=compressor)
+    run = drive(model, cache, streams, summarizer=compressor)
     largest = 0.0
     for number, stream in enumerate(streams):
-        solo = drive(model, cache_of(rows=1, chunk=3, policy=cache.policy, rotate=cache.rope_at), [stream],
-                     compressor=compressor)  # fmt: skip
+        alone = cache_of(max_num_seqs=1, prefill_chunk_size=3, policy=cache.policy, rope_at=cache.rope_at)
+        solo = drive(model, alone, [stream],
+                     summarizer=compressor)  # fmt: skip
         for at, logits in solo.logits[0, 0].items():
             largest = max(largest, apart(logits, run.logits[number, 0][at]))
     return largest, run
@@ -79,7 +87,7 @@ def alone(model, cache, compressor, streams=STREAMS):
 )
 def test_a_stream_with_a_compressor_is_its_own(position, heads, rotate):
     model = build(model_config(position, "pre", heads))
-    largest, _ = alone(model, cache_of(rotate=rotate), compressor_of(model))
+    largest, _ = alone(model, cache_of(rope_at=rotate), compressor_of(model))
     assert largest <= EXACT
 
 
@@ -89,7 +97,7 @@ PARKED = "0: full; " + POLICY
 def parked():
     model = build(model_config())
     streams = [Stream(text(30), [text(20, 1)]), Stream(text(3, 2), [text(40, 3)]), Stream(text(40, 4), [text(20, 5)])]
-    largest, run = alone(model, cache_of(policy=PARKED, rows=3, blocks=23), compressor_of(model), streams)
+    largest, run = alone(model, cache_of(policy=PARKED, max_num_seqs=3, num_blocks=23), compressor_of(model), streams)
     assert run.preemptions > 0
     return largest
 
@@ -112,7 +120,7 @@ def test_without_them_the_test_above_objects(monkeypatch):
 
 
 class _Student:
-    """A memory whose layers answer as the objective's student does, from ``seen`` of one row."""
+    """A memory whose layers answer as the objective's student does, from ``records`` of one row."""
 
     def __init__(self, config, compressor, options):
         self.config, self.layers, self.options = config, compressor.by_layer(), options
@@ -128,7 +136,7 @@ class _StudentView:
 
     def attend(self, q, k, v, score):
         out = self.view.attend(q, k, v, score).clone()
-        for span, answer in self.rows.answers(self.recorder.seen[self.number], self.layer):
+        for span, answer in self.rows.answers(self.recorder.records[self.number], self.layer):
             out[span.low : span.high] = answer[0]
         return out
 
@@ -140,8 +148,8 @@ def test_the_student_is_the_cache(position, sinks):
     model = build(model_config(position))
     compressor, tokens = compressor_of(model), text(60)
     options = SummarizerConfig(ratio=4, recent=8, interval=8, num_sinks=sinks)
-    cache = cache_of(rows=1, policy=POLICY[:-1] + f", sinks={sinks})")
-    run = drive(model, cache, [Stream(tokens[:1], [tokens[1:]])], compressor=compressor)
+    cache = cache_of(max_num_seqs=1, policy=POLICY[:-1] + f", num_sinks={sinks})")
+    run = drive(model, cache, [Stream(tokens[:1], [tokens[1:]])], summarizer=compressor)
     with torch.no_grad():
         step = fresh_step(tokens)
         right = model.logits(model(step, _Student(model.config, compressor, options)), step.logit_indices)
@@ -155,9 +163,9 @@ def test_the_student_is_the_cache(position, sinks):
 @pytest.mark.parametrize(
     ("policy", "ratio", "says"),
     [
-        ("full", 4, "the cache's policy summarises nothing"),
-        ("hierarchy(8, every=8)", 4, "the cache's policy summarises nothing"),
-        (POLICY, 2, "a summary of 2 tokens, the policy of 4"),
+        ("full", 4, "the cache's policy has no summaries"),
+        ("tiered(8, interval=8)", 4, "the cache's policy has no summaries"),
+        (POLICY, 2, r"must have the policy's ratio 4, got 2"),
     ],
 )
 def test_what_does_not_fit_is_refused(policy, ratio, says):
@@ -167,9 +175,9 @@ def test_what_does_not_fit_is_refused(policy, ratio, says):
 
 
 def test_another_models_is_refused():
-    with pytest.raises(ConfigError, match="not made for layer 0"):
+    with pytest.raises(ConfigError, match="does not match layer 0 of this model"):
         Engine(build(model_config()), cache_of(), summarizer=compressor_of(build(model_config(heads="mqa"))))
-    with pytest.raises(ConfigError, match="not made for layer 2"):
+    with pytest.raises(ConfigError, match="does not match layer 2 of this model"):
         Engine(build(model_config(layers=3)), cache_of(), summarizer=compressor_of(build(model_config())))
 
 

@@ -21,7 +21,6 @@ from kvad.config.model import ModelConfig
 from kvad.engine.engine import Engine
 from kvad.errors import ConfigError
 from kvad.llm import LLM
-from kvad.model import batch_invariant
 from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
 from kvad.ops import batch_invariant, batch_invariant_attention, sub_batch
@@ -54,7 +53,7 @@ PAIRS = AXES | {"heads": ("mha", "gqa", "value-dim", "softcap", "sinks", "window
 @pytest.fixture(autouse=True)
 def many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 16 keys, so that short streams have several."""
-    for module in (batch_invariant_attention, batch_invariant, batch_invariant):
+    for module in (batch_invariant_attention, batch_invariant):
         monkeypatch.setattr(module, "KEYS", 16)
 
 
@@ -126,7 +125,7 @@ def test_so_have_experts(clip: float | None, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_random_streams_in_random_engines(dtype: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams of up to 300 tokens that share prefixes, in engines of random sizes; tiles as they are in use."""
-    for module in (batch_invariant_attention, batch_invariant, batch_invariant):
+    for module in (batch_invariant_attention, batch_invariant):
         monkeypatch.setattr(module, "KEYS", 128)
     draw = random.Random(seed)
     config = replace(model_config(draw.choice(("rope", "alibi", "t5", "sinusoidal"))), max_seq_len=320)
@@ -153,13 +152,16 @@ def test_random_streams_in_random_engines(dtype: str, seed: int, monkeypatch: py
 # ---------------------------------------------------------------- tokens, searches and encoders
 
 
-def llm_of(config: ModelConfig, dtype: str, *, rows: int, chunk: int = 32, budget: int = 256) -> LLM:
+def llm_of(config: ModelConfig, dtype: str, *, max_num_seqs: int, prefill_chunk_size: int = 32) -> LLM:
     cache = CacheConfig(
-        dtype=dtype, block_size=4, max_num_seqs=rows, max_seq_len=60, prefill_chunk_size=chunk, max_source_len=40
+        dtype=dtype,
+        block_size=4,
+        max_num_seqs=max_num_seqs,
+        max_seq_len=60,
+        prefill_chunk_size=prefill_chunk_size,
+        max_source_len=40,
     )
-    return LLM(
-        build(config, dtype=getattr(torch, dtype)), None, cache, max_num_batched_tokens=budget, deterministic=True
-    )
+    return LLM(build(config, dtype=getattr(torch, dtype)), None, cache, max_num_batched_tokens=256, deterministic=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -171,7 +173,10 @@ def test_tokens_and_their_log_probabilities(how: dict[str, float], dtype: str) -
     draw = random.Random(1)
     prompts = [[draw.randrange(VOCAB) for _ in range(n)] for n in (3, 30, 11, 7, 22)]
     options = how | {"max_tokens": 16, "logprobs": 3}
-    with llm_of(model_config(), dtype, rows=4, chunk=6) as many, llm_of(model_config(), dtype, rows=1) as one:
+    with (
+        llm_of(model_config(), dtype, max_num_seqs=4, prefill_chunk_size=6) as many,
+        llm_of(model_config(), dtype, max_num_seqs=1) as one,
+    ):
         together = many.generate(prompts, **options)
         for prompt, done in zip(prompts, together, strict=True):
             alone = one.generate(prompt, **options)
@@ -183,9 +188,12 @@ def test_a_beam_search(dtype: str) -> None:
     """Beams that are read as one row of cross-attention, beside others and alone."""
     draw = random.Random(1)
     sources = [[draw.randrange(SOURCE_VOCAB) for _ in range(n)] for n in (3, 30, 11, 7, 22)]
-    options = {"beams": 3, "n": 2, "max_tokens": 12, "prefix": [1]}
+    options = {"num_beams": 3, "n": 2, "max_tokens": 12, "target_prefix": [1]}
     config = pair_config("t5", own=True)
-    with llm_of(config, dtype, rows=9, chunk=6) as many, llm_of(config, dtype, rows=3) as one:
+    with (
+        llm_of(config, dtype, max_num_seqs=9, prefill_chunk_size=6) as many,
+        llm_of(config, dtype, max_num_seqs=3) as one,
+    ):
         for source, done in zip(sources, many.generate(sources, **options), strict=True):
             alone = one.generate(source, **options)
             assert replace(alone, timings=done.timings) == done
@@ -195,7 +203,8 @@ def test_a_beam_search(dtype: str) -> None:
 def test_what_an_encoder_says(dtype: str) -> None:
     draw = random.Random(1)
     texts = [[draw.randrange(VOCAB) for _ in range(n)] for n in (3, 30, 11, 30, 22, 1)]
-    with llm_of(encoder_config("alibi"), dtype, rows=6) as many, llm_of(encoder_config("alibi"), dtype, rows=1) as one:
+    config = encoder_config("alibi")
+    with llm_of(config, dtype, max_num_seqs=6) as many, llm_of(config, dtype, max_num_seqs=1) as one:
         for pool in ("mean", "first"):
             together = many.embed(texts, pool=pool)
             assert all(
@@ -204,7 +213,7 @@ def test_what_an_encoder_says(dtype: str) -> None:
 
 
 def test_the_uncached_logits_are_the_same_bits() -> None:
-    with llm_of(model_config(), "float32", rows=2) as llm:
+    with llm_of(model_config(), "float32", max_num_seqs=2) as llm:
         tokens = [random.Random(1).randrange(VOCAB) for _ in range(40)]
         prefixes = [llm.logits(tokens[: n + 1])[-1] for n in range(40)]
         assert torch.equal(torch.stack(prefixes), llm.logits(tokens))
@@ -228,11 +237,11 @@ def test_each_part_is_needed(broken: str, monkeypatch: pytest.MonkeyPatch) -> No
     kinds = {"L": replace(config.decoder.layer_types["L"], mlp=cfg.PlainMLPConfig(40, "silu"))}
     model = build(replace(config, decoder=replace(config.decoder, layer_types=kinds)), dtype=torch.float32)
     if broken == "products":
-        monkeypatch.setattr("kvad.ops.linear.product", lambda x, weight, bias, tiles: F.linear(x, weight, bias))
+        monkeypatch.setattr("kvad.ops.linear.tiled_matmul", lambda x, weight, bias, tiles: F.linear(x, weight, bias))
     elif broken == "activations":
-        monkeypatch.setattr(batch_invariant, "each", lambda f, x: f(x))
+        monkeypatch.setattr(batch_invariant, "elementwise", lambda f, x: f(x))
     else:
-        monkeypatch.setattr(sub_batch, "attend_aligned", lambda *asked: dot_product_attention(*asked[:-1]).out)
+        monkeypatch.setattr(sub_batch, "invariant_attention", lambda *asked: dot_product_attention(*asked[:-1]).out)
     streams = streams_of("mixed", random.Random(7))
     case = {"layout": "paged", "dtype": "float32", "heads": "gqa", "scenario": "mixed"}
     assert differences(model, streams, drive(model, cache_of(case), streams, deterministic=True)) > 0
@@ -299,10 +308,10 @@ def refused(model: Transformer, dtype: str = "float32") -> str:
 
 def test_what_cannot_be_promised_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "float16" in refused(build(model_config(), dtype=torch.float16), "float16")
-    assert "not promised on meta" in refused(build(model_config(), dtype=torch.float32).to("meta"))
+    assert "is not supported on meta" in refused(build(model_config(), dtype=torch.float32).to("meta"))
     real = F.linear
     monkeypatch.setattr(F, "linear", lambda x, *rest: real(x, *rest) + 1e-6 * torch.arange(len(x))[:, None])
-    assert "depends on what is beside it" in refused(build(model_config(), dtype=torch.float32))
+    assert "depends on the batch" in refused(build(model_config(), dtype=torch.float32))
 
 
 def test_a_tile_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "paged": {},
     "blocks of 8": {"block_size": 8},
     "contiguous": {"layout": "contiguous", "block_size": None},
-    "many small steps": {"chunk": 3},
+    "many small steps": {"prefill_chunk_size": 3},
 }
 KINDS = {"full": ("rope", "gqa"), "windows": ("alibi", "window-mix"), "t5": ("t5", "sinks")}
 
@@ -40,7 +40,7 @@ def text(length: int, seed: int) -> list[int]:
 
 
 def cache_of(dtype: str, **change: Any) -> CacheConfig:
-    given = {"dtype": dtype, "block_size": 4, "rows": 4, "capacity": 60, "chunk": 16} | change
+    given = {"dtype": dtype, "block_size": 4, "max_num_seqs": 4, "max_seq_len": 60, "prefill_chunk_size": 16} | change
     return CacheConfig(**{name: value for name, value in given.items() if value is not None})
 
 
@@ -61,7 +61,7 @@ def test_a_prefix_from_a_folder(kind: str, dtype: str, tmp_path: Path) -> None:
     first = [Stream(shared + text(n, n), [text(6, n)]) for n in (3, 9)]
     then = [Stream(shared + text(n, 10 + n), [text(6, n)], arrives=n % 2) for n in (1, 5, 8)]
     for streams, chunk in ((first, 16), (then, 5)):
-        cache = cache_of(dtype, chunk=chunk, tier=str(tmp_path), tier_ram=1 << 20)
+        cache = cache_of(dtype, prefill_chunk_size=chunk, prefix_cache_dir=str(tmp_path), prefix_cache_ram=1 << 20)
         run = drive(model, cache, streams, budget=40, deterministic=True)
         assert differences(model, streams, run) == 0
     assert run.hit_tokens >= 28 * len(then)
@@ -72,7 +72,7 @@ def test_blocks_that_a_small_pool_hands_on(dtype: str) -> None:
     model = made("full", dtype)
     prompts = [text(30, seed) for seed in range(4)] * 2
     streams = [Stream(prompt, [text(5, at)], arrives=4 * at) for at, prompt in enumerate(prompts)]
-    cache = cache_of(dtype, blocks=26, tier_ram=1 << 20)
+    cache = cache_of(dtype, num_blocks=26, prefix_cache_ram=1 << 20)
     run = drive(model, cache, streams, deterministic=True)
     assert differences(model, streams, run) == 0 and run.hit_tokens > 0
 
@@ -86,9 +86,9 @@ def test_blocks_that_a_small_pool_hands_on(dtype: str) -> None:
 def test_rows_that_were_parked(where: str, kind: str, dtype: str, tmp_path: Path) -> None:
     model = made(kind, dtype)
     streams = [Stream(text(n, n), [text(12, n)], arrives=n % 3) for n in (9, 14, 6)]
-    cache = cache_of(dtype, blocks=14, capacity=40, park_ram=1 << 20 if where == "ram" else 0)
-    folder = {} if where == "ram" else {"park_dir": tmp_path}
-    run = drive(model, cache, streams, deterministic=True, costs=Forced(True), **folder)
+    cache = cache_of(dtype, num_blocks=14, max_seq_len=40, swap_space=1 << 20 if where == "ram" else 0)
+    folder = {} if where == "ram" else {"swap_dir": tmp_path}
+    run = drive(model, cache, streams, deterministic=True, cost_model=Forced(True), **folder)
     assert differences(model, streams, run) == 0
     assert run.swaps is not None and (run.swaps.to_ram if where == "ram" else run.swaps.to_disk) > 0
 
@@ -120,14 +120,14 @@ def wrong_bits(model: Transformer, tokens: list[int], out: list[int], logits: Te
 
 
 def saved(engine: Engine, path: Path, tokens: list[int]) -> list[int]:
-    request, out, _ = spoken(engine, tokens, 7, keep=True)
+    request, out, _ = spoken(engine, tokens, 7, keep_state=True)
     state = engine.pop_state(request)
     save_session(path, state, engine.cache_fingerprint(state.regime), state.tokens, {})
     return tokens + out
 
 
 def loaded(engine: Engine, path: Path) -> SequenceState:
-    known = lambda regime, salt: engine.cache_fingerprint(regime, salt=salt)  # noqa: E731
+    known = lambda regime, salt: engine.cache_fingerprint(regime, cache_salt=salt)  # noqa: E731
     return load_session(path, known, engine.kv_cache, engine.state_keeper.engine_id).state
 
 
@@ -149,7 +149,7 @@ def test_a_session_from_a_file(kind: str, dtype: str, tmp_path: Path) -> None:
 def test_without_it_there_is_a_difference(tmp_path: Path) -> None:
     """Chunks of another size than the judge's one pass round otherwise, and the check sees it."""
     model = made("full", "float32")
-    engine = Engine(model, cache_of("float32", chunk=3))
+    engine = Engine(model, cache_of("float32", prefill_chunk_size=3))
     tokens = saved(engine, tmp_path / "a", text(29, 1))
     engine.kv_cache_manager.reset_prefix_cache()
     _, out, logits = spoken(engine, tokens, 8, resume=loaded(engine, tmp_path / "a"))
@@ -163,6 +163,6 @@ def test_without_it_there_is_a_difference(tmp_path: Path) -> None:
 
 
 def test_what_is_spilled_is_refused_by_name() -> None:
-    cache = cache_of("float32", on_full="spill", capacity=24)
-    with pytest.raises(ConfigError, match="deterministic: not promised under on_full=spill"):
+    cache = cache_of("float32", overflow="offload", max_seq_len=24)
+    with pytest.raises(ConfigError, match="deterministic: not supported with overflow=offload"):
         Engine(made("full", "float32"), cache, deterministic=True)

@@ -85,8 +85,8 @@ def test_the_blocks_of_a_failed_row_are_clean_for_the_next(dtype: str) -> None:
 
 def test_a_prefix_s_root_covers_the_formats() -> None:
     model = build(model_config())
-    said = [{"dtype": "int8"}, {"dtype": "int4"}, {"keys": "int8"}, {"values": "int8"}]
-    said.append({"keys": "int8", "values": "int4"})
+    said = [{"dtype": "int8"}, {"dtype": "int4"}, {"key_dtype": "int8"}, {"value_dtype": "int8"}]
+    said.append({"key_dtype": "int8", "value_dtype": "int4"})
     asked = [CacheConfig(max_num_seqs=1, max_seq_len=24, block_size=4, **each) for each in said]  # type: ignore[arg-type]
     assert len({Engine(model, cache)._root([1, 2], GREEDY, "") for cache in asked}) == len(asked)
     same = CacheConfig(max_num_seqs=1, max_seq_len=24, block_size=4, key_dtype="int8", value_dtype="int8")
@@ -113,7 +113,7 @@ def test_salt_keeps_tenants_apart() -> None:
     prompt = list(range(1, 17))
     for salt, hits in (("a", 0), ("b", 0), ("a", 12)):
         before = engine.kv_cache_manager.stats().hit_tokens
-        engine.add_request(prompt, GREEDY, salt=salt)
+        engine.add_request(prompt, GREEDY, cache_salt=salt)
         run(engine)
         assert engine.kv_cache_manager.stats().hit_tokens - before == hits
 
@@ -169,12 +169,12 @@ def test_a_seeded_row_says_the_same_whoever_else_is_in_the_batch() -> None:
 @pytest.mark.parametrize(
     ("prompt", "options", "says"),
     [
-        ([], {}, "empty"),
-        ([VOCAB], {}, f"vocabulary of {VOCAB}"),
+        ([], {}, "prompt: must have at least 1 token, got 0"),
+        ([VOCAB], {}, f"prompt: token id must be below {VOCAB}, got {VOCAB}"),
         ([1], {"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
-        ([1], {"stop_tokens": (VOCAB,)}, "stop_tokens"),
-        ([1], {"bad_words": ((1, -1),)}, "bad_words"),
-        ([1] * 97, {}, "97 tokens, the limit is 96"),
+        ([1], {"stop_token_ids": (VOCAB,)}, "stop_token_ids"),
+        ([1], {"bad_words_ids": ((1, -1),)}, "bad_words"),
+        ([1] * 97, {}, "must have at most 96 tokens, got 97"),
         ([1], {"stop": ("x",)}, "tokenizer"),
     ],
 )

@@ -49,9 +49,9 @@ def world(name: str, seed: int, folder: Path) -> World:
 def test_a_row_says_what_it_says_alone(name: str, tmp_path: Path) -> None:
     did = wander(world(name, 1, tmp_path), 700).did
     expected = [*ALWAYS, "parked in RAM"]
-    if any("tier" in house for house in SETUPS[name].houses):
+    if any("prefix_cache_dir" in house for house in SETUPS[name].houses):
         expected += TIERED
-    if any("on_full" in house for house in SETUPS[name].houses):
+    if any("overflow" in house for house in SETUPS[name].houses):
         expected += ["spilled", "not restored where rows spill"]
     assert all(did[each] > 0 for each in expected), did
     assert did["judged"] > 200
@@ -181,7 +181,7 @@ def nothing_from_the_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
         for number, _ in loads:
             host.take(number)  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(kv_cache, "carry_in", carry_in)
+    monkeypatch.setattr(kv_cache, "copy_blocks_in", carry_in)
 
 
 def a_state_without_its_last_slot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def test_stop_ends_the_youngest_that_cannot_grow_with_what_it_has() -> None:
     """Six blocks: each row has one, then two; at the third block the youngest finds none, then the second."""
     desk = Desk(6)
     for number in (1, 2, 3):
-        desk.add(number, 4, max_tokens=9, on_full="stop")
+        desk.add(number, 4, max_tokens=9, overflow="stop")
     desk.run()
     assert {number: len(said) for number, said in desk.said.items()} == {1: 9, 2: 9, 3: 5}
     assert desk.ends == {1: ("length", "max_tokens"), 2: ("length", "max_tokens"), 3: ("length", "pool")}
@@ -103,8 +103,8 @@ def test_stop_ends_the_youngest_that_cannot_grow_with_what_it_has() -> None:
 def test_stop_never_ends_a_row_that_needs_nothing() -> None:
     """The oldest needs a block and the youngest has room in its own: the oldest ends, though it is the oldest."""
     desk = Desk(3)
-    desk.add(1, 7, max_tokens=6, on_full="stop")  # two blocks; the third is needed at 9 stored tokens
-    desk.add(2, 1, max_tokens=3, on_full="stop")
+    desk.add(1, 7, max_tokens=6, overflow="stop")  # two blocks; the third is needed at 9 stored tokens
+    desk.add(2, 1, max_tokens=3, overflow="stop")
     desk.run()
     assert desk.ends == {1: ("length", "pool"), 2: ("length", "max_tokens")}
     assert len(desk.said[1]) == 2 and len(desk.said[2]) == 3
@@ -113,10 +113,10 @@ def test_stop_never_ends_a_row_that_needs_nothing() -> None:
 def test_a_row_that_stops_and_has_said_nothing_waits_instead() -> None:
     """A prompt of 12 is admitted, and cannot be placed beside rows that grow: nothing is lost, it begins again."""
     desk = Desk(5, rows=3)
-    desk.add(1, 4, max_tokens=5, on_full="stop")
-    desk.add(2, 4, max_tokens=5, on_full="stop")
+    desk.add(1, 4, max_tokens=5, overflow="stop")
+    desk.add(2, 4, max_tokens=5, overflow="stop")
     desk.scheduler._prefill_chunk_size = 4
-    desk.add(3, 12, max_tokens=2, on_full="stop")
+    desk.add(3, 12, max_tokens=2, overflow="stop")
     desk.run()
     assert desk.said == {1: [1] * 5, 2: [2] * 5, 3: [3] * 2} and desk.preemptions() == 1
 
@@ -124,7 +124,7 @@ def test_a_row_that_stops_and_has_said_nothing_waits_instead() -> None:
 def test_the_request_s_own_word_stands_before_the_engine_s() -> None:
     desk = Desk(4, on_full="stop")
     desk.add(1, 4, max_tokens=9)
-    desk.add(2, 4, max_tokens=9, on_full="preempt")
+    desk.add(2, 4, max_tokens=9, overflow="preempt")
     desk.run()
     assert desk.ends == {1: ("length", "max_tokens"), 2: ("length", "max_tokens")} and desk.preemptions() > 0
     desk = Desk(4, on_full="stop")
@@ -135,10 +135,10 @@ def test_the_request_s_own_word_stands_before_the_engine_s() -> None:
 
 
 def test_refuse_promises_the_worst_case_and_gives_it_back() -> None:
-    desk = Desk(6, on_full="refuse")
+    desk = Desk(6, on_full="reject")
     desk.add(1, 4, max_tokens=9)  # 12 stored tokens: 3 blocks
     desk.add(2, 4, max_tokens=9)
-    with pytest.raises(RequestError, match="at its longest it takes 1 blocks, and 0 of 6 are not promised"):
+    with pytest.raises(RequestError, match="the request can need 1 blocks, but 0 of 6 are neither reserved"):
         desk.add(3, 1, max_tokens=1)
     desk.run()
     assert desk.preemptions() == 0 and {len(said) for said in (desk.said[1], desk.said[2])} == {9}
@@ -150,23 +150,23 @@ def test_refuse_promises_the_worst_case_and_gives_it_back() -> None:
 
 
 def test_refuse_names_both_numbers() -> None:
-    desk = Desk(40, on_full="refuse")
-    with pytest.raises(RequestError, match="60 prompt tokens and max_tokens 5 pass the model's limit, 64 tokens"):
+    desk = Desk(40, on_full="reject")
+    with pytest.raises(RequestError, match="60 prompt tokens and max_tokens 5 exceed the model's limit, 64 tokens"):
         desk.add(1, 60, max_tokens=5)
-    with pytest.raises(RequestError, match="without max_tokens it could pass the model's limit, 64 tokens"):
+    with pytest.raises(RequestError, match="without max_tokens the request could exceed the model's limit, 64 tokens"):
         desk.add(1, 60)
     desk.add(1, 60, max_tokens=4)
-    with pytest.raises(RequestError, match="takes 12 blocks, and 10 of 40"):
-        Desk(40, on_full="refuse", watermark=0.75).add(1, 40, max_tokens=9)
+    with pytest.raises(RequestError, match="can need 12 blocks, but 10 of 40"):
+        Desk(40, on_full="reject", watermark=0.75).add(1, 40, max_tokens=9)
 
 
 def test_what_was_promised_room_is_never_what_gives_way() -> None:
     """The refusing row is the youngest, and the older ones yield to it: one waits, one ends."""
     for other, end in (("preempt", "max_tokens"), ("stop", "pool")):
         desk = Desk(6)
-        desk.add(1, 4, max_tokens=17, on_full=other)
+        desk.add(1, 4, max_tokens=17, overflow=other)
         desk.step()
-        desk.add(2, 4, max_tokens=17, on_full="refuse")
+        desk.add(2, 4, max_tokens=17, overflow="reject")
         desk.run()
         assert len(desk.said[2]) == 17 and desk.scheduler.metrics(2).num_preemptions == 0
         assert desk.ends[1] == ("length", end)
@@ -181,7 +181,7 @@ def test_a_search_that_stops_has_the_best_of_what_it_has() -> None:
             40,
         )
     )
-    world.add([1, 2, 0], SamplingParams(max_tokens=20, overflow="refuse"), stops=frozenset())
+    world.add([1, 2, 0], SamplingParams(max_tokens=20, overflow="reject"), stops=frozenset())
     world.scheduler.add_request(7, [1, 0], SamplingParams(num_beams=2, n=2, max_tokens=10, overflow="stop"))
     world.streams[7] = {}
     found: list[SequenceEvent] = []
@@ -247,10 +247,10 @@ def test_a_full_pool_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kvad.engine.scheduling.scheduler")
     desk = Desk(4)
     desk.add(1, 4, max_tokens=9)
-    desk.add(2, 4, max_tokens=9, on_full="stop")
+    desk.add(2, 4, max_tokens=9, overflow="stop")
     desk.run()
     said = [record.getMessage() for record in caplog.records]
-    ended = "the pool has run out: a row is ended (request 2, sample 0); "
+    ended = "the pool is full: a sequence is ended (request 2, sample 0); "
     assert said == [ended + "blocks used (4,), peak (4,), watermark (0,), of (4,)"]
 
 
@@ -265,11 +265,11 @@ class Mixed(World):
         self.rng, self.chosen, self.refused, self.stopped = random.Random(5), dict[int, str](), 0, 0
 
     def add(self, prompt: Sequence[int], sampling: SamplingParams, *rest: Any) -> int:  # type: ignore[override]
-        chosen = self.rng.choice(("preempt", "stop", "refuse")) if sampling.num_beams == 1 else "preempt"
+        chosen = self.rng.choice(("preempt", "stop", "reject")) if sampling.num_beams == 1 else "preempt"
         try:
             number = super().add(prompt, replace(sampling, overflow=chosen), *rest)  # type: ignore[arg-type]
         except RequestError:
-            if chosen != "refuse":
+            if chosen != "reject":
                 raise
             self.refused += 1
             return -1
@@ -279,9 +279,9 @@ class Mixed(World):
     def _judge(self, events: Sequence[SequenceEvent]) -> None:
         for event in events:
             if event.limit == "pool" and len(self.streams[event.request]) and self.chosen[event.request] != "preempt":
-                assert self.chosen[event.request] == "stop", "a row that was promised room has none"
+                assert self.chosen[event.request] == "stop", "a row that was with reserved blocks has none"
                 self.stopped += 1
-            if self.chosen[event.request] == "refuse":
+            if self.chosen[event.request] == "reject":
                 assert self.usages[event.request].num_preemptions == 0
         super()._judge(events)
 
@@ -331,8 +331,8 @@ def test_a_promise_that_is_not_kept_is_noticed() -> None:
         3,
     )
     world = driver.world = Mixed(driver.world.setup)
-    world.scheduler._promises.reserve = lambda rows, length: (0,)  # type: ignore[method-assign]
-    with pytest.raises(AssertionError, match="promised room"):
+    world.scheduler._reservations.reserve = lambda rows, length: (0,)  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match="with reserved blocks"):
         driver.run(3000)
 
 
@@ -340,7 +340,14 @@ def test_a_promise_that_is_not_kept_is_noticed() -> None:
 
 
 def engine(position: str = "rope", *, rows: int = 2, **cache: Any) -> Engine:
-    fields = {"dtype": "float64", "block_size": 4, "rows": rows, "capacity": LIMIT, "chunk": 8, **cache}
+    fields = {
+        "dtype": "float64",
+        "block_size": 4,
+        "max_num_seqs": rows,
+        "max_seq_len": LIMIT,
+        "prefill_chunk_size": 8,
+        **cache,
+    }
     return Engine(build(model_config(position)), CacheConfig(**fields))
 
 
@@ -365,41 +372,43 @@ def test_going_on_is_that_policy_from_the_start(position: str, on_full: str, pol
     kept = policy.format(capacity - 4 if on_full == "sinks" else capacity)
     prompt = [3, 1, 4, 1, 5]
     (right,) = said(
-        engine(position, layout=layout, capacity=capacity, policy=kept, endless=True), prompt, max_tokens=150
+        engine(position, layout=layout, max_seq_len=capacity, policy=kept, endless=True), prompt, max_tokens=150
     )
-    on = engine(position, layout=layout, capacity=capacity, on_full=on_full)
+    on = engine(position, layout=layout, max_seq_len=capacity, overflow=on_full)
     assert (on.cache.policy, on.cache.endless) == (kept, True)
     assert said(on, prompt, max_tokens=150) == [right] and right[1:] == ("length", "max_tokens")
-    (plain,) = said(engine(position, layout=layout, capacity=capacity), prompt)
+    (plain,) = said(engine(position, layout=layout, max_seq_len=capacity), prompt)
     by = "model" if capacity == LIMIT else "cache"
     assert plain[1:] == ("length", by) and len(plain[0]) == capacity - 5
     assert right[0][: len(plain[0])] == plain[0]  # nothing is lost of a row that is shorter
     for asked in ("stop", "preempt"):
-        assert said(on, prompt, on_full=asked) == [plain]
-    assert said(on, prompt, on_full="refuse", max_tokens=9)[0][0] == plain[0][:9]
-    with pytest.raises(RequestError, match="could pass"):
-        said(on, prompt, on_full="refuse")
+        assert said(on, prompt, overflow=asked) == [plain]
+    assert said(on, prompt, overflow="reject", max_tokens=9)[0][0] == plain[0][:9]
+    with pytest.raises(RequestError, match="could exceed"):
+        said(on, prompt, overflow="reject")
 
 
 def test_a_prompt_longer_than_the_limit_goes_in_where_rows_go_on() -> None:
     prompt = [7 * i % 60 for i in range(2 * LIMIT)]
     for capacity, chunk in ((40, 512), (LIMIT, 8)):
-        ((tokens, _, _),) = said(engine(on_full="sinks", capacity=capacity, chunk=chunk), prompt, max_tokens=8)
-        by_hand = engine(policy=f"sinks(4, {capacity - 4})", endless=True, capacity=capacity, chunk=5)
+        ((tokens, _, _),) = said(
+            engine(overflow="sinks", max_seq_len=capacity, prefill_chunk_size=chunk), prompt, max_tokens=8
+        )
+        by_hand = engine(policy=f"sinks(4, {capacity - 4})", endless=True, max_seq_len=capacity, prefill_chunk_size=5)
         assert said(by_hand, prompt, max_tokens=8)[0][0] == tokens
-    with pytest.raises(RequestError, match=f"the prompt has {2 * LIMIT} tokens, the limit is {LIMIT}"):
+    with pytest.raises(RequestError, match=f"must have at most {LIMIT} tokens, got {2 * LIMIT}"):
         said(engine(), prompt)
 
 
 def test_summaries_lift_the_cache_s_limit_up_to_the_model_s() -> None:
     prompt = [3, 1, 4, 1, 5]
     ((whole, _, _),) = said(engine(), prompt)
-    on = engine(on_full="summarise", capacity=40)
-    assert on.cache.policy == "hierarchy(36, 0, int8, int8, 14, 4, 8, 4)" and not on.cache.endless
+    on = engine(overflow="summarize", max_seq_len=40)
+    assert on.cache.policy == "tiered(36, 0, int8, int8, 14, 4, 8, 4)" and not on.cache.endless
     ((tokens, finish, limit),) = said(on, prompt)
     assert (len(tokens), finish, limit) == (LIMIT - 5, "length", "model")
     assert tokens[:35] == whole[:35]  # up to the capacity nothing is summarised
-    ((stopped, _, limit),) = said(on, prompt, on_full="stop")
+    ((stopped, _, limit),) = said(on, prompt, overflow="stop")
     assert stopped == whole[:35] and limit == "cache"
     by_hand = engine(policy=on.cache.policy)
     assert said(by_hand, prompt)[0][0] == tokens
@@ -416,35 +425,35 @@ def test_summaries_lift_the_cache_s_limit_up_to_the_model_s() -> None:
 
 @pytest.mark.parametrize("position", ["learned", "sinusoidal"])
 def test_positions_that_are_added_let_a_row_be_summarised_and_not_go_on(position: str) -> None:
-    ((tokens, _, limit),) = said(engine(position, on_full="summarise", capacity=40), [3, 1, 4])
+    ((tokens, _, limit),) = said(engine(position, overflow="summarize", max_seq_len=40), [3, 1, 4])
     assert len(tokens) == LIMIT - 3 and limit == "model"
     for on_full in ("window", "sinks"):
         with pytest.raises(ConfigError, match=f"{on_full}: {position} positions are part of every key"):
-            engine(position, on_full=on_full)
+            engine(position, overflow=on_full)
 
 
-@pytest.mark.parametrize(("asked", "has"), [("window", "preempt"), ("sinks", "window"), ("summarise", "sinks")])
+@pytest.mark.parametrize(("asked", "has"), [("window", "preempt"), ("sinks", "window"), ("summarize", "sinks")])
 def test_a_request_goes_on_only_where_the_cache_was_laid_out_for_it(asked: str, has: str) -> None:
-    with pytest.raises(RequestError, match=f"on_full={asked}: the cache has to be laid out for it") as caught:
-        said(engine(on_full=has), [1, 2], on_full=asked)
-    assert f"--on-full {asked}" in caught.value.hint
-    assert said(engine(on_full=asked, capacity=40), [1, 2], max_tokens=60, on_full=asked)[0][2] == "max_tokens"
+    with pytest.raises(RequestError, match=f"overflow: {asked} must be configured when the cache is created") as caught:
+        said(engine(overflow=has), [1, 2], overflow=asked)
+    assert f"--overflow {asked}" in caught.value.hint
+    assert said(engine(overflow=asked, max_seq_len=40), [1, 2], max_tokens=60, overflow=asked)[0][2] == "max_tokens"
 
 
 def test_the_pool_s_three_ways() -> None:
     prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
     alone = [said(engine(), prompt, max_tokens=30)[0] for prompt in prompts]
-    tight = {"rows": 3, "blocks": 14, "prefix": False}
+    tight = {"max_num_seqs": 3, "num_blocks": 14, "enable_prefix_caching": False}
     waits = engine(**tight)
     assert said(waits, *prompts, max_tokens=30) == alone and waits.scheduler.stats().preemptions > 0
-    stops = engine(**tight, on_full="stop")
+    stops = engine(**tight, overflow="stop")
     found = said(stops, *prompts, max_tokens=30)
     assert stops.scheduler.stats().preemptions == 0 and found[0] == alone[0]
     for (tokens, _, limit), (right, _, _) in zip(found, alone, strict=True):
         assert tokens == right[: len(tokens)] and (limit == "pool") == (len(tokens) < len(right))
     assert any(limit == "pool" for _, _, limit in found)
-    refuses = engine(**tight, on_full="refuse")
-    with pytest.raises(RequestError, match="at its longest it takes 8 blocks, and 6 of 14"):
+    refuses = engine(**tight, overflow="reject")
+    with pytest.raises(RequestError, match="the request can need 8 blocks, but 6 of 14"):
         said(refuses, *prompts, max_tokens=30)
     while not refuses.idle:
         refuses.step()
@@ -456,14 +465,14 @@ def test_each_limit_by_its_name() -> None:
     assert said(engine(), [1, 2])[0][1:] == ("length", "model")
     assert said(engine(), [1, 2], max_tokens=LIMIT - 2)[0][1:] == ("length", "max_tokens")  # both: as asked
     assert said(engine(), [1, 2], max_tokens=LIMIT)[0][1:] == ("length", "model")
-    assert said(engine(capacity=20), [1, 2])[0][1:] == ("length", "cache")
-    assert said(engine(rows=1, blocks=3), [1, 2])[0][1:] == ("length", "pool")
+    assert said(engine(max_seq_len=20), [1, 2])[0][1:] == ("length", "cache")
+    assert said(engine(max_num_seqs=1, num_blocks=3), [1, 2])[0][1:] == ("length", "pool")
     first = said(engine(), [1, 2], max_tokens=3)[0][0][0]
-    assert said(engine(), [1, 2], max_tokens=1, stop_tokens=(first,))[0][1:] == ("stop", None)
+    assert said(engine(), [1, 2], max_tokens=1, stop_token_ids=(first,))[0][1:] == ("stop", None)
 
 
 def test_without_an_end_until_somebody_ends_it() -> None:
-    on = engine(on_full="sinks", capacity=24)
+    on = engine(overflow="sinks", max_seq_len=24)
     number = on.add_request([1, 2, 3], SamplingParams(temperature=0))
     tokens = 0
     for _ in range(300):
@@ -480,18 +489,18 @@ def test_without_an_end_until_somebody_ends_it() -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"on_full": "sink"}, "cache.overflow: 'sink'"),
-        ({"watermark": 1.0}, "cache.watermark: 1 is no share"),
-        ({"watermark": -0.1}, "cache.watermark: -0.1"),
-        ({"watermark": "much"}, "cache.watermark: expected a number"),
-        ({"on_full": "sinks", "policy": "window(8)"}, r"sinks is sinks\(4, 92\), and policy window\(8\) is given too"),
-        ({"on_full": "sinks", "capacity": 7}, "rows of 7 tokens are less than 4 sinks and a block of 4"),
-        ({"on_full": "summarise"}, "rows already end at the model's limit of 96"),
-        ({"on_full": "summarise", "capacity": 7}, "7 tokens are less than two blocks of 4"),
-        ({"on_full": "summarise", "capacity": 40, "layout": "contiguous"}, "summarised in whole blocks"),
-        ({"on_full": "summarise", "capacity": 40, "block_size": 1}, "blocks of 1 cannot be cut"),
-        ({"on_full": "sinks", "blocks": 9}, "cache.num_blocks: no layer keeps all tokens"),
-        ({"policy": "sinks(4, 3)", "endless": True}, "a window of 3 tokens beside the sinks is less than a block of 4"),
+        ({"overflow": "sink"}, "cache.overflow: 'sink'"),
+        ({"watermark": 1.0}, r"cache.watermark: must be in \[0, 1\), got 1"),
+        ({"watermark": -0.1}, "got -0.1"),
+        ({"watermark": "much"}, "cache.watermark: must be a number"),
+        ({"overflow": "sinks", "policy": "window(8)"}, r"sinks is sinks\(4, 92\), but policy window\(8\) is given too"),
+        ({"overflow": "sinks", "max_seq_len": 7}, "max_seq_len 7 is less than 4 sinks and a block of 4"),
+        ({"overflow": "summarize"}, "max_seq_len must be below the model's limit of 96"),
+        ({"overflow": "summarize", "max_seq_len": 7}, "max_seq_len 7 is less than two blocks of 4"),
+        ({"overflow": "summarize", "max_seq_len": 40, "layout": "contiguous"}, "summarized in whole blocks"),
+        ({"overflow": "summarize", "max_seq_len": 40, "block_size": 1}, "blocks of 1 cannot be divided"),
+        ({"overflow": "sinks", "num_blocks": 9}, "cache.num_blocks: no layer keeps all tokens"),
+        ({"policy": "sinks(4, 3)", "endless": True}, "the window must have at least a block of 4 tokens, got 3"),
     ],
 )
 def test_a_cache_that_cannot_be(fields: dict[str, Any], says: str) -> None:
@@ -500,15 +509,15 @@ def test_a_cache_that_cannot_be(fields: dict[str, Any], says: str) -> None:
 
 
 def test_an_encoder_keeps_nothing_and_says_so() -> None:
-    for fields in ({"on_full": "sinks"}, {"policy": "window(4)"}, {"endless": True}):
-        with pytest.raises(ConfigError, match="an encoder keeps nothing"):
+    for fields in ({"overflow": "sinks"}, {"policy": "window(4)"}, {"endless": True}):
+        with pytest.raises(ConfigError, match="an encoder has no cache"):
             resolve_for_model(encoder_config(), CacheConfig(max_seq_len=LIMIT, **fields))  # type: ignore[arg-type]
     assert resolve_for_model(encoder_config(), CacheConfig(max_seq_len=LIMIT)) == CacheConfig(max_seq_len=LIMIT)
 
 
 def test_sampling_refuses_a_word_that_is_none() -> None:
-    with pytest.raises(RequestError, match="on_full: 'sotp'") as caught:
-        SamplingParams.from_options(on_full="sotp")
+    with pytest.raises(RequestError, match="overflow: 'sotp'") as caught:
+        SamplingParams.from_options(overflow="sotp")
     assert "'stop'" in caught.value.hint
 
 
@@ -537,7 +546,7 @@ def test_an_encoder_decoder_goes_on_too() -> None:
     by_hand = Engine(model, replace(cache, overflow="preempt", policy="sinks(4, 20)", endless=True))
     found = []
     for each in (on, by_hand):
-        each.add_request([1, 2], SamplingParams(temperature=0, max_tokens=60), source=[3, 4, 5])
+        each.add_request([1, 2], SamplingParams(temperature=0, max_tokens=60), encoder_token_ids=[3, 4, 5])
         tokens = []
         while not each.idle:
             tokens += [piece.token_id for piece in each.step() if piece.token_id is not None]

@@ -23,7 +23,14 @@ ROPE = model_config("rope")
 
 
 def tiered(**fields):
-    asked = {"capacity": 96, "rows": 3, "block_size": 4, "chunk": 8, "tier_ram": 1 << 22, **fields}
+    asked = {
+        "max_seq_len": 96,
+        "max_num_seqs": 3,
+        "block_size": 4,
+        "prefill_chunk_size": 8,
+        "prefix_cache_ram": 1 << 22,
+        **fields,
+    }
     return Engine(build(ROPE), CacheConfig(**asked))
 
 
@@ -45,20 +52,20 @@ def finish(made, patience=20.0):
 
 def test_nothing_is_remembered_of_a_kept_request_that_failed():
     made = engine(ROPE)
-    request = made.add_request(PROMPT, GREEDY, keep=True)
+    request = made.add_request(PROMPT, GREEDY, keep_state=True)
     made.runner.execute = lambda plan: 1 / 0
     with pytest.raises(ZeroDivisionError):
         made.step()
     del made.runner.execute
     assert finish(made)[1][request].startswith("the step failed")
-    assert not made.state_keeper._asked
+    assert not made.state_keeper._tracked
 
 
 # ---------------------------------------------------------------- resumed
 
 
 def test_a_resumed_request_that_is_cancelled_before_its_step_leaves_nothing_in_memory():
-    made = engine(ROPE, prefix=False)
+    made = engine(ROPE, enable_prefix_caching=False)
     said, state = left(made, PROMPT, 3)
     made.abort_request(made.add_request(PROMPT + said, GREEDY, resume=state))
     assert made.idle and not made.kv_cache.swapped
@@ -66,14 +73,14 @@ def test_a_resumed_request_that_is_cancelled_before_its_step_leaves_nothing_in_m
 
 def test_a_resumed_row_that_gives_way_before_its_step_has_its_source_again():
     made = engine(pair_config("rope"))
-    said, state = left(made, PROMPT[:9], 3, source=SOURCE)
-    wanted = run(engine(pair_config("rope"), dirty=False), PROMPT[:9] + said, 8, source=SOURCE)[1]
+    said, state = left(made, PROMPT[:9], 3, encoder_token_ids=SOURCE)
+    wanted = run(engine(pair_config("rope"), dirty=False), PROMPT[:9] + said, 8, encoder_token_ids=SOURCE)[1]
     made.kv_cache_manager.reset_prefix_cache()
     encoded, encode = [], made.runner.encode
     made.runner.encode = lambda encoding: encoded.append(encoding) or encode(encoding)
-    request = made.add_request(PROMPT[:9] + said, GREEDY, source=SOURCE, resume=state)
+    request = made.add_request(PROMPT[:9] + said, GREEDY, encoder_token_ids=SOURCE, resume=state)
     (row,) = made.scheduler.sequences(request)
-    made.scheduler._admit_sources()
+    made.scheduler._admit_with_encoder_input()
     assert row.swapped is not None and made.kv_cache_manager.pending_swap_ins == [row.swapped.key]
     made.scheduler._preempt(row)
     assert finish(made)[0][request] == wanted and not encoded
@@ -98,8 +105,8 @@ def test_a_reader_that_breaks_is_a_miss_and_nobody_waits_for_ever(tmp_path, monk
     from kvad.engine.storage import open_block_store
 
     disk = Breaks()
-    monkeypatch.setattr(engine_module, "open_tiers", lambda *parts: open_block_store(*parts, disk=disk))
-    fields = {"tier": str(tmp_path), "tier_ram": None}
+    monkeypatch.setattr(engine_module, "open_block_store", lambda *parts: open_block_store(*parts, fs=disk))
+    fields = {"prefix_cache_dir": str(tmp_path), "prefix_cache_ram": None}
     first = tiered(**fields)
     request = first.add_request(PROMPT, GREEDY)
     wanted = finish(first)[0][request]
@@ -115,17 +122,17 @@ def test_a_reader_that_breaks_is_a_miss_and_nobody_waits_for_ever(tmp_path, monk
 
 
 def test_what_a_writer_breaks_at_is_not_waited_for_and_may_be_stored_again(tmp_path):
-    made = tiered(tier=str(tmp_path), tier_ram=None)
-    put = made.block_store._disk.put
+    made = tiered(prefix_cache_dir=str(tmp_path), prefix_cache_ram=None)
+    put = made.block_store._disk_store.put
 
     def breaks(*parts, **named):
         raise MemoryError("no memory for this")
 
-    made.block_store._disk.put = breaks
+    made.block_store._disk_store.put = breaks
     made.add_request(PROMPT, GREEDY)
     finish(made)
     assert made.block_store.flush() and made.block_store.stats().queued_bytes == 0 and not made.block_store._writing
-    made.block_store._disk.put = put
+    made.block_store._disk_store.put = put
     made.kv_cache_manager.reset_prefix_cache()
     made.add_request(PROMPT, GREEDY)
     finish(made)
@@ -135,24 +142,31 @@ def test_what_a_writer_breaks_at_is_not_waited_for_and_may_be_stored_again(tmp_p
 
 def test_a_row_with_a_source_is_not_parked_before_what_it_was_fetched_is_there():
     config = pair_config("rope")
-    fields = {"capacity": 64, "dtype": "float64", "block_size": 4, "rows": 2, "chunk": 8, "source_capacity": 16}
+    fields = {
+        "max_seq_len": 64,
+        "dtype": "float64",
+        "block_size": 4,
+        "max_num_seqs": 2,
+        "prefill_chunk_size": 8,
+        "max_source_len": 16,
+    }
     made = Engine(
         build(config, dtype=torch.float64),
         CacheConfig(**fields, num_blocks=12, prefix_cache_ram=1 << 22, swap_space=1 << 22),
         cost_model=Forced(True),
     )
     prompt = PROMPT[:21]
-    first = made.add_request(prompt, GREEDY, source=SOURCE)
+    first = made.add_request(prompt, GREEDY, encoder_token_ids=SOURCE)
     wanted = finish(made)[0][first]
     other = made.add_request(
-        PROMPT[::-1], SamplingParams(max_tokens=14, temperature=0, ignore_eos=True), source=SOURCE[::-1]
+        PROMPT[::-1], SamplingParams(max_tokens=14, temperature=0, ignore_eos=True), encoder_token_ids=SOURCE[::-1]
     )
     finish(made)  # the pool has given up what it knew
     fill_unowned(made, math.nan)
     assert made.block_store.stats().ram.num_blocks and made.metrics(other).num_completion_tokens == 14
-    request = made.add_request(prompt, GREEDY, source=SOURCE)
+    request = made.add_request(prompt, GREEDY, encoder_token_ids=SOURCE)
     (row,) = made.scheduler.sequences(request)
-    made.scheduler._admit_sources()
+    made.scheduler._admit_with_encoder_input()
     assert row.state == "running" and made.kv_cache_manager.export_layout(row.seq_index) is None, (
         "its blocks are still empty"
     )
@@ -166,7 +180,7 @@ def test_a_row_with_a_source_is_not_parked_before_what_it_was_fetched_is_there()
 
 @pytest.mark.parametrize("way", ["store", "load"])
 def test_what_a_failed_step_was_to_copy_is_held_by_nobody(way, tmp_path):
-    made = tiered(tier=str(tmp_path), blocks=12, rows=1, capacity=44)
+    made = tiered(prefix_cache_dir=str(tmp_path), num_blocks=12, max_num_seqs=1, max_seq_len=44)
     made.add_request(PROMPT, GREEDY)
     finish(made)
     if way == "load":
@@ -186,13 +200,18 @@ def test_what_a_failed_step_was_to_copy_is_held_by_nobody(way, tmp_path):
         finish(made)
     made.kv_cache.apply = apply
     finish(made)
-    assert told and not made.block_store._wanted and not made.block_store._lent and not made.block_store._coming
+    assert (
+        told
+        and not made.block_store._requested_copies
+        and not made.block_store._staged_loads
+        and not made.block_store._queued_keys
+    )
     assert made.block_store.flush() and made.block_store.stats().queued_bytes == 0
     made.close()
 
 
 def test_a_row_that_was_to_wake_in_a_failed_step_is_in_memory_no_more():
-    made = engine(ROPE, prefix=False)
+    made = engine(ROPE, enable_prefix_caching=False)
     said, state = left(made, PROMPT, 3)
     made.add_request(PROMPT + said, GREEDY, resume=state)
 
@@ -216,7 +235,7 @@ def threads():
 
 def test_a_close_that_fails_in_one_place_closes_the_others(tmp_path, monkeypatch):
     before = threads()  # of what other tests have not closed
-    made = tiered(tier=str(tmp_path / "t"), park_ram=0)
+    made = tiered(prefix_cache_dir=str(tmp_path / "t"), swap_space=0)
     made.add_request(PROMPT, GREEDY)
     for _ in range(3):
         made.step()
@@ -228,8 +247,8 @@ def test_a_close_that_fails_in_one_place_closes_the_others(tmp_path, monkeypatch
     with pytest.raises(OSError, match="the disk is gone"):
         made.close()
     assert not made.kv_cache.keys, "the memory was not released"
-    tiered(tier=str(tmp_path / "t")).close()
-    again = tiered(tier=str(tmp_path / "t"))
+    tiered(prefix_cache_dir=str(tmp_path / "t")).close()
+    again = tiered(prefix_cache_dir=str(tmp_path / "t"))
     assert again.block_store is not None and again.block_store.on_disk
     again.close()
     assert threads() <= before
@@ -238,9 +257,9 @@ def test_a_close_that_fails_in_one_place_closes_the_others(tmp_path, monkeypatch
 def test_an_engine_that_cannot_be_made_leaves_no_lock_and_no_file(tmp_path):
     (tmp_path / "file").touch()
     asked = CacheConfig(max_seq_len=96, max_num_seqs=2, block_size=4, prefix_cache_dir=str(tmp_path / "t"))
-    with pytest.raises(ConfigError, match="park_dir") as caught:
+    with pytest.raises(ConfigError, match="swap_dir") as caught:
         Engine(build(ROPE), asked, swap_dir=tmp_path / "file" / "parked")
-    again = tiered(tier=str(tmp_path / "t"))
+    again = tiered(prefix_cache_dir=str(tmp_path / "t"))
     assert again.block_store is not None and again.block_store.on_disk
     again.close()
     assert caught.value is not None  # it holds the frames of what failed
@@ -260,8 +279,8 @@ def test_parked_rows_of_an_engine_that_was_never_closed_leave_no_file(tmp_path):
     made.scheduler._preempt(made.scheduler.sequences(request)[0])
     made.add_request(PROMPT[::-1], GREEDY)
     for _ in range(200):
-        made.scheduler._see_parked()
-        moves = made.kv_cache_manager._away.attach_to_ops(made.kv_cache_manager._no_moves(), ())
+        made.scheduler._poll_swaps()
+        moves = made.kv_cache_manager._swapped.attach_to_ops(made.kv_cache_manager._empty_ops(), ())
         made.kv_cache.apply(moves)
         if any(tmp_path.iterdir()):
             break

@@ -33,17 +33,17 @@ from tests.test_policies import apart, text
 
 EXACT = 1e-10
 STREAMS = [Stream(text(30), [text(20, 1)]), Stream(text(3, 2), [text(40, 3)]), Stream(text(41, 4), [text(20, 5)])]
-LOSSY = ("0: full; heavy-hitters(10, every=4)", "0: full; hierarchy(8, packed=8, every=4, summaries=4, ratio=2)")
+LOSSY = ("0: full; heavy-hitters(10, interval=4)", "0: full; tiered(8, quantized=8, interval=4, summaries=4, ratio=2)")
 KINDS = {
     "full": {},
     "windows": {"heads": "window-mix"},
     "quest": {"policy": "quest(16)"},
     "sinks": {"policy": "0: full; sinks(3, 9)"},
-    "contiguous": {"layout": "contiguous", "rows": 2, "blocks": None},
+    "contiguous": {"layout": "contiguous", "max_num_seqs": 2, "num_blocks": None},
     "int8": {"dtype": "int8"},
     "heavy-hitters": {"policy": LOSSY[0]},
-    "hierarchy": {"policy": LOSSY[1]},
-    "packed": {"policy": "0: full; hierarchy(8, every=8)"},
+    "tiered": {"policy": LOSSY[1]},
+    "packed": {"policy": "0: full; tiered(8, interval=8)"},
 }
 
 
@@ -57,7 +57,14 @@ class Forced(SwapCostModel):
 
 
 def cache_of(**change: object) -> CacheConfig:
-    given = {"dtype": "float64", "block_size": 4, "rows": 3, "capacity": 96, "blocks": 23, "chunk": 16} | change
+    given = {
+        "dtype": "float64",
+        "block_size": 4,
+        "max_num_seqs": 3,
+        "max_seq_len": 96,
+        "num_blocks": 23,
+        "prefill_chunk_size": 16,
+    } | change
     return CacheConfig(**given)  # type: ignore[arg-type]
 
 
@@ -70,12 +77,12 @@ def setting(kind: str, **change: object) -> tuple[Transformer, CacheConfig]:
 def run_of(kind: str, way: str, folder: Path) -> tuple[Run, float]:
     """A run in company, and max |dlogit| between each stream of it and the same stream alone."""
     ram = {"computed": None, "memory": 1 << 30, "disk": 0}[way]
-    model, cache = setting(kind, park_ram=ram)
-    options = {"park_dir": folder} if way == "disk" else {}
-    run = drive(model, cache, STREAMS, costs=Forced(way != "computed"), **options)
+    model, cache = setting(kind, swap_space=ram)
+    options = {"swap_dir": folder} if way == "disk" else {}
+    run = drive(model, cache, STREAMS, cost_model=Forced(way != "computed"), **options)
     largest = 0.0
     for number, stream in enumerate(STREAMS):
-        alone = drive(model, setting(kind, rows=1)[1], [stream])
+        alone = drive(model, setting(kind, max_num_seqs=1)[1], [stream])
         largest = max(largest, apart(alone, run, number, 0))
     return run, largest
 
@@ -86,7 +93,7 @@ def test_a_row_that_gives_way_says_what_it_says_alone(kind: str, way: str, tmp_p
     run, largest = run_of(kind, way, tmp_path)
     told = run.swaps
     assert run.preemptions > 0 and largest <= EXACT
-    if way == "computed" and kind not in ("heavy-hitters", "hierarchy", "packed"):
+    if way == "computed" and kind not in ("heavy-hitters", "tiered", "packed"):
         assert told.recomputed == run.preemptions and not told.to_ram
     else:
         assert told.to_disk == (run.preemptions if way == "disk" else 0) and told.recomputed == 0
@@ -129,9 +136,9 @@ class Slow(FileSystem):
         return super().read(file, into, offset)
 
 
-@pytest.mark.parametrize("kind", ["full", "windows", "contiguous", "heavy-hitters", "hierarchy", "packed"])
+@pytest.mark.parametrize("kind", ["full", "windows", "contiguous", "heavy-hitters", "tiered", "packed"])
 def test_rows_that_give_way_again_and_again(kind: str, tmp_path: Path) -> None:
-    model, cache = setting(kind, park_ram=0)
+    model, cache = setting(kind, swap_space=0)
     engine = Engine(model, cache, swap_dir=tmp_path, cost_model=Forced(True), fs=Slow())
     said = tokens_of(engine, PROMPTS, preempt=OFTEN)
     assert engine.preemption.stats().to_disk > 5
@@ -146,11 +153,11 @@ def test_an_encoder_decoder_reads_its_source_again(tmp_path: Path) -> None:
         Stream(text(3, seed), [text(30, seed + 10)], source=[token % 41 for token in text(9 + seed, seed)])
         for seed in range(3)
     ]
-    cache = {"source_capacity": 32, "blocks": 15, "prefix": False}
-    run = drive(model, cache_of(park_ram=0, **cache), streams, costs=Forced(True), park_dir=tmp_path)
+    cache = {"max_source_len": 32, "num_blocks": 15, "enable_prefix_caching": False}
+    run = drive(model, cache_of(swap_space=0, **cache), streams, cost_model=Forced(True), swap_dir=tmp_path)
     assert run.preemptions > 0 and run.swaps.to_disk == run.preemptions
     for number, stream in enumerate(streams):
-        alone = drive(model, cache_of(source_capacity=32), [stream])
+        alone = drive(model, cache_of(max_source_len=32), [stream])
         assert apart(alone, run, number, 0) <= EXACT
 
 
@@ -160,7 +167,7 @@ def test_an_encoder_decoder_reads_its_source_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_row_takes_the_bytes_that_are_counted(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the parking counts without a tensor is what the tensors hold."""
-    model, cache = setting(kind, park_ram=1 << 30)
+    model, cache = setting(kind, swap_space=1 << 30)
     engine = Engine(model, cache, cost_model=Forced(True))
     counted: dict[int, int] = {}
     taken: dict[int, int] = {}
@@ -171,9 +178,9 @@ def test_a_row_takes_the_bytes_that_are_counted(kind: str, monkeypatch: pytest.M
         taken[key] = sum(each.nbytes for each in copies)
         return copies
 
-    def kept(self: SwapSpace, key: int, nbytes: int, order: tuple[int, int], *, needed: bool) -> None:
+    def kept(self: SwapSpace, key: int, nbytes: int, order: tuple[int, int], *, required: bool) -> None:
         counted[key] = nbytes
-        keep(self, key, nbytes, order, needed=needed)
+        keep(self, key, nbytes, order, required=required)
 
     monkeypatch.setattr(HostCopier, "copy_out", copied)
     monkeypatch.setattr(SwapSpace, "store", kept)
@@ -194,7 +201,7 @@ def test_copies_as_sections(dtype: torch.dtype) -> None:
 
 
 def lossy_or_not(kind: str, folder: Path, disk: FileSystem) -> tuple[dict[int, tuple[list[int], str | None]], Engine]:
-    model, cache = setting(kind, park_ram=0)
+    model, cache = setting(kind, swap_space=0)
     engine = Engine(model, cache, swap_dir=folder, cost_model=Forced(True), fs=disk)
     said = tokens_of(engine, PROMPTS, preempt=OFTEN[::3])
     engine.close()
@@ -210,7 +217,7 @@ def judged(kind: str, folder: Path, disk: FileSystem, right: dict[int, tuple[lis
             assert tokens == right[number][0]
         else:
             assert kind != "full", error
-            assert "is lost" in error and "cannot be computed again" in error and str(folder) in error
+            assert "are lost" in error and "cannot be recomputed" in error and str(folder) in error
             assert tokens == right[number][0][: len(tokens)]
             ended += 1
     stats = engine.preemption.stats()
@@ -218,7 +225,7 @@ def judged(kind: str, folder: Path, disk: FileSystem, right: dict[int, tuple[lis
     return ended
 
 
-@pytest.mark.parametrize("kind", ["full", "hierarchy"])
+@pytest.mark.parametrize("kind", ["full", "tiered"])
 @pytest.mark.parametrize("which", ["read", "write", "open", "create", "replace", "free"])
 def test_whichever_operation_fails(kind: str, which: str, tmp_path: Path) -> None:
     """Each of the first ones, a middle one and the last."""
@@ -231,12 +238,12 @@ def test_whichever_operation_fails(kind: str, which: str, tmp_path: Path) -> Non
         ended += judged(kind, tmp_path, FailingDisk(k, which=(which,)), right)
         left = [each.path for each in list_temp_paths(tmp_path)]
         assert not left
-    assert not ended or (kind == "hierarchy" and which in ("read", "open"))
+    assert not ended or (kind == "tiered" and which in ("read", "open"))
 
 
-@pytest.mark.parametrize("kind", ["full", "hierarchy"])
+@pytest.mark.parametrize("kind", ["full", "tiered"])
 def test_a_disk_that_is_gone_from_some_moment_on(kind: str, tmp_path: Path) -> None:
-    """Rows that cannot be computed again stay in memory, beyond the bound."""
+    """Rows that cannot be recomputed stay in memory, beyond the bound."""
     model, cache = setting(kind)
     right = tokens_of(Engine(model, cache), PROMPTS)
     for k in (0, 3, 20):
@@ -255,7 +262,7 @@ class Lying(FileSystem):
         self.count += 1
 
 
-@pytest.mark.parametrize("kind", ["full", "hierarchy"])
+@pytest.mark.parametrize("kind", ["full", "tiered"])
 @pytest.mark.parametrize("seed", range(4))
 def test_files_that_are_flipped_or_cut(kind: str, seed: int, tmp_path: Path) -> None:
     model, cache = setting(kind)
@@ -267,7 +274,7 @@ def test_files_that_are_flipped_or_cut(kind: str, seed: int, tmp_path: Path) -> 
 
 def test_a_copy_out_that_fails_ends_its_step_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """No memory on the host: the row that gave way is computed again, the next request is right."""
-    model, cache = setting("full", park_ram=1 << 30)
+    model, cache = setting("full", swap_space=1 << 30)
     engine = Engine(model, cache, cost_model=Forced(True))
     right = tokens_of(Engine(model, setting("full")[1]), [PROMPTS[2]])[0]
     out, failed = HostCopier.copy_out, []
@@ -301,9 +308,9 @@ def test_a_copy_out_that_fails_ends_its_step_and_the_engine_goes_on(monkeypatch:
 # ---------------------------------------------------------------- life
 
 
-@pytest.mark.parametrize("kind", ["full", "hierarchy"])
+@pytest.mark.parametrize("kind", ["full", "tiered"])
 def test_cancelled_on_its_way_out_and_in(kind: str, tmp_path: Path) -> None:
-    model, cache = setting(kind, park_ram=0, blocks=40)
+    model, cache = setting(kind, swap_space=0, num_blocks=40)
     engine = Engine(model, cache, swap_dir=tmp_path, cost_model=Forced(True), fs=Slow())
     right = tokens_of(Engine(model, setting(kind)[1]), [PROMPTS[0]])[0]
     for wait in range(6):
@@ -325,7 +332,7 @@ def test_cancelled_on_its_way_out_and_in(kind: str, tmp_path: Path) -> None:
 
 
 def test_closing_with_rows_that_are_away(tmp_path: Path) -> None:
-    model, cache = setting("hierarchy", park_ram=0)
+    model, cache = setting("tiered", swap_space=0)
     engine = Engine(model, cache, swap_dir=tmp_path)
     number = engine.add_request(PROMPTS[0], SamplingParams(max_tokens=20, temperature=0))
     engine.add_request(PROMPTS[1], SamplingParams(max_tokens=20, temperature=0))
@@ -343,7 +350,7 @@ def test_closing_with_rows_that_are_away(tmp_path: Path) -> None:
 
 
 def test_what_a_prompt_costs_is_measured(tmp_path: Path) -> None:
-    model, cache = setting("full", park_ram=1 << 30)
+    model, cache = setting("full", swap_space=1 << 30)
     engine = Engine(model, cache)
     assert engine.preemption.costs.seconds_per_token == 0
     tokens_of(engine, PROMPTS, preempt=OFTEN)
@@ -356,25 +363,25 @@ def test_what_a_prompt_costs_is_measured(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     model, cache = setting("full")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="park_dir"):
+    with pytest.raises(ConfigError, match="swap_dir"):
         Engine(model, cache, swap_dir=tmp_path / "file")
-    with pytest.raises(ConfigError, match="park_ram"):
-        cache_of(park_ram=-1)
+    with pytest.raises(ConfigError, match="swap_space"):
+        cache_of(swap_space=-1)
     assert REAL_FILE_SYSTEM.free_bytes(tmp_path) > 0
 
 
 def test_blocks_woken_in_the_wrong_order_are_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The first group's.  (Whole blocks could come in any order: attention asks their positions; the last one not.)"""
-    held = KVCache._park_and_wake
+    held = KVCache._swap
 
     def wrong(self: KVCache, moves: object) -> None:
-        wake = tuple((key, (blocks[0][::-1], *blocks[1:])) for key, blocks in moves.wake)  # type: ignore[attr-defined]
-        held(self, moves._replace(wake=wake))  # type: ignore[attr-defined]
+        wake = tuple((key, (blocks[0][::-1], *blocks[1:])) for key, blocks in moves.swap_in)  # type: ignore[attr-defined]
+        held(self, moves._replace(swap_in=wake))  # type: ignore[attr-defined]
 
-    for kind in ("full", "hierarchy"):
-        model, cache = setting(kind, park_ram=0)
+    for kind in ("full", "tiered"):
+        model, cache = setting(kind, swap_space=0)
         right = tokens_of(Engine(model, cache, swap_dir=tmp_path, cost_model=Forced(True)), PROMPTS, preempt=OFTEN)
         with monkeypatch.context() as broken:
-            broken.setattr(KVCache, "_park_and_wake", wrong)
+            broken.setattr(KVCache, "_swap", wrong)
             engine = Engine(model, cache, swap_dir=tmp_path, cost_model=Forced(True))
             assert tokens_of(engine, PROMPTS, preempt=OFTEN) != right

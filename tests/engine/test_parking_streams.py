@@ -67,7 +67,7 @@ class Stubborn(PreemptionManager):
 
     def ready(self, row: TokenSequence) -> bool:
         if row.swapped is not None and self.swap_space is not None and self.swap_space.files is not None:
-            on_disk = self.swap_space._rows[row.swapped.key].whole
+            on_disk = self.swap_space._records[row.swapped.key].is_written
             if not on_disk and self.rng.random() < self.stubborn:
                 return False
         return super().ready(row)
@@ -130,7 +130,7 @@ class ParkWorld(PolicyWorld):
 
     def _judge(self, events: Sequence[SequenceEvent]) -> None:
         for event in events:
-            if event.error is not None and "is lost" in event.error:
+            if event.error is not None and "are lost" in event.error:
                 assert self.ledger.lossy and (self.losing or (self.disk is not None and self.disk.bad))
                 self.lost += 1
         super()._judge(events)
@@ -272,7 +272,7 @@ def test_others_run_while_a_row_is_read(tmp_path: Path) -> None:
         plan = world.plan()
         assert plan is not None and [work.sequence.request_id for work in plan.scheduled] == [first]
         world.settle(plan)
-        assert world.parking.state(row.swapped.key) == "returning"
+        assert world.parking.state(row.swapped.key) == "reading"
     files.work(10)
     plan = world.plan()
     assert plan is not None and {work.sequence.request_id for work in plan.scheduled} == {first, second}
@@ -429,8 +429,8 @@ class TooSoon(KVCacheManager):
 
     def swap_in(self, row: int, parked: SwappedSequence) -> bool:
         woken = super().swap_in(row, parked)
-        if woken and self._seat(row).republish:
-            self._chains.republish(self._seat(row))
+        if woken and self._sequence(row).republish:
+            self._prefix_cache.republish(self._sequence(row))
         return woken
 
 

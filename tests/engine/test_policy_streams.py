@@ -49,32 +49,41 @@ from tests.engine.test_streams import (
 
 
 def setup(policy: str, *, limit: int = 40, spare: int | None = None, cross: bool = False, **fields: object) -> Setup:
-    given = {"block_size": 4, "rows": 4, "capacity": 40, "chunk": 6, "source_capacity": 14, "policy": policy} | fields
+    given = {
+        "block_size": 4,
+        "max_num_seqs": 4,
+        "max_seq_len": 40,
+        "prefill_chunk_size": 6,
+        "max_source_len": 14,
+        "policy": policy,
+    } | fields
     mixers = (FULL, WIDE, NARROW, CROSS) if cross else (FULL, WIDE, NARROW)
     return Setup(mixers, CacheConfig(**given), 11, limit, spare=spare)  # type: ignore[arg-type]
 
 
 POLICIES = {
     "sinks": setup("sinks(3, 8)", spare=4),
-    "sinks-and-full": setup("0: full; sinks(3, 4)", blocks=13),
-    "truncate": setup("0: full; truncate(8)", blocks=13),
-    "grains": setup("truncate(9, 3)", spare=4, block_size=2),
+    "sinks-and-full": setup("0: full; sinks(3, 4)", num_blocks=13),
+    "block-window": setup("0: full; block-window(8)", num_blocks=13),
+    "grains": setup("block-window(9, 3)", spare=4, block_size=2),
     "sinks-contiguous": setup("sinks(3, 8)", layout="contiguous"),
-    "endless": setup("sinks(3, 8)", capacity=16, limit=70, endless=True, spare=3),
-    "endless-contiguous": setup("sinks(5, 7)", capacity=16, limit=70, endless=True, layout="contiguous"),
-    "ranked": setup("0: full; norm(7, every=4)", blocks=13),
-    "ranked-tight": setup("0: random(9, every=2); norm(6, every=3, sinks=2, recent=2)", spare=3, block_size=2),
-    "watched": setup("0: full; heavy-hitters(8, every=4, sinks=1)", blocks=13),
-    "ranked-contiguous": setup("norm(6, every=4)", layout="contiguous"),
-    "levels": setup("0: full; hierarchy(4, packed=8, every=4, summaries=4, ratio=2)", blocks=13),
-    "levels-tight": setup("hierarchy(4, packed=4, every=4, sinks=4, summaries=4, ratio=4)", spare=3),
-    "packed": setup("hierarchy(4, every=8)", blocks=10),
-    "gone": setup("0: norm(6, every=4); hierarchy(8, packed=0, every=4, sinks=4)", spare=3),
-    "spilled": setup("spilled(8, every=4)", blocks=7),
-    "spilled-and-full": setup("0: full; spilled(4, every=8)", blocks=13),
-    "spilled-translating": setup("spilled(4, every=4)", blocks=8, cross=True),
-    "quest": setup("quest(8)", blocks=14),
-    "translating": setup("0: full; norm(7, every=4)", blocks=14, cross=True),
+    "endless": setup("sinks(3, 8)", max_seq_len=16, limit=70, endless=True, spare=3),
+    "endless-contiguous": setup("sinks(5, 7)", max_seq_len=16, limit=70, endless=True, layout="contiguous"),
+    "ranked": setup("0: full; key-norm(7, interval=4)", num_blocks=13),
+    "ranked-tight": setup(
+        "0: random(9, interval=2); key-norm(6, interval=3, num_sinks=2, recent=2)", spare=3, block_size=2
+    ),
+    "watched": setup("0: full; heavy-hitters(8, interval=4, num_sinks=1)", num_blocks=13),
+    "ranked-contiguous": setup("key-norm(6, interval=4)", layout="contiguous"),
+    "levels": setup("0: full; tiered(4, quantized=8, interval=4, summaries=4, ratio=2)", num_blocks=13),
+    "levels-tight": setup("tiered(4, quantized=4, interval=4, num_sinks=4, summaries=4, ratio=4)", spare=3),
+    "packed": setup("tiered(4, interval=8)", num_blocks=10),
+    "gone": setup("0: key-norm(6, interval=4); tiered(8, quantized=0, interval=4, num_sinks=4)", spare=3),
+    "offload": setup("offload(8, interval=4)", num_blocks=7),
+    "spilled-and-full": setup("0: full; offload(4, interval=8)", num_blocks=13),
+    "spilled-translating": setup("offload(4, interval=4)", num_blocks=8, cross=True),
+    "quest": setup("quest(8)", num_blocks=14),
+    "translating": setup("0: full; key-norm(7, interval=4)", num_blocks=14, cross=True),
 }
 
 # ---------------------------------------------------------------- the device's rules, over entries in their order
@@ -344,7 +353,7 @@ class PolicyMemory(FakeMemory):
         for g, pool in enumerate(ledger.pools):
             waiting = {
                 block
-                for _, parked in ledger._away.pending_swap_outs
+                for _, parked in ledger._swapped.pending_swap_outs
                 for blocks in parked[g : g + 1]
                 for block in blocks
             }
@@ -472,7 +481,7 @@ class PolicyWorld(World):
 
     def drain(self, most: int = 5000) -> None:
         super().drain(most)
-        assert len(self.memory.parked) <= len(self.ledger._away.drop_next), "what was parked is kept for nobody"
+        assert len(self.memory.parked) <= len(self.ledger._swapped.pending_drops), "what was parked is kept for nobody"
 
 
 class PolicyDriver(Driver):
@@ -480,7 +489,7 @@ class PolicyDriver(Driver):
 
     def operate(self) -> None:
         """Rows that spill lose what they spilled at times, and are computed again."""
-        if "spilled" in self.world.setup.config.policy and self.rng.random() < 0.2:
+        if "offload" in self.world.setup.config.policy and self.rng.random() < 0.2:
             self.world.step(faults=lambda row: self.rng.random() < 0.05 and "again")
         else:
             super().operate()
@@ -489,7 +498,7 @@ class PolicyDriver(Driver):
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_stream_equals_its_solo_run(name: str) -> None:
     world = PolicyDriver(POLICIES[name], 1).run(500)
-    assert {"stop", "length", "cancelled", "error"} <= set(world.ended)
+    assert {"stop", "length", "abort", "error"} <= set(world.ended)
     tight = POLICIES[name].config.layout == "paged"
     assert not tight or world.scheduler.stats().preemptions > 5, "the pool was never full"
 
@@ -529,7 +538,7 @@ class PolicyLedgerWorld(LedgerWorld):
         self.forks += child in self.rows
 
     def rewind(self, seat: int, length: int) -> None:
-        if seat not in self.ledger._away.pending_swap_ins:
+        if seat not in self.ledger._swapped.pending_swap_ins:
             super().rewind(seat, length)
 
     def park(self, seat: int) -> None:
@@ -561,7 +570,7 @@ class PolicyLedgerWorld(LedgerWorld):
 def test_forks_rewinds_drafts_and_parked_rows_equal_solo_runs(name: str) -> None:
     world = PolicyLedgerWorld.random_run(POLICIES[name], 5, 700)
     assert isinstance(world, PolicyLedgerWorld)
-    watched = world.ledger._watched
+    watched = world.ledger._observes_attention
     assert watched or world.forks > 5
     assert not world.ledger.lossy or name == "translating" or world.woken > 5
 
@@ -631,7 +640,7 @@ class SharesSummaries(KVCacheManager):
 
     def __init__(self, placed: Sequence[CacheGroup], **given: object) -> None:
         super().__init__(placed, **given)  # type: ignore[arg-type]
-        self._growth.descents._shared = lambda *_: False  # type: ignore[method-assign]
+        self._allocator.demotion._is_shared = lambda *_: False  # type: ignore[method-assign]
 
 
 class AtOnce(list[tuple[BlockPool, int]]):
@@ -701,7 +710,7 @@ def test_a_level_that_gives_on_too_early_is_noticed(monkeypatch: pytest.MonkeyPa
 
     def eager(self: DemotionOps, groups: int) -> None:
         made(self, groups)
-        self.passed = AtOnce()
+        self.freed_later = AtOnce()
 
     monkeypatch.setattr(DemotionOps, "__init__", eager)
     objects("levels-tight", alone=True)

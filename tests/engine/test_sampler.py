@@ -216,7 +216,7 @@ def test_logit_bias_is_added() -> None:
 )
 def test_bad_words(tokens: list[int], words: list[tuple[int, ...]], banned: set[int]) -> None:
     scores = logits_of(1)
-    out = sampler.apply_bans(scores, [job(tokens, 1, bad_words=tuple(words))])
+    out = sampler.apply_bans(scores, [job(tokens, 1, bad_words_ids=tuple(words))])
     assert kept(out[0]) == set(range(VOCAB)) - banned
     if len(tokens) >= max(map(len, words)):  # theirs overlooks a word that is all that there is, and one token more
         expected = theirs.NoBadWordsLogitsProcessor([list(w) for w in words])(torch.tensor([tokens]), scores)
@@ -238,7 +238,7 @@ def test_no_sequence_of_n_tokens_comes_twice(n: int) -> None:
         length = 1 + seed
         tokens = torch.randint(3, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
         scores = logits_of(1, seed)
-        mine = sampler.apply_bans(scores, [job(tokens, 1, no_repeat_ngram=n)])
+        mine = sampler.apply_bans(scores, [job(tokens, 1, no_repeat_ngram_size=n)])
         expected = theirs.NoRepeatNGramLogitsProcessor(n)(torch.tensor([tokens]), scores)
         assert kept(mine[0]) == kept(expected[0])
         banned += VOCAB - len(kept(mine[0]))
@@ -249,7 +249,7 @@ def test_only_what_is_allowed_after_this_text() -> None:
     def allowed(tokens: Sequence[int]) -> list[int]:
         return [tokens[-1], tokens[-1] + 1, VOCAB + 3, -1]  # ids that are none are not allowed either
 
-    out = sampler.apply_forced_tokens(logits_of(2), [job([3, 9], allowed=allowed), job([3, 9])])
+    out = sampler.apply_forced_tokens(logits_of(2), [job([3, 9], allowed_tokens_fn=allowed), job([3, 9])])
     assert kept(out[0]) == {9, 10} and torch.equal(out[0, 9:11], logits_of(2)[0, 9:11])
     assert torch.equal(out[1], logits_of(2)[1])
 
@@ -274,7 +274,7 @@ def test_the_first_token_and_the_last_are_forced(tokens: list[int], limit: int, 
 def test_a_beam_s_continuations_are_the_best_of_what_the_fold_leaves() -> None:
     """Log-probabilities of the model, bans and all; a row beside it is sampled as ever."""
     scores = logits_of(2)
-    beam, plain = job(stops=(4,), beams=3, bad_words=((6,),), logit_bias={5: 9.0}), job(temperature=0)
+    beam, plain = job(stops=(4,), num_beams=3, bad_words_ids=((6,),), logit_bias={5: 9.0}), job(temperature=0)
     found, other = sample_tokens(scores, [beam, plain])
     assert other == sample_tokens(scores[1:], [plain])[0] and other.candidates == ()
     logprobs = scores[0].log_softmax(-1)
@@ -287,7 +287,9 @@ def test_a_beam_s_continuations_are_the_best_of_what_the_fold_leaves() -> None:
 
 def test_a_beam_without_a_continuation_is_no_fault() -> None:
     """It has none, and the other beams go on; a sampled row's error is told."""
-    beam, row = sample_tokens(logits_of(2), [job(beams=2, allowed=lambda _: []), job(allowed=lambda _: [])])
+    beam, row = sample_tokens(
+        logits_of(2), [job(num_beams=2, allowed_tokens_fn=lambda _: []), job(allowed_tokens_fn=lambda _: [])]
+    )
     assert beam.error is None and all(value == -math.inf for _, value in beam.candidates)
     assert row.error == NO_ALLOWED_TOKEN
 
@@ -295,10 +297,10 @@ def test_a_beam_without_a_continuation_is_no_fault() -> None:
 # ---------------------------------------------------------------- neighbours
 
 USES: list[dict[str, Any]] = [
-    {"bad_words": ((4,), (1, 5))},
+    {"bad_words_ids": ((4,), (1, 5))},
     {"min_tokens": 3},
-    {"no_repeat_ngram": 1},
-    {"allowed": lambda _: [2, 3]},
+    {"no_repeat_ngram_size": 1},
+    {"allowed_tokens_fn": lambda _: [2, 3]},
     {"logit_bias": {3: 1.5}},
     {"repetition_penalty": 1.4},
     {"presence_penalty": 0.5},
@@ -345,10 +347,10 @@ samplings = st.builds(
     presence_penalty=st.sampled_from([0.0, 0.4]),
     frequency_penalty=st.sampled_from([0.0, -0.3]),
     logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-5, 5, width=16), max_size=2),
-    bad_words=st.lists(st.tuples(st.integers(0, VOCAB - 1)), max_size=2).map(tuple),
+    bad_words_ids=st.lists(st.tuples(st.integers(0, VOCAB - 1)), max_size=2).map(tuple),
     min_tokens=st.integers(0, 3),
-    no_repeat_ngram=st.sampled_from([0, 0, 2]),
-    forced_first=st.sampled_from([None, None, 6]),
+    no_repeat_ngram_size=st.sampled_from([0, 0, 2]),
+    forced_bos_token_id=st.sampled_from([None, None, 6]),
     seed=st.integers(0, 2**64 - 1),
     logprobs=st.sampled_from([None, 0, 3]),
 )
@@ -381,7 +383,7 @@ def test_neighbours_change_nothing(rows: list[tuple[SamplingRow, int, str]]) -> 
         assert chosen.error == alone.error == (None if health == "fine" else NONFINITE_ERROR)
         if health == "fine":
             assert chosen == alone
-            assert (chosen.logprob is None) == (mine.sampling.logprobs is None)
+            assert (chosen.logprob is None) == (mine.sampling_params.logprobs is None)
 
 
 def test_no_rows_no_tokens() -> None:
@@ -495,7 +497,7 @@ def test_logprobs_are_the_model_s_own() -> None:
         expected = row.double().log_softmax(-1).tolist()
         assert answer.logprob is not None and answer.logprob.token_id == answer.token
         assert answer.logprob.logprob == pytest.approx(expected[answer.token], abs=1e-5)
-        best = sorted(range(VOCAB), key=lambda i: -expected[i])[: mine.sampling.logprobs]
+        best = sorted(range(VOCAB), key=lambda i: -expected[i])[: mine.sampling_params.logprobs]
         assert [token for token, _ in answer.logprob.top_logprobs] == best
         assert [value for _, value in answer.logprob.top_logprobs] == pytest.approx(
             [expected[i] for i in best], abs=1e-5
@@ -535,7 +537,7 @@ def test_a_broken_row_is_a_fault_of_that_row_alone(bad: float, temperature: floa
 def test_a_row_with_every_token_banned_is_a_fault(temperature: float) -> None:
     every = tuple((token,) for token in range(VOCAB))
     filters = {"top_k": 3, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.5}
-    jobs = [job(temperature=temperature, bad_words=words, **filters) for words in ((), every, every[1:])]
+    jobs = [job(temperature=temperature, bad_words_ids=words, **filters) for words in ((), every, every[1:])]
     nothing, one = sample_tokens(logits_of(3), jobs)[1:]
     assert nothing.error == NO_ALLOWED_TOKEN
     assert (one.token, one.error) == (0, None)
@@ -548,11 +550,14 @@ def test_half_precision_logits_are_widened_first() -> None:
 
 
 def test_the_fold_is_in_the_documented_order() -> None:
-    filters = ["keep_top_k", "keep_top_p", "keep_min_p", "keep_typical"]
-    assert [step.__name__ for step in SAMPLER_STEPS] == ["ban", "add_bias", "penalise", "force", "temper", *filters]
+    first = ["apply_bans", "apply_logit_bias", "apply_penalties", "apply_forced_tokens", "apply_temperature"]
+    filters = ["apply_top_k", "apply_top_p", "apply_min_p", "apply_typical_p"]
+    assert [step.__name__ for step in SAMPLER_STEPS] == [*first, *filters]
     assert SamplingParams.__doc__ is not None
     text = " ".join(SamplingParams.__doc__.split())
-    assert "``logit_bias``, penalties, temperature, ``top_k``, ``top_p``, ``min_p``, ``typical_p``" in text
+    assert (
+        "``logit_bias``, penalties, forced tokens, temperature, ``top_k``, ``top_p``, ``min_p``, ``typical_p``" in text
+    )
 
 
 def test_results_are_plain_values() -> None:
@@ -564,7 +569,13 @@ def test_results_are_plain_values() -> None:
 
 def test_every_sampling_field_is_known_to_these_tests() -> None:
     """A new field must be applied here, or named among those that others apply."""
-    tested = {key for use in USES for key in use} | {"seed", "logprobs", "forced_first", "forced_last", "beams"}
-    elsewhere = {"max_tokens", "stop", "stop_tokens", "ignore_eos", "n", "prompt_logprobs", "on_full"}
-    elsewhere |= {"length_penalty", "length_form", "early_stopping", "patience"}  # test_beams.py
+    tested = {key for use in USES for key in use} | {
+        "seed",
+        "logprobs",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "num_beams",
+    }
+    elsewhere = {"max_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "prompt_logprobs", "overflow"}
+    elsewhere |= {"length_penalty", "length_penalty_form", "early_stopping", "patience"}  # test_beams.py
     assert {f.name for f in dataclasses.fields(SamplingParams)} == tested | elsewhere

@@ -164,9 +164,9 @@ def test_every_row_gets_a_token_even_when_the_budget_is_the_number_of_rows() -> 
 
 
 def test_impossible_settings_are_refused() -> None:
-    with pytest.raises(ConfigError, match="budget: 3 tokens per step do not give each of 4 rows one"):
+    with pytest.raises(ConfigError, match="max_num_batched_tokens: must be at least max_num_seqs"):
         Desk(rows=4, budget=3)
-    with pytest.raises(ConfigError, match="chunk 0"):
+    with pytest.raises(ConfigError, match="must be at least 1, got 1, 0 and 1"):
         Scheduler(Desk().ledger, max_num_seqs=1, max_num_batched_tokens=1, prefill_chunk_size=0, limit=1)
 
 
@@ -311,8 +311,8 @@ def test_admission_waits_for_room_for_all_known_tokens() -> None:
 @pytest.mark.parametrize(
     ("prompt", "options", "words"),
     [
-        (0, {}, "the prompt is empty"),
-        (65, {}, "the prompt has 65 tokens, the limit is 64"),
+        (0, {}, "prompt: must have at least 1 token"),
+        (65, {}, "prompt: must have at most 64 tokens, got 65"),
         (
             30,
             {"max_tokens": 12},
@@ -388,8 +388,8 @@ def test_cancel_running_waiting_and_in_flight() -> None:
     for number in (1, 2, 3):
         desk.add(number, 3)
     plan = desk.plan()
-    assert desk.scheduler.abort_request(2) == [SequenceEvent(2, 0, finish_reason="cancelled")]  # waiting
-    assert desk.scheduler.abort_request(1) == [SequenceEvent(1, 0, finish_reason="cancelled")]  # in flight
+    assert desk.scheduler.abort_request(2) == [SequenceEvent(2, 0, finish_reason="abort")]  # waiting
+    assert desk.scheduler.abort_request(1) == [SequenceEvent(1, 0, finish_reason="abort")]  # in flight
     assert desk.settle(plan) == []
     assert desk.scheduler.abort_request(1) == []
     assert desk.shape() == [(3, 0, 3)]
@@ -605,7 +605,7 @@ def doctor_state(scheduler: Scheduler) -> None:
 
 
 def doctor_seats(scheduler: Scheduler) -> None:
-    scheduler._seats.append(0)
+    scheduler._free_indices.append(0)
 
 
 @pytest.mark.parametrize("doctor", [doctor_seat, doctor_lost, doctor_order, doctor_length, doctor_state, doctor_seats])
@@ -620,6 +620,6 @@ def test_check_catches_a_doctored_state(doctor: Callable[[Scheduler], None]) -> 
 
 
 def test_the_bench_runs() -> None:
-    bench = runpy.run_path(str(Path(__file__).parents[2] / "bench" / "scheduler.py"))
+    bench = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "scheduler.py"))
     line = bench["run"](8, 20, (FULL, W5))
     assert line["rows"] == 8 and line["groups"] == 2 and line["row_steps_per_s"] > 0

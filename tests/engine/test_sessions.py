@@ -28,31 +28,37 @@ KEPT = {
     "sinks": (model_config("rope"), {"policy": "sinks(3, 14)"}),
     "sinks t5": (model_config("t5"), {"policy": "sinks(3, 14)"}),
     "sinks, a whole block": (model_config("rope"), {"policy": "sinks(4, 8)"}),
-    "truncate": (model_config("rope"), {"policy": "truncate(16, 4)"}),
-    "rotate on read": (model_config("rope"), {"rotate": "read"}),
-    "rotate on read, sinks": (model_config("rope-partial"), {"rotate": "read", "policy": "sinks(3, 14)"}),
+    "block-window": (model_config("rope"), {"policy": "block-window(16, 4)"}),
+    "rotate on read": (model_config("rope"), {"rope_at": "read"}),
+    "rotate on read, sinks": (model_config("rope-partial"), {"rope_at": "read", "policy": "sinks(3, 14)"}),
     "endless": (model_config("rope"), {"policy": "sinks(4, 16)", "endless": True}),
     "endless alibi": (model_config("alibi"), {"policy": "window(16)", "endless": True}),
-    "endless, rotate on read": (model_config("rope"), {"policy": "sinks(4, 16)", "endless": True, "rotate": "read"}),
+    "endless, rotate on read": (model_config("rope"), {"policy": "sinks(4, 16)", "endless": True, "rope_at": "read"}),
     "heavy-hitters": (model_config("rope"), {"policy": "heavy-hitters(16, 8)"}),
     "snapkv": (model_config("alibi"), {"policy": "snapkv(16, 8, 4, 0, 4)"}),
-    "heavy-hitters, rotate on read": (model_config("rope"), {"policy": "heavy-hitters(16, 8)", "rotate": "read"}),
-    "norm": (model_config("t5"), {"policy": "norm(16, 8)"}),
-    "hierarchy": (model_config("rope"), {"policy": "hierarchy(12, packed=8, summaries=8, ratio=2, every=8)"}),
-    "hierarchy, sinks": (model_config("rope"), {"policy": "hierarchy(12, 0, summaries=40, ratio=4, every=8, sinks=4)"}),
-    "hierarchy alibi, packed": (model_config("alibi"), {"policy": "hierarchy(8, every=8)"}),
+    "heavy-hitters, rotate on read": (model_config("rope"), {"policy": "heavy-hitters(16, 8)", "rope_at": "read"}),
+    "key-norm": (model_config("t5"), {"policy": "key-norm(16, 8)"}),
+    "tiered": (model_config("rope"), {"policy": "tiered(12, quantized=8, summaries=8, ratio=2, interval=8)"}),
+    "tiered, sinks": (
+        model_config("rope"), {"policy": "tiered(12, 0, summaries=40, ratio=4, interval=8, num_sinks=4)"},
+    ),
+    "tiered alibi, packed": (model_config("alibi"), {"policy": "tiered(8, interval=8)"}),
     "quest": (model_config("rope"), {"policy": "quest(12)"}),
-    "int8": (model_config("rope"), {"keys": "int8", "values": "int8"}),
-    "int8/int4": (model_config("rope"), {"keys": "int8", "values": "int4", "policy": "sinks(3, 14)"}),
-    "int4 keys by channel": (model_config("rope"), {"keys": "int4-channel", "values": "int4", "residual": 8}),
-    "fp8": (model_config("learned"), {"keys": "fp8-e4m3", "values": "fp8-e5m2"}),
-    "bfloat16": (model_config("rope"), {"keys": "bfloat16", "values": "bfloat16"}),
-    "int8, heavy-hitters": (model_config("rope"), {"keys": "int8", "values": "int8", "policy": "heavy-hitters(16, 8)"}),
+    "int8": (model_config("rope"), {"key_dtype": "int8", "value_dtype": "int8"}),
+    "int8/int4": (model_config("rope"), {"key_dtype": "int8", "value_dtype": "int4", "policy": "sinks(3, 14)"}),
+    "int4 keys by channel": (
+        model_config("rope"), {"key_dtype": "int4-channel", "value_dtype": "int4", "residual_length": 8},
+    ),
+    "fp8": (model_config("learned"), {"key_dtype": "fp8-e4m3", "value_dtype": "fp8-e5m2"}),
+    "bfloat16": (model_config("rope"), {"key_dtype": "bfloat16", "value_dtype": "bfloat16"}),
+    "int8, heavy-hitters": (
+        model_config("rope"), {"key_dtype": "int8", "value_dtype": "int8", "policy": "heavy-hitters(16, 8)"},
+    ),
     "translating": (pair_config("rope"), {}),
     "translating t5": (pair_config("t5", own=True), {"policy": "window(11)"}),
     "translating under ranks": (pair_config("rope"), {"policy": "heavy-hitters(16, 8)"}),
 }  # fmt: skip
-BLOCKWISE = ("hierarchy", "quest", "channel")
+BLOCKWISE = ("tiered", "quest", "channel")
 WAYS = {
     "the same blocks": {},
     "smaller blocks": {"block_size": 1},
@@ -80,7 +86,7 @@ def whole(name):
     """What is said without a stop: (tokens, log-probabilities)."""
     config, fields = KEPT[name]
     most = FIRST + THEN + (60 if fields.get("endless") else 0)
-    _, tokens, scores = run(engine(config, **fields), PROMPT, most, source=source_of(config))
+    _, tokens, scores = run(engine(config, **fields), PROMPT, most, encoder_token_ids=source_of(config))
     return tokens, scores
 
 
@@ -90,14 +96,14 @@ def test_what_is_restored_goes_on_as_if_it_had_not_stopped(name, tmp_path):
     source = source_of(config)
     tokens, scores = whole(name)
     first = engine(config, **fields)
-    said, state = left(first, PROMPT, FIRST, source=source)
+    said, state = left(first, PROMPT, FIRST, encoder_token_ids=source)
     assert said == tokens[:FIRST] and state.length == len(PROMPT) + FIRST - 1
     save(first, state, tmp_path / "a")
     ways = {way: more for way, more in WAYS.items() if not more or stays(name)}
     for way, more in ways.items():
         other = engine(config, **{**fields, **more})
         loaded = load(other, tmp_path / "a").state
-        request, then, found = run(other, PROMPT + said, len(tokens) - FIRST, source=source, resume=loaded)
+        request, then, found = run(other, PROMPT + said, len(tokens) - FIRST, encoder_token_ids=source, resume=loaded)
         usage = other.metrics(request)
         assert (usage.num_cached_tokens, usage.resume_miss_reason) == (state.length, ""), way
         assert then == tokens[FIRST:], way
@@ -119,7 +125,7 @@ def test_every_layout_takes_from_every_other(name, there):
 
 def test_turn_after_turn(tmp_path):
     """Kept, resumed, kept ... in ten engines of changing layouts."""
-    for name in ("sinks", "heavy-hitters", "hierarchy", "translating"):
+    for name in ("sinks", "heavy-hitters", "tiered", "translating"):
         config, fields = KEPT[name]
         source = source_of(config)
         tokens, _ = whole(name)
@@ -129,7 +135,7 @@ def test_turn_after_turn(tmp_path):
             made = engine(config, **{**fields, **more})
             if turn:
                 loaded = load(made, tmp_path / "a").state
-            came, state = left(made, PROMPT + said, 3, source=source, resume=loaded)
+            came, state = left(made, PROMPT + said, 3, encoder_token_ids=source, resume=loaded)
             said += came
             save(made, state, tmp_path / "a")
         assert said == tokens[:30], name
@@ -162,7 +168,7 @@ def test_one_token_is_left_to_compute():
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["window", "sinks", "truncate"])
+@pytest.mark.parametrize("name", ["window", "sinks", "block-window"])
 def test_a_window_serves_what_it_still_holds(name, way):
     config, fields = KEPT[name]
     fields = {**fields, **WAYS[way]}
@@ -184,7 +190,7 @@ def test_a_window_serves_what_it_still_holds(name, way):
     assert False in served or way not in ("the same blocks", "smaller blocks")  # large ones hold more than they need
 
 
-@pytest.mark.parametrize("name", ["heavy-hitters", "hierarchy"])
+@pytest.mark.parametrize("name", ["heavy-hitters", "tiered"])
 def test_what_is_lossy_goes_on_whole_or_not_at_all(name):
     config, fields = KEPT[name]
     made = engine(config, **fields)
@@ -192,7 +198,7 @@ def test_what_is_lossy_goes_on_whole_or_not_at_all(name):
     prompt = [*PROMPT, *said[:4], 66]
     request, then, found = run(made, prompt, 4, resume=state)
     assert made.metrics(request).num_cached_tokens == 0
-    assert made.metrics(request).resume_miss_reason.startswith(f"tokens: they agree for 33 of {state.length}, and what")
+    assert made.metrics(request).resume_miss_reason.startswith(f"tokens: equal for 33 of {state.length}, and")
     _, right, scores = run(engine(config, dirty=False, **fields), prompt, 4)
     assert then == right and worst(found, scores) <= EXACT
 
@@ -229,20 +235,23 @@ def test_blocks_with_holes_are_nobody_elses(name):
 # ---------------------------------------------------------------- beside others
 
 
-@pytest.mark.parametrize("name", ["full rope", "sinks", "heavy-hitters", "hierarchy", "translating"])
+@pytest.mark.parametrize("name", ["full rope", "sinks", "heavy-hitters", "tiered", "translating"])
 def test_beside_others_in_a_pool_that_is_too_small(name):
     """Rows preempt one another; whoever resumed says what it would say alone."""
     config, fields = KEPT[name]
     source = source_of(config)
     tokens, _ = whole(name)
-    fields = {**fields, "rows": 3}
+    fields = {**fields, "max_num_seqs": 3}
     if name in ("full rope", "translating"):
-        fields["blocks"] = 34
+        fields["num_blocks"] = 34
     made = engine(config, **fields)
-    said, state = left(made, PROMPT, FIRST, source=source)
+    said, state = left(made, PROMPT, FIRST, encoder_token_ids=source)
     made.kv_cache_manager.reset_prefix_cache()
     sampling = SamplingParams(max_tokens=THEN, temperature=0, ignore_eos=True)
-    asked = [made.add_request(PROMPT + said, sampling, source=source, resume=state, keep=True) for _ in range(4)]
+    asked = [
+        made.add_request(PROMPT + said, sampling, encoder_token_ids=source, resume=state, keep_state=True)
+        for _ in range(4)
+    ]
     came = {request: [] for request in asked}
     while not made.idle:
         for piece in made.step():
@@ -253,7 +262,7 @@ def test_beside_others_in_a_pool_that_is_too_small(name):
         fill_unowned(made, math.nan)
     assert all(each == tokens[FIRST : FIRST + THEN] for each in came.values())
     assert {made.pop_state(request).length for request in asked} == {len(PROMPT) + FIRST + THEN - 1}
-    assert "blocks" not in fields or made.scheduler.stats().preemptions > 0
+    assert "num_blocks" not in fields or made.scheduler.stats().preemptions > 0
     assert not [each for each in made.kv_cache.swapped.values() if not isinstance(each, list)]
 
 
@@ -270,7 +279,7 @@ def test_seeded_sampling_goes_on_with_the_same_numbers():
 
     _, tokens = sampled(engine(config), PROMPT, 30)
     made = engine(config)
-    request, said = sampled(made, PROMPT, 9, keep=True)
+    request, said = sampled(made, PROMPT, 9, keep_state=True)
     state = made.pop_state(request)
     made.kv_cache_manager.reset_prefix_cache()
     _, then = sampled(made, PROMPT + said, 21, resume=state)
@@ -284,20 +293,20 @@ def test_what_cannot_be_kept_or_resumed():
     made, other = engine(model_config("rope")), engine(model_config("rope"))
     _, state = left(made, PROMPT, 3)
     for sampling in (SamplingParams(n=2, max_tokens=3), SamplingParams(num_beams=2, max_tokens=3, temperature=0)):
-        for options in ({"keep": True}, {"resume": state}):
-            with pytest.raises(RequestError, match="one row, not 2"):
+        for options in ({"keep_state": True}, {"resume": state}):
+            with pytest.raises(RequestError, match="one sequence, got 2"):
                 made.add_request(PROMPT, sampling, **options)
     with pytest.raises(RequestError, match="another engine"):
         other.add_request(PROMPT, SamplingParams(), resume=state)
     request, _, _ = run(made, PROMPT, 3)
-    with pytest.raises(RequestError, match=f"nothing was kept of request {request}"):
+    with pytest.raises(RequestError, match=f"request {request}"):
         made.pop_state(request)
-    request = made.add_request(PROMPT, SamplingParams(max_tokens=20, temperature=0), keep=True)
+    request = made.add_request(PROMPT, SamplingParams(max_tokens=20, temperature=0), keep_state=True)
     made.step()
     made.abort_request(request)
-    with pytest.raises(RequestError, match="nothing was kept"):
+    with pytest.raises(RequestError, match="has no state"):
         made.pop_state(request)
-    with pytest.raises(RequestError, match="the limit is"):
+    with pytest.raises(RequestError, match="must have at most"):
         made.add_request(PROMPT * 9, SamplingParams(), resume=state)
     assert not made.kv_cache.swapped and made.idle
 
@@ -307,20 +316,23 @@ def test_misses_say_why():
     made = engine(config)
     said, state = left(made, PROMPT, 3)
     request, _, _ = run(made, PROMPT + said, 60, resume=state)
-    assert (made.metrics(request).num_cached_tokens, made.metrics(request).resume_miss_reason[:8]) == (0, "regime: ")
+    assert (made.metrics(request).num_cached_tokens, made.metrics(request).resume_miss_reason[:13]) == (
+        0,
+        "rope_regime: ",
+    )
     made = engine(model_config("rope"))
     said, state = left(made, PROMPT, 3)
-    request, _, _ = run(made, PROMPT + said, 3, resume=state, salt="b")
-    assert made.metrics(request).resume_miss_reason == "salt: b here, none there"
+    request, _, _ = run(made, PROMPT + said, 3, resume=state, cache_salt="b")
+    assert made.metrics(request).resume_miss_reason == "cache_salt: b here, none in the state"
     request, _, _ = run(made, [66, *PROMPT], 3, resume=state)
-    assert made.metrics(request).resume_miss_reason == "tokens: they differ from the first on"
+    assert made.metrics(request).resume_miss_reason == "tokens: the first token differs"
     request = made.add_request(PROMPT + said, SamplingParams(max_tokens=1, prompt_logprobs=0), resume=state)
     assert made.metrics(request).resume_miss_reason.startswith("prompt_logprobs")
     translating = engine(pair_config("rope"))
-    said, state = left(translating, PROMPT[:4], 3, source=SOURCE)
-    request, then, _ = run(translating, PROMPT[:4] + said, 3, resume=state, source=SOURCE[1:])
-    assert translating.metrics(request).resume_miss_reason == "source: it answers another source"
-    assert then == run(engine(pair_config("rope"), dirty=False), PROMPT[:4] + said, 3, source=SOURCE[1:])[1]
+    said, state = left(translating, PROMPT[:4], 3, encoder_token_ids=SOURCE)
+    request, then, _ = run(translating, PROMPT[:4] + said, 3, resume=state, encoder_token_ids=SOURCE[1:])
+    assert translating.metrics(request).resume_miss_reason == "encoder input: it differs from the state's"
+    assert then == run(engine(pair_config("rope"), dirty=False), PROMPT[:4] + said, 3, encoder_token_ids=SOURCE[1:])[1]
 
 
 # ---------------------------------------------------------------- broken on purpose
@@ -338,15 +350,17 @@ def test_a_gap_that_is_forgotten_is_heard(monkeypatch):
     made = engine(config, **fields)
     said, state = left(made, PROMPT, FIRST)
     real = portable_layout.fit_layout
-    monkeypatch.setattr(state_module, "lay", lambda *args: real(*args)._replace(num_skipped_blocks=0))
+    monkeypatch.setattr(
+        state_module.manager.portable_layout, "fit_layout", lambda *args: real(*args)._replace(num_skipped_blocks=0)
+    )
     made.kv_cache_manager.reset_prefix_cache()
     with pytest.raises((AssertionError, IndexError)):
         same(made, PROMPT + said, state, tokens, None)
 
 
-@pytest.mark.parametrize("kind", ["keys", "headcolumns", "positions", "weights"])
+@pytest.mark.parametrize("kind", ["keys", "head_metadata", "positions", "weights"])
 def test_an_array_that_is_forgotten_is_heard(kind, monkeypatch):
-    name = {"headcolumns": "heavy-hitters, rotate on read", "weights": "hierarchy, sinks"}.get(kind, "sinks")
+    name = {"head_metadata": "heavy-hitters, rotate on read", "weights": "tiered, sinks"}.get(kind, "sinks")
     config, fields = KEPT[name]
     _, scores = whole(name)
     made = engine(config, **fields)
@@ -361,7 +375,7 @@ def test_an_array_that_is_forgotten_is_heard(kind, monkeypatch):
 
 def test_keys_of_a_new_engine_are_turned_back_before_they_are_summed_up(monkeypatch):
     """A row that descends before its first step: nobody has told the new memory how its keys are rotated."""
-    config, fields = KEPT["hierarchy, sinks"]
+    config, fields = KEPT["tiered, sinks"]
     first = engine(config, **fields)
     said, state = left(first, PROMPT[:28], 13)  # 40 tokens: it descends next
     assert state.length == 40 and state.rotaries

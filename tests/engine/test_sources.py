@@ -38,7 +38,14 @@ def text(length: int, seed: int = 0, vocab: int = SOURCE_VOCAB) -> list[int]:
 
 
 def cache(layout: str = "paged", **more: object) -> CacheConfig:
-    fixed = {"dtype": "float64", "block_size": 4, "rows": 6, "capacity": 60, "chunk": 16, "source_capacity": 40}
+    fixed = {
+        "dtype": "float64",
+        "block_size": 4,
+        "max_num_seqs": 6,
+        "max_seq_len": 60,
+        "prefill_chunk_size": 16,
+        "max_source_len": 40,
+    }
     return CacheConfig(layout=layout, **(fixed | more))  # type: ignore[arg-type]
 
 
@@ -101,7 +108,7 @@ def test_the_folded_lanes_are_those_of_the_step() -> None:
     """The step's tokens, cut otherwise; where runs of a request are not equally long, nothing is folded."""
     engine = Engine(build(pair_config()), cache())
     for samples, new, source in ((3, 6, text(9)), (2, 9, text(30, 1)), (1, 3, text(4, 2))):
-        engine.add_request([1, 2], greedy(new, n=samples), source=source)
+        engine.add_request([1, 2], greedy(new, n=samples), encoder_token_ids=source)
     shapes = set()
     for plan in plans(engine):
         assert plan.cross_sub_batches is not None
@@ -136,7 +143,7 @@ def test_without_clearing_a_shorter_source_sees_the_longer_one_before_it(
     """Beside a long one: a contiguous block is not read further than the longest source of the lane."""
     model = build(pair_config("rope", "pre", "gqa"))
     streams = [Stream([3, 4], [[5, 6, 7]], source=text(length, length)) for length in (39, 38, 40, 5)]
-    config = cache(layout, rows=2, prefix=False)
+    config = cache(layout, max_num_seqs=2, enable_prefix_caching=False)
     assert worst(model, streams, drive(model, config, streams)) <= EXACT
     monkeypatch.setattr(KVCache, "_clear", lambda *_: None)
     assert not worst(model, streams, drive(model, config, streams, poison=False)) <= 1e-3
@@ -159,11 +166,11 @@ def test_equal_targets_of_two_sources_share_nothing() -> None:
 @pytest.mark.parametrize("salts", [("", ""), ("", "x")])
 def test_an_equal_source_is_encoded_once(salts: tuple[str, str]) -> None:
     """Unless a salt keeps requests apart; while it is read and when it is only remembered."""
-    engine = Engine(build(pair_config()), cache(source_capacity=24))
+    engine = Engine(build(pair_config()), cache(max_source_len=24))
     source, target = text(21), text(9, vocab=VOCAB)
     told, computed = [], []
     for salt in salts:
-        request = engine.add_request(target, greedy(4), source=source, salt=salt)
+        request = engine.add_request(target, greedy(4), encoder_token_ids=source, cache_salt=salt)
         before = engine.scheduler.stats().tokens
         told.append(tokens_of(finish(engine)[request]))
         computed.append(engine.scheduler.stats().tokens - before)
@@ -174,15 +181,15 @@ def test_an_equal_source_is_encoded_once(salts: tuple[str, str]) -> None:
 
 def test_a_source_that_runs_is_shared_with_a_request_that_comes() -> None:
     engine = Engine(build(pair_config()), cache())
-    first = engine.add_request([1, 2, 3], greedy(8), source=text(21))
+    first = engine.add_request([1, 2, 3], greedy(8), encoder_token_ids=text(21))
     for _ in range(3):
         engine.step()
     before = engine.scheduler.stats().tokens
-    second = engine.add_request([4, 5], greedy(8), source=text(21))
+    second = engine.add_request([4, 5], greedy(8), encoder_token_ids=text(21))
     told = finish(engine)
     assert engine.scheduler.stats().tokens - before < 21 + 16
     alone = Engine(build(pair_config()), cache())
-    request = alone.add_request([4, 5], greedy(8), source=text(21))
+    request = alone.add_request([4, 5], greedy(8), encoder_token_ids=text(21))
     assert tokens_of(finish(alone)[request]) == tokens_of(told[second])
     assert first != second and unowned(engine)
 
@@ -193,7 +200,7 @@ def test_a_remembered_source_goes_when_its_room_is_needed() -> None:
     sources = [text(17, seed) for seed in range(9)]
     order = [*range(9), 8, 0]
     streams = [Stream([7, i], [[1, 2]], arrives=1000, source=list(sources[i])) for i in order]
-    run = drive(model, cache(rows=2, source_capacity=20), streams)
+    run = drive(model, cache(max_num_seqs=2, max_source_len=20), streams)
     assert worst(model, streams, run) <= EXACT
     assert run.encoded == 10 * 17, "the eighth is known, the first is not"
 
@@ -205,8 +212,8 @@ def test_preempted_samples_read_their_source_again_or_share_it(layout: str) -> N
         Stream(text(6, 1, VOCAB), [text(12, 2, VOCAB), text(12, 3, VOCAB)], source=text(14)),
         Stream(text(9, 4, VOCAB), [text(12, 5, VOCAB)], source=text(5)),
     ]
-    blocks = {"blocks": 8} if layout == "paged" else {}
-    run = drive(model, cache(layout, rows=3, capacity=32, prefix=False, **blocks), streams)
+    blocks = {"num_blocks": 8} if layout == "paged" else {}
+    run = drive(model, cache(layout, max_num_seqs=3, max_seq_len=32, enable_prefix_caching=False, **blocks), streams)
     assert worst(model, streams, run) <= EXACT
     assert layout == "contiguous" or run.preemptions > 0
 
@@ -215,34 +222,34 @@ def test_preempted_samples_read_their_source_again_or_share_it(layout: str) -> N
 
 
 def test_what_an_encoder_decoder_refuses() -> None:
-    engine = Engine(build(pair_config(own=True)), cache(source_capacity=20))
+    engine = Engine(build(pair_config(own=True)), cache(max_source_len=20))
     for tokens, source, words in (
-        ([1], None, "answers a source"),
-        ([], text(3), "start of the target"),
-        ([1], [], "source is empty"),
-        ([1], text(21), "the source has 21 tokens, the cache holds 20"),
-        ([1], text(SOURCE_LIMIT + 1), f"the encoder's limit is {SOURCE_LIMIT}"),
-        ([1], [SOURCE_VOCAB], f"token id {SOURCE_VOCAB} is outside"),
-        ([VOCAB], [1], f"token id {VOCAB} is outside"),
+        ([1], None, "encoder input: required by this model"),
+        ([], text(3), "target: must have at least 1 token, got 0"),
+        ([1], [], "encoder input: must have at least 1 token"),
+        ([1], text(21), "encoder input: must have at most 20 tokens, got 21"),
+        ([1], text(SOURCE_LIMIT + 1), f"must have at most {SOURCE_LIMIT}"),
+        ([1], [SOURCE_VOCAB], f"got {SOURCE_VOCAB}"),
+        ([VOCAB], [1], f"got {VOCAB}"),
     ):
         with pytest.raises(RequestError, match=words):
-            engine.add_request(tokens, greedy(3), source=source)
+            engine.add_request(tokens, greedy(3), encoder_token_ids=source)
     assert engine.idle
-    with pytest.raises(ConfigError, match=r"cache\.source_capacity"):
-        Engine(build(pair_config()), cache(source_capacity=0))
+    with pytest.raises(ConfigError, match=r"cache\.max_source_len"):
+        Engine(build(pair_config()), cache(max_source_len=0))
 
 
 def test_who_has_no_source_and_who_has_no_encoder() -> None:
     decoder, encoder = Engine(build(model_config()), cache()), Engine(build(encoder_config()), cache())
-    with pytest.raises(RequestError, match="no encoder to read a source"):
-        decoder.add_request([1], greedy(3), source=[2])
+    with pytest.raises(RequestError, match="encoder input: this model has no encoder"):
+        decoder.add_request([1], greedy(3), encoder_token_ids=[2])
     with pytest.raises(RequestError, match="no encoder"):
         decoder.add_encoder_request([1])
     with pytest.raises(RequestError, match="cannot continue"):
         encoder.add_request([1], greedy(3))
-    with pytest.raises(RequestError, match="source is empty"):
+    with pytest.raises(RequestError, match="encoder input: must have at least 1 token"):
         encoder.add_encoder_request([])
-    with pytest.raises(RequestError, match=f"the encoder's limit is {LIMIT}"):
+    with pytest.raises(RequestError, match=f"must have at most {LIMIT}"):
         encoder.add_encoder_request([1] * (LIMIT + 1))
 
 
@@ -256,12 +263,12 @@ def test_a_source_that_is_not_finite_ends_its_request_and_is_not_remembered() ->
     engine = Engine(model, cache())
     fine = [token % bad for token in text(9)]
     sick = [*fine[:5], bad, *fine[5:]]
-    numbers = [engine.add_request([1, 2], greedy(3), source=source) for source in (fine, sick, fine[:4])]
+    numbers = [engine.add_request([1, 2], greedy(3), encoder_token_ids=source) for source in (fine, sick, fine[:4])]
     told = finish(engine)
     assert [told[number][-1].finish_reason for number in numbers] == ["length", "error", "length"]
     assert "NaN" in str(told[numbers[1]][-1].error)
     before = engine.scheduler.stats().tokens
-    again = engine.add_request([1, 2], greedy(3), source=sick)
+    again = engine.add_request([1, 2], greedy(3), encoder_token_ids=sick)
     assert finish(engine)[again][-1].finish_reason == "error"
     assert engine.scheduler.stats().tokens == before + len(sick)
     assert unowned(engine)
@@ -273,8 +280,8 @@ def test_a_source_that_is_not_finite_ends_its_request_and_is_not_remembered() ->
 
 
 def test_cancelled_while_it_waits_for_its_source() -> None:
-    engine = Engine(build(pair_config()), cache(rows=2))
-    numbers = [engine.add_request([1, 2], greedy(5), source=text(8, i)) for i in range(3)]
+    engine = Engine(build(pair_config()), cache(max_num_seqs=2))
+    numbers = [engine.add_request([1, 2], greedy(5), encoder_token_ids=text(8, i)) for i in range(3)]
     plan = engine.scheduler.schedule()
     assert plan is not None and plan.encoder_batch is not None
     engine.abort_request(numbers[0])
@@ -359,10 +366,10 @@ def test_the_states_of_an_encoder_decoder_s_source() -> None:
     """Asked for between two translations, which do not notice."""
     model = build(pair_config("t5", "post", own=True))
     engine = Engine(model, cache())
-    first = engine.add_request([1, 2], greedy(6), source=TEXTS[0])
+    first = engine.add_request([1, 2], greedy(6), encoder_token_ids=TEXTS[0])
     engine.step()
     wanted = [engine.add_encoder_request(each) for each in TEXTS[1:4]]
-    second = engine.add_request([1, 2], greedy(6), source=TEXTS[0])
+    second = engine.add_request([1, 2], greedy(6), encoder_token_ids=TEXTS[0])
     told = finish(engine)
     for each, number in zip(TEXTS[1:4], wanted, strict=True):
         (piece,) = told[number]
@@ -403,7 +410,7 @@ def test_a_step_that_fails_ends_its_texts_and_the_engine_goes_on(monkeypatch: py
 
 
 def test_a_cancelled_text_is_not_answered() -> None:
-    engine = Engine(encoder(), cache(rows=2))
+    engine = Engine(encoder(), cache(max_num_seqs=2))
     numbers = [engine.add_encoder_request(each) for each in TEXTS]
     engine.step()
     engine.abort_request(numbers[3])

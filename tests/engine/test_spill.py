@@ -57,8 +57,15 @@ def where(tmp_path: Path) -> Iterator[str]:
 
 
 def spilling(where: str, **fields: Any) -> CacheConfig:
-    given = {"dtype": "float64", "block_size": 4, "rows": 3, "capacity": 32, "chunk": 8, "source_capacity": 20}
-    given |= {"on_full": "spill", "spill_dir": where, "spill_ram": 12_000}
+    given = {
+        "dtype": "float64",
+        "block_size": 4,
+        "max_num_seqs": 3,
+        "max_seq_len": 32,
+        "prefill_chunk_size": 8,
+        "max_source_len": 20,
+    }
+    given |= {"overflow": "offload", "offload_dir": where, "offload_ram": 12_000}
     return CacheConfig(**(given | fields))
 
 
@@ -86,7 +93,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize(("name", "ram"), [*((name, "both") for name in CONFIGS), ("rope", "memory"), ("rope", "disk")])
 def test_streams_larger_than_the_pool_are_exact(name: str, ram: str, where: str) -> None:
-    model, cache = build(CONFIGS[name]), spilling(where, spill_ram=RAM[ram])
+    model, cache = build(CONFIGS[name]), spilling(where, offload_ram=RAM[ram])
     every = streams(model.config)
     run = drive(model, cache, every, budget=24)
     assert worst(model, every, run) <= EXACT
@@ -97,7 +104,7 @@ def test_streams_larger_than_the_pool_are_exact(name: str, ram: str, where: str)
 @pytest.mark.parametrize("blocks", [8, 12])
 def test_preempted_rows_are_computed_again(rotate: str, blocks: int, where: str) -> None:
     model = build(model_config("rope-partial"))
-    cache = spilling(where, rotate=rotate, blocks=blocks, rows=4)
+    cache = spilling(where, rope_at=rotate, num_blocks=blocks, max_num_seqs=4)
     every = streams(model.config)
     run = drive(model, cache, every, budget=24)
     assert worst(model, every, run) <= EXACT and run.preemptions > 0
@@ -109,7 +116,7 @@ def test_preempted_rows_are_computed_again(rotate: str, blocks: int, where: str)
 def test_formats_are_spilled_as_they_are(formats: tuple[str, str], where: str) -> None:
     """As the judge whose keys and values go through them."""
     model, (keys, values) = build(model_config("rope")), formats
-    cache = spilling(where, keys=keys, values=values)
+    cache = spilling(where, key_dtype=keys, value_dtype=values)
     every = streams(model.config)
     assert worst(model, every, drive(model, cache, every, budget=24), formats=formats) <= EXACT
 
@@ -117,11 +124,11 @@ def test_formats_are_spilled_as_they_are(formats: tuple[str, str], where: str) -
 def test_layers_spill_beside_others(where: str) -> None:
     model = build(model_config("rope", layers=4))
     for policy in (
-        "0: full; spilled(16, every=8)",
-        "0: window(9); 1: quest(90); spilled(16, every=8)",
-        "0: spilled(8, every=4); spilled(16, every=8)",
+        "0: full; offload(16, interval=8)",
+        "0: window(9); 1: quest(90); offload(16, interval=8)",
+        "0: offload(8, interval=4); offload(16, interval=8)",
     ):
-        cache = spilling(where, on_full="preempt", capacity=96, policy=policy, spill_ram=3000)
+        cache = spilling(where, overflow="preempt", max_seq_len=96, policy=policy, offload_ram=3000)
         every = streams(model.config)
         assert worst(model, every, drive(model, cache, every, budget=24), cache=cache) <= EXACT
 
@@ -142,17 +149,17 @@ def test_broken_on_purpose_it_is_heard(breaks: str, where: str, monkeypatch: pyt
 
         def take(self: _ReadAhead, layer: int, tile: Any) -> torch.Tensor:
             made = real_take(self, layer, tile)
-            self._submit(self._flying[0][3])  # the buffer is given away before it was unpacked
-            if len(self._flying) > 1:
-                self._flying[-1][-1].result()
+            self._submit(self._in_flight[0][3])  # the buffer is given away before it was unpacked
+            if len(self._in_flight) > 1:
+                self._in_flight[-1][-1].result()
             return made
 
         monkeypatch.setattr(_ReadAhead, "take", take)
-        monkeypatch.setattr(_ReadAhead, "done", lambda self: self._flying.popleft())
+        monkeypatch.setattr(_ReadAhead, "done", lambda self: self._in_flight.popleft())
     else:
         monkeypatch.setattr(OffloadFile, "_read", lambda self, layer, first, into: into.fill(0) or {})
     model, every = build(model_config()), streams(model_config())
-    assert worst(model, every, drive(model, spilling(where, spill_ram=0), every, budget=24)) > 1e-3
+    assert worst(model, every, drive(model, spilling(where, offload_ram=0), every, budget=24)) > 1e-3
 
 
 # ---------------------------------------------------------------- engines, by their tokens
@@ -198,7 +205,7 @@ def right_or_told(said: Said, right: Said) -> int:
     for key, (tokens, finish, error) in said.items():
         whole = right[key][0]
         if finish == "error":
-            assert error is not None and error.startswith(f"the spilled part of request {key[0]} cannot be read: ")
+            assert error is not None and error.startswith(f"the offloaded tokens of request {key[0]} cannot be read: ")
             assert tokens == whole[: len(tokens)]
             ended += 1
         else:
@@ -208,14 +215,14 @@ def right_or_told(said: Said, right: Said) -> int:
 
 def spills(engine: Engine) -> list[OffloadFile]:
     assert engine.kv_cache.offload_reader is not None
-    return list(engine.kv_cache.offload_reader.spools.values())
+    return list(engine.kv_cache.offload_reader.offload_files.values())
 
 
 @pytest.mark.parametrize("ram", RAM)
 def test_tokens_are_those_of_a_cache_that_holds_everything(
     model: Transformer, right: Said, ram: str, where: str
 ) -> None:
-    engine = Engine(model, spilling(where, spill_ram=RAM[ram]), max_num_batched_tokens=24)
+    engine = Engine(model, spilling(where, offload_ram=RAM[ram]), max_num_batched_tokens=24)
     assert talk(engine) == right
     assert engine.kv_cache.offload_reader is not None
     stats = engine.kv_cache.offload_reader.stats()
@@ -228,7 +235,7 @@ def test_beams_fork_what_is_spilled(model: Transformer, where: str) -> None:
     said = []
     for cache in (
         CacheConfig(dtype="float64", block_size=4, max_num_seqs=3, max_seq_len=LIMIT, prefill_chunk_size=8),
-        spilling(where, spill_ram=0),
+        spilling(where, offload_ram=0),
     ):
         engine = Engine(model, cache, max_num_batched_tokens=24)
         engine.add_request(PROMPTS[0], asked)
@@ -276,14 +283,14 @@ def test_a_disk_that_is_gone_for_good(
     """What does not fit into memory ends with the reason; a row that spills little, or nothing, says all it has to."""
     for k in (0, 5, 20):
         disk = FailingDisk(k, which=which, code=errno.ENOSPC, on=True)
-        said = talk(Engine(model, spilling(where, spill_ram=RAM[ram]), max_num_batched_tokens=24, fs=disk))
+        said = talk(Engine(model, spilling(where, offload_ram=RAM[ram]), max_num_batched_tokens=24, fs=disk))
         assert right_or_told(said, right) in (1, 2) and disk.failed
         assert said[1, 0] == right[1, 0], "the short one goes on"
 
 
 def test_with_room_in_memory_nothing_needs_the_disk(model: Transformer, right: Said, where: str) -> None:
     """All memory is given out when the disk fails; by the time rows come back others have left."""
-    cache = spilling(where, spill_ram=40_000)
+    cache = spilling(where, offload_ram=40_000)
     disk = FailingDisk(3, which=("write_at",), on=True)
     said = talk(Engine(model, cache, max_num_batched_tokens=24, fs=disk))
     assert disk.failed and right_or_told(said, right) < 2
@@ -307,7 +314,7 @@ def damage(kind: str, at: int, engine: Engine) -> None:
 @pytest.mark.parametrize("times", ["once", "always"])
 def test_damage_between_steps_is_found(model: Transformer, right: Said, kind: str, times: str, where: str) -> None:
     """At places 64 bytes apart over the whole of the files, at steps of all ages."""
-    engine = Engine(model, spilling(where, spill_ram=0), max_num_batched_tokens=24)
+    engine = Engine(model, spilling(where, offload_ram=0), max_num_batched_tokens=24)
     sizes: list[int] = []
     talk(engine, lambda engine, step: sizes.append(spills(engine)[0].paths[0].stat().st_size))
     found, rng = 0, random.Random(7)
@@ -320,7 +327,7 @@ def test_damage_between_steps_is_found(model: Transformer, right: Said, kind: st
             if step == when or (times == "always" and step > when):
                 damage(kind, at, engine)
 
-        engine = Engine(model, spilling(where, spill_ram=0), max_num_batched_tokens=24)
+        engine = Engine(model, spilling(where, offload_ram=0), max_num_batched_tokens=24)
         ended = right_or_told(talk(engine, between), right)
         assert times == "always" or not ended
         found += engine.kv_cache.offload_reader is not None and engine.kv_cache.offload_reader.stats().failed > 0
@@ -331,7 +338,7 @@ def test_damage_between_steps_is_found(model: Transformer, right: Said, kind: st
 @pytest.mark.parametrize("kind", ["flip", "cut"])
 def test_damage_at_every_sixty_four_bytes(model: Transformer, right: Said, kind: str, where: str) -> None:
     for at in range(0, 20_000, 64):
-        engine = Engine(model, spilling(where, spill_ram=0), max_num_batched_tokens=24)
+        engine = Engine(model, spilling(where, offload_ram=0), max_num_batched_tokens=24)
         assert not right_or_told(talk(engine, lambda e, step, at=at: step == 30 and damage(kind, at, e)), right)
 
 
@@ -340,7 +347,7 @@ def test_what_is_damaged_without_checksums_is_heard(
 ) -> None:
     """Proof that the tests above would notice."""
     monkeypatch.setattr("kvad.cache.offload.token_offload.zlib.crc32", lambda data: 0)
-    engine = Engine(model, spilling(where, spill_ram=0), max_num_batched_tokens=24)
+    engine = Engine(model, spilling(where, offload_ram=0), max_num_batched_tokens=24)
     said = talk(engine, lambda engine, step: [damage("flip", at, engine) for at in range(7, 20_000, 8) if step == 20])
     with pytest.raises(AssertionError):
         right_or_told(said, right)
@@ -353,22 +360,25 @@ def test_a_killed_process_leaves_nothing_that_the_next_start_does_not_sweep(wher
     script = (
         "import os, signal, sys\n"
         "from tests.engine.test_spill import *\n"
-        "engine = Engine(build(model_config('rope')), spilling(sys.argv[1], spill_ram=0), budget=24)\n"
+        "cache = spilling(sys.argv[1], offload_ram=0)\n"
+        "engine = Engine(build(model_config('rope')), cache, max_num_batched_tokens=24)\n"
         "talk(engine, lambda e, step: os.kill(os.getpid(), signal.SIGKILL) if step == 30 else None)\n"
     )
     assert subprocess.run([sys.executable, "-c", script, where], check=False).returncode == -9
     left = list(Path(where).iterdir())
     assert left and any(path.stat().st_size for path in left)
-    engine = Engine(build(model_config("rope")), spilling(where, spill_ram=0))
+    engine = Engine(build(model_config("rope")), spilling(where, offload_ram=0))
     assert not set(left) & set(Path(where).iterdir())
     engine.close()
 
 
 def test_a_folder_that_cannot_be_written_is_refused_at_the_start(model: Transformer, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"cannot spill to .*file: .* \(give another --spill-dir\)"):
-        Engine(model, spilling(str(tmp_path / "file"), spill_ram=0))
-    engine = Engine(model, spilling(str(tmp_path / "file"), spill_ram=1 << 30))  # it needs none
+    with pytest.raises(
+        ConfigError, match=r"offload_dir: cannot write to .*file: .* \(Give another folder: --offload-dir\.\)"
+    ):
+        Engine(model, spilling(str(tmp_path / "file"), offload_ram=0))
+    engine = Engine(model, spilling(str(tmp_path / "file"), offload_ram=1 << 30))  # it needs none
     engine.close()
 
 
@@ -379,22 +389,23 @@ def laid_out(config: ModelConfig, cache: CacheConfig) -> None:
 def test_what_cannot_spill_is_refused_with_the_reason() -> None:
     config = model_config("rope")
     for fields, said in (
-        ({"capacity": LIMIT}, "rows already end at the model's limit of 96 tokens"),
-        ({"layout": "contiguous"}, "tokens are spilled in whole blocks (take the paged layout)"),
-        ({"capacity": 7}, "7 tokens are less than two blocks of 4"),
+        ({"max_seq_len": LIMIT}, "max_seq_len must be below the model's limit of 96 tokens"),
+        ({"layout": "contiguous"}, "tokens are offloaded in whole blocks (Use cache.layout='paged')"),
+        ({"max_seq_len": 7}, "max_seq_len 7 is less than two blocks of 4"),
         ({"policy": "sinks(4, 20)"}, "policy sinks(4, 20) is given too"),
-        ({"keys": "int8-channel", "dtype": "float32"}, "packs whole blocks once"),
+        ({"key_dtype": "int8-channel", "dtype": "float32"}, "packs whole blocks once"),
     ):
         with pytest.raises(ConfigError) as error:
             laid_out(config, spilling("", **fields))
         assert said in str(error.value)
-    with pytest.raises(ConfigError, match=r"recent 6 is not a multiple of the block size 4 \(recent=8\)"):
-        build_groups(attention_specs(config), spilling("", on_full="preempt", policy="spilled(6, every=8)"))
-    with pytest.raises(ConfigError, match="a row is either kept whole or not"):
+    with pytest.raises(ConfigError, match=r"recent must be a multiple of the block size 4, got 6 \(Use recent=8\)"):
+        build_groups(attention_specs(config), spilling("", overflow="preempt", policy="offload(6, interval=8)"))
+    with pytest.raises(ConfigError, match=r"offload\(8, .*\) and key-norm\(8, .*\) cannot be combined"):
         build_groups(
-            attention_specs(config), spilling("", on_full="preempt", policy="0: norm(8, every=4); spilled(8, every=8)")
+            attention_specs(config),
+            spilling("", overflow="preempt", policy="0: key-norm(8, interval=4); offload(8, interval=8)"),
         )
-    with pytest.raises(ConfigError, match="an encoder keeps nothing"):
+    with pytest.raises(ConfigError, match="an encoder has no cache"):
         resolve_for_model(encoder_config(), spilling(""))
 
 
@@ -406,8 +417,8 @@ def test_a_request_may_end_where_the_pool_does(model: Transformer, where: str) -
     assert sum(piece.token_id is not None for piece in pieces) == 29 and pieces[-1].limit == "cache"
     engine.close()
     plain = Engine(model, CacheConfig(dtype="float64", max_num_seqs=1, max_seq_len=32))
-    with pytest.raises(RequestError, match="the cache has to be laid out for it"):
-        plain.add_request([1], replace(ASKED, overflow="spill"))
+    with pytest.raises(RequestError, match="must be configured when the cache is created"):
+        plain.add_request([1], replace(ASKED, overflow="offload"))
 
 
 def test_a_row_that_spills_shares_no_prefix(model: Transformer, right: Said, where: str) -> None:
@@ -458,7 +469,7 @@ class SpillMachine(RuleBasedStateMachine):
     @initialize(ram=st.sampled_from(sorted(RAM.values())), blocks=st.sampled_from([8, 10, 24]))
     def start(self, ram: int, blocks: int) -> None:
         self.folder = tempfile.TemporaryDirectory()
-        cache = spilling(self.folder.name, spill_ram=ram, blocks=blocks)
+        cache = spilling(self.folder.name, offload_ram=ram, num_blocks=blocks)
         self.engine = Engine(self.model, cache, max_num_batched_tokens=20, fs=self.disk)
 
     def alone(self, stem: int, length: int) -> list[int]:
@@ -530,6 +541,6 @@ class TestSpillMachineLong(SpillMachine.TestCase):  # type: ignore[name-defined,
 
 
 def test_the_real_disk_is_what_an_engine_has(model: Transformer, where: str) -> None:
-    engine = Engine(model, spilling(where, spill_ram=0))
-    assert all(spool.disk is REAL_FILE_SYSTEM for spool in spills(engine))
+    engine = Engine(model, spilling(where, offload_ram=0))
+    assert all(spool.fs is REAL_FILE_SYSTEM for spool in spills(engine))
     engine.close()

@@ -287,7 +287,7 @@ class Stream:
         self.told_prompt: tuple[TokenLogprob, ...] = ()
 
     def expect(self, event: SequenceEvent) -> None:
-        if event.finish_reason in ("cancelled", "error"):
+        if event.finish_reason in ("abort", "error"):
             return
         if event.prompt_logprobs:
             self.told_prompt += event.prompt_logprobs
@@ -340,7 +340,7 @@ class Searched:
         self.hypothesis, self.told = hypothesis, 0
 
     def expect(self, event: SequenceEvent) -> None:
-        if event.finish_reason in ("cancelled", "error"):
+        if event.finish_reason in ("abort", "error"):
             return
         tokens, last = self.hypothesis.tokens, self.told == len(self.hypothesis.tokens) - 1
         end = (self.hypothesis.finish, self.hypothesis.score) if last else (None, None)
@@ -416,7 +416,9 @@ class World:
         crossed = any(mixer.is_cross_attention for mixer in self.setup.mixers)
         root = root + bytes(source) if crossed else root
         read = tuple(source) if crossed else None
-        self.usages[number] = self.scheduler.add_request(number, prompt, sampling, root, stop_tokens=stops, source=read)
+        self.usages[number] = self.scheduler.add_request(
+            number, prompt, sampling, root, stop_tokens=stops, encoder_tokens=read
+        )
         limit = self.setup.limit
         if sampling.max_tokens is not None:
             limit = min(limit, len(prompt) + sampling.max_tokens)
@@ -438,10 +440,10 @@ class World:
     def cancel(self, number: int) -> None:
         told = self.scheduler.abort_request(number)
         untold = {
-            event.sample_index for event in self.scheduler._pending if event.request == number
+            event.sample_index for event in self.scheduler._pending_events if event.request == number
         }  # ended, and not told
         assert {event.sample_index for event in told} | untold == set(self.streams.get(number, {}))
-        assert all(event.finish_reason == "cancelled" for event in told)
+        assert all(event.finish_reason == "abort" for event in told)
         self._judge(told)
 
     def finish(self, number: int, sample: int) -> None:
@@ -671,7 +673,7 @@ class Driver:
 @pytest.mark.parametrize("seed", [1])
 def test_every_stream_equals_its_solo_run(name: str, seed: int) -> None:
     world = Driver(SETUPS[name], seed).run(2000)
-    assert {"stop", "length", "cancelled", "error"} <= set(world.ended)
+    assert {"stop", "length", "abort", "error"} <= set(world.ended)
 
 
 @pytest.mark.parametrize("seed", [11, 12, 13])
@@ -1001,7 +1003,7 @@ class TestLedgerMachineLong(LedgerMachine.TestCase):  # type: ignore[name-define
 class NoCopyOnWrite(KVCacheManager):
     def __init__(self, placed: Sequence[CacheGroup], **asked: Any) -> None:
         super().__init__(placed, **asked)
-        self._growth.is_shared = lambda *_: False  # type: ignore[method-assign]
+        self._allocator.is_shared = lambda *_: False  # type: ignore[method-assign]
 
 
 class NoClearing(FakeMemory):
@@ -1054,13 +1056,13 @@ class Trusting(PrefixIndex):
     """Believes a digest without comparing tokens and parent."""
 
     def find(self, parent: PrefixNode | None, tokens: bytes) -> PrefixNode | None:
-        return self._known.get(self._key(parent, tokens))
+        return self._nodes.get(self._key(parent, tokens))
 
 
 class TrustsTheHash(KVCacheManager):
     def __init__(self, placed: Sequence[CacheGroup], **asked: Any) -> None:
         super().__init__(placed, **asked)
-        self._chains.prefixes = Trusting(asked["hasher"])
+        self._prefix_cache.prefixes = Trusting(asked["hash_fn"])
 
 
 def broken(setup: str, operations: int = 4000, **parts: object) -> None:
@@ -1129,7 +1131,7 @@ class SharesByPrefix(EncoderBlocks):
 class SourcesMixedUp(KVCacheManager):
     def __init__(self, placed: Sequence[CacheGroup], **asked: Any) -> None:
         super().__init__(placed, **asked)
-        self._sources.__class__ = SharesByPrefix
+        self._encoder.__class__ = SharesByPrefix
 
 
 @pytest.mark.parametrize("setup", ["translating", "translating-contiguous"])
@@ -1143,7 +1145,7 @@ class ForksTheWrongBeam(KVCacheManager):
     def fork(self, row: int, child: int, length: int) -> bool:
         done = super().fork(row, child, length)
         if done and length > 1:
-            seat = self._max_num_seqs[child]
+            seat = self._sequences[child]
             assert seat is not None
             for hold in seat.groups:
                 hold.blocks = hold.blocks[:-1] + hold.blocks[-1:][::-1]
@@ -1166,4 +1168,4 @@ def test_two_sources_with_equal_targets_share_nothing_but_equal_sources_do() -> 
         usage = world.usages[number]
         world.drain()
         assert usage.num_cached_tokens == (8 if number == 2 else 0)
-    assert (world.ledger._sources.hits, world.ledger._sources.misses) == (1, 2)
+    assert (world.ledger._encoder.hits, world.ledger._encoder.misses) == (1, 2)

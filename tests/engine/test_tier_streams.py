@@ -136,7 +136,7 @@ class FakeTier:
             ticket.fail("collision")
         elif name is None or self.rng.random() < self.failing:
             self.failed += 1
-            ticket.fail("torn")
+            ticket.fail("damaged")
         else:
             ticket.complete({group: pieces[group] for group in ticket.groups if group in pieces}, "disk")
 
@@ -191,7 +191,7 @@ class TieredWorld(World):
         self.tier = tier(luck)
         super().__init__(setup, ledger=partial(ledger, block_store=self.tier), memory=memory, check=check)  # type: ignore[arg-type]
         if deposits is not PrefixOffload:
-            made = self.ledger._chains.offload = deposits(self.tier, len(self.ledger.groups))
+            made = self.ledger._prefix_cache.offload = deposits(self.tier, len(self.ledger.groups))
             for index in range(len(self.ledger.token_groups)):
                 self.ledger.pools[index].on_evict = partial(made.on_evicted, index)
         self.memory.tier = self.tier  # type: ignore[attr-defined]
@@ -301,7 +301,7 @@ class Sure(FakeTier):
         """All that is on its way, but for those that are damaged."""
         self.failing = 0.0
         for at, ticket in enumerate(self.coming):
-            ticket.fail("torn") if at in torn else self.finish(ticket)
+            ticket.fail("damaged") if at in torn else self.finish(ticket)
         self.coming.clear()
 
 
@@ -337,7 +337,9 @@ def test_the_row_computes_from_the_first_block_that_did_not_come(broken: tuple[i
     world.tier.bring(broken)  # type: ignore[attr-defined]
     world.drain()
     assert usage.num_cached_tokens == cached
-    assert world.ledger.prefix_offload is not None and world.ledger.prefix_offload.hits.misses["torn"] == bool(broken)
+    assert world.ledger.prefix_offload is not None and world.ledger.prefix_offload.hits.misses["damaged"] == bool(
+        broken
+    )
 
 
 @pytest.mark.parametrize("how", ["cancel", "finish"])
@@ -451,12 +453,12 @@ class TooEarly(KVCacheManager):
 
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
-        there = self._chains._there
+        there = self._prefix_cache._is_available
 
         def early(index: int, prefix: Any, fetch: PrefetchRequest | None) -> bool:
-            return there(index, prefix, fetch) or (fetch is not None and prefix in fetch.tickets)
+            return there(index, prefix, fetch) or (fetch is not None and prefix in fetch.handles)
 
-        self._chains._there = early  # type: ignore[method-assign]
+        self._prefix_cache._is_available = early  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

@@ -35,20 +35,29 @@ PROMPT = [(7 * i) % 60 + 1 for i in range(41)]
 
 
 def config(**fields):
-    return CacheConfig(**{"dtype": "float64", "capacity": 96, "rows": 2, "block_size": 4, "chunk": 16, **fields})
+    return CacheConfig(
+        **{
+            "dtype": "float64",
+            "max_seq_len": 96,
+            "max_num_seqs": 2,
+            "block_size": 4,
+            "prefill_chunk_size": 16,
+            **fields,
+        }
+    )
 
 
 def make(folder=None, heads="gqa", position="rope", model=None, disk=None, monkeypatch=None, **fields):
     if disk is not None:
-        monkeypatch.setattr(engine_module, "open_tiers", lambda *parts: open_block_store(*parts, disk=disk))
-    tier = {} if folder is None else {"tier": os.fspath(folder)}
+        monkeypatch.setattr(engine_module, "open_block_store", lambda *parts: open_block_store(*parts, fs=disk))
+    tier = {} if folder is None else {"prefix_cache_dir": os.fspath(folder)}
     return Engine(model or build(model_config(position, heads=heads)), config(**tier, **fields))
 
 
 def say(engine, *prompts, new=6, salt="", poison=True, patience=60.0):
     """Greedy tokens of each prompt, submitted together, and how many of its tokens were cached."""
     requests = [
-        engine.add_request(prompt, SamplingParams(max_tokens=new, temperature=0), salt=salt) for prompt in prompts
+        engine.add_request(prompt, SamplingParams(max_tokens=new, temperature=0), cache_salt=salt) for prompt in prompts
     ]
     said = {request: [] for request in requests}
     usages, end = [engine.metrics(request) for request in requests], time.monotonic() + patience
@@ -119,12 +128,13 @@ def test_another_engine_finds_what_this_one_stored_and_says_the_same(tmp_path, h
 
 
 @pytest.mark.parametrize(
-    "fields", [{"dtype": "float32"}, {"keys": "int8", "values": "int4"}, {"dtype": "bfloat16"}, {"rotate": "read"}]
+    "fields",
+    [{"dtype": "float32"}, {"key_dtype": "int8", "value_dtype": "int4"}, {"dtype": "bfloat16"}, {"rope_at": "read"}],
 )
 @pytest.mark.parametrize("policy", ["full", "sinks(3, 9)", "quest(16)"])
 def test_formats_and_policies_come_back_as_they_were(tmp_path, fields, policy):
     """What was stored is read as what is computed anew."""
-    if policy.startswith("quest") and "rotate" in fields:
+    if policy.startswith("quest") and "rope_at" in fields:
         pytest.skip("bounds are of rotated keys")
     fields = {"policy": policy, **fields}
     first = make(tmp_path, **fields)
@@ -141,11 +151,11 @@ def test_formats_and_policies_come_back_as_they_were(tmp_path, fields, policy):
 
 def test_an_encoder_decoder_finds_the_start_of_its_target_but_only_of_the_same_source(tmp_path):
     model = build(pair_config())
-    engine = Engine(model, config(tier=os.fspath(tmp_path), source_capacity=32))
+    engine = Engine(model, config(prefix_cache_dir=os.fspath(tmp_path), max_source_len=32))
     sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 
     def answer(engine, source):
-        request = engine.add_request(PROMPT, sampling, source=source)
+        request = engine.add_request(PROMPT, sampling, encoder_token_ids=source)
         usage, said = engine.metrics(request), []
         while not engine.idle:
             said += [piece.token_id for piece in engine.step() if piece.token_id is not None]
@@ -153,7 +163,7 @@ def test_an_encoder_decoder_finds_the_start_of_its_target_but_only_of_the_same_s
 
     said, _ = answer(engine, [1, 2, 3])
     engine.close()
-    again = Engine(model, config(tier=os.fspath(tmp_path), source_capacity=32))
+    again = Engine(model, config(prefix_cache_dir=os.fspath(tmp_path), max_source_len=32))
     assert answer(again, [1, 2, 3]) == (said, 40)
     assert answer(again, [1, 2, 4])[1] == 0
     again.close()
@@ -184,8 +194,8 @@ PROMPTS = [
 def test_evicted_blocks_come_back_all_the_time(tmp_path, heads, tiers):
     fields = {} if tiers in ("ram", "small") else {"folder": tmp_path}
     if tiers != "disk":
-        fields["tier_ram"] = 30_000 if tiers == "small" else 1 << 20
-    engine = make(heads=heads, blocks=24, **fields)
+        fields["prefix_cache_ram"] = 30_000 if tiers == "small" else 1 << 20
+    engine = make(heads=heads, num_blocks=24, **fields)
     rng, expected = random.Random(1), dict(zip(map(tuple, PROMPTS), right(engine, *PROMPTS, new=4), strict=True))
     for _ in range(14):
         chosen = rng.sample(PROMPTS, 3)
@@ -199,8 +209,8 @@ def test_evicted_blocks_come_back_all_the_time(tmp_path, heads, tiers):
 
 
 def test_a_key_of_eight_bits_hits_less_and_is_never_wrong(tmp_path):
-    engine = make(tmp_path, blocks=24, tier_ram=100_000)
-    engine.kv_cache_manager._chains.prefixes._hash = lambda data: digest(data)[:1]
+    engine = make(tmp_path, num_blocks=24, prefix_cache_ram=100_000)
+    engine.kv_cache_manager._prefix_cache.prefixes._hash = lambda data: digest(data)[:1]
     rng, expected = random.Random(2), dict(zip(map(tuple, PROMPTS), right(engine, *PROMPTS, new=3), strict=True))
     for _ in range(25):
         chosen = rng.sample(PROMPTS, 2)
@@ -211,11 +221,11 @@ def test_a_key_of_eight_bits_hits_less_and_is_never_wrong(tmp_path):
 
 
 def test_a_stored_block_is_never_written_by_who_loaded_it(tmp_path):
-    engine = make(tmp_path, tier_ram=1 << 20)
+    engine = make(tmp_path, prefix_cache_ram=1 << 20)
     [(tokens, _)] = say(engine, PROMPT)
     engine.close()
     before = {path.name: path.read_bytes() for path in tmp_path.glob("*.kv")}
-    again = make(tmp_path, tier_ram=1 << 20)
+    again = make(tmp_path, prefix_cache_ram=1 << 20)
     for tail in ([1], [2], tokens, [3, 4]):
         assert say(again, PROMPT[:40] + tail, new=3)[0][1] == 40
     again.close()
@@ -233,7 +243,7 @@ def test_whichever_operation_of_the_disk_fails_the_output_is_right(tmp_path, mon
     stored.close()
 
     def life(folder, disk):
-        engine = make(folder, disk=disk, monkeypatch=monkeypatch, tier_bytes=60_000)
+        engine = make(folder, disk=disk, monkeypatch=monkeypatch, prefix_cache_size=60_000)
         answers = [say(engine, prompt, new=3, poison=False)[0][0] for prompt in prompts]
         failed = engine.block_store is None or engine.block_store.stats().disk.failures
         engine.close()
@@ -287,7 +297,7 @@ def test_a_read_only_folder_and_a_full_disk_do_not_stop_serving(tmp_path, monkey
         for start in range(1, 4):
             say(engine, PROMPT[start:])
     assert engine.block_store.stats().disk.disabled_reason and engine.block_store.stats().disk.failures
-    assert len([record for record in caplog.records if "serving goes on" in record.message]) == 1
+    assert len([record for record in caplog.records if "the engine continues" in record.message]) == 1
     assert say(engine, PROMPT)[0][0] == expected[0][0]
     engine.close()
 
@@ -296,7 +306,7 @@ def test_a_folder_that_cannot_be_opened_is_left_out(tmp_path, monkeypatch, caplo
     disk = FailingDisk(0, which=("folder", "lock"), code=errno.EACCES, on=True)
     with caplog.at_level(logging.WARNING):
         engine = make(tmp_path / "tier", disk=disk, monkeypatch=monkeypatch)
-    assert engine.block_store is None and "goes on without it" in caplog.text
+    assert engine.block_store is None and "continues without the disk store" in caplog.text
     assert say(engine, PROMPT)[0][0] == right(engine, PROMPT)[0]
     engine.close()
 
@@ -304,7 +314,7 @@ def test_a_folder_that_cannot_be_opened_is_left_out(tmp_path, monkeypatch, caplo
 def test_two_engines_on_one_folder(tmp_path, caplog):
     first = make(tmp_path)
     with caplog.at_level(logging.WARNING):
-        second = make(tmp_path, tier_ram=1 << 20)
+        second = make(tmp_path, prefix_cache_ram=1 << 20)
     assert "in use by another process" in caplog.text
     expected = right(first, PROMPT)
     assert [say(engine, PROMPT)[0][0] for engine in (first, second)] == expected * 2
@@ -343,7 +353,7 @@ def test_blocks_of_another_model_or_way_are_a_miss_said_once(tmp_path, what, cap
         "dtype": {"dtype": "float32"},
         "policy": {"policy": "window(30)"},
         "shape": {"heads": "mqa"},
-        "rotate": {"rotate": "read"},
+        "rotate": {"rope_at": "read"},
     }[what]
     with caplog.at_level(logging.INFO):
         other = make(tmp_path, **fields)
@@ -380,7 +390,7 @@ def test_an_entry_under_a_name_that_is_not_its_own_is_refused(tmp_path):
 
 def test_a_prefix_that_was_kept_stays_and_its_blocks_are_flushed(tmp_path, monkeypatch):
     disk = FailingDisk()
-    engine = make(tmp_path, disk=disk, monkeypatch=monkeypatch, tier_bytes=60_000)
+    engine = make(tmp_path, disk=disk, monkeypatch=monkeypatch, prefix_cache_size=60_000)
     pin = pin_prefix(engine, PROMPT, "system", "the text")
     assert pin.tokens == 40 and len(pin.keys) == 10 and engine.block_store.stats().disk.pinned == 10
     for start in range(1, 9):
@@ -388,7 +398,7 @@ def test_a_prefix_that_was_kept_stays_and_its_blocks_are_flushed(tmp_path, monke
     assert engine.block_store.flush() and engine.block_store.stats().disk.bytes <= 60_000
     assert engine.block_store.stats().disk.evictions > 10
     engine.close()
-    again = make(tmp_path, tier_bytes=60_000)
+    again = make(tmp_path, prefix_cache_size=60_000)
     for start in range(1, 9):
         say(again, [start, *PROMPT], new=2)
     again.kv_cache_manager.reset_prefix_cache()
@@ -399,14 +409,14 @@ def test_a_prefix_that_was_kept_stays_and_its_blocks_are_flushed(tmp_path, monke
 def test_a_prefix_that_cannot_be_flushed_is_not_kept(tmp_path, monkeypatch):
     disk = FailingDisk(0, which=("sync",))
     engine = make(tmp_path, disk=disk, monkeypatch=monkeypatch)
-    with pytest.raises(SaveError, match="not kept"):
+    with pytest.raises(SaveError, match="not pinned"):
         pin_prefix(engine, PROMPT, "system")
-    assert not list(tmp_path.glob("*.pin"))
+    assert not list(tmp_path.glob("*.prefix"))
     for name in ("", "../x", ".hidden", "a/b", "x" * 65):
-        with pytest.raises(UsageError, match="no name"):
+        with pytest.raises(UsageError, match="is not a valid name for a prefix"):
             pin_prefix(engine, PROMPT, name)
     engine.close()
-    with pytest.raises(UsageError, match="not to be had"):
+    with pytest.raises(UsageError, match="cannot be used"):
         pin_prefix(make(), PROMPT, "system")
 
 
@@ -416,13 +426,13 @@ def test_a_prefix_that_cannot_be_flushed_is_not_kept(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"tier": "x", "tier_bytes": 0}, "at least 1"),
-        ({"tier_ram": 0}, "at least 1"),
-        ({"tier_bytes": 5}, "no tier"),
-        ({"tier": "x", "tier_replacement": "fifo"}, "fifo"),
-        ({"tier": "x", "prefix": False}, "shares no blocks"),
-        ({"tier_ram": 5, "layout": "contiguous"}, "shares no blocks"),
-        ({"tier": ""}, "without a name"),
+        ({"prefix_cache_dir": "x", "prefix_cache_size": 0}, "at least 1"),
+        ({"prefix_cache_ram": 0}, "at least 1"),
+        ({"prefix_cache_size": 5}, "requires cache.prefix_cache_dir"),
+        ({"prefix_cache_dir": "x", "prefix_cache_eviction": "fifo"}, "fifo"),
+        ({"prefix_cache_dir": "x", "enable_prefix_caching": False}, "shares no blocks"),
+        ({"prefix_cache_ram": 5, "layout": "contiguous"}, "shares no blocks"),
+        ({"prefix_cache_dir": ""}, "prefix_cache_dir: must not be empty"),
     ],
 )
 def test_what_holds_nothing_is_refused(fields, says):
@@ -431,12 +441,12 @@ def test_what_holds_nothing_is_refused(fields, says):
 
 
 def test_a_policy_that_shares_nothing_and_a_folder_of_others_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="keeps its own"):
+    with pytest.raises(ConfigError, match=r"policy heavy-hitters\(16, 64, 8\) shares no blocks"):
         make(tmp_path / "tier", policy="heavy-hitters(16)")
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="other files"):
         make(tmp_path)
-    with pytest.raises(ConfigError, match="not a folder"):
+    with pytest.raises(ConfigError, match=r"notes\.txt must be a folder"):
         make(tmp_path / "notes.txt")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt"]
 
@@ -484,7 +494,7 @@ def test_a_request_that_ends_while_its_blocks_are_on_their_way_leaves_nothing(tm
     say(first, PROMPT)
     first.close()
     disk = SlowDisk()
-    engine = make(tmp_path, disk=disk, monkeypatch=monkeypatch, blocks=24)
+    engine = make(tmp_path, disk=disk, monkeypatch=monkeypatch, num_blocks=24)
     disk.slow = True
     request = engine.add_request(PROMPT, SamplingParams(max_tokens=3, temperature=0))
     engine.step()
@@ -500,7 +510,7 @@ def test_a_request_that_ends_while_its_blocks_are_on_their_way_leaves_nothing(tm
 
 def test_the_queue_of_writes_is_bounded(tmp_path):
     engine = make(tmp_path)
-    engine.block_store._queue = 1
+    engine.block_store._max_queued_bytes = 1
     say(engine, PROMPT)
     stats = engine.block_store.stats()
     assert stats.num_not_written > 0
@@ -527,7 +537,7 @@ def test_a_block_of_another_history_is_refused_by_its_proof(tmp_path, monkeypatc
     if not compared:
         monkeypatch.setattr("kvad.cache.manager.prefix_offload.prefix_digest", lambda prefix: b"")
     engine = make(tmp_path)
-    engine.kv_cache_manager._chains.prefixes._hash = lambda data: digest(data)[:1]
+    engine.kv_cache_manager._prefix_cache.prefixes._hash = lambda data: digest(data)[:1]
     a, b = same_key(engine)
     say(engine, [a] * 4 + [1] * 8 + [2], new=2)
     assert engine.block_store.flush()
@@ -575,7 +585,7 @@ for number in range(count):
 def fill(folder, number, started):
     """Serve for ever over a tier, and write down every answer."""
     torch.set_num_threads(1)
-    engine = Engine(build(model_config()), config(tier=folder, tier_bytes=200_000, blocks=24))
+    engine = Engine(build(model_config()), config(prefix_cache_dir=folder, prefix_cache_size=200_000, num_blocks=24))
     os.write(started, b"o" if engine.block_store is not None else b"-")
     with open(f"{folder}.said", "a") as said:
         while True:
@@ -598,12 +608,12 @@ def kills(folder, count, seed):
                 known[prompt] = tuple(right(engine, prompt, new=3)[0])
             assert tokens == known[prompt]
             said += 1
-    last = Engine(build(model_config()), config(tier=os.fspath(folder), tier_bytes=200_000))
+    last = Engine(build(model_config()), config(prefix_cache_dir=os.fspath(folder), prefix_cache_size=200_000))
     stats = last.block_store.stats().disk
     assert stats.num_blocks and stats.bytes <= 200_000 and not list(Path(folder).glob(".*.tmp"))
     for prompt in PROMPTS:
         say(last, prompt, new=2)
-    assert last.block_store.stats().disk.misses.get("torn", 0) == 0, "renamed when whole: a kill alone tears nothing"
+    assert last.block_store.stats().disk.misses.get("damaged", 0) == 0, "renamed when whole: a kill alone tears nothing"
     last.close()
     return said
 

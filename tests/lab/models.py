@@ -32,7 +32,7 @@ from tests.oracle import checkpoint as oracle
 
 def tiny(mixer=None, mlp=None, norm=None, *, layers=2, vocab=61, limit=64, width=24, kinds=None, pattern="L", **rest):
     """A model of width 24 with the given parts."""
-    stack_keys = {key: rest.pop(key) for key in ("norm_place", "final_norm") if key in rest}
+    stack_keys = {key: rest.pop(key) for key in ("norm_position", "final_norm") if key in rest}
     layer = LayerConfig(mixer or AttentionConfig(4, 2), mlp or GatedMLPConfig(40), norm or NormConfig())
     stack = StackConfig(layers, kinds or {"L": layer}, pattern, **stack_keys)
     return ModelConfig(width, vocab, limit, stack, **rest)
@@ -59,13 +59,13 @@ CONFIGS = {
     "qk norm each": tiny(AttentionConfig(4, 2, qk_norm="each", qk_norm_config=NormConfig("layer")), norm=LAYER_NORM),
     "qk norm full": tiny(AttentionConfig(4, 2, qk_norm="full")),
     "sinks": tiny(AttentionConfig(4, 2, sink_logits=True, logit_softcap=5.0)),
-    "untied": tiny(tie=False),
-    "post": tiny(norm_place="post", final_norm=False),
-    "sandwich": tiny(norm_place="sandwich", norm=NormConfig(unit_offset=True)),
-    "parallel": tiny(norm_place="parallel"),
-    "learned": tiny(AttentionConfig(4, position=None), embed=EmbeddingConfig(LearnedPositionsConfig(66, offset=2))),
+    "untied": tiny(tie_embeddings=False),
+    "post": tiny(norm_position="post", final_norm=False),
+    "sandwich": tiny(norm_position="sandwich", norm=NormConfig(unit_offset=True)),
+    "parallel": tiny(norm_position="parallel"),
+    "learned": tiny(AttentionConfig(4, position=None), embedding=EmbeddingConfig(LearnedPositionsConfig(66, offset=2))),
     "sinusoidal": tiny(
-        AttentionConfig(4, position=None), embed=EmbeddingConfig(SinusoidalPositionsConfig(), norm=LAYER_NORM)
+        AttentionConfig(4, position=None), embedding=EmbeddingConfig(SinusoidalPositionsConfig(), norm=LAYER_NORM)
     ),
     "alibi": tiny(AttentionConfig(4, position=AlibiConfig())),
     "t5": tiny(AttentionConfig(4, position=T5BiasConfig(8, 16))),
@@ -81,32 +81,32 @@ def seeing(mixer, **changes):
     return replace(mixer, causal=False, **changes)
 
 
-def pair(mixer=None, mlp=None, norm=None, *, norm_place="pre", source_width=None, source_vocab=None, **rest):
+def pair(mixer=None, mlp=None, norm=None, *, norm_position="pre", source_width=None, source_vocab=None, **rest):
     """An encoder-decoder: the encoder has a layer more, and a source of its own length."""
     mixer = mixer or AttentionConfig(4, 2)
-    made = tiny(mixer, mlp, norm, norm_place=norm_place, **rest)
+    made = tiny(mixer, mlp, norm, norm_position=norm_position, **rest)
     layer = made.decoder.layer_types["L"]
     position = mixer.position
     if isinstance(position, T5BiasConfig):
         position = replace(position, bidirectional=True)
-    encoder = replace(layer, mixer=seeing(mixer, position=position, head_dim=mixer.head_dim or 6))
-    decoder = replace(layer, cross=seeing(mixer, position=None, window=None))
+    encoder = replace(layer, attention=seeing(mixer, position=position, head_dim=mixer.head_dim or 6))
+    decoder = replace(layer, cross_attention=seeing(mixer, position=None, window=None))
     return replace(
         made,
-        decoder=replace(made.decoder, kinds={"L": decoder}),
-        encoder=replace(made.decoder, kinds={"L": encoder}, layers=made.decoder.num_layers + 1),
-        source=EncoderInputConfig(48, made.embedding, source_vocab, source_width),
+        decoder=replace(made.decoder, layer_types={"L": decoder}),
+        encoder=replace(made.decoder, layer_types={"L": encoder}, num_layers=made.decoder.num_layers + 1),
+        encoder_input=EncoderInputConfig(48, made.embedding, source_vocab, source_width),
     )
 
 
 def encoder(mixer=None, *, head=None, **rest):
     """An encoder alone."""
-    embed, tie = rest.pop("embed", EmbeddingConfig()), rest.pop("tie", True)
+    embedding, tie = rest.pop("embedding", EmbeddingConfig()), rest.pop("tie_embeddings", True)
     made = tiny(mixer or AttentionConfig(4, 2), **rest)
     layer = made.decoder.layer_types["L"]
-    stack = replace(made.decoder, kinds={"L": replace(layer, mixer=seeing(layer.attention))})
+    stack = replace(made.decoder, layer_types={"L": replace(layer, attention=seeing(layer.attention))})
     head = head or LanguageHeadConfig(bias=True, transform=HeadTransformConfig(norm=NormConfig()))
-    return replace(made, decoder=None, encoder=stack, head=head, embed=embed, tie=tie)
+    return replace(made, decoder=None, encoder=stack, head=head, embedding=embedding, tie_embeddings=tie)
 
 
 PAIRS = {
@@ -117,8 +117,8 @@ PAIRS = {
     "pair post": pair(
         AttentionConfig(4, position=None),
         norm=LAYER_NORM,
-        norm_place="post",
-        embed=EmbeddingConfig(SinusoidalPositionsConfig()),
+        norm_position="post",
+        embedding=EmbeddingConfig(SinusoidalPositionsConfig()),
     ),
     "pair window": pair(AttentionConfig(4, 2, window=7)),
     "pair values": pair(AttentionConfig(4, 2, head_dim=10, value_dim=3, position=None)),
@@ -128,9 +128,11 @@ ENCODERS = {
     "encoder classes": encoder(head=ClassificationHeadConfig(("a", "b", "c"))),
     "encoder rows": encoder(head=ClassificationHeadConfig(("a", "b"), "row", transform=HeadTransformConfig("tanh"))),
     "encoder pooled": encoder(
-        AttentionConfig(4, position=None), head=PoolingHeadConfig(), embed=EmbeddingConfig(LearnedPositionsConfig(64))
+        AttentionConfig(4, position=None),
+        head=PoolingHeadConfig(),
+        embedding=EmbeddingConfig(LearnedPositionsConfig(64)),
     ),
-    "encoder untied": encoder(AttentionConfig(4, window=5), tie=False),
+    "encoder untied": encoder(AttentionConfig(4, window=5), tie_embeddings=False),
 }
 MIXTURES = {"experts": tiny(mlp=MoEConfig(40, 8, 2)), "experts bias": tiny(mlp=MoEConfig(40, 4, 1, bias=True))}
 EVERY = {**CONFIGS, **MIXTURES, **PAIRS, **ENCODERS}

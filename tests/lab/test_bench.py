@@ -31,7 +31,7 @@ COUNTED = ("plain", "mha", "mqa", "dims", "biases", "pattern")
 def make_llm(config=None, **cache):
     config = tiny(limit=128) if config is None else config
     model = build(config, dtype=torch.float32)
-    return LLM(model, None, CacheConfig(**{"capacity": config.max_seq_len, "rows": 2, **cache}))
+    return LLM(model, None, CacheConfig(**{"max_seq_len": config.max_seq_len, "max_num_seqs": 2, **cache}))
 
 
 def step_of(tokens, first=0):
@@ -234,7 +234,7 @@ def test_text_shows_times_exponents_counts_and_the_formula(result):
         "N/2",
         "21.3",
         "16.0",
-        "agree on the first 32",
+        "all three generate the same first 32 of 32 tokens",
     ):
         assert shown in text, shown
     assert max(map(len, text.splitlines())) <= 110

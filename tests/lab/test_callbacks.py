@@ -18,7 +18,13 @@ from kvad.train.monitoring.metrics import read_metrics
 from tests.train.conftest import corpus, run_config  # noqa: F401  fixtures
 
 PAIRS = [("ab" * n + "c", "c" + "ba" * n) for n in range(1, 5)] * 12
-SMALL = ("width=16", "encoder.num_layers=1", "decoder.num_layers=1", "train.log_interval=1", "train.save_interval=2")
+SMALL = (
+    "hidden_size=16",
+    "encoder.num_layers=1",
+    "decoder.num_layers=1",
+    "train.log_interval=1",
+    "train.save_interval=2",
+)
 
 
 @pytest.fixture
@@ -33,15 +39,15 @@ def lines(out, kind):
 
 
 def test_watched_or_not_a_run_is_the_same_to_the_bit(corpus, run_config, tmp_path):  # noqa: F811
-    config = run_config(steps=2, eval_every=1)
+    config = run_config(steps=2, eval_interval=1)
     plain = train_model(config, [corpus], tmp_path / "plain")
     watchers = [CheckCache(), SamplePrompts(["1 is", "2 is less"], tokens=3, temperature=0.8)]
     watched = train_model(config, [corpus], tmp_path / "watched", callbacks=watchers)
     assert (plain.loss, plain.val_loss) == (watched.loss, watched.val_loss)
     one, other = (dict(open_folder(tmp_path / name).weights()) for name in ("plain", "watched"))
     assert all(torch.equal(one[name], other[name]) for name in one)
-    found = lines(tmp_path / "watched", "measured")
-    assert [line["step"] for line in found] == [1, 2] and all(line["what"] == "cache" for line in found)
+    found = lines(tmp_path / "watched", "callback")
+    assert [line["step"] for line in found] == [1, 2] and all(line["name"] == "cache" for line in found)
     assert all(0 < line["max_dlogit"] <= line["tolerance"] and line["greedy"] == line["tokens"] > 32 for line in found)
     said = lines(tmp_path / "watched", "samples")
     assert [[sample["source"] for sample in line["samples"]] for line in said] == [["1 is", "2 is less"]] * 2
@@ -50,12 +56,12 @@ def test_watched_or_not_a_run_is_the_same_to_the_bit(corpus, run_config, tmp_pat
 
 def test_of_pairs_the_cache_is_checked_and_bleu_is_measured(pairs, tmp_path):
     run = ["train", pairs, "--out", tmp_path / "run", "--preset", "transformer-tiny", "--tokenizer", "char"]
-    run += ["--context", 16, "--batch", 2, "--steps", 2, "--eval-every", 1, "--precision", "fp32"]
+    run += ["--seq-len", 16, "--batch-size", 2, "--steps", 2, "--eval-interval", 1, "--precision", "fp32"]
     run += [part for each in SMALL for part in ("--set", each)]
-    assert main([str(each) for each in (*run, "--check-cache", "--bleu", 3, "--prompt", "ca")]) == 0
-    found = lines(tmp_path / "run", "measured")
-    assert [(line["step"], line["what"]) for line in found] == [(1, "cache"), (1, "bleu"), (2, "cache"), (2, "bleu")]
-    assert all(line["max_dlogit"] <= line["tolerance"] for line in found if line["what"] == "cache")
+    assert main([str(each) for each in (*run, "--check-cache", "--bleu-samples", 3, "--prompt", "ca")]) == 0
+    found = lines(tmp_path / "run", "callback")
+    assert [(line["step"], line["name"]) for line in found] == [(1, "cache"), (1, "bleu"), (2, "cache"), (2, "bleu")]
+    assert all(line["max_dlogit"] <= line["tolerance"] for line in found if line["name"] == "cache")
     said = [sample["source"] for line in lines(tmp_path / "run", "samples") for sample in line["samples"]]
     assert said.count("ca") == 2
     bleu = found[-1]
@@ -69,26 +75,27 @@ def test_a_broken_cache_is_seen(corpus, run_config, tmp_path, monkeypatch):  # n
                 positions[positions == 3] = -1
             return super().open(step)
 
-    monkeypatch.setattr("kvad.engine.engine.Memory", Forgetful)
+    monkeypatch.setattr("kvad.engine.engine.KVCache", Forgetful)
     heard = []
 
     class Hear(CheckCache):
-        def on_measured(self, report):
+        def on_callback_report(self, report):
             heard.append(report)
 
-    train_model(run_config(steps=2, eval_every=2), [corpus], tmp_path / "run", callbacks=[Hear(tokens=8)])
+    train_model(run_config(steps=2, eval_interval=2), [corpus], tmp_path / "run", callbacks=[Hear(tokens=8)])
     assert heard[0].values["max_dlogit"] > heard[0].values["tolerance"] and "BEYOND ROUNDING" in heard[0].words
 
 
 def test_what_says_nothing_of_a_run_is_refused(corpus, run_config, tmp_path, capsys):  # noqa: F811
-    with pytest.raises(UsageError, match=r"--bleu.*: only what is trained on pairs"):
+    with pytest.raises(UsageError, match=r"--bleu-samples.*: only what is trained on pairs"):
         train_model(run_config(), [corpus], tmp_path / "run", callbacks=[TranslationBleu(3)])
     assert not (tmp_path / "run" / "run.toml").exists()
-    code = main(["train", str(corpus), "--objective", "compress", "--check-cache", "--out", str(tmp_path / "c")])
-    assert code == 2 and "a compressor is trained" in capsys.readouterr().err
+    code = main(["train", str(corpus), "--objective", "summarizer", "--check-cache", "--out", str(tmp_path / "c")])
+    said = capsys.readouterr().err
+    assert code == 2 and "callbacks.check_cache: must not be given when a summarizer is trained" in said
     for name, model, watcher, words in (
         ("encoder", {"preset": "encoder-tiny"}, SamplePrompts(["1 is"]), "an encoder continues no text"),
-        ("long", {}, SamplePrompts(["1 is less than 2 " * 20]), "and the model's limit is"),
+        ("long", {}, SamplePrompts(["1 is less than 2 " * 20]), "prompt: must have at most 32 tokens, got 340"),
     ):
         with pytest.raises((UsageError, RequestError), match=words):
             train_model(run_config(model=model), [corpus], tmp_path / name, callbacks=[watcher])
@@ -96,8 +103,8 @@ def test_what_says_nothing_of_a_run_is_refused(corpus, run_config, tmp_path, cap
 
 
 def test_a_run_file_says_what_is_watched_and_resuming_goes_on_with_it(corpus, tmp_path, capsys):  # noqa: F811
-    out, small = tmp_path / "run", ("--preset", "tiny", "--tokenizer", "char", "--context", 16, "--batch", 2)
-    words = ["train", corpus, "--out", out, *small, "--steps", 4, "--eval-every", 2, "--save-every", 2]
+    out, small = tmp_path / "run", ("--preset", "tiny", "--tokenizer", "char", "--seq-len", 16, "--batch-size", 2)
+    words = ["train", corpus, "--out", out, *small, "--steps", 4, "--eval-interval", 2, "--save-interval", 2]
     words += ["--prompt", "1 is", "--prompt", "2 is", "--check-cache", "--set", "callbacks.max_tokens=2"]
     assert main([str(word) for word in words]) == 0
     wanted = CallbacksConfig(check_cache=True, prompts=("1 is", "2 is"), max_tokens=2)
@@ -105,19 +112,19 @@ def test_a_run_file_says_what_is_watched_and_resuming_goes_on_with_it(corpus, tm
     shutil.rmtree(out / "checkpoints" / "step-00000004")
     assert main(["train", "--resume", "--out", str(out)]) == 0  # as it was
     assert (
-        [line["step"] for line in lines(out, "samples")] == [2, 4] == [line["step"] for line in lines(out, "measured")]
+        [line["step"] for line in lines(out, "samples")] == [2, 4] == [line["step"] for line in lines(out, "callback")]
     )
     shutil.rmtree(out / "checkpoints" / "step-00000004")
     more = ("--set", 'callbacks.prompts=["3 is"]', "--set", "callbacks.check_cache=false")
     assert main(["train", "--resume", "--out", str(out), *more]) == 0  # and otherwise, which changes no number
     assert [sample["source"] for sample in lines(out, "samples")[-1]["samples"]] == ["3 is"]
-    assert [line["step"] for line in lines(out, "measured")] == [2]
+    assert [line["step"] for line in lines(out, "callback")] == [2]
     capsys.readouterr()
 
 
 def test_what_a_run_file_asks_is_not_ignored_by_who_trains_without_the_engine(corpus, run_config, tmp_path):  # noqa: F811
-    config = dataclasses.replace(run_config(), watch=CallbacksConfig(prompts=("1 is",), bleu_samples=3))
-    with pytest.raises(UsageError, match=r"watch\.bleu: no listener answers it"):
+    config = dataclasses.replace(run_config(), callbacks=CallbacksConfig(prompts=("1 is",), bleu_samples=3))
+    with pytest.raises(UsageError, match=r"callbacks\.bleu_samples: no callback handles it"):
         train_model(config, [corpus], tmp_path / "run", callbacks=[SamplePrompts(["1 is"])])
     assert [type(each) for each in build_callbacks(config.callbacks)] == [SamplePrompts, TranslationBleu]
 
@@ -125,13 +132,13 @@ def test_what_a_run_file_asks_is_not_ignored_by_who_trains_without_the_engine(co
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ({"prompt_tokens": 3}, "callbacks.max_tokens: means nothing without callbacks.prompts"),
-        ({"prompts": [""]}, "callbacks.prompts: must be texts that are not empty"),
-        ({"bleu": 0}, "callbacks.bleu_samples: must be at least 1"),
+        ({"max_tokens": 3}, "callbacks.max_tokens: has no meaning without callbacks.prompts"),
+        ({"prompts": [""]}, "callbacks.prompts: must be non-empty texts"),
+        ({"bleu_samples": 0}, "callbacks.bleu_samples: must be at least 1"),
         ({"prompt": ["a"]}, "unknown key callbacks.prompt"),
-        ({"prompts": ["a"], "temperature": -1}, "callbacks.temperature: must be 0 or more"),
+        ({"prompts": ["a"], "temperature": -1}, "callbacks.temperature: must be at least 0"),
     ],
 )
 def test_a_watch_that_cannot_be_is_refused(table, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
-        RunConfig.from_dict({"watch": table})
+        RunConfig.from_dict({"callbacks": table})

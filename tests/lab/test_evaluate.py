@@ -160,7 +160,7 @@ def test_training_s_validation_loss_is_a_window_of_one_more_token(tmp_path, run_
         def on_model(self, subject):
             held.append(subject)
 
-    config = run_config(steps=2, eval_every=2, eval_tokens=0, tokenizer={"kind": "char"})
+    config = run_config(steps=2, eval_interval=2, eval_tokens=0, tokenizer={"kind": "char"})
     outcome = train_model(config, [tmp_path / "one.txt"], tmp_path / "run", callbacks=[Hold()])
     split = held[0].data.validation
     begin, length = int(split._begin[0]), len(split)

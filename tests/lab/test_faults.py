@@ -36,7 +36,7 @@ from kvad.verify.run import verify
 from kvad.verify.scenario import ScenarioOptions, build_prompts, build_streams, cache_config, num_preemptions
 
 NAMES = [name for name in FAULTS if name != UNKNOWN_FAULT]
-OPTIONS = ScenarioOptions(num_seqs=3, chunk=8, block_size=4, tokens=8, dtypes=("float64",))
+OPTIONS = ScenarioOptions(num_seqs=3, prefill_chunk_size=8, block_size=4, tokens=8, dtypes=("float64",))
 WINDOWED = LayerConfig(AttentionConfig(4, 2, window=12, logit_softcap=20.0, sink_logits=True), GatedMLPConfig(48))
 STACKS = {
     "rope-gqa": {"L": LayerConfig(AttentionConfig(4, 2), GatedMLPConfig(48))},
@@ -104,7 +104,7 @@ def test_the_confusion_table_is_diagonal(name, layout):
     for fault in NAMES:
         try:
             (memory,) = verify(model, prompts, options, fault=fault).cases
-            assert memory.verdict == "BROKEN"
+            assert memory.verdict == "broken"
             found[fault] = memory.finding.fault if memory.finding else None
         except UsageError:
             found[fault] = "meaningless"
@@ -166,7 +166,7 @@ def to_the_bin(step, groups):
         place._replace(slots=torch.full_like(place.slots, group.block_size) if decoding else place.slots)
         for place, group in zip(step.slot_mappings, groups, strict=True)
     )
-    return step._replace(places=places)
+    return step._replace(slot_mappings=places)
 
 
 def values_rounded(step, layer, q, k, v, score):
@@ -201,7 +201,7 @@ FORMS = {
 def test_other_forms_of_a_fault_get_its_name(form):
     expected, methods = FORMS[form]
     cls = type("Tampered", (Tampering,), methods)
-    finding = diagnose_with(named("rope-gqa"), lambda placed, probe: cls(placed, probe=probe))
+    finding = diagnose_with(named("rope-gqa"), lambda placed, probe: cls(placed, attention_hook=probe))
     assert finding is not None and finding.fault == expected, finding
     assert finding.layer == 0 and finding.difference > 0
 
@@ -210,7 +210,7 @@ def test_the_first_difference_is_located():
     """Layer 1's output is changed, and nothing before it."""
     methods = {"result": staticmethod(lambda layer, out: out * 1.5 if layer == 1 else out)}
     cls = type("Tampered", (Tampering,), methods)
-    finding = diagnose_with(named("rope-gqa"), lambda placed, probe: cls(placed, probe=probe))
+    finding = diagnose_with(named("rope-gqa"), lambda placed, probe: cls(placed, attention_hook=probe))
     assert (finding.fault, finding.layer, finding.position, finding.what) == (UNKNOWN_FAULT, 2, 0, "q")
 
 
@@ -218,7 +218,7 @@ def test_a_mask_that_forgets_its_window():
     model = named("windowed")
 
     def build(placed, probe):
-        seeing = [group._replace(mixer=group.spec._replace(window=None)) for group in placed]
+        seeing = [group._replace(spec=group.spec._replace(window=None)) for group in placed]
         return KVCache(seeing, attention_hook=probe)
 
     finding = diagnose_with(model, build)
@@ -230,7 +230,7 @@ def test_blocks_handed_on_uncleared_are_seen():
     finding = diagnose_with(
         named("learned-mha"), lambda placed, probe: uncleared(KVCache(placed, attention_hook=probe))
     )
-    assert finding is not None and "nobody wrote" in finding.evidence
+    assert finding is not None and "no sequence wrote" in finding.evidence
 
 
 @pytest.mark.parametrize("layout", ["paged", "contiguous"])
@@ -239,7 +239,8 @@ def test_float32_that_stores_less_is_named_in_float32(layout):
 
     def build(placed, probe):
         assert all(group.key_format == group.value_format == "float32" for group in placed)
-        return KVCache([group._replace(keys="bfloat16", values="bfloat16") for group in placed], attention_hook=probe)
+        narrow = [group._replace(key_format="bfloat16", value_format="bfloat16") for group in placed]
+        return KVCache(narrow, attention_hook=probe)
 
     finding = diagnose_with(named("rope-gqa"), build, layout=layout, dtype="float32")
     assert finding.fault == "dtype" and "bfloat16" in finding.evidence
@@ -256,8 +257,8 @@ def diagnose_with(model, build, layout="paged", dtype="float64", options=OPTIONS
 
 attention = st.builds(
     AttentionConfig,
-    heads=st.just(4),
-    kv_heads=st.sampled_from([1, 2, 4]),
+    num_heads=st.just(4),
+    num_kv_heads=st.sampled_from([1, 2, 4]),
     value_dim=st.sampled_from([None, 6]),
     position=st.sampled_from(
         [
@@ -271,29 +272,29 @@ attention = st.builds(
     ),
     window=st.sampled_from([None, 1, 5, 12]),
     qk_norm=st.sampled_from(["none", "head", "full"]),
-    softcap=st.sampled_from([None, 10.0]),
-    sinks=st.booleans(),
-    scale=st.sampled_from(["default", "none", 0.2]),
+    logit_softcap=st.sampled_from([None, 10.0]),
+    sink_logits=st.booleans(),
+    softmax_scale=st.sampled_from(["default", "none", 0.2]),
 )
 layer = st.builds(
     LayerConfig,
-    mixer=attention,
+    attention=attention,
     mlp=st.just(GatedMLPConfig(40)),
     norm=st.sampled_from([NormConfig(), NormConfig("layer", bias=True)]),
 )
 configs = st.builds(
     ModelConfig,
-    width=st.just(32),
-    vocab=st.just(48),
-    limit=st.just(64),
+    hidden_size=st.just(32),
+    vocab_size=st.just(48),
+    max_seq_len=st.just(64),
     decoder=st.builds(
         StackConfig,
-        layers=st.just(3),
-        kinds=st.fixed_dictionaries({"L": layer, "G": layer}),
-        pattern=st.sampled_from(["LLLG", "LG", "LLG"]),
-        norm_place=st.sampled_from(["pre", "post", "sandwich", "after", "normed", "parallel", "parallel_pair"]),
+        num_layers=st.just(3),
+        layer_types=st.fixed_dictionaries({"L": layer, "G": layer}),
+        layer_pattern=st.sampled_from(["LLLG", "LG", "LLG"]),
+        norm_position=st.sampled_from(["pre", "post", "sandwich", "after", "normed", "parallel", "parallel_pair"]),
     ),
-    embed=st.builds(
+    embedding=st.builds(
         EmbeddingConfig, position=st.sampled_from([None, LearnedPositionsConfig(64), SinusoidalPositionsConfig()])
     ),
 )
@@ -332,7 +333,7 @@ CACHE = CacheConfig(max_num_seqs=2, max_seq_len=32, prefill_chunk_size=8, block_
     [
         ("rotation", "alibi", CACHE, "rotates"),
         ("position", "no-positions", CACHE, "no positions"),
-        ("mask", "rope-gqa", dataclasses.replace(CACHE, prefill_chunk_size=1), "--chunk 1"),
+        ("mask", "rope-gqa", dataclasses.replace(CACHE, prefill_chunk_size=1), "--prefill-chunk-size 1"),
         ("mesk", "rope-gqa", CACHE, "did you mean 'mask'"),
     ],
 )

@@ -49,19 +49,19 @@ SAID = {
     "full": ["everything"],
     "window(32)": ["the last 32 tokens"],
     "sinks(4, 1020)": ["the first 4 and the last 1,020 tokens"],
-    "truncate(64)": ["the last 49 to 64 tokens, 16 leaving at once"],
+    "block-window(64)": ["the last 49 to 64 tokens, 16 leaving at once"],
     "snapkv(256)": ["256 tokens per head by snapkv, cut every 64"],
     "quest(128)": ["everything, of which a query reads 128 tokens"],
-    "hierarchy(128, packed=256, summaries=64)": [
+    "tiered(128, quantized=256, summaries=64)": [
         "the latest 128 tokens as they are",
         "up to 256 older tokens, packed",
         "64 summaries of 8 older tokens each at most",
     ],
-    "hierarchy(64, sinks=16)": [
+    "tiered(64, num_sinks=16)": [
         "the first 16 and the latest 64 tokens as they are",
         "up to 2,048 older tokens, packed",
     ],
-    "0: full; norm(32)": ["everything", "32 tokens per head by norm, cut every 64"],
+    "0: full; key-norm(32)": ["everything", "32 tokens per head by key-norm, cut every 64"],
 }
 
 
@@ -97,7 +97,7 @@ def test_layers_have_short_names(layers, words):
 
 
 def planned(name="gpt2", **asked):
-    return plan_memory(known_model(name), CacheConfig(**{"capacity": 1024, **asked}))
+    return plan_memory(known_model(name), CacheConfig(**{"max_seq_len": 1024, **asked}))
 
 
 def table(plan, memory, contexts=(), rows=(), ratios=(0.75,), measured=()):
@@ -108,7 +108,7 @@ def table(plan, memory, contexts=(), rows=(), ratios=(0.75,), measured=()):
         rows=rows,
         choices=policy_choices(plan, ratios),
         formats=format_choices(plan),
-        prices=measured,
+        costs=measured,
     )
 
 
@@ -123,9 +123,9 @@ def test_every_line_fits_and_one_more_does_not():
             keys = (
                 {}
                 if offer.cache_format == plan.cache.format_name
-                else {"keys": offer.cache_format, "values": offer.cache_format}
+                else {"key_dtype": offer.cache_format, "value_dtype": offer.cache_format}
             )
-            asked = replace(plan.cache, rows=rows, capacity=context, policy=choice.policy(context), **keys)
+            asked = replace(plan.cache, max_num_seqs=rows, max_seq_len=context, policy=choice.policy(context), **keys)
             return total_bytes_with(plan, asked)
 
         assert offer.bytes == total(offer.num_seqs, offer.context) <= 2 * GIB
@@ -138,7 +138,9 @@ def test_a_policy_that_was_asked_for_is_held_against_everything():
     plan = planned(policy="sinks(4, 252)")
     found = table(plan, 2 * GIB, contexts=(1024,)).rows
     assert {offer.policy for offer in found} == {"full", "sinks(4, 252)"}
-    assert {offer.policy for offer in table(planned(keys="int8", dtype="int8"), 2 * GIB, rows=(2,)).rows} > {"full"}
+    assert {offer.policy for offer in table(planned(key_dtype="int8", dtype="int8"), 2 * GIB, rows=(2,)).rows} > {
+        "full"
+    }
     endless = plan_memory(known_model("smollm-135m"), CacheConfig(max_seq_len=1024, overflow="sinks", max_num_seqs=2))
     found = table(endless, 2 * GIB, contexts=(512, 1024)).rows
     assert {offer.policy for offer in found} == {"sinks(4, 508)", "sinks(4, 1020)"}
@@ -146,16 +148,16 @@ def test_a_policy_that_was_asked_for_is_held_against_everything():
 
 
 def test_a_line_says_the_policy_that_rows_go_on_under():
-    plan = plan_memory(known_model("smollm-135m"), CacheConfig(max_seq_len=256, overflow="spill", max_num_seqs=2))
+    plan = plan_memory(known_model("smollm-135m"), CacheConfig(max_seq_len=256, overflow="offload", max_num_seqs=2))
     found = table(plan, 2 * GIB, contexts=(256, 512)).rows
-    assert {offer.policy for offer in found} == {"spilled(192, 1856)", "spilled(384, 1664, 128)"}
+    assert {offer.policy for offer in found} == {"offload(192, 1856)", "offload(384, 1664, 128)"}
     assert {offer.cache_format: offer.is_lossless for offer in found} == {
         "float32": True, "bfloat16": False, "int8": False, "int4": False
     }  # fmt: skip
-    plan = plan_memory(known_model("smollm-135m"), CacheConfig(max_seq_len=256, overflow="summarise", max_num_seqs=2))
+    plan = plan_memory(known_model("smollm-135m"), CacheConfig(max_seq_len=256, overflow="summarize", max_num_seqs=2))
     found = table(plan, 2 * GIB, contexts=(256,)).rows
     (policy,) = {offer.policy for offer in found}
-    assert policy.startswith("hierarchy(") and not any(offer.is_lossless or offer.perplexity for offer in found)
+    assert policy.startswith("tiered(") and not any(offer.is_lossless or offer.perplexity for offer in found)
 
 
 def test_what_a_model_cannot_have_is_said():
@@ -182,18 +184,18 @@ def line(cache, ratio, measure, **more):
 
 
 MINE = [
-    line("full", 0.0, "text", price=1.0, kl=0.0),
+    line("full", 0.0, "text", perplexity_ratio=1.0, kl=0.0),
     line("full", 0.0, "single", depth=0.0, recall=1.0),
     line("full", 0.0, "single", depth=1.0, recall=0.98),
     line("full", 0.0, "many", depth=1.0, recall=0.9),
-    line("int8", 0.0, "text", price=1.25, kl=0.5),
-    line("sinks", 0.75, "text", price=None, kl=0.5),
+    line("int8", 0.0, "text", perplexity_ratio=1.25, kl=0.5),
+    line("sinks", 0.75, "text", perplexity_ratio=None, kl=0.5),
     line("sinks", 0.75, "single", depth=0.0, recall=0.25),
     line("sinks", 0.75, "single", depth=1.0, recall=0.5),
     line("sinks", 0.75, "many", depth=1.0, recall=0.5),
-    line("sinks+int8", 0.75, "text", price=1.5, kl=0.75),
+    line("sinks+int8", 0.75, "text", perplexity_ratio=1.5, kl=0.75),
     line("sinks+int8", 0.75, "single", depth=0.0, recall=0.125),
-    line("quest", 0.5, "text", price=1.125, kl=0.25),
+    line("quest", 0.5, "text", perplexity_ratio=1.125, kl=0.25),
 ]
 
 
@@ -249,7 +251,7 @@ def test_lines_of_fewer_depths_are_the_same_prices(tmp_path, capsys):
 
 
 def test_the_packaged_prices_are_what_the_runs_say():
-    runs = sorted((ROOT / "runs").glob("cache-quality-*.jsonl"))
+    runs = sorted((ROOT / "dev" / "results").glob("cache-quality-*.jsonl"))
     said = [each for path in runs for each in read_costs(path)]
     assert all(each in said for each in read_costs())
 
@@ -273,12 +275,23 @@ def test_the_packaged_prices_say_where_they_are_from():
 
 def test_prices_of_ones_own(tmp_path, capsys):
     (tmp_path / LINES_FILE).write_text("".join(f"{json.dumps(each)}\n" for each in MINE))
-    arguments = ["plan", "gpt2", "--fit", "2GiB", "--context", "1024", "--bandwidth", "10", "--prices", str(tmp_path)]
+    arguments = [
+        "plan",
+        "gpt2",
+        "--fit-memory",
+        "2GiB",
+        "--max-seq-len",
+        "1024",
+        "--bandwidth",
+        "10",
+        "--quality-results",
+        str(tmp_path),
+    ]
     assert main(arguments) == 0
     out = capsys.readouterr().out
     assert "perplexity x1.250" in out and "finds 38%" in out and "perplexity: mine, 64 tokens" in out
-    assert "not measured" in out and "as computed" in out
-    for text, words in (("{}", "holds no prices"), ("[", "holds no prices"), (None, "cannot read")):
+    assert "not measured" in out and "lossless" in out
+    for text, words in (("{}", "has no costs"), ("[", "has no costs"), (None, "cannot read")):
         path = tmp_path / "other.json"
         path.unlink(missing_ok=True)
         if text is not None:
@@ -304,10 +317,12 @@ def run(capsys, *arguments):
 
 
 def test_the_table_is_printed(capsys):
-    code, out, err = run(capsys, "llama-3-8b", "--weights-dtype", "bfloat16", "--fit", "24GiB", "--ratios", "0.6,0.75")
+    code, out, err = run(
+        capsys, "llama-3-8b", "--dtype", "bfloat16", "--fit-memory", "24GiB", "--compression-ratios", "0.6,0.75"
+    )
     lines = out[out.index("in 24.00 GiB") :].splitlines()
     assert (code, err) == (0, "") and lines[1].split() == [
-        "rows",
+        "seqs",
         "tokens",
         "each",
         "takes",
@@ -315,9 +330,7 @@ def test_the_table_is_printed(capsys):
         "policy",
         "quality",
     ]
-    assert (
-        sum("not measured" in each for each in lines) == 2 * 3 * 3 and sum("as computed" in each for each in lines) == 2
-    )
+    assert sum("not measured" in each for each in lines) == 2 * 3 * 3 and sum("lossless" in each for each in lines) == 2
     assert (
         sum("sinks(4, 508)" in each for each in lines) == 3
         and len({each for each in lines if "commit" in each}) == sum("commit" in each for each in lines) == 2
@@ -325,40 +338,47 @@ def test_the_table_is_printed(capsys):
 
 
 def test_the_table_as_json(capsys):
-    code, out, _ = run(capsys, "gpt2", "--fit", "2GiB", "--context", "256,1024", "--rows", "3", "--json")
+    code, out, _ = run(
+        capsys, "gpt2", "--fit-memory", "2GiB", "--max-seq-len", "256,1024", "--max-num-seqs", "3", "--json"
+    )
     found = json.loads(out)["fit"]
     assert code == 0 and found["weights_too_large"] is None
-    offered = found["table"]["offers"]
-    assert {each["context"] for each in offered} >= {256, 1024} and any(each["rows"] == 3 for each in offered)
+    offered = found["table"]["rows"]
+    assert {each["context"] for each in offered} >= {256, 1024} and any(each["num_seqs"] == 3 for each in offered)
     assert all(each["bytes"] <= found["bytes"] for each in offered)
-    assert {"model", "digest", "times", "kl", "recall"} == set(
-        next(each["paid"] for each in offered if each["paid"])[0]
+    assert {"model", "digest", "perplexity_ratio", "kl", "recall"} == set(
+        next(each["measured"] for each in offered if each["measured"])[0]
     )
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["llama-3-8b", "--fit", "20GiB"], "in bfloat16 they take 14.96 GiB: --weights-dtype bfloat16"),
-        (["llama-3-8b", "--fit", "8GiB"], "and in bfloat16 still 6.96 GiB more"),
-        (["llama-3-8b", "--fit", "8GiB", "--weights-dtype", "bfloat16"], "a smaller model would fit"),
+        (["llama-3-8b", "--fit-memory", "20GiB"], "in bfloat16 they take 14.96 GiB: --dtype bfloat16"),
+        (["llama-3-8b", "--fit-memory", "8GiB"], "and in bfloat16 still 6.96 GiB more"),
+        (["llama-3-8b", "--fit-memory", "8GiB", "--dtype", "bfloat16"], "a smaller model would fit"),
     ],
 )
 def test_what_would_fit_where_weights_do_not(capsys, arguments, says):
     code, out, _ = run(capsys, *arguments)
-    assert code == 0 and "not even one row" in out and "the weights alone take" in out and says in out
+    assert (
+        code == 0
+        and "not even one sequence of one block fits" in out
+        and "the weights alone take" in out
+        and says in out
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["gpt2", "--context", "256,512"], "say how much memory: --fit 8GiB"),
-        (["gpt2", "--rows", "1,2"], "say how much memory"),
-        (["gpt2", "--fit", "2GiB", "--ratios", "1.5"], "lies between 0 and 1"),
-        (["gpt2", "--fit", "2GiB", "--ratios", "half"], "cannot read 'half'"),
-        (["gpt2", "--fit", "2GiB", "--rows", "0,4"], "ask for at least 1"),
-        (["gpt2", "--fit", "2GiB", "--prices", "nowhere"], "cannot read nowhere"),
-        (["gpt2", "--context", "a,b"], "no whole number"),
+        (["gpt2", "--max-seq-len", "256,512"], "add the memory, as in --fit-memory 8GiB"),
+        (["gpt2", "--max-num-seqs", "1,2"], "add the memory"),
+        (["gpt2", "--fit-memory", "2GiB", "--compression-ratios", "1.5"], "must be between 0 and 1"),
+        (["gpt2", "--fit-memory", "2GiB", "--compression-ratios", "half"], "cannot read 'half'"),
+        (["gpt2", "--fit-memory", "2GiB", "--max-num-seqs", "0,4"], "must be at least 1, got 0"),
+        (["gpt2", "--fit-memory", "2GiB", "--quality-results", "nowhere"], "cannot read nowhere"),
+        (["gpt2", "--max-seq-len", "a,b"], "not a whole number"),
     ],
 )
 def test_what_cannot_be_is_refused(capsys, arguments, says):
@@ -369,7 +389,7 @@ def test_what_cannot_be_is_refused(capsys, arguments, says):
 def test_no_torch_for_a_table():
     program = (
         "import sys\nfrom kvad.cli.main import main\n"
-        "code = main(['plan', 'gpt2', '--fit', '4GiB', '--policy', 'snapkv(128)', '--bandwidth', '10'])\n"
+        "code = main(['plan', 'gpt2', '--fit-memory', '4GiB', '--policy', 'snapkv(128)', '--bandwidth', '10'])\n"
         "assert 'torch' not in sys.modules\nsys.exit(code)"
     )
     ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -380,7 +400,7 @@ def test_no_torch_for_a_table():
 
 
 def test_a_refusal_names_a_format_and_a_policy_that_would_fit():
-    plan = planned(rows=16)
+    plan = planned(max_num_seqs=16)
     with pytest.raises(MemoryPlanError) as caught:
         require_memory(plan, 1700 * 2**20)
     assert "all of it as bfloat16 (" in caught.value.hint and "under sinks(4, 252) (" in caught.value.hint
@@ -390,5 +410,5 @@ def test_a_refusal_names_a_format_and_a_policy_that_would_fit():
 
 def test_a_refusal_names_none_that_would_not():
     with pytest.raises(MemoryPlanError) as caught:
-        require_memory(planned(rows=600), GIB)
+        require_memory(planned(max_num_seqs=600), GIB)
     assert "all of it" not in caught.value.hint

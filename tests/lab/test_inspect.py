@@ -75,14 +75,16 @@ def test_json(checkpoint, capsys):
 def test_a_bare_checkpoint_and_one_in_training(tmp_path, capsys):
     bare = write_checkpoint(tmp_path / "bare", CONFIG, dtype=torch.bfloat16, tokenizer=False)
     assert stored_dtype(bare / "model.safetensors") == "bfloat16" and summarize_checkpoint(bare).tokenizer is None
-    state = TrainingState({"w.m": torch.zeros(3), "w.v": torch.zeros(3)}, {"step": 200, "loss": {"validation": 2.5}})
+    state = TrainingState(
+        {"w.m": torch.zeros(3), "w.v": torch.zeros(3)}, {"step": 200, "loss": {"validation_fraction": 2.5}}
+    )
     busy = write_checkpoint(tmp_path / "busy" / "checkpoints" / "step-00000200", CONFIG, training=state)
     assert summarize_checkpoint(tmp_path / "busy").path == busy
     assert summarize_checkpoint(busy).training == {**state.state, "tensors": 2, "tensor_bytes": 24}
     _, out, _ = run(capsys, tmp_path / "busy")
     assert "loss.validation" in out and "2.5" in out
     _, out, _ = run(capsys, bare)
-    assert "tokenizer: none" in out and "training: the checkpoint says nothing of it" in out
+    assert "tokenizer: none" in out and "training: not recorded in the checkpoint" in out
 
 
 def test_problems_are_named_and_the_code_is_1(tmp_path, capsys):
@@ -112,7 +114,7 @@ def test_check_reads_every_file(checkpoint, capsys):
     assert run(capsys, checkpoint)[0] == 0  # headers do not see it
     code, out, err = run(capsys, checkpoint, "--check")
     assert (code, out) == (2, "")
-    assert "model.safetensors differs from its manifest: the size is right" in err and "truncated" not in err
+    assert "model.safetensors differs from its manifest: same size" in err and "truncated" not in err
 
 
 @pytest.mark.parametrize("flags", [[], ["--check"]])
@@ -153,7 +155,7 @@ def test_a_tensor_file_that_a_load_would_refuse_is_a_problem(checkpoint, tmp_pat
 def test_one_token_is_not_several(capsys, tmp_path):
     folder = write_checkpoint(tmp_path / "one", tiny(limit=1))
     _, out, _ = run(capsys, folder)
-    assert " rows of 1 token, paged" in out
+    assert "memory of 8 sequences of 1 token, paged" in out
 
 
 def test_no_torch_is_loaded(checkpoint):
@@ -184,9 +186,9 @@ def test_of_every_topology(name, tmp_path, capsys):
     assert found["config"] == EVERY[name].to_dict() and found["problems"] == [] and found["origin"] is None
     assert found["memory"]["bytes"]["weights"] == sum(tensor["bytes"] for tensor in found["tensors"])
     if EVERY[name].kind == "encoder":
-        assert "8 texts of 64 tokens at once" in out and "none: an encoder keeps nothing" in out
+        assert "8 texts of 64 tokens at once" in out and "none: an encoder has no cache" in out
     else:
-        assert "8 rows of 64 tokens, 48 of source each" in out and "cross-attention, " in out
+        assert "8 sequences of 64 tokens, 48 of source each" in out and "cross-attention, " in out
 
 
 CASES = [name for name in oracle.names("5") if name != "roformer-rotary-value"]
@@ -224,8 +226,8 @@ def test_problems_of_a_foreign_folder_are_all_named(tmp_path, capsys):
     code, out, _ = run(capsys, folder)
     assert code == 1 and out.count("problem: ") == 4
     assert f"problem: {gone} is missing" in out and "problem: model.extra [2] is extra" in out
-    assert f"problem: {other} [3, 48] does not give decoder.layers.0.attention.k.weight [" in out
-    assert "problem: model.norm.weight [5] does not give decoder.norm.weight [" in out
+    assert f"problem: {other} [3, 48] cannot be converted to decoder.layers.0.attention.k.weight [" in out
+    assert "problem: model.norm.weight [5] cannot be converted to decoder.norm.weight [" in out
 
 
 def test_a_sharded_folder_is_one(tmp_path, capsys):
@@ -248,14 +250,14 @@ def test_a_sharded_folder_is_one(tmp_path, capsys):
 
 def test_a_foreign_folder_without_weights(tmp_path, capsys):
     code, _, err = run(capsys, write_foreign(tmp_path / "m", "llama", weights=False))
-    assert code == 2 and "holds no weights" in err
+    assert code == 2 and "has no weights" in err
 
 
 def test_a_tokenizer_that_does_not_fit_is_a_problem(tmp_path, capsys):
     folder = write_foreign(tmp_path / "m", "llama")
     train_tokenizer("byte", ["a"]).save(folder)
     code, out, _ = run(capsys, folder)
-    assert code == 1 and "problem: " in out and "do they belong together" not in out and "tokenizer: none" in out
+    assert code == 1 and "problem: " in out and "that they belong together" not in out and "tokenizer: none" in out
 
 
 # ---------------------------------------------------------------- headers that do not add up
@@ -275,12 +277,12 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     [
         (b"{", b"", "not JSON"),
         (b"[]", b"", "not a JSON object"),
-        ({"w": ENTRY}, b"1234", "cut off: 'w' ends at byte 8 of 4"),
+        ({"w": ENTRY}, b"1234", "truncated: 'w' ends at byte 8 of 4"),
         ({"w": {**ENTRY, "shape": [3]}}, b"12345678", "has 8 bytes, not 12"),
         ({"w": {**ENTRY, "data_offsets": [-8, 0]}}, b"12345678", "'w' starts at byte -8"),
-        ({"w": {"dtype": "F32"}}, b"", "entry of 'w' is broken"),
-        ({"w": 3}, b"", "entry of 'w' is broken"),
-        ({"w": {**ENTRY, "data_offsets": ["a", "b"]}}, b"", "entry of 'w' is broken"),
+        ({"w": {"dtype": "F32"}}, b"", "entry of 'w' is malformed"),
+        ({"w": 3}, b"", "entry of 'w' is malformed"),
+        ({"w": {**ENTRY, "data_offsets": ["a", "b"]}}, b"", "entry of 'w' is malformed"),
     ],
 )
 def test_a_broken_header(tmp_path, header, data, says):
@@ -294,7 +296,7 @@ def test_a_broken_header(tmp_path, header, data, says):
 )
 def test_a_file_that_is_no_safetensors(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+    with pytest.raises(CheckpointError, match="not a complete safetensors file"):
         read_headers(tmp_path / "model.safetensors")
 
 
@@ -329,7 +331,9 @@ def test_a_drawing_in_the_terminal(seen, capsys):
 
 
 def test_any_layer_and_head(seen, capsys):
-    code, out, _ = run(capsys, "m", "--attention", "def", "--layer", "2", "--layer", "1", "--head", "all", "--cached")
+    code, out, _ = run(
+        capsys, "m", "--attention", "def", "--layer", "2", "--layer", "1", "--head", "all", "--use-cache"
+    )
     assert code == 0 and seen == [("def", [2, 1], None, True)]
     assert [line for line in out.splitlines() if line.startswith("layer")][-1].startswith("layer 1, head 1")
 
@@ -387,7 +391,7 @@ def test_an_encoder_decoder_looks_in_three_ways(name, tmp_path):
     assert {one.layer for one in answered.maps} == {0} and len(answered.maps[-1].queries) > 1
     with pytest.raises(RequestError, match=r"layer 9 is not one of 0\.\."):
         lab.attention_maps(folder, "fox", layers=[9], heads=None)
-    with pytest.raises(RequestError, match="an encoder keeps no cache"):
+    with pytest.raises(RequestError, match="--use-cache: an encoder has no cache"):
         lab.attention_maps(folder, "fox", layers=[0], heads=None, cached=True)
 
 
@@ -398,10 +402,10 @@ def test_cross_attention_is_what_the_decoder_reads(tmp_path):
     one = next(
         m for m in lab.attention_maps(folder, "fox", target="q", layers=[0], heads=[0]).maps if m.side == "cross"
     )
-    with LLM.load(folder, rows=1, capacity=16) as llm:
+    with LLM.load(folder, max_num_seqs=1, max_seq_len=16) as llm:
         layer = llm.model.decoder.layers[0]
         held = []
-        hook = layer.cross.register_forward_hook(lambda module, inputs, output: held.append(inputs[0]))
+        hook = layer.cross_attention.register_forward_hook(lambda module, inputs, output: held.append(inputs[0]))
         source = llm.encode("fox")
         step = encoder_attention._step(llm.texts.encode_target("q"), "cpu")._replace(
             encoder_input=encoder_attention._step(source, "cpu")
@@ -409,10 +413,10 @@ def test_cross_attention_is_what_the_decoder_reads(tmp_path):
         with torch.no_grad():
             llm.model(step, NoCache(config))
             encoded = llm.model.encode(step.encoder_input)
-            q = layer.cross.q(held[0]).unflatten(-1, (config.decoder.layer_types["L"].cross_attention.num_heads, -1))[
-                :, 0
-            ]
-            k = layer.cross.k(encoded).unflatten(-1, (layer.cross.kv_heads, -1))[:, 0]
+            q = layer.cross_attention.q(held[0]).unflatten(
+                -1, (config.decoder.layer_types["L"].cross_attention.num_heads, -1)
+            )[:, 0]
+            k = layer.cross_attention.k(encoded).unflatten(-1, (layer.cross_attention.kv_heads, -1))[:, 0]
             expected = (q @ k.T * q.shape[-1] ** -0.5).softmax(-1)
         hook.remove()
     assert torch.allclose(torch.tensor(one.weights), expected, atol=1e-5)
@@ -432,24 +436,24 @@ def test_an_encoder_alone_looks_at_itself(tmp_path):
 @pytest.mark.parametrize(("option", "number"), [("--layer", "5"), ("--head", "4")])
 def test_a_layer_or_head_that_is_not_there(checkpoint, capsys, option, number):
     code, out, err = run(capsys, checkpoint, "--attention", "fox", option, number)
-    assert (code, out) == (2, "") and f"{number} is not one of 0.." in err
+    assert (code, out) == (2, "") and f"{option[2:]}s: must be in 0.." in err and f"got {number}" in err
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--layer", "1"], "--layer belongs to a drawing"),
-        (["--format", "svg"], "--format belongs to a drawing"),
-        (["--out", "x"], "--out belongs to a drawing"),
+        (["--layer", "1"], "--layer needs --attention TEXT"),
+        (["--format", "svg"], "--format needs --tree or --attention TEXT"),
+        (["--out", "x"], "--out needs --tree or --attention TEXT"),
         (["--attention", "def", "--layer", "two"], "--layer two: not a number"),
         (["--attention", "def", "--head", "-1"], "--head -1: not a number"),
-        (["--attention", "def", "--tensors"], "two questions"),
-        (["--attention", "def", "--check"], "--check and --attention are two questions"),
-        (["--attention", "def", "--json", "--format", "svg"], "both given"),
+        (["--attention", "def", "--tensors"], "--tensors and --attention exclude each other"),
+        (["--attention", "def", "--check"], "--check and --attention exclude each other"),
+        (["--attention", "def", "--json", "--format", "svg"], "exclude each other"),
         (["--attention", "def", "--format", "png"], "a PNG needs a file"),
         (["--attention", "def", "--format", "mermaid"], "has no format mermaid"),
-        (["--attention", "def", "--target", "x"], "a decoder has no target"),
-        (["--target", "x"], "--target belongs to a drawing"),
+        (["--attention", "def", "--target", "x"], "a decoder has no separate target"),
+        (["--target", "x"], "--target needs --attention TEXT"),
     ],
 )
 def test_options_that_cannot_be(checkpoint, capsys, arguments, says):
@@ -487,6 +491,6 @@ def test_not_a_checkpoint(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"model": CONFIG.to_dict()}))
     code, _, err = run(capsys, tmp_path)
     assert code == 2 and "model.safetensors is missing" in err
-    (tmp_path / "config.json").write_text('{"model": {"widht": 3}}')
+    (tmp_path / "config.json").write_text('{"model": {"hiden_size": 3}}')
     code, _, err = run(capsys, tmp_path)
-    assert code == 2 and "config.json: unknown key widht" in err and "'width'" in err
+    assert code == 2 and "config.json: unknown key hiden_size" in err and "'hidden_size'" in err

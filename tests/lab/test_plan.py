@@ -66,7 +66,7 @@ GIB = 2**30
 
 
 def cache(**given):
-    return CacheConfig(**{"rows": 3, "capacity": 40, "chunk": 8, "block_size": 4, **given})
+    return CacheConfig(**{"max_num_seqs": 3, "max_seq_len": 40, "prefill_chunk_size": 8, "block_size": 4, **given})
 
 
 # ---------------------------------------------------------------- to the byte
@@ -81,7 +81,7 @@ def test_weight_shapes_are_the_state_dict(config):
 def test_weights_take_what_is_predicted(dtype):
     for config in EVERY.values():
         state = Transformer(config).to(getattr(torch, dtype)).state_dict()
-        assert plan_memory(config, cache(source_capacity=20), weights_dtype=dtype).weights == sum(
+        assert plan_memory(config, cache(max_source_len=20), weights_dtype=dtype).weights == sum(
             t.nbytes for t in state.values()
         )
 
@@ -117,11 +117,11 @@ CACHES = [
     for (layout, dtype), more in itertools.product(
         itertools.product(("paged", "contiguous"), (*DTYPE_BYTES, "int8", "fp8-e5m2")),
         (
-            {"source_capacity": 33},
-            {"rows": 1, "source_capacity": 1},
-            {"capacity": 37, "source_capacity": 48},
-            {"chunk": 64, "source_capacity": 7},
-            {"block_size": 16, "source_capacity": 17},
+            {"max_source_len": 33},
+            {"max_num_seqs": 1, "max_source_len": 1},
+            {"max_seq_len": 37, "max_source_len": 48},
+            {"prefill_chunk_size": 64, "max_source_len": 7},
+            {"block_size": 16, "max_source_len": 17},
         ),
     )
 ]
@@ -154,7 +154,7 @@ def test_the_pool_takes_what_is_predicted(name, asked):
 
 
 def test_a_pool_of_fewer_blocks_is_planned_as_it_is():
-    plan = plan_memory(CONFIGS["plain"], cache(blocks=5))
+    plan = plan_memory(CONFIGS["plain"], cache(num_blocks=5))
     memory = KVCache([each.group for each in plan.groups])
     assert plan.pool == memory.payload_bytes() + memory.scale_bytes() + memory.metadata_bytes()
     assert plan.payload == 5 * 4 * plan.groups[0].bytes.per_token_payload
@@ -173,7 +173,18 @@ def test_the_notes_example(dtype, payload, capsys):
     assert plan.payload == payload == plan.groups[0].seq_payload == 2 * 24 * 32 * 64 * 8192 * DTYPE_BYTES[dtype]
     assert plan.metadata == 8 * 8192
     assert plan.reserved == 2 * 16 * (payload // 8192 + 8)
-    arguments = ["plan", "notes-example", "--context", "8192", "--rows", "1", "--dtype", dtype, "--bandwidth", "10"]
+    arguments = [
+        "plan",
+        "notes-example",
+        "--max-seq-len",
+        "8192",
+        "--max-num-seqs",
+        "1",
+        "--cache-dtype",
+        dtype,
+        "--bandwidth",
+        "10",
+    ]
     assert main(arguments) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("cache payload"))
     assert f" {payload:,} " in line and dtype in line
@@ -183,23 +194,23 @@ POLICIES = {
     "full": {},
     "window": {"policy": "window(9)"},
     "sinks": {"policy": "sinks(3, 9)"},
-    "truncate": {"policy": "truncate(12)"},
-    "heavy hitters": {"policy": "heavy-hitters(12, every=8)"},
-    "snapkv": {"policy": "snapkv(12, every=8, window=4)"},
-    "norm": {"policy": "norm(12, every=8)"},
-    "packed": {"policy": "hierarchy(8, every=8)"},
-    "packed, few": {"policy": "hierarchy(8, packed=8, keys=int4, values=float16, every=8, sinks=4)"},
-    "summaries": {"policy": "hierarchy(8, packed=8, summaries=12, ratio=2, every=4)"},
-    "summaries alone": {"policy": "hierarchy(8, packed=0, summaries=400, ratio=4, every=4, sinks=4)"},
+    "block-window": {"policy": "block-window(12)"},
+    "heavy hitters": {"policy": "heavy-hitters(12, interval=8)"},
+    "snapkv": {"policy": "snapkv(12, interval=8, window=4)"},
+    "key-norm": {"policy": "key-norm(12, interval=8)"},
+    "packed": {"policy": "tiered(8, interval=8)"},
+    "packed, few": {"policy": "tiered(8, quantized=8, key_format=int4, value_format=float16, interval=8, num_sinks=4)"},
+    "summaries": {"policy": "tiered(8, quantized=8, summaries=12, ratio=2, interval=4)"},
+    "summaries alone": {"policy": "tiered(8, quantized=0, summaries=400, ratio=4, interval=4, num_sinks=4)"},
     "quest": {"policy": "quest(8)"},
-    "of layers": {"policy": "0: tova(8, every=4); sinks(2, 6)"},
-    "both": {"policy": "window(16) + truncate(8)"},
-    "channels": {"keys": "int8-channel", "values": "int4", "residual": 8, "capacity": 120},
-    "endless": {"on_full": "sinks"},
-    "unrotated": {"policy": "sinks(3, 9)", "rotate": "read"},
-    "going on": {"on_full": "summarise"},
+    "of layers": {"policy": "0: tova(8, interval=4); sinks(2, 6)"},
+    "both": {"policy": "window(16) + block-window(8)"},
+    "channels": {"key_dtype": "int8-channel", "value_dtype": "int4", "residual_length": 8, "max_seq_len": 120},
+    "endless": {"overflow": "sinks"},
+    "unrotated": {"policy": "sinks(3, 9)", "rope_at": "read"},
+    "going on": {"overflow": "summarize"},
 }
-UNPAGED = ("window", "sinks", "heavy hitters", "snapkv", "norm", "of layers", "both", "endless")
+UNPAGED = ("window", "sinks", "heavy hitters", "snapkv", "key-norm", "of layers", "both", "endless")
 
 
 def layouts():
@@ -213,7 +224,7 @@ def layouts():
 def test_the_pool_of_every_policy_takes_what_is_predicted(model, name, layout, dtype):
     if (name, model) in (("packed, few", "dims"), ("channels", "dims")):
         pytest.skip("its values have an odd width, and int4 packs pairs")
-    asked = cache(layout=layout, dtype=dtype, source_capacity=21, **{"block_size": 4, **POLICIES[name]})
+    asked = cache(layout=layout, dtype=dtype, max_source_len=21, **{"block_size": 4, **POLICIES[name]})
     plan = plan_memory(EVERY[model], asked)
     memory = KVCache([each.group for each in plan.groups])
     payload, scales, columns = memory.payload_bytes(), memory.scale_bytes(), memory.metadata_bytes()
@@ -254,10 +265,12 @@ def by_group(memory):
         yield payload, every - payload, columns
 
 
-@pytest.mark.parametrize("policy", ["sinks(4, 60)", "window(64)", "truncate(64)", "heavy-hitters(64)", "snapkv(64)"])
+@pytest.mark.parametrize(
+    "policy", ["sinks(4, 60)", "window(64)", "block-window(64)", "heavy-hitters(64)", "snapkv(64)"]
+)
 @pytest.mark.parametrize("layout", ["paged", "contiguous"])
 def test_a_row_under_a_bounded_policy_does_not_grow_with_its_context(layout, policy):
-    config = replace(CONFIGS["plain"], limit=100_000)
+    config = replace(CONFIGS["plain"], max_seq_len=100_000)
     pools = {
         plan_memory(config, CacheConfig(layout=layout, max_seq_len=n, prefill_chunk_size=32, policy=policy)).pool
         for n in (1024, 65536)
@@ -316,7 +329,7 @@ def middling_pair(mixer, mlp=None, *, source_width=None, shared=True):
         source_width=source_width,
         source_vocab=300,
     )
-    return replace(made, source=replace(made.encoder_input, limit=1024), vocab=500)
+    return replace(made, encoder_input=replace(made.encoder_input, max_seq_len=1024), vocab_size=500)
 
 
 def middling_encoder(mixer, mlp=None, vocab=500, **rest):
@@ -327,34 +340,34 @@ T5 = AttentionConfig(8, 4, head_dim=8, position=T5BiasConfig())
 BOUNDED = {
     "paged": (middling(AttentionConfig(8, 4)), {}, "float32"),
     "contiguous": (middling(AttentionConfig(8, 4)), {"layout": "contiguous"}, "float32"),
-    "one row in place": (middling(AttentionConfig(8, 4)), {"layout": "contiguous", "rows": 1}, "float32"),
+    "one row in place": (middling(AttentionConfig(8, 4)), {"layout": "contiguous", "max_num_seqs": 1}, "float32"),
     "int8": (middling(AttentionConfig(8, 4)), {"dtype": "int8"}, "float32"),
     "int4, half": (middling(AttentionConfig(8, 4)), {"dtype": "int4"}, "bfloat16"),
     "fp8, half": (middling(AttentionConfig(8, 4)), {"dtype": "fp8-e4m3"}, "bfloat16"),
     "int8 and int4 in place": (
         middling(AttentionConfig(8, 4)),
-        {"layout": "contiguous", "rows": 1, "keys": "int8", "values": "int4"},
+        {"layout": "contiguous", "max_num_seqs": 1, "key_dtype": "int8", "value_dtype": "int4"},
         "float32",
     ),
     "pair, int4, long sources": (
         middling_pair(AttentionConfig(8, 4)),
-        {"capacity": 8, "source_capacity": 900, "dtype": "int4"},
+        {"max_seq_len": 8, "max_source_len": 900, "dtype": "int4"},
         "bfloat16",
     ),
     "widened": (middling(AttentionConfig(8, 4)), {"dtype": "bfloat16"}, "float32"),
     "half": (middling(AttentionConfig(8, 4)), {"dtype": "bfloat16"}, "bfloat16"),
     "window": (middling(AttentionConfig(8, 4, window=64)), {}, "float32"),
-    "wide mlp": (middling(AttentionConfig(8), PlainMLPConfig(1024)), {"capacity": 64}, "float32"),
-    "wide gated mlp": (middling(AttentionConfig(8), GatedMLPConfig(1024)), {"capacity": 64}, "float32"),
-    "wide relu2 mlp": (middling(AttentionConfig(8), PlainMLPConfig(1024, "relu2")), {"capacity": 64}, "float32"),
-    "experts": (middling(AttentionConfig(8), MoEConfig(512, 4, 2)), {"capacity": 64}, "float32"),
-    "one expert": (middling(AttentionConfig(8), MoEConfig(512, 1, 1)), {"capacity": 64}, "float32"),
+    "wide mlp": (middling(AttentionConfig(8), PlainMLPConfig(1024)), {"max_seq_len": 64}, "float32"),
+    "wide gated mlp": (middling(AttentionConfig(8), GatedMLPConfig(1024)), {"max_seq_len": 64}, "float32"),
+    "wide relu2 mlp": (middling(AttentionConfig(8), PlainMLPConfig(1024, "relu2")), {"max_seq_len": 64}, "float32"),
+    "experts": (middling(AttentionConfig(8), MoEConfig(512, 4, 2)), {"max_seq_len": 64}, "float32"),
+    "one expert": (middling(AttentionConfig(8), MoEConfig(512, 1, 1)), {"max_seq_len": 64}, "float32"),
     "capped experts": (
         middling(AttentionConfig(8), MoEConfig(512, 1, 1, swiglu_alpha=1.7, swiglu_limit=7.0)),
-        {"capacity": 64},
+        {"max_seq_len": 64},
         "float32",
     ),
-    "large vocabulary": (middling(AttentionConfig(8), vocab=20000), {"capacity": 64, "rows": 16}, "float32"),
+    "large vocabulary": (middling(AttentionConfig(8), vocab=20000), {"max_seq_len": 64, "max_num_seqs": 16}, "float32"),
     "softcap": (middling(AttentionConfig(8, 4, logit_softcap=30.0)), {}, "float32"),
     "softcap half": (middling(AttentionConfig(8, 4, logit_softcap=30.0)), {"dtype": "bfloat16"}, "bfloat16"),
     "values of another width": (middling(AttentionConfig(8, 4, value_dim=24)), {}, "float32"),
@@ -363,107 +376,107 @@ BOUNDED = {
     "t5, one head": (middling(AttentionConfig(1, head_dim=8, position=T5BiasConfig())), {}, "float32"),
     "sinks": (middling(AttentionConfig(8, 4)), {"policy": "sinks(4, 60)"}, "float32"),
     "endless": (middling(AttentionConfig(8, 4)), {"policy": "sinks(4, 60)", "endless": True}, "float32"),
-    "read": (middling(AttentionConfig(8, 4)), {"rotate": "read"}, "float32"),
-    "read, half": (middling(AttentionConfig(8, 4)), {"rotate": "read", "dtype": "bfloat16"}, "bfloat16"),
+    "read": (middling(AttentionConfig(8, 4)), {"rope_at": "read"}, "float32"),
+    "read, half": (middling(AttentionConfig(8, 4)), {"rope_at": "read", "dtype": "bfloat16"}, "bfloat16"),
     "read, in place": (
         middling(AttentionConfig(8, 4)),
-        {"rotate": "read", "rows": 1, "layout": "contiguous"},
+        {"rope_at": "read", "max_num_seqs": 1, "layout": "contiguous"},
         "float32",
     ),
     "read, endless": (
         middling(AttentionConfig(8, 4)),
-        {"policy": "sinks(4, 60)", "endless": True, "rotate": "read"},
+        {"policy": "sinks(4, 60)", "endless": True, "rope_at": "read"},
         "float32",
     ),
-    "hitters": (middling(AttentionConfig(8, 4)), {"policy": "heavy-hitters(96, every=32)"}, "float32"),
+    "hitters": (middling(AttentionConfig(8, 4)), {"policy": "heavy-hitters(96, interval=32)"}, "float32"),
     "hitters, half": (
         middling(AttentionConfig(8, 4)),
-        {"policy": "heavy-hitters(96, every=32)", "dtype": "bfloat16"},
+        {"policy": "heavy-hitters(96, interval=32)", "dtype": "bfloat16"},
         "bfloat16",
     ),
     "snapkv, read": (
         middling(AttentionConfig(8, 4)),
-        {"policy": "snapkv(96, every=32)", "rotate": "read", "chunk": 32},
+        {"policy": "snapkv(96, interval=32)", "rope_at": "read", "prefill_chunk_size": 32},
         "float32",
     ),
-    "hitters, t5": (middling(T5), {"policy": "heavy-hitters(96, every=32)"}, "float32"),
-    "norm, alibi": (
+    "hitters, t5": (middling(T5), {"policy": "heavy-hitters(96, interval=32)"}, "float32"),
+    "key-norm, alibi": (
         middling(AttentionConfig(8, 4, position=AlibiConfig())),
-        {"policy": "norm(96, every=32)"},
+        {"policy": "key-norm(96, interval=32)"},
         "float32",
     ),
-    "norm, int8, in place": (
+    "key-norm, int8, in place": (
         middling(AttentionConfig(8, 4)),
-        {"policy": "norm(96, every=32)", "dtype": "int8", "rows": 1, "layout": "contiguous"},
+        {"policy": "key-norm(96, interval=32)", "dtype": "int8", "max_num_seqs": 1, "layout": "contiguous"},
         "float32",
     ),
-    "norm, short chunks": (
+    "key-norm, short chunks": (
         middling(AttentionConfig(8, 4)),
-        {"policy": "norm(192, every=4)", "rows": 1, "layout": "contiguous", "chunk": 4},
+        {"policy": "key-norm(192, interval=4)", "max_num_seqs": 1, "layout": "contiguous", "prefill_chunk_size": 4},
         "float32",
     ),
-    "packed": (middling(AttentionConfig(8, 4)), {"policy": "hierarchy(32, every=32)"}, "float32"),
+    "packed": (middling(AttentionConfig(8, 4)), {"policy": "tiered(32, interval=32)"}, "float32"),
     "packed, half": (
         middling(AttentionConfig(8, 4)),
-        {"policy": "hierarchy(32, every=32, keys=int4)", "dtype": "bfloat16"},
+        {"policy": "tiered(32, interval=32, key_format=int4)", "dtype": "bfloat16"},
         "bfloat16",
     ),
     "summaries": (
         middling(AttentionConfig(8, 4)),
-        {"policy": "hierarchy(32, packed=64, summaries=32, every=32)"},
+        {"policy": "tiered(32, quantized=64, summaries=32, interval=32)"},
         "float32",
     ),
     "summaries, t5, read": (
         middling(T5),
-        {"policy": "hierarchy(32, packed=0, summaries=64, every=32)", "rotate": "read"},
+        {"policy": "tiered(32, quantized=0, summaries=64, interval=32)", "rope_at": "read"},
         "float32",
     ),
     "long summaries": (
         middling(AttentionConfig(8, 4)),
-        {"policy": "hierarchy(16, packed=0, summaries=64, every=128)", "chunk": 16},
+        {"policy": "tiered(16, quantized=0, summaries=64, interval=128)", "prefill_chunk_size": 16},
         "float32",
     ),
-    "channels": (middling(AttentionConfig(8, 4)), {"keys": "int4-channel", "residual": 32}, "float32"),
-    "spilled": (middling(AttentionConfig(8, 4)), {"policy": "spilled(32, every=32)"}, "float32"),
-    "spilled, int8, read": (
+    "channels": (middling(AttentionConfig(8, 4)), {"key_dtype": "int4-channel", "residual_length": 32}, "float32"),
+    "offload": (middling(AttentionConfig(8, 4)), {"policy": "offload(32, interval=32)"}, "float32"),
+    "offload, int8, read": (
         middling(AttentionConfig(8, 4)),
-        {"policy": "spilled(32, every=32)", "dtype": "int8", "rotate": "read", "spill_ram": 4000},
+        {"policy": "offload(32, interval=32)", "dtype": "int8", "rope_at": "read", "offload_ram": 4000},
         "bfloat16",
     ),
-    "spilled, t5": (middling(T5), {"policy": "spilled(64, every=64)"}, "float32"),
+    "offload, t5": (middling(T5), {"policy": "offload(64, interval=64)"}, "float32"),
     "quest": (middling(AttentionConfig(8, 4)), {"policy": "quest(64)"}, "float32"),
     "quest, small blocks": (middling(AttentionConfig(8, 4)), {"policy": "quest(64)", "block_size": 2}, "float32"),
     "quest, int8": (middling(AttentionConfig(8, 4)), {"policy": "quest(64)", "dtype": "int8"}, "bfloat16"),
-    "pair, hitters": (middling_pair(AttentionConfig(8, 4)), {"policy": "heavy-hitters(96, every=32)"}, "float32"),
+    "pair, hitters": (middling_pair(AttentionConfig(8, 4)), {"policy": "heavy-hitters(96, interval=32)"}, "float32"),
     "pair": (middling_pair(AttentionConfig(8, 4)), {}, "float32"),
-    "pair, short targets": (middling_pair(AttentionConfig(8, 4)), {"capacity": 8}, "float32"),
-    "pair, long sources": (middling_pair(AttentionConfig(8, 4)), {"capacity": 8, "source_capacity": 900}, "float32"),
-    "pair t5": (middling_pair(T5), {"capacity": 8}, "float32"),
-    "pair t5 half": (middling_pair(T5), {"capacity": 8, "dtype": "bfloat16"}, "bfloat16"),
-    "pair t5, long sources": (middling_pair(T5), {"capacity": 8, "source_capacity": 900}, "float32"),
+    "pair, short targets": (middling_pair(AttentionConfig(8, 4)), {"max_seq_len": 8}, "float32"),
+    "pair, long sources": (middling_pair(AttentionConfig(8, 4)), {"max_seq_len": 8, "max_source_len": 900}, "float32"),
+    "pair t5": (middling_pair(T5), {"max_seq_len": 8}, "float32"),
+    "pair t5 half": (middling_pair(T5), {"max_seq_len": 8, "dtype": "bfloat16"}, "bfloat16"),
+    "pair t5, long sources": (middling_pair(T5), {"max_seq_len": 8, "max_source_len": 900}, "float32"),
     "pair umt5": (
         middling_pair(replace(T5, position=T5BiasConfig(shared=False)), shared=False),
-        {"capacity": 16, "source_capacity": 256},
+        {"max_seq_len": 16, "max_source_len": 256},
         "float32",
     ),
     "pair, wide encoder": (
         middling_pair(AttentionConfig(8, 4, head_dim=8), source_width=200),
-        {"capacity": 8},
+        {"max_seq_len": 8},
         "float32",
     ),
-    "pair, contiguous": (middling_pair(AttentionConfig(8, 4)), {"layout": "contiguous", "capacity": 8}, "float32"),
+    "pair, contiguous": (middling_pair(AttentionConfig(8, 4)), {"layout": "contiguous", "max_seq_len": 8}, "float32"),
     "encoder": (middling_encoder(AttentionConfig(8, 4)), {}, "float32"),
     "encoder half": (middling_encoder(AttentionConfig(8, 4)), {"dtype": "bfloat16"}, "bfloat16"),
-    "encoder, long": (middling_encoder(AttentionConfig(8, 4)), {"capacity": 1500}, "float32"),
+    "encoder, long": (middling_encoder(AttentionConfig(8, 4)), {"max_seq_len": 1500}, "float32"),
     "encoder t5": (middling_encoder(T5), {}, "float32"),
     "encoder, large vocabulary": (
         middling_encoder(AttentionConfig(8), vocab=9000),
-        {"capacity": 64, "rows": 8},
+        {"max_seq_len": 64, "max_num_seqs": 8},
         "float32",
     ),
     "encoder, capped": (
         middling_encoder(AttentionConfig(8), vocab=9000, head=LanguageHeadConfig(logit_softcap=9.0, logit_scale=2.0)),
-        {"capacity": 64, "rows": 8},
+        {"max_seq_len": 64, "max_num_seqs": 8},
         "float32",
     ),
     "encoder, pooled": (middling_encoder(AttentionConfig(8, window=9), head=PoolingHeadConfig("first")), {}, "float32"),
@@ -478,20 +491,29 @@ def fill(engine, config, asked):
             continue
         source = None if config.encoder_input is None else [(5 * row + i) % 97 for i in range(asked.max_source_len)]
         prompt = [(7 * row + i) % 97 for i in range(asked.max_seq_len - 4)]
-        engine.add_request(prompt, SamplingParams(max_tokens=2, temperature=0.0), source=source)
+        engine.add_request(prompt, SamplingParams(max_tokens=2, temperature=0.0), encoder_token_ids=source)
 
 
 @pytest.mark.parametrize("name", BOUNDED)
 def test_a_step_stays_within_scratch_and_activations(name):
     config, more, dtype = BOUNDED[name]
-    asked = CacheConfig(**{"rows": 2, "capacity": 256, "chunk": 128, "source_capacity": 200, "prefix": False, **more})
+    asked = CacheConfig(
+        **{
+            "max_num_seqs": 2,
+            "max_seq_len": 256,
+            "prefill_chunk_size": 128,
+            "max_source_len": 200,
+            "enable_prefix_caching": False,
+            **more,
+        }
+    )
     model = Transformer(config).to(getattr(torch, dtype))
     engine = Engine(model, asked, max_num_batched_tokens=1024)
     fill(engine, config, asked)
     with Peak() as seen:
         while not engine.idle:
             engine.step()
-    plan = plan_memory(config, asked, weights_dtype=dtype, budget=1024)
+    plan = plan_memory(config, asked, weights_dtype=dtype, max_num_batched_tokens=1024)
     bound = plan.scratch + plan.activations
     assert seen.peak <= bound <= 9 * seen.peak, (seen.peak, bound)
 
@@ -505,7 +527,16 @@ TILED = [
 @pytest.mark.parametrize("name", TILED)
 def test_a_step_of_the_same_bits_stays_within_scratch_and_activations(name):
     config, more, dtype = BOUNDED[name]
-    asked = CacheConfig(**{"rows": 2, "capacity": 256, "chunk": 128, "source_capacity": 200, "prefix": False, **more})
+    asked = CacheConfig(
+        **{
+            "max_num_seqs": 2,
+            "max_seq_len": 256,
+            "prefill_chunk_size": 128,
+            "max_source_len": 200,
+            "enable_prefix_caching": False,
+            **more,
+        }
+    )
     engine = Engine(
         Transformer(config).to(getattr(torch, dtype)), asked, max_num_batched_tokens=1024, deterministic=True
     )
@@ -513,16 +544,16 @@ def test_a_step_of_the_same_bits_stays_within_scratch_and_activations(name):
     with Peak() as seen:
         while not engine.idle:
             engine.step()
-    plan = plan_memory(config, asked, weights_dtype=dtype, budget=1024, deterministic=True)
+    plan = plan_memory(config, asked, weights_dtype=dtype, max_num_batched_tokens=1024, deterministic=True)
     bound = plan.scratch + plan.activations
     assert seen.peak <= bound <= 9 * seen.peak, (seen.peak, bound)
-    assert plan.pool == plan_memory(config, asked, weights_dtype=dtype, budget=1024).pool
+    assert plan.pool == plan_memory(config, asked, weights_dtype=dtype, max_num_batched_tokens=1024).pool
 
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_sinks_and_the_last_tokens_are_far_apart(rows):
     """Tiles lie at positions: what a block of queries may see is counted from the first sink to the last token."""
-    config = replace(middling(AttentionConfig(8, 4, position=AlibiConfig())), limit=2048)
+    config = replace(middling(AttentionConfig(8, 4, position=AlibiConfig())), max_seq_len=2048)
     asked = CacheConfig(
         max_num_seqs=rows, max_seq_len=700, prefill_chunk_size=64, policy="sinks(4, 60)", enable_prefix_caching=False
     )
@@ -531,7 +562,7 @@ def test_sinks_and_the_last_tokens_are_far_apart(rows):
     with Peak() as seen:
         while not engine.idle:
             engine.step()
-    plan = plan_memory(config, asked, budget=512, deterministic=True)
+    plan = plan_memory(config, asked, max_num_batched_tokens=512, deterministic=True)
     assert seen.peak <= plan.scratch + plan.activations <= 9 * seen.peak
 
 
@@ -546,8 +577,8 @@ def test_the_tiles_are_those_of_products():
 @pytest.mark.parametrize(
     ("asked", "dtype", "says"),
     [
-        ({"policy": "snapkv(16)"}, "float32", "not promised under the policy snapkv"),
-        ({}, "float16", "not promised in float16"),
+        ({"policy": "snapkv(16)"}, "float32", "not supported with the policy snapkv"),
+        ({}, "float16", "not supported in float16"),
     ],
 )
 def test_what_is_not_promised_is_not_planned(asked, dtype, says):
@@ -558,7 +589,7 @@ def test_what_is_not_promised_is_not_planned(asked, dtype, says):
 # ---------------------------------------------------------------- learned summaries
 
 
-SUMMARISING = {"policy": "hierarchy(8, packed=8, summaries=12, ratio=2, every=4)"}
+SUMMARISING = {"policy": "tiered(8, quantized=8, summaries=12, ratio=2, interval=4)"}
 
 
 @pytest.mark.parametrize("name", ["plain", "dims", "window", "pattern"])
@@ -570,7 +601,7 @@ def test_a_compressor_takes_what_is_predicted(name, hidden):
     state = Summarizer(own, 2, hidden).state_dict()
     learned = SummarizerShape(2, hidden)
     assert summarizer_shapes(own, learned) == {key: tuple(tensor.shape) for key, tensor in state.items()}
-    plan = plan_memory(EVERY[name], cache(**SUMMARISING), weights_dtype="bfloat16", learned=learned)
+    plan = plan_memory(EVERY[name], cache(**SUMMARISING), weights_dtype="bfloat16", summarizer_shape=learned)
     plain = plan_memory(EVERY[name], cache(**SUMMARISING), weights_dtype="bfloat16")
     assert plan.summarizer == sum(tensor.nbytes for tensor in state.values()) and plain.summarizer == 0
     assert (plan.weights, plan.pool) == (plain.weights, plain.pool)
@@ -581,7 +612,9 @@ def test_a_compressor_takes_what_is_predicted(name, hidden):
 @pytest.mark.parametrize("policy", ["summaries, t5, read", "long summaries"])
 def test_summarising_stays_within_scratch_and_activations(policy, hidden):
     config, more, dtype = BOUNDED[policy]
-    asked = CacheConfig(**{"rows": 2, "capacity": 256, "chunk": 128, "prefix": False, **more})
+    asked = CacheConfig(
+        **{"max_num_seqs": 2, "max_seq_len": 256, "prefill_chunk_size": 128, "enable_prefix_caching": False, **more}
+    )
     compressor = Summarizer(attention_specs(config), 8, hidden)
     engine = Engine(
         Transformer(config).to(getattr(torch, dtype)), asked, max_num_batched_tokens=1024, summarizer=compressor
@@ -590,19 +623,21 @@ def test_summarising_stays_within_scratch_and_activations(policy, hidden):
     with Peak() as seen:
         while not engine.idle:
             engine.step()
-    plan = plan_memory(config, asked, weights_dtype=dtype, budget=1024, learned=SummarizerShape(8, hidden))
+    plan = plan_memory(
+        config, asked, weights_dtype=dtype, max_num_batched_tokens=1024, summarizer_shape=SummarizerShape(8, hidden)
+    )
     assert seen.peak <= plan.scratch + plan.activations <= 9 * seen.peak
 
 
 def test_a_compressor_wants_summaries_of_its_ratio():
-    with pytest.raises(ConfigError, match="summarises nothing"):
-        plan_memory(CONFIGS["plain"], cache(), learned=SummarizerShape(2, 4))
-    with pytest.raises(ConfigError, match="it makes a summary of 8 tokens, the policy of 2"):
-        plan_memory(CONFIGS["plain"], cache(**SUMMARISING), learned=SummarizerShape(8, 4))
+    with pytest.raises(ConfigError, match="has no summaries"):
+        plan_memory(CONFIGS["plain"], cache(), summarizer_shape=SummarizerShape(2, 4))
+    with pytest.raises(ConfigError, match="must have the policy's ratio 2, got 8"):
+        plan_memory(CONFIGS["plain"], cache(**SUMMARISING), summarizer_shape=SummarizerShape(8, 4))
 
 
 def test_what_else_would_fit_has_a_compressor_where_it_summarises():
-    plan = plan_memory(CONFIGS["plain"], cache(**SUMMARISING), learned=SummarizerShape(2, 16))
+    plan = plan_memory(CONFIGS["plain"], cache(**SUMMARISING), summarizer_shape=SummarizerShape(2, 16))
     full = plan_memory(CONFIGS["plain"], cache())
     assert total_bytes_with(plan, plan.cache) == plan.total and total_bytes_with(plan, full.cache) == full.total
     tiled = plan_memory(CONFIGS["plain"], cache(), deterministic=True)
@@ -613,29 +648,29 @@ def test_a_compressors_folder_is_planned(tmp_path, capsys):
     config = CONFIGS["plain"]
     folder = write_checkpoint(tmp_path / "run", config)
     compressor = Summarizer(attention_specs(config), 4, 8)
-    said = {"ratio": 4, "hidden": 8}
+    said = {"ratio": 4, "hidden_size": 8}
     save_summarizer_step(tmp_path / "learned", 1, compressor.state_dict(), "of the model", said, TrainingState({}, {}))
-    policy = ("--policy", "hierarchy(16, packed=0, summaries=16, ratio=4, every=16)")
-    asked = (str(folder), *policy, "--compressor", str(tmp_path / "learned"))
+    policy = ("--policy", "tiered(16, quantized=0, summaries=16, ratio=4, interval=16)")
+    asked = (str(folder), *policy, "--summarizer", str(tmp_path / "learned"))
     found = as_json(capsys, *asked)
     taken = sum(tensor.nbytes for tensor in compressor.state_dict().values())
-    assert found["bytes"]["compressor"] == taken and found["deterministic"] is False
+    assert found["bytes"]["summarizer"] == taken and found["deterministic"] is False
     _, out, _ = run(capsys, *asked, "--bandwidth", "10")
-    assert f"{taken:,} " in next(line for line in out.splitlines() if line.startswith("compressor"))
-    code, _, err = run(capsys, str(folder), "--compressor", str(tmp_path / "learned"))
-    assert code == 2 and "summarises nothing" in err
-    code, _, err = run(capsys, str(folder), *policy, "--compressor", str(tmp_path / "none"))
-    assert code == 2 and "is not a compressor: no such folder" in err
+    assert f"{taken:,} " in next(line for line in out.splitlines() if line.startswith("summarizer"))
+    code, _, err = run(capsys, str(folder), "--summarizer", str(tmp_path / "learned"))
+    assert code == 2 and "has no summaries" in err
+    code, _, err = run(capsys, str(folder), *policy, "--summarizer", str(tmp_path / "none"))
+    assert code == 2 and "is not a summarizer: no such folder" in err
 
 
 def test_the_same_bits_are_planned_by_a_flag(capsys):
-    plain, same = (as_json(capsys, "gpt2", "--rows", "2", *more) for more in ((), ("--deterministic",)))
+    plain, same = (as_json(capsys, "gpt2", "--max-num-seqs", "2", *more) for more in ((), ("--deterministic",)))
     assert same["deterministic"] and same["bytes"]["pool"] == plain["bytes"]["pool"]
     assert same["bytes"]["scratch"] > plain["bytes"]["scratch"]
     assert same["bytes"]["activations"] > plain["bytes"]["activations"]
     assert "masks, tiles" in run(capsys, "gpt2", "--deterministic", "--bandwidth", "10")[1]
     code, _, err = run(capsys, "gpt2", "--deterministic", "--policy", "quest(64)")
-    assert code == 2 and "not promised under the policy quest(64)" in err
+    assert code == 2 and "not supported with the policy quest(64)" in err
 
 
 def test_what_is_read_of_a_spilled_row_does_not_grow_with_it(monkeypatch):
@@ -648,7 +683,7 @@ def test_what_is_read_of_a_spilled_row_does_not_grow_with_it(monkeypatch):
             max_seq_len=capacity,
             prefill_chunk_size=32,
             enable_prefix_caching=False,
-            policy="spilled(32, every=32)",
+            policy="offload(32, interval=32)",
         )
         engine = Engine(Transformer(config), asked, max_num_batched_tokens=64)
         spill = engine.kv_cache.offload_reader
@@ -658,14 +693,14 @@ def test_what_is_read_of_a_spilled_row_does_not_grow_with_it(monkeypatch):
             while not engine.idle:
                 engine.step()
         engine.close()
-        plan = plan_memory(config, asked, budget=64)
+        plan = plan_memory(config, asked, max_num_batched_tokens=64)
         assert plan.offload == spill.plan
         assert peaks.peak <= plan.scratch + plan.activations
         seen.append(peaks.peak)
         planned.append(plan.scratch + plan.activations)
     positions = 8 * 2 * (1920 - 480)
     assert seen[1] - seen[0] <= 4 * positions and planned[1] - planned[0] == positions
-    one = plan_memory(config, replace(asked, policy="full"), budget=64)
+    one = plan_memory(config, replace(asked, policy="full"), max_num_batched_tokens=64)
     assert planned[1] < one.scratch / 4
 
 
@@ -682,7 +717,7 @@ def test_texts_beyond_the_budget_are_read_in_several_steps():
     with Peak() as seen:
         while not engine.idle:
             engine.step()
-    plan = plan_memory(config, asked, budget=1024)
+    plan = plan_memory(config, asked, max_num_batched_tokens=1024)
     assert seen.peak <= plan.scratch + plan.activations <= 8 * seen.peak
 
 
@@ -724,9 +759,11 @@ def test_require_names_need_have_and_what_would_fit():
     with pytest.raises(MemoryPlanError) as caught:
         require_memory(plan, 2 * GIB)
     assert caught.value.exit_code == 2
-    assert "64 rows of 1,024 tokens need" in caught.value.message and "2.00 GiB is available" in caught.value.message
+    assert (
+        "64 sequences of 1,024 tokens need" in caught.value.message and "2.00 GiB is available" in caught.value.message
+    )
     assert "what would fit: " in caught.value.hint and "of 1,024 tokens" in caught.value.hint
-    named = re.findall(r"([\d,]+) rows? of ([\d,]+) tokens", caught.value.hint)
+    named = re.findall(r"([\d,]+) sequences? of ([\d,]+) tokens", caught.value.hint)
     assert len(named) >= 2
     for rows, capacity in named:
         smaller = replace(
@@ -737,12 +774,13 @@ def test_require_names_need_have_and_what_would_fit():
 
 def test_require_says_when_nothing_would_fit():
     plan = plan_memory(known_model("llama-3-8b"), CacheConfig(max_num_seqs=1, max_seq_len=8192))
-    with pytest.raises(MemoryPlanError, match="no row fits"):
+    with pytest.raises(MemoryPlanError, match="no sequence fits"):
         require_memory(plan, GIB)
 
 
 @pytest.mark.parametrize(
-    ("given", "says"), [({"weights_dtype": "float23"}, "float32"), ({"budget": 0}, "at least 1, found 0")]
+    ("given", "says"),
+    [({"weights_dtype": "float23"}, "float32"), ({"max_num_batched_tokens": 0}, "at least 1, got 0")],
 )
 def test_a_plan_refuses_what_cannot_be(given, says):
     with pytest.raises(ConfigError, match=says):
@@ -796,7 +834,7 @@ def test_bandwidth_is_measured():
 
 
 def test_step_bytes_are_weights_and_what_each_row_sees():
-    config = tiny(AttentionConfig(4, 2, window=7), tie=False)
+    config = tiny(AttentionConfig(4, 2, window=7), tie_embeddings=False)
     plan = plan_memory(config, cache())
     each = plan.groups[0].bytes.per_token_payload + plan.groups[0].bytes.per_token_metadata
     weights = weight_bytes(config, "float32") - lookup_bytes(config, "float32")
@@ -809,8 +847,8 @@ def test_step_bytes_are_weights_and_what_each_row_sees():
     ("policy", "slots"),
     [
         ("sinks(3, 9)", [12]),
-        ("norm(8, every=4)", [12]),
-        ("hierarchy(8, packed=8, summaries=12, ratio=2, every=4)", [12, 8, 7]),
+        ("key-norm(8, interval=4)", [12]),
+        ("tiered(8, quantized=8, summaries=12, ratio=2, interval=4)", [12, 8, 7]),
     ],
 )
 def test_a_decode_step_reads_what_a_policy_kept(policy, slots):
@@ -838,18 +876,29 @@ def as_json(capsys, *arguments):
 
 
 def test_json_says_what_was_planned(capsys):
-    found = as_json(capsys, "mistral-7b", "--context", "8192", "--rows", "2", "--dtype", "bfloat16", "--fit", "40GiB")
+    found = as_json(
+        capsys,
+        "mistral-7b",
+        "--max-seq-len",
+        "8192",
+        "--max-num-seqs",
+        "2",
+        "--cache-dtype",
+        "bfloat16",
+        "--fit-memory",
+        "40GiB",
+    )
     plan = plan_memory(known_model("mistral-7b"), CacheConfig(max_num_seqs=2, max_seq_len=8192, dtype="bfloat16"))
     assert found["bytes"]["total"] == plan.total and found["bytes"]["pool"] == plan.pool
     assert found["groups"][0]["window"] == 4096 and found["groups"][0]["blocks_per_row"] == 289
-    assert found["groups"][0]["per_token"] == {"payload": 32 * 8 * 256 * 2, "scales": 0, "columns": 8}
+    assert found["groups"][0]["per_token"] == {"payload": 32 * 8 * 256 * 2, "scales": 0, "metadata": 8}
     assert found["speeds"][1]["tokens_per_second"] == pytest.approx(2 * 1e10 / decode_step_bytes(plan, 2, 8192))
     assert found["fit"]["largest"][-1]["bytes"] <= found["fit"]["bytes"] == 40 * GIB
     assert found["bandwidth_measured"] is False
 
 
 def test_the_page_says_it_too(capsys):
-    code, out, err = run(capsys, "gemma-2-2b", "--rows", "2", "--fit", "16GiB", "--bandwidth", "20")
+    code, out, err = run(capsys, "gemma-2-2b", "--max-num-seqs", "2", "--fit-memory", "16GiB", "--bandwidth", "20")
     assert (code, err) == (0, "")
     plan = plan_memory(known_model("gemma-2-2b"), CacheConfig(max_num_seqs=2, max_seq_len=8192))
     for number in (
@@ -868,22 +917,22 @@ def test_the_page_says_it_too(capsys):
 
 
 def test_formats_of_keys_and_values_are_planned_apart(capsys):
-    asked = ("llama-3-8b", "--context", "8192", "--rows", "2", "--weights-dtype", "bfloat16", "--bandwidth", "20")
-    found = as_json(capsys, *asked, "--cache-keys", "int8", "--cache-values", "int4")
+    asked = ("llama-3-8b", "--max-seq-len", "8192", "--max-num-seqs", "2", "--dtype", "bfloat16", "--bandwidth", "20")
+    found = as_json(capsys, *asked, "--cache-key-dtype", "int8", "--cache-value-dtype", "int4")
     cached, (group,) = found["cache"], found["groups"]
-    assert (cached["dtype"], cached["keys"], cached["values"]) == ("bfloat16", "int8", "int4")
+    assert (cached["dtype"], cached["key_dtype"], cached["value_dtype"]) == ("bfloat16", "int8", "int4")
     heads = 32 * 8
-    assert group["per_token"] == {"payload": heads * (128 + 64), "scales": heads * (4 + 8), "columns": 8}
+    assert group["per_token"] == {"payload": heads * (128 + 64), "scales": heads * (4 + 8), "metadata": 8}
     assert found["bytes"]["payload"] == 2 * 8192 * heads * 192 and found["bytes"]["scales"] == 2 * 8192 * heads * 12
-    assert found["bytes"]["pool"] == sum(found["bytes"][name] for name in ("payload", "scales", "columns", "reserved"))
-    _, out, _ = run(capsys, *asked, "--dtype", "int8", "--cache-values", "int4")
-    assert "int8 keys and int4 values of the rows asked, exact" in out and "cache scales" in out
-    assert "payload 49,152, scales 3,072, columns 8" in out
+    assert found["bytes"]["pool"] == sum(found["bytes"][name] for name in ("payload", "scales", "metadata", "reserved"))
+    _, out, _ = run(capsys, *asked, "--cache-dtype", "int8", "--cache-value-dtype", "int4")
+    assert "int8 keys and int4 values of the sequences, exact" in out and "cache scales" in out
+    assert "payload 49,152, scales 3,072, metadata 8" in out
     plain = run(capsys, *asked)[1]
     assert "scales" not in plain and "bfloat16 keys and values" in plain
 
 
-@pytest.mark.parametrize("flag", ["--dtype", "--cache-keys", "--cache-values"])
+@pytest.mark.parametrize("flag", ["--cache-dtype", "--cache-key-dtype", "--cache-value-dtype"])
 def test_an_unknown_format_names_its_flag(capsys, flag):
     code, _, err = run(capsys, "gpt2", flag, "int9")
     assert code == 2 and f"{flag}: unknown dtype 'int9'" in err and "did you mean 'int8'" in err
@@ -891,24 +940,24 @@ def test_an_unknown_format_names_its_flag(capsys, flag):
 
 def test_what_does_not_fit_is_said_and_is_no_error(capsys, monkeypatch):
     monkeypatch.setattr("kvad.cache.sizing.system_memory.available_bytes", lambda: GIB)
-    code, out, _ = run(capsys, "llama-3-70b", "--fit", "2GiB", "--bandwidth", "20")
-    assert code == 0 and "it does not fit" in out and "not even one row" in out
+    code, out, _ = run(capsys, "llama-3-70b", "--fit-memory", "2GiB", "--bandwidth", "20")
+    assert code == 0 and "it does not fit" in out and "not even one sequence" in out
 
 
 def test_defaults_are_those_of_the_cache():
     defaults = {field.name: field.default for field in fields(CacheConfig)}
     given = {param.name: param.default for param in command.params}
-    for name in ("layout", "block_size", "chunk"):
+    for name in ("layout", "block_size", "prefill_chunk_size"):
         assert given[name] == defaults[name]
-    assert "[default: 8]" in next(param.help for param in command.params if param.name == "rows")
-    assert defaults["rows"] == 8
-    assert given["budget"] == memory_plan.DEFAULT_BATCHED_TOKENS
+    assert "[default: 8]" in next(param.help for param in command.params if param.name == "max_num_seqs")
+    assert defaults["max_num_seqs"] == 8
+    assert given["max_num_batched_tokens"] == memory_plan.DEFAULT_BATCHED_TOKENS
 
 
 def test_a_checkpoint_is_planned_in_its_own_dtype(tmp_path, capsys):
     folder = write_checkpoint(tmp_path / "run", CONFIGS["pattern"], dtype=torch.bfloat16)
     found = as_json(capsys, str(folder))
-    assert (found["weights_dtype"], found["cache"]["dtype"], found["context"]) == ("bfloat16", "bfloat16", 64)
+    assert (found["weights_dtype"], found["cache"]["dtype"], found["max_seq_len"]) == ("bfloat16", "bfloat16", 64)
     assert found["bytes"]["weights"] == weight_bytes(CONFIGS["pattern"], "bfloat16")
 
 
@@ -920,8 +969,8 @@ def test_stored_float16_is_widened_and_so_planned(tmp_path, capsys):
 def test_configs_are_read_as_json_and_toml(tmp_path, capsys):
     config = CONFIGS["plain"].to_dict()
     (tmp_path / "m.json").write_text(json.dumps(config))
-    mixer = "[model.decoder.layer_types.L.attention]\nheads = 4\nkv_heads = 2\n"
-    mlp = '[model.decoder.layer_types.L.mlp]\nkind = "gated"\nhidden = 40\n'
+    mixer = "[model.decoder.layer_types.L.attention]\nnum_heads = 4\nnum_kv_heads = 2\n"
+    mlp = '[model.decoder.layer_types.L.mlp]\nkind = "gated"\nintermediate_size = 40\n'
     (tmp_path / "m.toml").write_text(
         f"[model]\nhidden_size = 24\nvocab_size = 61\nmax_seq_len = 64\n[model.decoder]\nnum_layers = 2\n{mixer}{mlp}"
     )
@@ -933,7 +982,7 @@ def test_recipes_of_training_are_read(tmp_path, capsys):
     recipe = tmp_path / "r.toml"
     recipe.write_text('[model]\npreset = "tiny"\n[tokenizer]\nvocab_size = 4096\n[data]\nseq_len = 128\n')
     found = as_json(capsys, str(recipe))
-    assert found["context"] == 128 and found["parameters"] == pytest.approx(1.26e6, rel=0.01)
+    assert found["max_seq_len"] == 128 and found["parameters"] == pytest.approx(1.26e6, rel=0.01)
     recipe.write_text('[model]\npreset = "tiny"\n[tokenizer]\nkind = "char"\n')
     code, _, err = run(capsys, str(recipe))
     assert code == 2 and "set model.vocab_size" in err
@@ -943,56 +992,71 @@ def test_recipes_of_training_are_read(tmp_path, capsys):
 
 
 def test_shapes_are_listed(capsys):
-    code, out, _ = run(capsys, "--shapes")
+    code, out, _ = run(capsys, "--list-models")
     assert code == 0 and all(name in out for name in KNOWN_MODELS)
-    code, out, _ = run(capsys, "--shapes", "--json")
+    code, out, _ = run(capsys, "--list-models", "--json")
     assert json.loads(out)["gpt2"] == 124_439_808
 
 
 def test_no_torch_is_loaded():
     program = (
         "import sys\nfrom kvad.cli.main import main\n"
-        "code = main(['plan', 'llama-3-8b', '--rows', '2', '--fit', '64GiB', '--context', '4096'])\n"
+        "code = main(['plan', 'llama-3-8b', '--max-num-seqs', '2', '--fit-memory', '64GiB', '--max-seq-len', '4096'])\n"
         "assert 'torch' not in sys.modules\nsys.exit(code)"
     )
     ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 0 and "measured here" in ran.stdout, ran.stderr
+    assert ran.returncode == 0 and "(measured)" in ran.stdout, ran.stderr
 
 
 # ---------------------------------------------------------------- sources, encoders
 
 
 def test_a_source_is_planned(capsys):
-    found = as_json(capsys, "t5-small", "--source-context", "100", "--context", "32", "--rows", "4", "--fit", "2GiB")
+    found = as_json(
+        capsys,
+        "t5-small",
+        "--max-source-len",
+        "100",
+        "--max-seq-len",
+        "32",
+        "--max-num-seqs",
+        "4",
+        "--fit-memory",
+        "2GiB",
+    )
     asked = CacheConfig(max_num_seqs=4, max_seq_len=32, max_source_len=100)
     plan = plan_memory(known_model("t5-small"), asked)
     assert found["bytes"]["total"] == plan.total and found["bytes"]["pool"] == plan.pool
-    assert (found["kind"], found["context"], found["source_context"]) == ("encoder-decoder", 32, 100)
+    assert (found["kind"], found["max_seq_len"], found["max_source_len"]) == ("encoder-decoder", 32, 100)
     own, cross = found["groups"]
-    assert (own["cross"], cross["cross"]) == (False, True) and own["layers"] == cross["layers"] == [0, 1, 2, 3, 4, 5]
+    assert (own["is_cross_attention"], cross["is_cross_attention"]) == (False, True) and own["layers"] == cross[
+        "layers"
+    ] == [0, 1, 2, 3, 4, 5]
     assert (own["blocks_per_row"], cross["blocks_per_row"]) == (2, 7)
     assert cross["payload"] == 4 * 7 * 16 * cross["per_token"]["payload"] == 4 * 7 * 16 * 6 * 2 * 8 * 64 * 4
     for fit in found["fit"]["largest"]:
-        again = replace(asked, max_num_seqs=fit["rows"], max_seq_len=fit["capacity"])
+        again = replace(asked, max_num_seqs=fit["num_seqs"], max_seq_len=fit["max_seq_len"])
         assert plan_memory(known_model("t5-small"), again).total == fit["bytes"] <= 2 * GIB
-    assert as_json(capsys, "t5-small")["source_context"] == 512
+    assert as_json(capsys, "t5-small")["max_source_len"] == 512
 
 
 def test_the_page_of_a_source(capsys):
-    code, out, err = run(capsys, "bart-base", "--source-context", "300", "--fit", "4GiB", "--bandwidth", "10")
+    code, out, err = run(capsys, "bart-base", "--max-source-len", "300", "--fit-memory", "4GiB", "--bandwidth", "10")
     assert (code, err) == (0, "") and max(map(len, out.splitlines())) <= 120
-    assert "6 + 6 layers; 8 rows of 1,024 tokens, 300 of source each, paged" in out
+    assert "6 + 6 layers; 8 sequences of 1,024 tokens, 300 of source each, paged" in out
     assert "group 1: layers 0-5 (6): cross-attention, the source whole, float32" in out and "per source  payload" in out
-    assert "at most: 2,048 new tokens, 8 rows of logits; or 2,048 of source" in out
-    assert "8 rows at 1,024 tokens, 300 of source: " in out and "sources of 300 tokens:" in out
+    assert "at most: 2,048 new tokens, 8 sequences of logits; or 2,048 of source" in out
+    assert "8 sequences at 1,024 tokens, 300 of encoder input: " in out and "encoder inputs of 300 tokens:" in out
 
 
 def test_a_decode_step_leaves_the_encoder_alone():
     """It reads the decoder, its head, and every row's own; not the encoder, nor what makes a source's k and v."""
     config = PAIRS["pair of widths"]
-    plan = plan_memory(config, cache(source_capacity=20))
+    plan = plan_memory(config, cache(max_source_len=20))
     shapes = weight_shapes(config)
-    unread = [name for name in shapes if name.startswith(("encoder.", "source.")) or ".cross_attention.k." in name]
+    unread = [
+        name for name in shapes if name.startswith(("encoder.", "encoder_embedding.")) or ".cross_attention.k." in name
+    ]
     unread += [name for name in shapes if ".cross_attention.v." in name]
     own, cross = (each.bytes.per_token_payload + each.bytes.per_token_metadata for each in plan.groups)
     read = plan.weights - 4 * sum(torch.Size(shapes[name]).numel() for name in unread)
@@ -1008,23 +1072,23 @@ def test_a_decode_step_reads_the_experts_that_can_be_chosen():
 
 
 def test_an_encoder_keeps_nothing_and_says_so(capsys):
-    found = as_json(capsys, "bert-base", "--rows", "4", "--context", "128")
+    found = as_json(capsys, "bert-base", "--max-num-seqs", "4", "--max-seq-len", "128")
     assert found["groups"] == [] and found["bytes"]["pool"] == 0 and found["speeds"] == []
-    assert found["source_context"] is None and found["bytes"]["activations"] > 0
-    code, out, _ = run(capsys, "bert-base", "--rows", "4", "--context", "128", "--fit", "2GiB")
+    assert found["max_source_len"] is None and found["bytes"]["activations"] > 0
+    code, out, _ = run(capsys, "bert-base", "--max-num-seqs", "4", "--max-seq-len", "128", "--fit-memory", "2GiB")
     assert code == 0 and "12 layers of an encoder; 4 texts of 128 tokens at once" in out
-    assert "none: an encoder keeps nothing between two steps" in out and "a step of 512 tokens of texts\n" in out
+    assert "none: an encoder has no cache" in out and "a step of 512 tokens of texts\n" in out
     assert "decoding" not in out and "group" not in out and "tokens each" in out
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["t5-small", "--source-context", "513"], "a source of 513 tokens is beyond the limit of t5-small, 512 tokens"),
-        (["t5-small", "--source-context", "0"], "it has at least 1"),
-        (["t5-small", "--context", "513"], "a context of 513 tokens"),
-        (["gpt2", "--source-context", "3"], "gpt2 has no source: it is a decoder"),
-        (["bert-base", "--source-context", "3"], "bert-base has no source: it is an encoder"),
+        (["t5-small", "--max-source-len", "513"], "a source of 513 tokens is beyond the limit of t5-small, 512 tokens"),
+        (["t5-small", "--max-source-len", "0"], "--max-source-len: must be at least 1, got 0"),
+        (["t5-small", "--max-seq-len", "513"], "a length of 513 tokens is beyond the limit of t5-small, 512 tokens"),
+        (["gpt2", "--max-source-len", "3"], "gpt2 has no encoder input: it is a decoder"),
+        (["bert-base", "--max-source-len", "3"], "bert-base has no encoder input: it is an encoder"),
     ],
 )
 def test_sources_that_cannot_be(capsys, arguments, says):
@@ -1034,7 +1098,7 @@ def test_sources_that_cannot_be(capsys, arguments, says):
 
 def test_require_names_the_sources():
     plan = plan_memory(known_model("t5-base"), CacheConfig(max_num_seqs=64, max_seq_len=512, max_source_len=512))
-    with pytest.raises(MemoryPlanError, match="64 rows of 512 tokens and sources of 512 need"):
+    with pytest.raises(MemoryPlanError, match="64 sequences of 512 tokens and encoder inputs of 512 need"):
         require_memory(plan, GIB)
 
 
@@ -1072,8 +1136,8 @@ def test_the_dtype_that_a_config_names(tmp_path, capsys):
     [
         ({"model_type": "lama"}, "did you mean 'llama'?"),
         ({"model_type": "switch_transformers"}, "drop tokens beyond a capacity"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "it is quantized"),
-        ({"hidden_size": "many"}, "hidden_size: expected a whole number"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "the model is quantized"),
+        ({"hidden_size": "many"}, "hidden_size: must be an integer"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "rope_type 'spiral' is not supported"),
     ],
 )
@@ -1102,19 +1166,19 @@ def test_only_a_foreign_config_brings_torch(tmp_path):
 
 def test_a_config_with_a_typo(tmp_path, capsys):
     config = CONFIGS["plain"].to_dict()
-    config["decoder"]["layer"] = config["decoder"].pop("layers")
+    config["decoder"]["num_layer"] = config["decoder"].pop("num_layers")
     (tmp_path / "typo.json").write_text(json.dumps(config))
     code, out, err = run(capsys, str(tmp_path / "typo.json"))
     assert (code, out) == (2, "")
-    assert err.startswith("kvad: error: ") and err.endswith("did you mean 'layers'?\n")
-    assert "typo.json: unknown key decoder.layer\n" in err
+    assert err.startswith("kvad: error: ") and err.endswith("did you mean 'num_layers'?\n")
+    assert "typo.json: unknown key decoder.num_layer\n" in err
 
 
 def test_broken_files(tmp_path, capsys):
     for name, text, says in (
         ("a.json", "{", "is not JSON"),
         ("a.toml", "= 3", "is not TOML"),
-        ("b.json", "[]", "expected an object"),
+        ("b.json", "[]", "must be an object of keys, got list"),
     ):
         (tmp_path / name).write_text(text)
         code, _, err = run(capsys, str(tmp_path / name))
@@ -1132,11 +1196,11 @@ def test_a_checkpoint_that_is_cut_off(checkpoint, capsys):
     file = checkpoint / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     code, _, err = run(capsys, str(checkpoint))
-    assert code == 2 and "model.safetensors is cut off" in err
+    assert code == 2 and "model.safetensors is truncated" in err
 
 
 def test_the_limit_says_both_numbers(capsys):
-    code, _, err = run(capsys, "gpt2", "--context", "4096")
+    code, _, err = run(capsys, "gpt2", "--max-seq-len", "4096")
     assert code == 2 and "4,096" in err and "1,024" in err
 
 
@@ -1145,21 +1209,21 @@ def test_the_limit_says_both_numbers(capsys):
     [
         (["lama-3-8b"], "did you mean 'llama-3-8b'?"),
         ([], "Missing argument"),
-        (["gpt2", "--rows", "0"], "cache.max_num_seqs: must be at least 1, found 0"),
-        (["gpt2", "--rows", "-3"], "found -3"),
-        (["gpt2", "--rows", "many"], "no whole number"),
-        (["gpt2", "--context", "0"], "found 0"),
+        (["gpt2", "--max-num-seqs", "0"], "cache.max_num_seqs: must be at least 1, got 0"),
+        (["gpt2", "--max-num-seqs", "-3"], "got -3"),
+        (["gpt2", "--max-num-seqs", "many"], "not a whole number"),
+        (["gpt2", "--max-seq-len", "0"], "got 0"),
         (["gpt2", "--block-size", "0"], "cache.block_size"),
-        (["gpt2", "--chunk", "0"], "cache.prefill_chunk_size"),
-        (["gpt2", "--budget", "0"], "budget: must be at least 1"),
-        (["gpt2", "--dtype", "float23"], "did you mean 'float32'?"),
+        (["gpt2", "--prefill-chunk-size", "0"], "cache.prefill_chunk_size"),
+        (["gpt2", "--max-num-batched-tokens", "0"], "max_num_batched_tokens: must be at least 1, got 0"),
+        (["gpt2", "--cache-dtype", "float23"], "did you mean 'float32'?"),
+        (["gpt2", "--cache-dtype", "foo"], "--cache-dtype: unknown dtype 'foo'"),
         (["gpt2", "--dtype", "foo"], "--dtype: unknown dtype 'foo'"),
-        (["gpt2", "--weights-dtype", "foo"], "--weights-dtype: unknown dtype 'foo'"),
-        (["gpt2", "--weights-dtype", "bf16"], "did you mean 'bfloat16'?"),
+        (["gpt2", "--dtype", "bf16"], "did you mean 'bfloat16'?"),
         (["gpt2", "--layout", "ring"], "'ring'"),
-        (["gpt2", "--fit", "8 gigs"], "'8 gigs' is not a size in bytes"),
+        (["gpt2", "--fit-memory", "8 gigs"], "'8 gigs' is not a size in bytes"),
         (["gpt2", "--bandwidth", "0"], "must be above 0"),
-        (["gpt2", "--contxt", "3"], "--context"),
+        (["gpt2", "--max-seq-ln", "3"], "--max-seq-len"),
     ],
 )
 def test_what_cannot_be_is_refused(capsys, arguments, says):
@@ -1168,9 +1232,9 @@ def test_what_cannot_be_is_refused(capsys, arguments, says):
 
 
 def test_one_is_singular(capsys):
-    code, out, _ = run(capsys, "gpt2", "--context", "1", "--rows", "1", "--bandwidth", "10")
-    assert code == 0 and "1 row of 1 token, " in out and "a step of 1 new token, 1 row of logits" in out
-    assert "1 row at 1 token: " in out and "1 tokens" not in out
+    code, out, _ = run(capsys, "gpt2", "--max-seq-len", "1", "--max-num-seqs", "1", "--bandwidth", "10")
+    assert code == 0 and "1 sequence of 1 token, " in out and "a step of 1 new token, 1 sequence of logits" in out
+    assert "1 sequence at 1 token: " in out and "1 tokens" not in out
 
 
 def test_a_bidirectional_model_has_no_cache(tmp_path, capsys):
@@ -1186,6 +1250,8 @@ def test_a_load_that_would_not_fit_is_refused_before_the_pool_is_made(tmp_path, 
     monkeypatch.setattr(kvad.llm, "Engine", lambda *_, **__: pytest.fail("the pool was made"))
     monkeypatch.setattr(kvad.llm, "available_bytes", lambda: 2 * 2**20)
     with pytest.raises(MemoryPlanError) as caught:
-        kvad.llm.LLM.load(folder, rows=2000, capacity=64)
-    assert "2,000 rows of 64 tokens need" in caught.value.message and "2.0 MiB is available" in caught.value.message
-    assert "what would fit: 1 row of 64 tokens" in caught.value.hint
+        kvad.llm.LLM.load(folder, max_num_seqs=2000, max_seq_len=64)
+    assert (
+        "2,000 sequences of 64 tokens need" in caught.value.message and "2.0 MiB is available" in caught.value.message
+    )
+    assert "what would fit: 1 sequence of 64 tokens" in caught.value.hint

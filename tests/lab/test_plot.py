@@ -110,10 +110,22 @@ def test_the_command(metrics, tmp_path, capsys):
     bench = tmp_path / "bench.jsonl"
     bench.write_text("".join(json.dumps(line) + "\n" for line in BENCH))
     out = tmp_path / "bench.svg"
-    arguments = ["plot", str(bench), "--x", "tokens", "--y", "seconds", "--by", "memory", "--log-x", "-o", str(out)]
+    arguments = [
+        "plot",
+        str(bench),
+        "--x",
+        "tokens",
+        "--y",
+        "seconds",
+        "--group-by",
+        "memory",
+        "--log-x",
+        "-o",
+        str(out),
+    ]
     assert main(arguments) == 0 and "fresh" in out.read_text()
     assert main(["plot", str(bench)]) == 2
-    assert "holds no training steps" in capsys.readouterr().err
+    assert "contains no training steps" in capsys.readouterr().err
     two = ["plot", str(metrics), str(metrics), "--y", "loss", "--y", "val_loss", "-o", str(out)]
     assert main(two) == 0 and f"{tmp_path.name} val_loss" in out.read_text()
 
@@ -139,6 +151,7 @@ def test_a_file_of_another_kind_is_one_clear_line(tmp_path, capsys, name, conten
 
 
 def test_matplotlib_is_imported_only_to_draw():
-    program = "import sys, kvad.inspection.plot, kvad.cli.commands.runs; print({'matplotlib', 'torch', 'numpy'} & set(sys.modules))"
+    program = "import sys, kvad.inspection.plot, kvad.cli.commands.runs; "
+    program += "print({'matplotlib', 'torch', 'numpy'} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ran.stdout.strip() == "set()", ran.stderr

@@ -31,7 +31,7 @@ def model_for(kind, tokenizer):
 
 
 def test_hidden_tokens_are_the_same_every_time_and_what_stood_there_is_right():
-    tokenizer = tokenizer_for("masked")
+    tokenizer = tokenizer_for("masked-lm")
     once, again = (list(masked_batches(tokenizer, TEXTS, 32, 0.15)) for _ in range(2))
     assert all(torch.equal(a.model_input.token_ids, b.model_input.token_ids) for a, b in zip(once, again, strict=True))
     ids = [token for text in TEXTS[:2] for token in tokenizer.add_special_tokens(tokenizer.encode(text))]
@@ -56,8 +56,8 @@ def test_hidden_tokens_are_the_same_every_time_and_what_stood_there_is_right():
 
 def test_the_numbers_are_those_of_the_logits():
     """Of one row, by hand; and rows side by side change nothing but the last bits."""
-    tokenizer = tokenizer_for("masked")
-    model = model_for("masked", tokenizer).double()
+    tokenizer = tokenizer_for("masked-lm")
+    model = model_for("masked-lm", tokenizer).double()
     (batch,) = masked_batches(tokenizer, TEXTS[1:2], 32, 0.5)
     logits = model.logits(model(batch.model_input, NoCache(model.config)), batch.model_input.logit_indices)
     loss = torch.nn.functional.cross_entropy(logits, batch.targets).item()
@@ -70,13 +70,13 @@ def test_the_numbers_are_those_of_the_logits():
 
 
 def test_spans_are_put_back_together():
-    tokenizer = tokenizer_for("spans")
+    tokenizer = tokenizer_for("span-corruption")
     first = tokenizer.special_tokens.names()["<extra_id_0>"]
-    (batch,) = span_batches(tokenizer, TEXTS[:1], 48, ObjectiveConfig(kind="spans"))
+    (batch,) = span_batches(tokenizer, TEXTS[:1], 48, ObjectiveConfig(kind="span-corruption"))
     assert (batch.targets == first).sum() == batch.model_input.sub_batches[0].num_seqs, (
         "every piece begins with the first sentinel"
     )
-    model = model_for("spans", tokenizer).double()
+    model = model_for("span-corruption", tokenizer).double()
     assert evaluate_objective(model, [batch]).targets == len(batch.targets)
 
 
@@ -95,26 +95,29 @@ def test_conversations_ask_what_training_asks(files, tmp_path):  # noqa: F811
     code, text, err = kvad("eval", out, dev, "--task", "chat", "--json")
     assert code == 0 and json.loads(text)["loss"] == pytest.approx(found.loss, rel=1e-6), err
     code, text, _ = kvad("eval", out, dev, "--task", "chat", "--window", 40)
-    assert code == 0 and "longer than that left out" in text and "behind all before it" in text
-    for more, says in ((["--cached"], "reads without an engine"), (["--words"], "--words says nothing of --task chat")):
+    assert code == 0 and "longer than that omitted" in text and "after everything before them" in text
+    for more, says in (
+        (["--use-cache"], "runs without an engine"),
+        (["--word-perplexity"], "--word-perplexity does not apply to --task chat"),
+    ):
         code, _, err = kvad("eval", out, dev, "--task", "chat", *more)
         assert code == 2 and says in err
 
 
-@pytest.mark.parametrize("kind", ["masked", "spans"])
+@pytest.mark.parametrize("kind", ["masked-lm", "span-corruption"])
 def test_the_command(kind, files, tmp_path):  # noqa: F811
     config = configured(kind)
     train_model(replace(config, train=replace(config.train, steps=1)), [files / kind], tmp_path / "run")
-    task = [] if kind == "masked" else ["--task", kind]
+    task = [] if kind == "masked-lm" else ["--task", kind]
     found = [kvad("eval", tmp_path / "run", files / kind, *task, "--json") for _ in range(2)]
     lines = [json.loads(out) for code, out, _ in found if code == 0]
     assert len(lines) == 2 and {**lines[0], "seconds": 0} == {**lines[1], "seconds": 0}
-    assert lines[0]["task"] == kind and lines[0]["density"] == 0.15 and 4 < lines[0]["loss"] < 7
-    code, out, _ = kvad("eval", tmp_path / "run", files / kind, *task, "--documents", "lines")
-    assert code == 0 and "drawn by seed 0" in out and "each text by itself" in out
+    assert lines[0]["task"] == kind and lines[0]["noise_density"] == 0.15 and 4 < lines[0]["loss"] < 7
+    code, out, _ = kvad("eval", tmp_path / "run", files / kind, *task, "--document-unit", "lines")
+    assert code == 0 and "seed 0" in out and "each text separately" in out
     code, _, err = kvad("eval", tmp_path / "run", files / kind, *task, "--window", 4096)
     assert code == 2 and "must be from 2 to the model's limit of 48" in err
-    (tmp_path / "short").write_text("a" if kind == "spans" else "\n\n")
+    (tmp_path / "short").write_text("a" if kind == "span-corruption" else "\n\n")
     code, _, err = kvad("eval", tmp_path / "run", tmp_path / "short", *task)
     assert code == 2 and "Traceback" not in err
     assert open_checkpoint(tmp_path / "run").config.max_seq_len == 48

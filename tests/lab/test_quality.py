@@ -67,7 +67,7 @@ def forget(monkeypatch, share):
                 positions[lost & (positions < step.positions.min() - 4)] = -1
             return super().open(step)
 
-    monkeypatch.setattr("kvad.engine.engine.Memory", Forgetful)
+    monkeypatch.setattr("kvad.engine.engine.KVCache", Forgetful)
 
 
 # ---------------------------------------------------------------- the language
@@ -134,10 +134,10 @@ def test_the_needle_stands_at_its_depth(kind, depth, spoken):
 
 @pytest.mark.parametrize("told", [False, True])
 def test_a_cut_comes_right_behind_what_was_read(spoken, told):
-    task = make_task("many", spoken, 100, 0.5, 3, align=16, told=told)
+    task = make_task("many", spoken, 100, 0.5, 3, align=16, question_in_prompt=told)
     assert len(task.prompt) == 96 and len(task.prompt) + len(task.question) + task.answer_tokens <= 100
     assert (task.prompt[-2:] == task.question) is told
-    assert len(make_task("many", spoken, 100, 0.5, 3, align=128, told=told).prompt) == 97
+    assert len(make_task("many", spoken, 100, 0.5, 3, align=128, question_in_prompt=told).prompt) == 97
 
 
 def test_many_hides_the_asked_one_among_others(spoken):
@@ -207,9 +207,9 @@ class FakeEngine:
 
     def __init__(self, said):
         self.said, self.submitted, self.pieces = said, [], []
-        self.model = SimpleNamespace(config=SimpleNamespace(vocab=VOCAB))
+        self.model = SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB))
 
-    def submit(self, tokens, sampling):
+    def add_request(self, tokens, sampling):
         number = len(self.submitted)
         self.submitted.append((tokens, sampling))
         self.pieces += [StreamChunk(number, 0, token_id=token) for token in self.said]
@@ -322,7 +322,7 @@ def test_a_bench_goes_on_where_it_stopped(looker, spoken, tmp_path, monkeypatch)
         measured.append(given)
         return measure_cell(*given)
 
-    monkeypatch.setattr(cache_quality, "measure", counted)
+    monkeypatch.setattr(cache_quality, "measure_cell", counted)
     assert bench(looker, spoken, tmp_path).summary == whole
     assert len(measured) == len(lines) - 4 - 1, "one of the lines that were missing is a text's"
     assert [json.loads(line) for line in path.read_text().splitlines()] == [json.loads(line) for line in lines]
@@ -380,7 +380,7 @@ def test_when_a_policy_cuts(looker, spoken):
         seen.append((length, every))
         return {}
 
-    for cut in ("often", "once"):
+    for cut in ("chunk", "prompt"):
         options = replace(SMALL, evict_after=cut, prefill_chunk_size=16, samples_per_cell=1)
         measure_cell(looker, Variant("x", 0.5, fields), spoken, "single", 96, 0.5, options)
     assert seen == [(80, 16), (80, 80)]
@@ -456,7 +456,8 @@ def checkpoint(looker, tmp_path_factory):
     return folder
 
 
-FEW = ("--lengths", "40,48", "--depths", "0,1", "--tasks", 1, "--texts", 1, "--caches", "bfloat16", "--chunk", 32)
+FEW = ("--lengths", "40,48", "--depths", "0,1", "--samples-per-cell", 1, "--num-texts", 1)
+FEW += ("--variants", "bfloat16", "--prefill-chunk-size", 32)
 
 
 def test_the_command_writes_lines_and_figures(checkpoint, tmp_path, capsys):
@@ -476,8 +477,9 @@ def test_the_command_asks_another_model_in_english(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("".join(LINES))
     model = write_model(tmp_path / "model", limit=700)
-    asked = ("--lengths", 500, "--kinds", "single", "--depths", 0.5, "--tasks", 1, "--texts", 1, "--text", text)
-    ran = run(capsys, "bench", "cache-quality", model, *asked, "--text-length", 64, "--caches", "full")
+    asked = ("--lengths", 500, "--tasks", "single", "--depths", 0.5, "--samples-per-cell", 1, "--num-texts", 1)
+    asked += ("--text", text)
+    ran = run(capsys, "bench", "cache-quality", model, *asked, "--text-length", 64, "--variants", "full")
     assert ran.code == 0 and "language english" in ran.out
     assert "kvad: single: the full cache finds 0.00 at 500 tokens" in ran.err
 
@@ -485,18 +487,18 @@ def test_the_command_asks_another_model_in_english(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--caches", "fulll"), "unknown cache 'fulll'"),
-        (("--ratios", "0.5,x"), "--ratios: '0.5,x' is not a list of numbers"),
-        (("--ratios", "2"), "between 0 and 1"),
-        (("--kinds", "singel"), "unknown task 'singel'"),
+        (("--variants", "fulll"), "unknown cache 'fulll'"),
+        (("--compression-ratios", "0.5,x"), "--compression-ratios: '0.5,x' is not a list of numbers"),
+        (("--compression-ratios", "2"), "between 0 and 1"),
+        (("--tasks", "singel"), "unknown task 'singel'"),
         (("--depths", "1.5"), "from 0 to 1"),
         (("--lengths", "4096"), "beyond the model's limit"),
-        (("--lengths", "6", "--caches", "full"), "does not fit in 6 tokens"),
-        (("--tasks", 0), "at least 1"),
+        (("--lengths", "6", "--variants", "full"), "does not fit in 6 tokens"),
+        (("--samples-per-cell", 0), "at least 1"),
     ],
 )
 def test_what_the_command_refuses(checkpoint, capsys, arguments, said):
-    ran = run(capsys, "bench", "cache-quality", checkpoint, "--texts", 0, *arguments)
+    ran = run(capsys, "bench", "cache-quality", checkpoint, "--num-texts", 0, *arguments)
     assert ran.code == 2 and said in ran.err and "Traceback" not in ran.err
 
 
@@ -504,38 +506,39 @@ def test_the_endless_command(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("".join(LINES))
     model = write_model(tmp_path / "model")
-    asked = ("--cache", "full", "--tokens", 90, "--span", 30, "--text", text)
-    ran = run(capsys, "bench", "endless", model, *asked, "--out", tmp_path / "out")
+    asked = ("--variant", "full", "--num-tokens", 90, "--span-length", 30, "--text", text)
+    ran = run(capsys, "bench", "streaming", model, *asked, "--out", tmp_path / "out")
     assert ran.code == 0 and "flatness 1.0000" in ran.out
-    lines = [json.loads(line) for line in (tmp_path / "out" / "bench-endless.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "out" / "bench-streaming.jsonl").read_text().splitlines()]
     assert len(lines) == 3 and lines[2]["stop"] == 90 and lines[0]["ratio"] == pytest.approx(1, abs=1e-4)
     assert all(line["machine"] and "commit" in line and line["model"] == str(model) for line in lines)
-    assert json.loads(run(capsys, "bench", "endless", model, *asked, "--json").out)["limit"] == 96
-    long = run(capsys, "bench", "endless", model, "--cache", "full", "--tokens", 100_000, "--text", text)
-    assert long.code == 2 and "name more with --text" in long.err
-    past = run(capsys, "bench", "endless", model, "--cache", "full", "--tokens", 200, "--span", 50, "--text", text)
-    assert past.code == 2 and "limit" in past.err
-    assert run(capsys, "bench", "endless", model, "--cache", "windw").code == 2
+    assert json.loads(run(capsys, "bench", "streaming", model, *asked, "--json").out)["limit"] == 96
+    long = run(capsys, "bench", "streaming", model, "--variant", "full", "--num-tokens", 100_000, "--text", text)
+    assert long.code == 2 and "add files with --text" in long.err
+    more = ("--variant", "full", "--num-tokens", 200, "--span-length", 50, "--text", text)
+    past = run(capsys, "bench", "streaming", model, *more)
+    assert past.code == 2 and "must have at most 96 tokens, got 200" in past.err
+    assert run(capsys, "bench", "streaming", model, "--variant", "windw").code == 2
 
 
 def test_corpora(tmp_path, capsys):
-    ran = run(capsys, "corpus", "lookup", tmp_path / "a", "--words", 500, "--json")
+    ran = run(capsys, "data", "create", "lookup", tmp_path / "a", "--num-words", 500, "--json")
     told = json.loads(ran.out)
     assert ran.code == 0 and told["texts"] == len((tmp_path / "a" / "texts.txt").read_text().splitlines())
-    run(capsys, "corpus", "lookup", tmp_path / "b", "--words", 500)
+    run(capsys, "data", "create", "lookup", tmp_path / "b", "--num-words", 500)
     assert (tmp_path / "a" / "texts.txt").read_bytes() == (tmp_path / "b" / "texts.txt").read_bytes()
-    again = run(capsys, "corpus", "lookup", tmp_path / "b")
+    again = run(capsys, "data", "create", "lookup", tmp_path / "b")
     assert again.code == 2 and "is not empty" in again.err
-    assert run(capsys, "corpus", "lookup", tmp_path / "c", "--longest", 3).code == 2
+    assert run(capsys, "data", "create", "lookup", tmp_path / "c", "--max-words", 3).code == 2
     (tmp_path / "file").write_text("mine")
     for kind in ("lookup", "python", "copy", "reverse"):
-        ran = run(capsys, "corpus", kind, tmp_path / "file")
-        assert ran.code == 2 and "file is a file, and a corpus is a folder" in ran.err
+        ran = run(capsys, "data", "create", kind, tmp_path / "file")
+        assert ran.code == 2 and "file is a file, not a folder" in ran.err
 
 
 @pytest.mark.parametrize("name", ["copy", "reverse"])
 def test_drills(tmp_path, capsys, name):
-    told = json.loads(run(capsys, "corpus", name, tmp_path / "a", "--json").out)
+    told = json.loads(run(capsys, "data", "create", name, tmp_path / "a", "--json").out)
     pairs = {
         part: [line.split("\t") for line in (tmp_path / "a" / f"{part}.tsv").read_text().splitlines()]
         for part in ("train", "dev", "test")
@@ -549,7 +552,7 @@ def test_drills(tmp_path, capsys, name):
     lengths = {part: {len(source.split()) for source, _ in lines} for part, lines in pairs.items()}
     assert lengths["train"] == ({10} if name == "copy" else set(range(1, 26)))
     assert max(lengths["test"]) == (10 if name == "copy" else 30)  # longer than anything that was trained on
-    run(capsys, "corpus", name, tmp_path / "b")
-    run(capsys, "corpus", name, tmp_path / "c", "--seed", 1)
+    run(capsys, "data", "create", name, tmp_path / "b")
+    run(capsys, "data", "create", name, tmp_path / "c", "--seed", 1)
     texts = [(tmp_path / folder / "dev.tsv").read_text() for folder in "abc"]
     assert texts[0] == texts[1] != texts[2]

@@ -38,7 +38,7 @@ def written(folder, *, lr=0.1, steps=20, kind="next-token", vocab="byte", end=Tr
     state = {"run": run.to_dict(), "corpus": ["x"]}
     saved = folder / "checkpoints" / f"step-{steps:08d}"
     (saved / "training").mkdir(parents=True)
-    (saved / "training" / "state.json").write_text(json.dumps({**state, "data": "d"}))
+    (saved / "training" / "state.json").write_text(json.dumps({**state, "data_fingerprint": "d"}))
     from kvad.text.tokenizer import train_tokenizer
 
     train_tokenizer(vocab, ["ada bob"]).save(saved)
@@ -72,7 +72,7 @@ def test_an_evaluation_lies_between_the_steps_that_were_logged(tmp_path, x, firs
 
 def test_what_cannot_be_compared_is_said(tmp_path):
     one = written(tmp_path / "one")
-    runs = read_runs([one, written(tmp_path / "two", vocab="char"), written(tmp_path / "three", kind="masked")])
+    runs = read_runs([one, written(tmp_path / "two", vocab="char"), written(tmp_path / "three", kind="masked-lm")])
     said = comparison_warnings(runs)
     assert len(said) == 2 and "tokenizers differ" in said[0] and "NOT comparable" in said[0]
     assert "objectives differ" in said[1]
@@ -85,9 +85,13 @@ def test_what_cannot_be_compared_is_said(tmp_path):
     assert run_differences(read_runs([one, bare])) == {"optim.lr": [0.1, 0.5]}
 
 
-ROTARY = {"width": 32, "decoder": {"layers": 2, "kinds": {"L": {"attention": {"heads": 2, "position": {"kind": "rope"}},
-          "mlp": {"kind": "plain", "hidden": 64}}}}}  # fmt: skip
-LEARNED = {"embedding.position": {"kind": "learned", "size": 256}, "decoder.layer_types.L.attention.position": None}
+ROTARY_ATTENTION = {"num_heads": 2, "position": {"kind": "rope"}}
+ROTARY_LAYER = {"attention": ROTARY_ATTENTION, "mlp": {"kind": "plain", "intermediate_size": 64}}
+ROTARY = {"hidden_size": 32, "decoder": {"num_layers": 2, "layer_types": {"L": ROTARY_LAYER}}}
+LEARNED = {
+    "embedding.position": {"kind": "learned", "num_positions": 256},
+    "decoder.layer_types.L.attention.position": None,
+}
 
 
 def test_what_one_model_lacks_is_named(tmp_path):
@@ -128,7 +132,7 @@ def test_models_of_presets_differ_by_what_they_are(tmp_path):
 def test_what_is_no_run(tmp_path):
     with pytest.raises(DataError, match="is no folder"):
         read_run(tmp_path / "none")
-    with pytest.raises(DataError, match=r"is no run: it holds no metrics\.jsonl"):
+    with pytest.raises(DataError, match=r"is no run: it has no metrics\.jsonl"):
         read_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"kind": "run"}\n')
     with pytest.raises(DataError, match="has logged no step yet"):
@@ -154,7 +158,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     result = json.loads(capsys.readouterr().out)
     assert [run["best_step"] for run in result["runs"]] == [10, 10] and result["figures"] == ["x.svg"]
     assert result["differences"] == {"optim.lr": [0.1, 0.2]} and result["cautions"] == []
-    assert main(["compare", "one"]) == 2 and "nothing to be compared with" in capsys.readouterr().err
+    assert main(["compare", "one"]) == 2 and "compare needs at least two runs" in capsys.readouterr().err
     assert main(["compare", "one", "three"]) == 2 and "three is no folder" in capsys.readouterr().err
 
 

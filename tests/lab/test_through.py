@@ -1,4 +1,4 @@
-"""``kvad verify --through``: rows that leave the cache and come back are judged like those that stay."""
+"""``kvad verify --round-trip``: rows that leave the cache and come back are judged like those that stay."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from kvad.verify.report import EXACT
 from tests.lab.test_verify import OPTIONS, run, tiny
 
 ALL = dataclasses.replace(OPTIONS, round_trips=tuple(round_trips.ROUND_TRIPS), dtypes=("float64",))
-SMALL = ["--rows", "3", "--chunk", "8", "--block-size", "4", "--tokens", "8", "--dtype", "float64"]
+SMALL = ["--num-prompts", "3", "--prefill-chunk-size", "8", "--block-size", "4", "--max-tokens", "8"]
+SMALL += ["--cache-dtype", "float64"]
 
 
 @pytest.fixture(autouse=True)
@@ -45,27 +46,27 @@ def test_every_way_is_exact_and_was_taken() -> None:
     for way in round_trips.ROUND_TRIPS:
         each = found["paged float64", way]
         assert each.verdict == "exact" and each.moved > 0 and each.max_dlogit <= EXACT, each
-    assert found["contiguous float64", "park"].verdict == "exact"
-    assert found["contiguous float64", "disk"].reason.startswith(
+    assert found["contiguous float64", "swap"].verdict == "exact"
+    assert found["contiguous float64", "prefix-disk"].reason.startswith(
         "cache.prefix_cache_dir: a contiguous cache shares no blocks"
     )
-    assert not report.broken and any(rule.startswith("through:") for rule in report.rules)
+    assert not report.broken and any(rule.startswith("round trip:") for rule in report.rules)
 
 
 def test_policies_and_formats_go_that_way_or_say_why_not() -> None:
-    policies = ("heavy-hitters(8, every=4)", "spilled(8, every=4)")
+    policies = ("heavy-hitters(8, interval=4)", "offload(8, interval=4)")
     options = dataclasses.replace(ALL, layouts=("paged",), dtypes=("int8",), policies=policies)
     report = run(tiny(), options)
     said = {(each.memory.split()[2].partition("(")[0], each.round_trip): each for each in report.round_trips}
-    assert said["heavy-hitters", "session"].verdict == said["heavy-hitters", "park"].verdict == "exact"
-    assert "each row keeps its own" in said["heavy-hitters", "ram"].reason
-    assert "a row that spills is neither kept nor resumed" in said["spilled", "session"].reason
-    assert said["spilled", "park"].verdict == "computed again" and said["spilled", "spill-disk"].verdict == "exact"
+    assert said["heavy-hitters", "session"].verdict == said["heavy-hitters", "swap"].verdict == "exact"
+    assert "shares no blocks" in said["heavy-hitters", "prefix-ram"].reason
+    assert "keep_state, resume: unavailable with token offload" in said["offload", "session"].reason
+    assert said["offload", "swap"].verdict == "recomputed" and said["offload", "offload-disk"].verdict == "exact"
 
 
 def test_nothing_leaves_unless_it_is_asked_for() -> None:
     report = run(tiny(), dataclasses.replace(ALL, round_trips=()))
-    assert report.round_trips == () and not any(rule.startswith("through:") for rule in report.rules)
+    assert report.round_trips == () and not any(rule.startswith("round trip:") for rule in report.rules)
 
 
 @pytest.mark.parametrize("wrong", ["parked", "session"])
@@ -79,33 +80,32 @@ def test_what_comes_back_wrong_is_broken(wrong: str, monkeypatch: pytest.MonkeyP
         )
     else:
         monkeypatch.setattr(PendingRestore, "restore", lambda *_: None)
-    way = "park" if wrong == "parked" else "session"
-    assert main(["verify", str(folder), *SMALL, "--no-preempt", "--layout", "paged", "--through", way]) == 1
+    way = "swap" if wrong == "parked" else "session"
+    assert main(["verify", str(folder), *SMALL, "--no-preempt", "--layout", "paged", "--round-trip", way]) == 1
     out = capsys.readouterr().out
-    assert f"BROKEN (paged float64 through {way})" in out
+    assert f"broken (paged float64 through {way})" in out
 
 
 def test_the_page_and_its_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["verify", str(folder), *SMALL, "--through", "park-disk,disk"]
+    asked = ["verify", str(folder), *SMALL, "--round-trip", "swap-disk,prefix-disk"]
     assert main(asked) == 0
     out = capsys.readouterr().out
-    assert re.search(r"paged float64 +park-disk +\S+ +[\d,]+ bytes +exact", out)
-    assert (
-        "skipped    contiguous float64 through disk: cache.prefix_cache_dir: a contiguous cache shares no blocks" in out
-    )
+    assert re.search(r"paged float64 +swap-disk +\S+ +[\d,]+ bytes +exact", out)
+    skipped = "skipped    contiguous float64, round trip prefix-disk: "
+    assert f"{skipped}cache.prefix_cache_dir: a contiguous cache shares no blocks" in out
     assert main([*asked, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)["journeys"]
-    assert {each["way"] for each in said} == {"park-disk", "disk"} and len(said) == 4
+    said = json.loads(capsys.readouterr().out)["round_trips"]
+    assert {each["round_trip"] for each in said} == {"swap-disk", "prefix-disk"} and len(said) == 4
     skipped = next(each for each in said if each["verdict"] == "skipped")
     assert skipped["max_dlogit"] is None and skipped["moved"] == 0
 
 
 def test_errors_name_the_way(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(folder), "--through", "disc"]) == 2
-    assert "'disc' is not known; did you mean 'disk'?" in capsys.readouterr().err
-    assert main(["verify", str(folder), *SMALL, "--through", "park", "--break", "mask"]) == 2
-    assert "--break and --through" in capsys.readouterr().err
-    with pytest.raises(UsageError, match="'disc' is no way of leaving and coming back"):
+    assert main(["verify", str(folder), "--round-trip", "prefix-disc"]) == 2
+    assert "'prefix-disc' is not known; did you mean 'prefix-disk'?" in capsys.readouterr().err
+    assert main(["verify", str(folder), *SMALL, "--round-trip", "swap", "--inject-fault", "mask"]) == 2
+    assert "--inject-fault and --round-trip" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="'disc' is no round trip"):
         run(tiny(), dataclasses.replace(OPTIONS, round_trips=("disc",)))
 
 

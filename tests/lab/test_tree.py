@@ -87,10 +87,10 @@ def test_every_layer_stands_in_one_node(name):
             spec = stack.layer_types[each.facts["kind"]]
             assert all(stack.layer_config(index) == spec for index in each.facts["layers"])
             attention = next(child for child in each.children if child.part == "attention")
-            assert attention.facts["heads"] == spec.attention.num_heads
+            assert attention.facts["num_heads"] == spec.attention.num_heads
             assert attention.facts["window"] in (spec.attention.window, None)
             assert ("both ways" in attention.title) == (not spec.attention.causal)
-            assert bool(parts_of(each, "cross")) == (spec.cross_attention is not None)
+            assert bool(parts_of(each, "cross_attention")) == (spec.cross_attention is not None)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -104,15 +104,18 @@ def test_the_cache_is_that_of_the_memory(name):
     for node, group in zip(found, expected, strict=True):
         size = group_bytes(group)
         assert (node.facts["bytes_per_token"], node.facts["bytes_per_row"]) == (size.per_token_payload, size.per_seq)
-        assert node.facts["cross"] == group.spec.is_cross_attention and node.facts["window"] == group.spec.window
+        assert (
+            node.facts["is_cross_attention"] == group.spec.is_cross_attention
+            and node.facts["window"] == group.spec.window
+        )
         assert node.facts["layers"] == [index % config.decoder.num_layers for index in group.layers]
     if config.kind == "encoder":
         assert "no cache" in [node.title for node in parts_of(build_model_tree(config, name), "cache")]
 
 
 PLACES = {
-    "pre": ["norm1", "attention", "norm_cross", "cross", "norm2", "mlp"],
-    "post": ["attention", "norm1", "cross", "norm_cross", "mlp", "norm2"],
+    "pre": ["norm1", "attention", "norm_cross", "cross_attention", "norm2", "mlp"],
+    "post": ["attention", "norm1", "cross_attention", "norm_cross", "mlp", "norm2"],
     "after": ["attention", "norm1", "mlp", "norm2"],
     "normed": ["norm1", "attention", "norm2", "mlp"],
     "parallel": ["norm1", "attention", "mlp"],
@@ -123,7 +126,7 @@ PLACES = {
             "attention",
             "norm1_after",
             "norm_cross",
-            "cross",
+            "cross_attention",
             "norm_cross_after",
             "norm2",
             "mlp",
@@ -136,12 +139,12 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_norms_stand_where_they_are_computed(place):
     """Kinds of parts in order; a norm's title says before or after what."""
-    paired = "cross" in PLACES[place]
+    paired = "cross_attention" in PLACES[place]
     made = PAIRS["pair"].decoder.layer_types["L"] if paired else CONFIGS["plain"].decoder.layer_types["L"]
     stack = StackConfig(2, {"L": made}, norm_position=place)
     config = replace(PAIRS["pair"], decoder=stack) if paired else replace(CONFIGS["plain"], decoder=stack)
     layers = parts_of(parts_of(build_model_tree(config, "m"), "stack")[-1], "layers")[0]
-    kinds = {"attention": "attention", "cross": "cross", "mlp": "mlp"}
+    kinds = {"attention": "attention", "cross_attention": "cross_attention", "mlp": "mlp"}
     assert [child.part for child in layers.children] == [kinds.get(name, "norm") for name in PLACES[place]]
     titles = [child.title.partition(":")[0] for child in layers.children if child.part == "norm"]
     behind = [title.startswith("norm after") for title in titles]
@@ -151,8 +154,8 @@ def test_norms_stand_where_they_are_computed(place):
 
 
 def test_a_layer_without_its_first_norm():
-    layer = replace(CONFIGS["plain"].decoder.layer_types["L"], first_norm=False)
-    kinds = {"F": layer, "L": replace(layer, first_norm=True)}
+    layer = replace(CONFIGS["plain"].decoder.layer_types["L"], pre_attention_norm=False)
+    kinds = {"F": layer, "L": replace(layer, pre_attention_norm=True)}
     root = build_model_tree(tiny(layers=4, kinds=kinds, pattern="FLLL"), "m")
     first, rest = parts_of(root, "layers")
     assert first.title == "layer 0 (of kind F)" and first.children[0].part == "attention"
@@ -195,7 +198,7 @@ def test_every_encoding_says_what_it_allows():
         nodes = [node for node in walk(build_model_tree(CONFIGS[name], name)) if node.facts.get("allows")]
         assert [node.facts["allows"] for node in nodes] == [allows._asdict()], name
         assert tuple(nodes[0].lines[-3:]) == tuple(model_tree.describe_allowed(key))
-    cross = parts_of(build_model_tree(PAIRS["pair"], "m"), "cross")[0]
+    cross = parts_of(build_model_tree(PAIRS["pair"], "m"), "cross_attention")[0]
     assert cross.facts["allows"] == model_tree.ENCODING_SUPPORT["source"]._asdict()
     for config in ENCODERS.values():
         assert not [node for node in walk(build_model_tree(config, "m")) if node.facts.get("allows")]
@@ -263,7 +266,7 @@ def test_the_table_is_that_of_the_design():
             ["scale 0.25", "q, k, v cut to 8", "bias of q, k, v"],
         ),
         (
-            tiny(head=LanguageHeadConfig(logit_scale=0.5, logit_softcap=30.0, bias=True), tie=False),
+            tiny(head=LanguageHeadConfig(logit_scale=0.5, logit_softcap=30.0, bias=True), tie_embeddings=False),
             ["times 0.5, softcap 30, bias", "of its own"],
         ),
         (CONFIGS["learned"], ["learned positions, a table of 66, offset 2", "eviction: exact until the table ends"]),
@@ -408,15 +411,15 @@ def test_formats_and_files(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--tree", "--attention", "x"], "two drawings"),
-        (["--tree", "--tensors"], "--tensors and --tree are two questions"),
-        (["--tree", "--check"], "--check and --tree are two questions"),
-        (["--tree", "--layer", "1"], "--layer belongs to a drawing of attention"),
+        (["--tree", "--attention", "x"], "--tree and --attention exclude each other"),
+        (["--tree", "--tensors"], "--tensors and --tree exclude each other"),
+        (["--tree", "--check"], "--check and --tree exclude each other"),
+        (["--tree", "--layer", "1"], "--layer needs --attention TEXT"),
         (["--tree", "--format", "terminal"], "--tree has no format terminal: text, svg, mermaid, json"),
         (["--attention", "x", "--format", "mermaid"], "--attention has no format mermaid: terminal, svg, png, json"),
-        (["--tree", "--out", "tree.png"], "its ending names no format"),
-        (["--tree", "--json", "--format", "svg"], "both given"),
-        (["--format", "text"], "--format belongs to a drawing"),
+        (["--tree", "--out", "tree.png"], "tree.png: the suffix is not a known format"),
+        (["--tree", "--json", "--format", "svg"], "exclude each other"),
+        (["--format", "text"], "--format needs --tree or --attention TEXT"),
     ],
 )
 def test_options_that_cannot_be(capsys, arguments, says):
@@ -443,7 +446,7 @@ def test_an_absolute_position_is_said_once():
     text = said(
         tiny(
             AttentionConfig(4, position=None),
-            embed=replace(CONFIGS["plain"].embedding, position=LearnedPositionsConfig(64)),
+            embedding=replace(CONFIGS["plain"].embedding, position=LearnedPositionsConfig(64)),
         )
     )
     assert text.count("eviction:") == 1

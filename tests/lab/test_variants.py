@@ -31,7 +31,7 @@ from tests.models import VOCAB, build, model_config
 
 def test_a_worked_example():
     made = summarizing_policy(1024, 256, 8)
-    assert made == {"policy": "hierarchy(136, packed=0, every=8, summaries=112, ratio=8)", "block_size": 8}
+    assert made == {"policy": "tiered(136, quantized=0, interval=8, summaries=112, ratio=8)", "block_size": 8}
 
 
 @pytest.mark.parametrize("budget", [24, 48, 60])
@@ -67,7 +67,7 @@ def llm():
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("name", [*TIERED_POLICIES, "hierarchy+int8"])
+@pytest.mark.parametrize("name", [*TIERED_POLICIES, "tiered+int8"])
 def test_a_hierarchy_holds_no_more_slots_than_its_budget(llm, name, ratio):
     (variant,) = select_variants([name], [ratio])[1:]
     budget = variant.budget(96)
@@ -78,23 +78,23 @@ def test_a_hierarchy_holds_no_more_slots_than_its_budget(llm, name, ratio):
 
 
 def test_one_table_has_a_size_for_every_policy():
-    assert set(POLICY_BUILDERS) == set(NAMED) - {"full", "spilled"} and set(SIZED) == set(
+    assert set(POLICY_BUILDERS) == set(NAMED) - {"full", "offload"} and set(SIZED) == set(
         NAMED
     )  # neither loses anything
-    assert {name for name in POLICY_BUILDERS if SIZED[name] is not POLICY_BUILDERS[name]} == {"hierarchy"}
+    assert {name for name in POLICY_BUILDERS if SIZED[name] is not POLICY_BUILDERS[name]} == {"tiered"}
     assert {*POLICY_BUILDERS, *TIERED_POLICIES} <= set(known_variants())
 
 
 def test_worked_sizes():
     size = PolicySize(512, 256, interval=16, block=8)
-    assert TIERED_POLICIES["packed"](size) == "hierarchy(56, packed=192, every=8)"
-    assert TIERED_POLICIES["hierarchy"](size) == "hierarchy(48, packed=160, every=8, summaries=40, ratio=8)"
+    assert TIERED_POLICIES["packed"](size) == "tiered(56, quantized=192, interval=8)"
+    assert TIERED_POLICIES["tiered"](size) == "tiered(48, quantized=160, interval=8, summaries=40, ratio=8)"
     assert (policy_for_ratio("quest", 0.75, 112, 16), policy_for_ratio("quest", 0.875, 112, 16)) == (
         "quest(16)",
         "quest(16)",
     )
-    assert policy_for_ratio("truncate", 0.5, 100, 16) == "truncate(50)"
-    assert policy_for_ratio("truncate", 0.875, 64, 16) == "truncate(8, block=8)"
+    assert policy_for_ratio("block-window", 0.5, 100, 16) == "block-window(50)"
+    assert policy_for_ratio("block-window", 0.875, 64, 16) == "block-window(8, block_size=8)"
     assert [hierarchy_block_size(kept) for kept in (32, 31, 16, 15, 2)] == [8, 4, 4, 2, 2]
 
 
@@ -111,7 +111,7 @@ def test_a_policy_and_a_format_by_one_name(llm):
     assert (variant.name, variant.ratio, variant.label) == ("snapkv+int8", 0.5, "snapkv+int8 0.5")
     assert cache.token_formats == ("int8", "int8") and cache.policy == made("snapkv")[1].policy
     assert made("sinks+int8/int4")[1].token_formats == ("int8", "int4") == made("sinks+int8/int4")[1].token_formats
-    assert select_variants(["int8/int4"])[1].fields(96, 16) == {"keys": "int8", "values": "int4"}
+    assert select_variants(["int8/int4"])[1].fields(96, 16) == {"key_dtype": "int8", "value_dtype": "int4"}
     own = "kvad.cache.policy:Window"
     assert made(f"{own}+bfloat16")[1].policy == f"{own}(48)" and made(f"{own}+bfloat16")[1].dtype == "bfloat16"
     assert len(select_variants(["snapkv+int8", "snapkv+int4", "snapkv"], (0.5, 0.75))) == 7
@@ -123,9 +123,9 @@ def test_a_policy_and_a_format_by_one_name(llm):
     ("stored", "packed"), [("int4", "int4"), ("int8", "int8"), ("bfloat16", "int8"), ("int8/int4", "int8")]
 )
 def test_a_hierarchy_packs_no_wider_than_it_stores(stored, packed):
-    levels = parse_policy(made(f"hierarchy+{stored}")[1].policy).tiered
+    levels = parse_policy(made(f"tiered+{stored}")[1].policy).tiered
     assert levels.key_format == packed and levels.value_format == ("int4" if stored.endswith("int4") else "int8")
-    plain = parse_policy(made("hierarchy")[1].policy).tiered
+    plain = parse_policy(made("tiered")[1].policy).tiered
     assert (levels.recent, levels.quantized, levels.summaries) == (plain.recent, plain.quantized, plain.summaries)
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from kvad.cache.config import CacheConfig
-from kvad.cache.sizing import memory_plan
 from kvad.checkpoint.native import save_checkpoint
 from kvad.cli.main import main
 from kvad.config.layers import (
@@ -46,7 +45,7 @@ from kvad.verify.scenario import (
     require_verify_memory,
 )
 
-OPTIONS = ScenarioOptions(num_seqs=3, chunk=8, block_size=4, tokens=8)
+OPTIONS = ScenarioOptions(num_seqs=3, prefill_chunk_size=8, block_size=4, tokens=8)
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +59,7 @@ def _one_thread():
 
 def tiny(vocab=64, limit=96, **mixer):
     torch.manual_seed(0)
-    kinds = {"L": LayerConfig(AttentionConfig(**{"heads": 4, "kv_heads": 2, **mixer}), GatedMLPConfig(48))}
+    kinds = {"L": LayerConfig(AttentionConfig(**{"num_heads": 4, "num_kv_heads": 2, **mixer}), GatedMLPConfig(48))}
     model = Transformer(
         ModelConfig(
             hidden_size=32, vocab_size=vocab, max_seq_len=limit, decoder=StackConfig(num_layers=3, layer_types=kinds)
@@ -109,7 +108,7 @@ def test_the_scenario_takes_place():
 )
 def test_what_silently_did_not_happen_is_an_error(happened, what):
     streams = [ReplayStream(tuple(range(20)), ((1, 2),))]
-    with pytest.raises(EngineError, match=f"the {what} asked for did not happen"):
+    with pytest.raises(EngineError, match=f"the requested {what} did not occur"):
         check_scenario_counts(happened, streams, OPTIONS, "paged")
 
 
@@ -134,14 +133,14 @@ def test_a_low_limit_is_no_obstacle(limit):
     model = tiny(limit=limit)
     tokens, block_size = default_sizes(model.config, None, None)
     options = ScenarioOptions(
-        num_seqs=4, tokens=tokens, block_size=block_size, chunk=2, dtypes=("float64",), preempt=limit > 4
+        num_seqs=4, tokens=tokens, block_size=block_size, prefill_chunk_size=2, dtypes=("float64",), preempt=limit > 4
     )
     assert not run(model, options).broken
 
 
 def test_lossy_by_design():
     """Scores so sharp that rounding a key moves whole weights: the structure is exact, the loss is the precision's."""
-    report = run(tiny(scale=12.0), dataclasses.replace(OPTIONS, dtypes=("bfloat16", "float64")))
+    report = run(tiny(softmax_scale=12.0), dataclasses.replace(OPTIONS, dtypes=("bfloat16", "float64")))
     assert [m.verdict for m in report.cases] == ["lossy by design", "exact"] * 2
     assert all(m.max_dlogit > m.tolerance for m in report.cases if m.dtype == "bfloat16")
 
@@ -157,11 +156,11 @@ def test_a_lossy_format_is_never_called_exact(stored):
 
 
 @pytest.mark.parametrize("stored", ["int8", "int4"])
-@pytest.mark.parametrize("fault", ["table", "cursor", "layer", "neighbour", "dtype", "mask", "scale"])
+@pytest.mark.parametrize("fault", ["table", "cursor", "layer", "neighbor", "dtype", "mask", "scale"])
 def test_a_fault_under_a_lossy_format_is_broken_and_named(fault, stored):
     report = run(tiny(), dataclasses.replace(OPTIONS, dtypes=(stored,), layouts=("paged",)), fault=fault)
     (memory,) = report.cases
-    assert memory.verdict == "BROKEN" and memory.structure > EXACT and memory.finding.fault == fault
+    assert memory.verdict == "broken" and memory.structure > EXACT and memory.finding.fault == fault
 
 
 def test_a_lossy_memory_that_loses_its_scales_is_broken(monkeypatch):
@@ -173,20 +172,20 @@ def test_a_lossy_memory_that_loses_its_scales_is_broken(monkeypatch):
 
     monkeypatch.setattr(LayerTensor, "copy", without_scales)
     options = dataclasses.replace(OPTIONS, dtypes=("float64", "int8"), layouts=("paged",))
-    assert [m.verdict for m in run(tiny(), options).cases] == ["exact", "BROKEN"]
+    assert [m.verdict for m in run(tiny(), options).cases] == ["exact", "broken"]
 
 
 @pytest.mark.parametrize("deep", [0, 2])
 def test_an_overflow_is_broken_and_named(deep):
     """float16 ends at 65,504: such a model cannot be cached in it, and that is no tolerable loss."""
-    model = tiny(bias=True, position=None)
+    model = tiny(qkv_bias=True, position=None)
     mixer = model.decoder.layers[deep].attention
     with torch.no_grad():  # a dimension of the keys that no query asks for
         mixer.k.bias[::8] = 1e5
         mixer.q.weight[::8], mixer.q.bias[::8] = 0, 0
     report = run(model, dataclasses.replace(OPTIONS, dtypes=("float16", "bfloat16"), layouts=("paged",)))
     half, _ = report.cases
-    assert half.verdict == "BROKEN" and math.isinf(half.max_dlogit)
+    assert half.verdict == "broken" and math.isinf(half.max_dlogit)
     assert half.finding.fault == "dtype" and half.finding.layer == deep and "ends at" in half.finding.evidence
 
 
@@ -253,7 +252,7 @@ def test_replay_gives_the_judges_logits(layout):
         num_blocks=12 if layout == "paged" else None,
     )
     done = replay_streams(model, cache, streams, squeezes=1)
-    assert done.happened.preemptions and done.happened.forks == 1
+    assert done.counts.preemptions and done.counts.forks == 1
     for number, stream in enumerate(streams):
         for sample in range(len(stream.forced_tokens)):
             true = run_uncached(model, stream.tokens(sample), stream.limit)
@@ -275,7 +274,7 @@ def checkpoint(tmp_path_factory):
     return str(folder)
 
 
-SMALL = ("--rows", "3", "--chunk", "8", "--block-size", "4", "--tokens", "8")
+SMALL = ("--num-prompts", "3", "--prefill-chunk-size", "8", "--block-size", "4", "--max-tokens", "8")
 
 
 def test_the_page(checkpoint, capsys):
@@ -286,55 +285,68 @@ def test_the_page(checkpoint, capsys):
 
 
 def test_json_holds_everything(checkpoint, capsys):
-    assert main(["verify", checkpoint, *SMALL, "--json", "--layout", "paged", "--dtype", "float32,bfloat16"]) == 0
+    assert main(["verify", checkpoint, *SMALL, "--json", "--layout", "paged", "--cache-dtype", "float32,bfloat16"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["broken"] is False and found["injected"] is None and len(found["rules"]) == 8
-    assert [(m["layout"], m["dtype"]) for m in found["memories"]] == [("paged", "float32"), ("paged", "bfloat16")]
-    first = found["memories"][0]
-    assert first["verdict"] == "exact" and first["structure"] <= EXACT and first["happened"]["hit_tokens"] > 0
+    assert [(m["layout"], m["dtype"]) for m in found["cases"]] == [("paged", "float32"), ("paged", "bfloat16")]
+    first = found["cases"][0]
+    assert first["verdict"] == "exact" and first["structure"] <= EXACT and first["scenario_counts"]["hit_tokens"] > 0
 
 
 def test_a_broken_memory_is_named_and_exits_1(checkpoint, capsys):
-    assert main(["verify", checkpoint, *SMALL, "--break", "mask", "--dtype", "float32"]) == 1
+    assert main(["verify", checkpoint, *SMALL, "--inject-fault", "mask", "--cache-dtype", "float32"]) == 1
     out = capsys.readouterr().out
     assert (
         "fault      mask: " in out
-        and "first at layer 0, row 1, position 0 of the float64 twin" in out
+        and "first at layer 0, sequence 1, position 0 of the float64 case" in out
         and "usually    " in out
     )
-    assert out.splitlines()[-1] == "verdict: BROKEN (paged float32, contiguous float32)"
+    assert out.splitlines()[-1] == "verdict: broken (paged float32, contiguous float32)"
 
 
 def test_broken_json_names_it_too(checkpoint, capsys):
-    assert main(["verify", checkpoint, *SMALL, "--break", "scale", "--json", "--dtype", "float32"]) == 1
+    assert main(["verify", checkpoint, *SMALL, "--inject-fault", "scale", "--json", "--cache-dtype", "float32"]) == 1
     found = json.loads(capsys.readouterr().out)
-    finding = found["memories"][0]["finding"]
+    finding = found["cases"][0]["finding"]
     assert found["broken"] and finding["fault"] == "scale" and finding["layer"] == 0 and finding["causes"]
 
 
 def test_a_rounding_is_named_in_the_precision_that_was_promised(checkpoint, capsys):
     """The float64 twin stores float32 then: true of the twin, and no explanation of a float32 memory."""
     assert (
-        main(["verify", checkpoint, *SMALL, "--break", "dtype", "--layout", "paged", "--dtype", "float32,float64"]) == 1
+        main(
+            [
+                "verify",
+                checkpoint,
+                *SMALL,
+                "--inject-fault",
+                "dtype",
+                "--layout",
+                "paged",
+                "--cache-dtype",
+                "float32,float64",
+            ]
+        )
+        == 1
     )
     out = capsys.readouterr().out
-    single, double = out.split("BROKEN     ")[1:]
-    assert single.startswith("paged float32\n") and "of the float32 memory" in single
-    assert "rounded to bfloat16, where float32 was promised" in single
-    assert double.startswith("paged float64\n") and "of the float64 twin" in double
-    assert "rounded to float32, where float64 was promised" in double
+    single, double = out.split("broken     ")[1:]
+    assert single.startswith("paged float32\n") and "of the float32 cache" in single
+    assert "rounded to bfloat16, the format is float32" in single
+    assert double.startswith("paged float64\n") and "of the float64 case" in double
+    assert "rounded to float32, the format is float64" in double
 
 
 def test_more_rows_than_fit_are_refused_before_anything_is_made(checkpoint, capsys, monkeypatch):
-    monkeypatch.setattr(memory_plan, "available_bytes", lambda: 64 * 2**20)
+    monkeypatch.setattr("kvad.cache.sizing.available_bytes", lambda: 64 * 2**20)
     monkeypatch.setattr("kvad.verify.run._Run", lambda *_, **__: pytest.fail("it was begun"))
-    assert main(["verify", checkpoint, "--rows", "1" + "0" * 30]) == 2
-    assert main(["verify", checkpoint, "--rows", "100000"]) == 2
+    assert main(["verify", checkpoint, "--num-prompts", "1" + "0" * 30]) == 2
+    assert main(["verify", checkpoint, "--num-prompts", "100000"]) == 2
     *_, error, hint = capsys.readouterr().err.splitlines()
-    assert error.startswith("kvad: error: --rows 100000: verifying takes about ") and error.endswith(
+    assert error.startswith("kvad: error: --num-prompts 100000: verifying takes about ") and error.endswith(
         "and 64.0 MiB is available"
     )
-    assert hint.startswith("kvad: hint: what would fit: --rows ")
+    assert hint.startswith("kvad: hint: what would fit: --num-prompts ")
 
 
 def test_what_would_fit_fits_and_one_more_does_not():
@@ -358,30 +370,32 @@ def test_a_flipped_byte_of_the_weights_is_named(checkpoint, capsys, tmp_path):
     weights = bytearray((folder / "model.safetensors").read_bytes())
     weights[-9] ^= 1
     (folder / "model.safetensors").write_bytes(weights)
-    assert main(["verify", str(folder), *SMALL, "--dtype", "float32"]) == 2
+    assert main(["verify", str(folder), *SMALL, "--cache-dtype", "float32"]) == 2
     said = capsys.readouterr()
     assert said.out == "" and "model.safetensors" in said.err and "sha256" in said.err
 
 
-@pytest.mark.parametrize("where", ["kvad.verify.run.verify", "kvad.checkpoint.loader.load_model"])
+@pytest.mark.parametrize("where", ["kvad.verify.verify", "kvad.checkpoint.loader.load_model"])
 def test_ctrl_c_says_that_nothing_was_decided(checkpoint, capsys, monkeypatch, where):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(where, interrupted)
     assert main(["verify", checkpoint, *SMALL]) == 130
-    assert capsys.readouterr() == ("", "kvad: interrupted before every memory was verified: nothing was decided\n")
+    assert capsys.readouterr() == ("", "kvad: interrupted before every configuration was verified: no verdict\n")
 
 
 def test_one_is_singular(checkpoint, capsys):
-    options = ("--rows", "1", "--tokens", "2", "--no-preempt", "--layout", "contiguous", "--dtype", "float64")
+    options = ("--num-prompts", "1", "--max-tokens", "2", "--no-preempt")
+    options += ("--layout", "contiguous", "--cache-dtype", "float64")
     assert main(["verify", checkpoint, *options]) == 0
     assert "1 forked sample\n" in capsys.readouterr().out
 
 
 def test_own_prompts_are_the_rows(checkpoint, capsys):
     prompts = ("--prompt", "the cache remembers", "--prompt", "def ")
-    small = ("--block-size", "4", "--tokens", "6", "--chunk", "8", "--dtype", "float32", "--json")
+    small = ("--block-size", "4", "--max-tokens", "6", "--prefill-chunk-size", "8")
+    small += ("--cache-dtype", "float32", "--json")
     assert main(["verify", checkpoint, *prompts, *small]) == 0
     assert json.loads(capsys.readouterr().out)["rows"] == [24, 9, 9, 24]
 
@@ -389,15 +403,15 @@ def test_own_prompts_are_the_rows(checkpoint, capsys):
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (("--break", "mesk"), "did you mean 'mask'"),
+        (("--inject-fault", "mesk"), "did you mean 'mask'"),
         (("--layout", "pagd"), "did you mean 'paged'"),
-        (("--dtype", "float31"), "did you mean 'float32'"),
-        (("--rows", "0"), "--rows: must be at least 1"),
-        (("--tokens", "96"), "the model's limit is 96"),
-        (("--prompt", "def ", "--tokens", "4"), "no more than a block of 16"),
-        (("--prompt", "a", "--rows", "2"), "--rows 2, but 1 prompts"),
-        (("--prompt", "x" * 90, "--tokens", "9"), "limit of 96"),
-        (("--break", "mask", "--chunk", "1"), "--chunk 1"),
+        (("--cache-dtype", "float31"), "did you mean 'float32'"),
+        (("--num-prompts", "0"), "--num-prompts: must be at least 1"),
+        (("--max-tokens", "96"), "the model's limit is 96"),
+        (("--prompt", "def ", "--max-tokens", "4"), "no more than a block of 16"),
+        (("--prompt", "a", "--num-prompts", "2"), "--num-prompts 2, but 1 prompts"),
+        (("--prompt", "x" * 90, "--max-tokens", "9"), "limit of 96"),
+        (("--inject-fault", "mask", "--prefill-chunk-size", "1"), "--prefill-chunk-size 1"),
     ],
 )
 def test_bad_input(checkpoint, capsys, arguments, word):
@@ -413,14 +427,14 @@ def test_a_folder_that_is_no_checkpoint(tmp_path, capsys):
 def test_usage_errors_import_no_torch():
     code = (
         "import sys; from kvad.cli.main import main\n"
-        "assert main(['verify', 'nowhere', '--break', 'mesk']) == 2 and main(['verify', '--help']) == 0\n"
+        "assert main(['verify', 'nowhere', '--inject-fault', 'mesk']) == 2 and main(['verify', '--help']) == 0\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
 
 def test_prompts_are_ragged_and_known(checkpoint):
-    options = ScenarioOptions(num_seqs=4, tokens=8, chunk=8, block_size=4)
+    options = ScenarioOptions(num_seqs=4, tokens=8, prefill_chunk_size=8, block_size=4)
     config = tiny(vocab=300).config
     prompts = build_prompts(config, options, ByteTokenizer())
     assert [len(p) for p in prompts] == [25, 15, 9, 1]
@@ -443,4 +457,4 @@ def test_a_config_edited_by_hand_is_verified(checkpoint, capsys, tmp_path):
     folder = tmp_path / "edited"
     shutil.copytree(checkpoint, folder)
     (folder / "config.json").write_text((folder / "config.json").read_text() + "\n")
-    assert main(["verify", str(folder), *SMALL, "--dtype", "float32"]) == 0
+    assert main(["verify", str(folder), *SMALL, "--cache-dtype", "float32"]) == 0

@@ -36,8 +36,11 @@ from kvad.verify.run import verify
 from kvad.verify.scenario import ScenarioOptions, build_prompts
 from tests.lab.looker import make_looker
 
-OPTIONS = ScenarioOptions(num_seqs=3, chunk=8, block_size=4, tokens=8, dtypes=("float64",))
-MASKS, RANKED = ("window(8)", "sinks(2, 6)", "truncate(8)"), ("heavy-hitters(8, every=4)", "random(8, every=4)")
+OPTIONS = ScenarioOptions(num_seqs=3, prefill_chunk_size=8, block_size=4, tokens=8, dtypes=("float64",))
+MASKS, RANKED = (
+    ("window(8)", "sinks(2, 6)", "block-window(8)"),
+    ("heavy-hitters(8, interval=4)", "random(8, interval=4)"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +53,7 @@ def _one_thread():
 
 def tiny(vocab=64, limit=96, absolute=None, layers=2, **mixer):
     torch.manual_seed(0)
-    kinds = {"L": LayerConfig(AttentionConfig(**{"heads": 4, "kv_heads": 2, **mixer}), GatedMLPConfig(48))}
+    kinds = {"L": LayerConfig(AttentionConfig(**{"num_heads": 4, "num_kv_heads": 2, **mixer}), GatedMLPConfig(48))}
     stack = StackConfig(num_layers=layers, layer_types=kinds)
     model = Transformer(
         ModelConfig(
@@ -85,18 +88,18 @@ def test_one_of_each_kind_holds(name):
     """A new policy is verified by being registered; its size for the prompts stands in ``SIZED``."""
     report = run(tiny(), policies=parse_policies([name], 33, 4), rotates=("write", "read"))
     mask = parse_policy(sized_policy(name, 33, 4))
-    lossy = (mask.eviction, mask.tiered, mask.sparse_read) != (None, None, None) and name != "spilled"
+    lossy = (mask.eviction, mask.tiered, mask.sparse_read) != (None, None, None) and name != "offload"
     assert {m.verdict for m in report.cases} == {"lossy by design" if lossy else "exact"}
     assert all(m.structure <= EXACT for m in report.cases)
     assert not [note for note in report.notes if "keeps all" in note]
     assert (report.cases[0].loss is None) == (name == "full")
 
 
-@pytest.mark.parametrize("policy", ["sinks(2, 6)", "tova(8, every=4)", "hierarchy(8, packed=8, every=8)"])
+@pytest.mark.parametrize("policy", ["sinks(2, 6)", "tova(8, interval=4)", "tiered(8, quantized=8, interval=8)"])
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8/int4"])
 def test_formats_and_policies_compose(policy, stored):
     report = run(tiny(), policies=(policy,), dtypes=(stored,), layouts=("paged",), rotates=("write", "read"))
-    assert all(m.structure <= EXACT and m.verdict != "BROKEN" for m in report.cases)
+    assert all(m.structure <= EXACT and m.verdict != "broken" for m in report.cases)
     if stored == "float32":
         assert report.cases[0].verdict == ("exact" if policy.startswith("sinks") else "lossy by design")
 
@@ -135,10 +138,10 @@ def test_every_size_can_be(longest, block):
 
 
 def test_what_cannot_be_is_skipped_and_said():
-    report = run(tiny(position=AlibiConfig()), policies=("full", "hierarchy(8, every=8)"), rotates=("write", "read"))
+    report = run(tiny(position=AlibiConfig()), policies=("full", "tiered(8, interval=8)"), rotates=("write", "read"))
     assert len(report.cases) == 3 and len(report.skipped) == 5
     said = {each.memory: each.reason for each in report.skipped}
-    assert "descend in whole blocks" in said["contiguous float64 hierarchy(8, every=8)"]
+    assert "are demoted in whole blocks" in said["contiguous float64 tiered(8, interval=8)"]
     assert "no layer of this model rotates" in said["paged float64 rotate=read"]
 
 
@@ -146,7 +149,7 @@ def test_what_cannot_be_is_skipped_and_said():
     ("options", "says"),
     [
         ({"policies": ("sinks(2, 6)",), "endless": True}, "learned positions are part of every key"),
-        ({"policies": ("hierarchy(8, every=8)",), "layouts": ("contiguous",)}, "descend in whole blocks"),
+        ({"policies": ("tiered(8, interval=8)",), "layouts": ("contiguous",)}, "are demoted in whole blocks"),
         ({"dtypes": ("int4-channel",)}, "int4-channel is for keys"),
     ],
 )
@@ -156,9 +159,9 @@ def test_where_nothing_can_be_it_is_refused(options, says):
 
 
 def test_a_contiguous_hierarchy_is_refused_by_the_cache_itself():
-    with pytest.raises(ConfigError, match="descend in whole blocks"):
+    with pytest.raises(ConfigError, match="are demoted in whole blocks"):
         build_groups(
-            attention_specs(tiny().config), CacheConfig(layout="contiguous", policy="hierarchy(8)", max_seq_len=64)
+            attention_specs(tiny().config), CacheConfig(layout="contiguous", policy="tiered(8)", max_seq_len=64)
         )
 
 
@@ -166,19 +169,19 @@ def test_a_contiguous_hierarchy_is_refused_by_the_cache_itself():
 
 
 @pytest.mark.parametrize("rotate", ["write", "read"])
-@pytest.mark.parametrize("policy", ["sinks(2, 6)", "tova(8, every=4)"])
-@pytest.mark.parametrize("fault", ["mask", "position", "rotation", "scale", "cursor", "table", "layer", "neighbour"])
+@pytest.mark.parametrize("policy", ["sinks(2, 6)", "tova(8, interval=4)"])
+@pytest.mark.parametrize("fault", ["mask", "position", "rotation", "scale", "cursor", "table", "layer", "neighbor"])
 def test_a_fault_under_a_policy_is_named(fault, policy, rotate):
     report = run(tiny(), policies=(policy,), rotates=(rotate,), layouts=("paged",), fault=fault)
     (memory,) = report.cases
-    assert memory.verdict == "BROKEN" and memory.finding.fault == fault, memory.finding
+    assert memory.verdict == "broken" and memory.finding.fault == fault, memory.finding
 
 
 def test_a_mask_that_is_not_the_policys_is_broken(monkeypatch):
     real = AttentionPattern.visible
     monkeypatch.setattr(KVCache, "open", widened(KVCache.open))
     report = run(tiny(), policies=("window(8)",), layouts=("paged",))
-    assert real is AttentionPattern.visible and report.cases[0].verdict == "BROKEN"
+    assert real is AttentionPattern.visible and report.cases[0].verdict == "broken"
     assert report.cases[0].finding.fault == "mask"
 
 
@@ -189,7 +192,7 @@ def widened(open_):
         if not getattr(self, "_wider", False):
             self._wider = True
             self.groups = tuple(
-                g._replace(mixer=g.spec._replace(window=g.spec.window and g.spec.window + 1)) for g in self.groups
+                g._replace(spec=g.spec._replace(window=g.spec.window and g.spec.window + 1)) for g in self.groups
             )
         return open_(self, step)
 
@@ -202,15 +205,15 @@ def test_a_policy_that_looks_at_its_neighbours_is_broken(monkeypatch):
     monkeypatch.setattr(
         PerHeadMetadata, "add", lambda self, table, mass: add(self, table, mass + mass.sum(0, keepdim=True))
     )
-    report = run(tiny(), policies=("heavy-hitters(8, every=4)",), layouts=("paged",))
+    report = run(tiny(), policies=("heavy-hitters(8, interval=4)",), layouts=("paged",))
     (memory,) = report.cases
-    assert memory.verdict == "BROKEN" and memory.finding is None
-    assert "the same row alone" in memory.reason
+    assert memory.verdict == "broken" and memory.finding is None
+    assert "the same sequence alone" in memory.reason
 
 
 def test_a_row_that_is_woken_with_nothing_is_broken(monkeypatch):
-    monkeypatch.setattr(KVCache, "_park_and_wake", lambda *_: None)
-    assert run(tiny(), policies=("norm(8, every=4)",), layouts=("paged",)).broken
+    monkeypatch.setattr(KVCache, "_swap", lambda *_: None)
+    assert run(tiny(), policies=("key-norm(8, interval=4)",), layouts=("paged",)).broken
 
 
 # ---------------------------------------------------------------- needles
@@ -219,9 +222,9 @@ def test_a_row_that_is_woken_with_nothing_is_broken(monkeypatch):
 def test_recall_beside_a_model_that_looks_keys_up():
     model, tokenizer = make_looker(limit=256)
     options = dataclasses.replace(
-        OPTIONS, policies=("full", "window(8)", "hierarchy(128, every=128)"), layouts=("paged",), dtypes=("float32",)
+        OPTIONS, policies=("full", "window(8)", "tiered(128, interval=128)"), layouts=("paged",), dtypes=("float32",)
     )
-    options = dataclasses.replace(options, chunk=16, block_size=16, tokens=16)
+    options = dataclasses.replace(options, prefill_chunk_size=16, block_size=16, tokens=16)
     report = verify(model, [[1, 2, 3] * 35, [4, 5], [6]], options, language=LookupLanguage(tokenizer))
     full, window, hierarchy = report.cases
     assert full.loss is None
@@ -230,10 +233,10 @@ def test_recall_beside_a_model_that_looks_keys_up():
 
 def test_without_a_language_or_room_recall_is_omitted_and_said():
     model, tokenizer = make_looker(limit=64)
-    assert NeedleRecall(model, None, 64).why == "no tokenizer to ask in"
-    assert "does not fit in 3 tokens" in NeedleRecall(model, LookupLanguage(tokenizer), 3).why
+    assert NeedleRecall(model, None, 64).reason == "the checkpoint has no tokenizer"
+    assert "does not fit in 3 tokens" in NeedleRecall(model, LookupLanguage(tokenizer), 3).reason
     dull = tiny(vocab=tokenizer.vocab_size)
-    assert "another's would say nothing" in NeedleRecall(dull, LookupLanguage(tokenizer), 64).why
+    assert "too few to compare caches" in NeedleRecall(dull, LookupLanguage(tokenizer), 64).reason
 
 
 # ---------------------------------------------------------------- the command
@@ -247,28 +250,31 @@ def checkpoint(tmp_path_factory):
     return str(folder)
 
 
-SMALL = ("--rows", "3", "--chunk", "8", "--block-size", "4", "--tokens", "8", "--dtype", "float64")
+SMALL = ("--num-prompts", "3", "--prefill-chunk-size", "8", "--block-size", "4", "--max-tokens", "8")
+SMALL += ("--cache-dtype", "float64")
 
 
 def test_the_page_says_what_is_lost_and_what_is_skipped(checkpoint, capsys):
-    asked = ("--policy", "sinks(2,6)", "--policy", "hierarchy", "--rotate", "both")
+    asked = ("--policy", "sinks(2,6)", "--policy", "tiered", "--rope-at", "both")
     assert main(["verify", checkpoint, *SMALL, *asked]) == 0
     out = capsys.readouterr().out
-    assert "contiguous float64 hierarchy(4, packed=4, every=8, summaries=4, ratio=2) and 1 more: cache.policy" in out
+    assert "contiguous float64 tiered(4, quantized=4, interval=8, summaries=4, ratio=2) and 1 more: cache.policy" in out
     assert "note       recall is not measured: a single task does not fit" in out
-    assert "\nlost by " in out and "paged float64 sinks(2,6) rotate=read" in out
+    assert "\nloss of " in out and "paged float64 sinks(2,6) rotate=read" in out
     assert out.splitlines()[-1].startswith("verdict: exact (paged float64 sinks(2,6), contiguous")
 
 
 def test_json_has_the_policies(checkpoint, capsys):
     assert main(["verify", checkpoint, *SMALL, "--policy", "all", "--layout", "contiguous", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert len(found["memories"]) == len(POLICIES) - 3 and len(found["skipped"]) == 3
-    memory = found["memories"][1]
+    assert len(found["cases"]) == len(POLICIES) - 3 and len(found["skipped"]) == 3
+    memory = found["cases"][1]
     assert (memory["policy"], memory["rotate"], memory["endless"], memory["verdict"]) == (
         "window(8)", "write", False, "exact",
     )  # fmt: skip
-    assert memory["loss"]["ratio"] == pytest.approx(memory["loss"]["perplexity"] / memory["loss"]["judge"])
+    assert memory["loss"]["ratio"] == pytest.approx(
+        memory["loss"]["perplexity"] / memory["loss"]["reference_perplexity"]
+    )
     assert memory["loss"]["recall"] is None and len(found["rules"]) == 12
 
 
@@ -276,9 +282,9 @@ def test_json_has_the_policies(checkpoint, capsys):
     ("asked", "says"),
     [
         (("--policy", "windw(3)"), "did you mean 'window'"),
-        (("--policy", "sinks(3)"), "it is sinks(sinks: 'int', window: 'int')"),
-        (("--endless",), "layer 0 keeps all tokens of a row"),
-        (("--policy", "full", "--endless"), "take a policy that drops old ones"),
+        (("--policy", "sinks(3)"), "The signature is sinks(num_sinks: 'int', window: 'int')"),
+        (("--endless",), "layer 0 keeps all tokens of a sequence"),
+        (("--policy", "full", "--endless"), "Use a policy that drops old tokens"),
     ],
 )
 def test_bad_input(checkpoint, capsys, asked, says):
@@ -287,7 +293,7 @@ def test_bad_input(checkpoint, capsys, asked, says):
 
 
 def test_a_broken_policy_exits_with_one(checkpoint, capsys):
-    assert main(["verify", checkpoint, *SMALL, "--policy", "sinks(2,6)", "--break", "table"]) == 1
+    assert main(["verify", checkpoint, *SMALL, "--policy", "sinks(2,6)", "--inject-fault", "table"]) == 1
     assert "fault      table" in capsys.readouterr().out
 
 

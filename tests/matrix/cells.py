@@ -59,14 +59,14 @@ def ask(table: str, cell: tuple[str, ...]) -> Said:
     if table == "product":
         topology, encoding, policy, form = cell
         layout, rotate = LAYOUTS[sum(map(len, cell)) % len(LAYOUTS)]
-        if policy in ("hierarchy", "spilled", "quest") or form.endswith("-channel"):  # they want blocks
+        if policy in ("tiered", "offload", "quest") or form.endswith("-channel"):  # they want blocks
             layout = "paged"
         if policy == "quest":  # and keys as queries see them
             rotate = "write"
-        return measure(topology, encoding, made(policy, form, layout=layout, rotate=rotate))
+        return measure(topology, encoding, made(policy, form, layout=layout, rope_at=rotate))
     if table == "layouts":
         policy, layout, rotate, encoding = cell
-        return measure("decoder", encoding, made(policy, "float64", layout=layout, rotate=rotate))
+        return measure("decoder", encoding, made(policy, "float64", layout=layout, rope_at=rotate))
     encoding, policy = cell
     return measure("decoder", encoding, made(policy, "float64", endless=True))
 
@@ -74,18 +74,21 @@ def ask(table: str, cell: tuple[str, ...]) -> Said:
 def made(policy: str, form: str, **fields: Any) -> dict[str, Any]:
     """The fields of a CacheConfig: it may be refused.  A format for keys alone has its sibling for the values; under
     ``full`` it is the hierarchy that such keys are kept in, in steps that fit these rows."""
-    stored, said = {"keys": form, "values": form.removesuffix("-channel")}, sized_policy(policy, LONGEST, BLOCK)
+    stored, said = (
+        {"key_dtype": form, "value_dtype": form.removesuffix("-channel")},
+        sized_policy(policy, LONGEST, BLOCK),
+    )
     if policy == "full" and form.endswith("-channel"):
-        said = f"hierarchy({BLOCK}, keys={form}, values={stored['values']}, every={2 * BLOCK})"
+        said = f"tiered({BLOCK}, key_format={form}, value_format={stored['value_dtype']}, interval={2 * BLOCK})"
         stored = {"dtype": "float64"}
     return {
         **stored,
         "policy": said,
         "block_size": BLOCK,
-        "rows": len(LENGTHS),
-        "capacity": 48,
-        "chunk": 5,
-        "source_capacity": 24,
+        "max_num_seqs": len(LENGTHS),
+        "max_seq_len": 48,
+        "prefill_chunk_size": 5,
+        "max_source_len": 24,
         **fields,
     }
 

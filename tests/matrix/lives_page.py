@@ -1,4 +1,4 @@
-"""The part of docs/matrix.md on where a cache lives, and its short form in docs/kv-cache.md."""
+"""The part of docs/matrix.md on where a cache lives, and its short form in docs/kv-cache/verify.md."""
 
 from __future__ import annotations
 

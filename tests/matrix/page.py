@@ -6,7 +6,7 @@ scripts/matrix --lives          those of where it lives alone (ten minutes)
 scripts/matrix --quality FILE   the lines of a ``kvad bench cache-quality --out`` into docs/matrix.json first
 
 ``tests/test_matrix_page.py`` holds the page to what this writes, the results to the registries, and asks some cells
-anew.
+again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.matrix.cells import BLOCK, ENCODINGS, EXACT, LAYOUTS, LONGEST, TOPOLO
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, RESULTS = ROOT / "docs" / "matrix.md", ROOT / "docs" / "matrix.json"
-SHORT = ROOT / "docs" / "kv-cache.md"
+SHORT = ROOT / "docs" / "kv-cache" / "verify.md"
 AGAIN = "scripts/matrix --run"
 KINDS = ("single", "many", "chain")
 
@@ -64,8 +64,8 @@ LEGEND = (
     (
         "**own**",
         (
-            "the policy drops or merges what may matter: a row says, to 1e-10, what it says alone in other chunks, "
-            "whoever its neighbours are; the price is below"
+            "the policy drops or merges tokens: to 1e-10 a sequence has the output that it has alone in other chunks, "
+            "whatever its neighbors; the loss is below"
         ),
     ),
     ("a number in brackets", "refused; the words of the refusal are below"),
@@ -105,8 +105,8 @@ def _short(value: Any) -> Any:
 
 
 def quality(path: Path) -> list[dict[str, Any]]:
-    """What a bench's lines say of each cache, as ``kvad/lab/prices.py`` reads them."""
-    return [{**vars(each), "prices": [vars(price) for price in each.costs]} for each in read_costs(path)]
+    """What a bench's lines say of each cache, as ``kvad/planning/fit.py`` reads them."""
+    return [{**vars(each), "costs": [vars(price) for price in each.costs]} for each in read_costs(path)]
 
 
 def stored(results: Results) -> str:
@@ -187,16 +187,17 @@ def _price(measured: Sequence[Mapping[str, Any]]) -> str:
     if not measured:
         return (
             "Not measured here yet: random models have no quality to lose. `kvad bench cache-quality` measures it on a "
-            "model that\nlooks keys up (`runs/lookup-cpu.toml`), and `scripts/matrix --quality FILE` puts its lines "
+            "model that\nlooks keys up (`recipes/lookup-cpu.toml`), and `scripts/matrix --quality FILE` puts its lines "
             "here; `kvad verify --policy`\nsays it of any model.\n"
         )
     head = ("cache", "dropped", "KL", "perplexity, times", *KINDS)
-    return "\n".join(_source(each) + _table(head, map(_priced, each["prices"])) for each in measured)
+    return "\n".join(_source(each) + _table(head, map(_priced, each["costs"])) for each in measured)
 
 
 def _source(each: Mapping[str, Any]) -> str:
     options = each["options"]
-    asked = f"asked {options.get('asked', 'after')} the cut, cut {options.get('cut', 'often')}"
+    position, evicted = options.get("question_position", "after"), options.get("evict_after", "chunk")
+    asked = f"asked {position} eviction, evicted after each {evicted}"
     return (
         f"Of `{each['model']}` at {each['commit'] or 'no commit'}, {asked}: against the model without a cache; recall "
         "over all lengths at which the\nfull cache finds what is hidden. Of `quest`, what is dropped is not read. "
@@ -210,7 +211,7 @@ def _priced(price: Mapping[str, Any]) -> tuple[str, ...]:
         f"`{price['cache']}`",
         f"{price['ratio']:.1%}",
         _said(price["kl"], ".1e"),
-        _said(price["times"], ".3f"),
+        _said(price["perplexity_ratio"], ".3f"),
         *recall,
     )
 

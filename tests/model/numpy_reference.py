@@ -38,34 +38,36 @@ class Reference:
         if self.config["decoder"] is None:
             return self.encode(tokens)
         memory = None if source is None else self.encode(source)
-        return self.stack("decoder", self.embed("embed", self.config["embed"], tokens), memory)
+        return self.stack("decoder", self.embed("embedding", self.config["embedding"], tokens), memory)
 
     def encode(self, tokens: Sequence[int], segments: Sequence[int] | None = None) -> Array:
         """[S, E]: what the encoder says of a source."""
-        side = self.config["source"]
+        side = self.config["encoder_input"]
         if side is None:
-            return self.stack("encoder", self.embed("embed", self.config["embed"], tokens, segments))
-        table = "embed" if side["vocab"] is None else "source"
-        return self.stack("encoder", self.embed("source", side["embed"], tokens, table=table))
+            return self.stack("encoder", self.embed("embedding", self.config["embedding"], tokens, segments))
+        table = "embedding" if side["vocab_size"] is None else "encoder_embedding"
+        return self.stack("encoder", self.embed("encoder_embedding", side["embedding"], tokens, table=table))
 
     def rows(self, hidden: Array) -> Array:
         """[L, E] of one row -> its labels' scores [labels], or its embedding [E]."""
         head = self.config["head"]
         pooled = hidden[0] if head["pool"] == "first" else sum(hidden) / len(hidden)
         out = self.transform(pooled, head["transform"])
-        if head["kind"] == "classes":
+        if head["kind"] == "classification":
             return self.linear("head", out)
-        return out / math.sqrt(sum(x * x for x in out)) if head["unit"] else out
+        return out / math.sqrt(sum(x * x for x in out)) if head["normalize"] else out
 
     def scores(self, hidden: Array) -> Array:
         head = self.config["head"]
         out = np.stack([self.transform(x, head["transform"]) for x in hidden])
-        if head["kind"] == "classes":
+        if head["kind"] == "classification":
             return np.stack([self.linear("head", x) for x in out])
-        name = "embedding.tokens.weight" if self.config["tie"] else "head.weight"
+        name = "embedding.tokens.weight" if self.config["tie_embeddings"] else "head.weight"
         logits = out @ self.weights[name].T
-        logits = head["scale"] * (logits + self.weights.get("head.bias", 0.0))
-        return logits if head["softcap"] is None else head["softcap"] * np.tanh(logits / head["softcap"])
+        logits = head["logit_scale"] * (logits + self.weights.get("head.bias", 0.0))
+        return (
+            logits if head["logit_softcap"] is None else head["logit_softcap"] * np.tanh(logits / head["logit_softcap"])
+        )
 
     def transform(self, x: Array, spec: Config | None) -> Array:
         if spec is None:
@@ -87,17 +89,17 @@ class Reference:
         rows = []
         for at, token in enumerate(tokens):
             x = spec["scale"] * self.weights[f"{table or name}.tokens.weight"][token]
-            if spec["width"] is not None and spec["project"] == "start":
+            if spec["embedding_size"] is not None and spec["projection"] == "start":
                 x = self.linear(f"{name}.projection", x)
             if spec["norm"] is not None and spec["norm_first"]:
                 x = self.norm(f"{name}.norm", spec["norm"], x)
             if spec["position"] is not None:
                 x = x + self.absolute(name, spec["position"], at, len(x))
-            if spec["segments"]:
+            if spec["num_token_types"]:
                 x = x + self.weights[f"{name}.token_types.weight"][0 if segments is None else segments[at]]
             if spec["norm"] is not None and not spec["norm_first"]:
                 x = self.norm(f"{name}.norm", spec["norm"], x)
-            if spec["width"] is not None and spec["project"] == "end":
+            if spec["embedding_size"] is not None and spec["projection"] == "end":
                 x = self.linear(f"{name}.projection", x)
             rows.append(x)
         return np.stack(rows)
@@ -121,14 +123,14 @@ class Reference:
     def stack(self, name: str, x: Array, source: Array | None = None) -> Array:
         spec = self.config[name]
         layer: Config = {}
-        for index in range(spec["layers"]):
-            letter = spec["pattern"][index % len(spec["pattern"])]
-            layer = spec["kinds"][letter]
+        for index in range(spec["num_layers"]):
+            letter = spec["layer_pattern"][index % len(spec["layer_pattern"])]
+            layer = spec["layer_types"][letter]
             x = self.layer(f"{name}.layers.{index}", f"{name}.relative_bias.{letter}", spec, layer, x, source)
         return self.each(f"{name}.norm", layer["norm"], x) if spec["final_norm"] else x
 
     def layer(self, at: str, shared: str, stack: Config, spec: Config, x: Array, source: Array | None) -> Array:
-        place, share, norm = stack["norm_place"], stack["residual"], spec["norm"]
+        place, share, norm = stack["norm_position"], stack["residual_scale"], spec["norm"]
 
         def mix(h: Array) -> Array:
             return self.attention(f"{at}.attention", shared, spec["attention"], norm, h, h)
@@ -138,7 +140,7 @@ class Reference:
 
         def cross(h: Array) -> Array:
             assert source is not None
-            return self.attention(f"{at}.cross_attention", shared, spec["cross"], norm, h, source)
+            return self.attention(f"{at}.cross_attention", shared, spec["cross_attention"], norm, h, source)
 
         def normed(name: str, h: Array) -> Array:
             return self.each(f"{at}.{name}", norm, h)
@@ -148,7 +150,7 @@ class Reference:
             return x + share * mix(once) + share * feed(once)
         if place == "parallel_pair":
             return x + share * mix(normed("norm1", x)) + share * feed(normed("norm2", x))
-        branches = [("norm1", mix)] + ([("norm_cross", cross)] if spec["cross"] else []) + [("norm2", feed)]
+        branches = [("norm1", mix)] + ([("norm_cross", cross)] if spec["cross_attention"] else []) + [("norm2", feed)]
         for name, branch in branches:
             if place == "post":
                 x = normed(name, x + share * branch(x))
@@ -160,7 +162,7 @@ class Reference:
                 inside = normed(name, x)
                 x = inside + share * branch(inside)
             else:
-                inside = x if name == "norm1" and not spec["first_norm"] else normed(name, x)
+                inside = x if name == "norm1" and not spec["pre_attention_norm"] else normed(name, x)
                 x = x + share * branch(inside)
         return x
 
@@ -187,8 +189,8 @@ class Reference:
 
     def attention(self, at: str, shared: str, spec: Config, norm: Config, x: Array, source: Array) -> Array:
         """x [L, E] asks, source [S, E] answers: query i of head h takes the softmax of its logits over what it sees."""
-        heads, kv_heads = spec["heads"], spec["kv_heads"] or spec["heads"]
-        dim = spec["head_dim"] or self.config["width"] // heads
+        heads, kv_heads = spec["num_heads"], spec["num_kv_heads"] or spec["num_heads"]
+        dim = spec["head_dim"] or self.config["hidden_size"] // heads
         value_dim = spec["value_dim"] or dim
         q = self.project(f"{at}.q", f"{at}.q_norm", spec, norm, x, heads, dim)
         k = self.project(f"{at}.k", f"{at}.k_norm", spec, norm, source, kv_heads, dim)
@@ -197,7 +199,7 @@ class Reference:
         if position["kind"] == "rope":
             q = np.stack([[rotated(q[i, h], i, position) for h in range(heads)] for i in range(len(q))])
             k = np.stack([[rotated(k[j, h], j, position) for h in range(kv_heads)] for j in range(len(k))])
-        scale = {"default": 1 / math.sqrt(dim), "none": 1.0}.get(spec["scale"], spec["scale"])
+        scale = {"default": 1 / math.sqrt(dim), "none": 1.0}.get(spec["softmax_scale"], spec["softmax_scale"])
         sinks = self.weights.get(f"{at}.sink_logits")
         bias = self.bias(f"{at}.relative_bias", shared, position, heads)
         out = []
@@ -209,8 +211,8 @@ class Reference:
                 logits = []
                 for j in seen:
                     logit = scale * float(q[i, h] @ k[j, kv])
-                    if spec["softcap"] is not None:
-                        logit = spec["softcap"] * math.tanh(logit / spec["softcap"])
+                    if spec["logit_softcap"] is not None:
+                        logit = spec["logit_softcap"] * math.tanh(logit / spec["logit_softcap"])
                     logits.append(logit + bias(h, i, j))
                 top = max(logits + ([] if sinks is None else [sinks[h]]))
                 shares = [math.exp(logit - top) for logit in logits]
@@ -221,9 +223,9 @@ class Reference:
 
     def project(self, at: str, normed: str | None, spec: Config, norm: Config, x: Array, heads: int, dim: int) -> Array:
         flat = np.stack([self.linear(at, row) for row in x])
-        flat = flat if spec["clip"] is None else np.clip(flat, -spec["clip"], spec["clip"])
+        flat = flat if spec["clip_qkv"] is None else np.clip(flat, -spec["clip_qkv"], spec["clip_qkv"])
         how = spec["qk_norm"] if normed is not None else "none"
-        norm = spec["norm"] or norm
+        norm = spec["qk_norm_config"] or norm
         if how == "full":
             flat = self.each(str(normed), norm, flat)
         out = flat.reshape(len(x), heads, dim)
@@ -245,7 +247,7 @@ class Reference:
     # ------------------------------------------------------------ MLPs
 
     def mlp(self, at: str, spec: Config, x: Array) -> Array:
-        if spec["kind"] == "experts":
+        if spec["kind"] == "moe":
             return self.experts(at, spec, x)
         up = self.linear(f"{at}.up", x)
         if spec["kind"] == "gated":
@@ -254,7 +256,7 @@ class Reference:
 
     def experts(self, at: str, spec: Config, x: Array) -> Array:
         logits = self.linear(f"{at}.router", x)
-        best = sorted(range(spec["count"]), key=lambda e: -logits[e])[: spec["active"]]
+        best = sorted(range(spec["num_experts"]), key=lambda e: -logits[e])[: spec["num_experts_per_token"]]
         shares = np.exp([logits[e] - max(logits) for e in best])
         out = np.zeros_like(x)
         for share, e in zip(shares / sum(shares), best, strict=True):
@@ -262,10 +264,13 @@ class Reference:
                 self.weights[f"{at}.{part}"][e] @ x + (self.weights[f"{at}.{part}_bias"][e] if spec["bias"] else 0.0)
                 for part in ("gate", "up")
             )
-            if spec["clip"] is not None:
-                gate, up = np.minimum(gate, spec["clip"]), np.clip(up, -spec["clip"], spec["clip"])
-            if spec["alpha"] is not None:
-                inner = (up + 1) * gate / (1 + np.exp(-spec["alpha"] * gate))
+            if spec["swiglu_limit"] is not None:
+                gate, up = (
+                    np.minimum(gate, spec["swiglu_limit"]),
+                    np.clip(up, -spec["swiglu_limit"], spec["swiglu_limit"]),
+                )
+            if spec["swiglu_alpha"] is not None:
+                inner = (up + 1) * gate / (1 + np.exp(-spec["swiglu_alpha"] * gate))
             else:
                 inner = activation(spec["activation"], gate) * up
             told = self.weights[f"{at}.down"][e] @ inner + (self.weights[f"{at}.down_bias"][e] if spec["bias"] else 0.0)
@@ -282,7 +287,7 @@ def sees(spec: Config, i: int, j: int) -> bool:
 
 def rotated(x: Array, at: int, spec: Config) -> Array:
     """Pair i of the first ``fraction`` of x turns by at * theta^(-2i/D) (Su et al. 2021)."""
-    size = int(len(x) * spec["fraction"])
+    size = int(len(x) * spec["partial_rotary_factor"])
     half, out = size // 2, x.copy()
     factor = 1.0 if spec["scaling"] is None else spec["scaling"]["factor"]
     assert spec["scaling"] is None or spec["scaling"]["kind"] == "linear"
@@ -305,7 +310,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 def t5_bucket(ahead: int, spec: Config) -> int:
     """The reference code of Raffel et al. 2020, for one distance: k - q."""
-    count, first, away = spec["buckets"], 0, -ahead
+    count, first, away = spec["num_buckets"], 0, -ahead
     if spec["bidirectional"]:
         count //= 2
         first, away = (count, ahead) if ahead > 0 else (0, -ahead)

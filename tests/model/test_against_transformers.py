@@ -22,6 +22,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from kvad import config as cfg
 from kvad.config.layers import NormConfig, RopeConfig
 from kvad.config.model import ModelConfig
+from kvad.config.serialization import override
 from kvad.model.attention import Attention
 from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
@@ -166,23 +167,34 @@ def one_kind(
     norm: NormConfig = NormConfig(eps=EPS),
     **more: Any,
 ) -> ModelConfig:
-    stack = {key: more.pop(key) for key in ("norm_place", "final_norm") if key in more}
+    stack = {key: more.pop(key) for key in ("norm_position", "final_norm") if key in more}
     decoder = cfg.StackConfig(LAYERS, {"L": cfg.LayerConfig(mixer, mlp, norm)}, **stack)
-    return ModelConfig(**{"width": WIDTH, "vocab": VOCAB, "limit": 64, "decoder": decoder, "tie": False, **more})
+    return ModelConfig(
+        **{
+            "hidden_size": WIDTH,
+            "vocab_size": VOCAB,
+            "max_seq_len": 64,
+            "decoder": decoder,
+            "tie_embeddings": False,
+            **more,
+        }
+    )
 
 
 ROPE = RopeConfig(100.0)
 
 
 def grouped(position: Any = ROPE, **more: Any) -> cfg.AttentionConfig:
-    return cfg.AttentionConfig(**{"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "position": position, **more})
+    return cfg.AttentionConfig(
+        **{"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM, "position": position, **more}
+    )
 
 
 def llama(**options: Any) -> Any:
     return make(transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA_OPTIONS | options))
 
 
-FACTORS = {"short": (1.0, 1.1, 1.2, 1.3), "long": (2.0, 3.0, 4.0, 5.0)}
+FACTORS = {"short_factor": (1.0, 1.1, 1.2, 1.3), "long_factor": (2.0, 3.0, 4.0, 5.0)}
 
 
 def scaled(scaling: Any, atol: float = 1e-10, **theirs: Any) -> Case:
@@ -198,7 +210,7 @@ def mistral() -> Case:
 
 def qwen2() -> Case:
     theirs = make(transformers.Qwen2ForCausalLM, transformers.Qwen2Config(**WHOLE_HEADS, tie_word_embeddings=True))
-    return Case(theirs, one_kind(grouped(head_dim=None, bias=True), tie=True), LLAMA)
+    return Case(theirs, one_kind(grouped(head_dim=None, qkv_bias=True), tie_embeddings=True), LLAMA)
 
 
 def qwen3() -> Case:
@@ -209,7 +221,11 @@ def qwen3() -> Case:
 def gemma() -> Case:
     theirs = make(transformers.GemmaForCausalLM, transformers.GemmaConfig(**LLAMA_OPTIONS))
     norm, mlp = NormConfig(eps=EPS, unit_offset=True), cfg.GatedMLPConfig(HIDDEN, "gelu_tanh")
-    return Case(theirs, one_kind(grouped(), mlp, norm, tie=True, embed=cfg.EmbeddingConfig(scale=WIDTH**0.5)), LLAMA)
+    return Case(
+        theirs,
+        one_kind(grouped(), mlp, norm, tie_embeddings=True, embedding=cfg.EmbeddingConfig(scale=WIDTH**0.5)),
+        LLAMA,
+    )
 
 
 def two_kinds(local: cfg.AttentionConfig, globe: cfg.AttentionConfig, head: cfg.LanguageHeadConfig) -> ModelConfig:
@@ -230,8 +246,8 @@ ALTERNATING: dict[str, Any] = {
 def gemma2() -> Case:
     more = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
     theirs = make(transformers.Gemma2ForCausalLM, transformers.Gemma2Config(**LLAMA_OPTIONS | ALTERNATING | more))
-    globe = grouped(softcap=2.0, scale=13**-0.5)
-    local = grouped(softcap=2.0, scale=13**-0.5, window=5)
+    globe = grouped(logit_softcap=2.0, softmax_scale=13**-0.5)
+    local = grouped(logit_softcap=2.0, softmax_scale=13**-0.5, window=5)
     return Case(theirs, two_kinds(local, globe, cfg.LanguageHeadConfig(logit_softcap=3.0)), SANDWICH)
 
 
@@ -239,8 +255,8 @@ def gemma3() -> Case:
     """Two rotary bases, q and k normalised with 1 + w."""
     options = LLAMA_OPTIONS | ALTERNATING | {"rope_local_base_freq": 20.0}
     theirs = make(transformers.Gemma3ForCausalLM, transformers.Gemma3TextConfig(**options))
-    globe = grouped(qk_norm="head", scale=13**-0.5)
-    local = grouped(RopeConfig(20.0), qk_norm="head", scale=13**-0.5, window=5)
+    globe = grouped(qk_norm="head", softmax_scale=13**-0.5)
+    local = grouped(RopeConfig(20.0), qk_norm="head", softmax_scale=13**-0.5, window=5)
     return Case(theirs, two_kinds(local, globe, cfg.LanguageHeadConfig()), SANDWICH)
 
 
@@ -292,18 +308,18 @@ GPT_OPTIONS: dict[str, Any] = {
     "layer_norm_epsilon": EPS,
 }
 LAYER_NORM = NormConfig("layer", EPS, bias=True)
-LEARNED: dict[str, Any] = {"embed": cfg.EmbeddingConfig(cfg.LearnedPositionsConfig(40)), "limit": 40}
+LEARNED: dict[str, Any] = {"embedding": cfg.EmbeddingConfig(cfg.LearnedPositionsConfig(40)), "max_seq_len": 40}
 
 
 def everywhere(position: Any = None, **more: Any) -> cfg.AttentionConfig:
     """Full heads of width / heads with biases."""
-    return cfg.AttentionConfig(**{"heads": HEADS, "position": position, "bias": True, "out_bias": True, **more})
+    return cfg.AttentionConfig(**{"num_heads": HEADS, "position": position, "qkv_bias": True, "out_bias": True, **more})
 
 
 def gpt2() -> Case:
     theirs = make(transformers.GPT2LMHeadModel, transformers.GPT2Config(**GPT_OPTIONS, n_inner=HIDDEN))
     mlp = cfg.PlainMLPConfig(HIDDEN, "gelu_tanh", bias=True)
-    return Case(theirs, one_kind(everywhere(), mlp, LAYER_NORM, tie=True, **LEARNED), GPT2, conv1d)
+    return Case(theirs, one_kind(everywhere(), mlp, LAYER_NORM, tie_embeddings=True, **LEARNED), GPT2, conv1d)
 
 
 def gpt_bigcode() -> Case:
@@ -315,7 +331,9 @@ def gpt_bigcode() -> Case:
     def prepare(state: dict[str, Tensor]) -> dict[str, Tensor]:
         return split(state, "c_attn", lambda value: value.split((WIDTH, WIDTH // HEADS, WIDTH // HEADS)))
 
-    return Case(theirs, one_kind(everywhere(kv_heads=1), mlp, LAYER_NORM, tie=True, **LEARNED), GPT2, prepare)
+    return Case(
+        theirs, one_kind(everywhere(num_kv_heads=1), mlp, LAYER_NORM, tie_embeddings=True, **LEARNED), GPT2, prepare
+    )
 
 
 def openai_gpt() -> Case:
@@ -326,7 +344,9 @@ def openai_gpt() -> Case:
         "embedding.positions": "transformer.positions_embed",
     }
     mlp = cfg.PlainMLPConfig(4 * WIDTH, "gelu_tanh", bias=True)
-    config = one_kind(everywhere(), mlp, LAYER_NORM, tie=True, norm_place="post", final_norm=False, **LEARNED)
+    config = one_kind(
+        everywhere(), mlp, LAYER_NORM, tie_embeddings=True, norm_position="post", final_norm=False, **LEARNED
+    )
     return Case(theirs, config, names, conv1d)
 
 
@@ -338,7 +358,9 @@ def gptj() -> Case:
     names |= {"attention.out": "attn.out_proj", "mlp.up": "mlp.fc_in", "mlp.down": "mlp.fc_out"}
     mixer = cfg.AttentionConfig(HEADS, position=RopeConfig(10000.0, 0.5, interleaved=True))
     mlp = cfg.PlainMLPConfig(HIDDEN, "gelu_tanh", bias=True)
-    config = one_kind(mixer, mlp, LAYER_NORM, norm_place="parallel", width=96, head=cfg.LanguageHeadConfig(bias=True))
+    config = one_kind(
+        mixer, mlp, LAYER_NORM, norm_position="parallel", hidden_size=96, head=cfg.LanguageHeadConfig(bias=True)
+    )
     return Case(theirs, config, names)
 
 
@@ -358,7 +380,11 @@ def bloom() -> Case:
     names |= {f"attention.{letter}": f"self_attention.{letter}" for letter in "qkv"}
     mlp = cfg.PlainMLPConfig(4 * WIDTH, "gelu_tanh", bias=True)
     config = one_kind(
-        everywhere(cfg.AlibiConfig()), mlp, LAYER_NORM, tie=True, embed=cfg.EmbeddingConfig(norm=LAYER_NORM)
+        everywhere(cfg.AlibiConfig()),
+        mlp,
+        LAYER_NORM,
+        tie_embeddings=True,
+        embedding=cfg.EmbeddingConfig(norm=LAYER_NORM),
     )
     return Case(theirs, config, names, lambda state: split(state, "query_key_value", per_head), atol=1e-7)
 
@@ -376,8 +402,8 @@ def mpt() -> Case:
         "norm2": "norm_2",
         "decoder.norm": "transformer.norm_f",
     }
-    mixer = everywhere(cfg.AlibiConfig(), bias=False, out_bias=False)
-    config = one_kind(mixer, cfg.PlainMLPConfig(4 * WIDTH, "gelu"), NormConfig("layer", EPS), tie=True)
+    mixer = everywhere(cfg.AlibiConfig(), qkv_bias=False, out_bias=False)
+    config = one_kind(mixer, cfg.PlainMLPConfig(4 * WIDTH, "gelu"), NormConfig("layer", EPS), tie_embeddings=True)
 
     def prepare(state: dict[str, Tensor]) -> dict[str, Tensor]:
         return split(state, "Wqkv", lambda value: value.chunk(3))
@@ -398,9 +424,12 @@ def opt() -> Case:
         "norm2": "final_layer_norm",
         "decoder.norm": "model.decoder.final_layer_norm",
     }
-    position: dict[str, Any] = {"embed": cfg.EmbeddingConfig(cfg.LearnedPositionsConfig(42, offset=2)), "limit": 40}
+    position: dict[str, Any] = {
+        "embedding": cfg.EmbeddingConfig(cfg.LearnedPositionsConfig(42, offset=2)),
+        "max_seq_len": 40,
+    }
     norm = NormConfig("layer", 1e-5, bias=True)
-    mine = one_kind(everywhere(), cfg.PlainMLPConfig(HIDDEN, "relu", bias=True), norm, tie=True, **position)
+    mine = one_kind(everywhere(), cfg.PlainMLPConfig(HIDDEN, "relu", bias=True), norm, tie_embeddings=True, **position)
     return Case(make(transformers.OPTForCausalLM, config), mine, names)
 
 
@@ -418,7 +447,7 @@ def xglm() -> Case:
     }
     norm, mlp = NormConfig("layer", 1e-5, bias=True), cfg.PlainMLPConfig(HIDDEN, "gelu", bias=True)
     embed = cfg.EmbeddingConfig(cfg.SinusoidalPositionsConfig(form="fairseq", offset=2), scale=WIDTH**0.5)
-    mine = one_kind(everywhere(), mlp, norm, tie=True, embed=embed)
+    mine = one_kind(everywhere(), mlp, norm, tie_embeddings=True, embedding=embed)
     return Case(make(transformers.XGLMForCausalLM, config), mine, names, atol=1e-4)  # their table is float32
 
 
@@ -429,11 +458,13 @@ def phi() -> Case:
     theirs = make(transformers.PhiForCausalLM, transformers.PhiConfig(**options))
     names = LLAMA | {"attention.out": "self_attn.dense", "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
     names |= {"decoder.norm": "model.final_layernorm"}
-    mixer = everywhere(RopeConfig(100.0, 0.5), kv_heads=3)
+    mixer = everywhere(RopeConfig(100.0, 0.5), num_kv_heads=3)
     mlp = cfg.PlainMLPConfig(HIDDEN, "gelu_tanh", bias=True)
     return Case(
         theirs,
-        one_kind(mixer, mlp, LAYER_NORM, norm_place="parallel", width=48, head=cfg.LanguageHeadConfig(bias=True)),
+        one_kind(
+            mixer, mlp, LAYER_NORM, norm_position="parallel", hidden_size=48, head=cfg.LanguageHeadConfig(bias=True)
+        ),
         names,
     )
 
@@ -444,7 +475,9 @@ def cohere() -> Case:
     theirs = make(transformers.CohereForCausalLM, transformers.CohereConfig(**options))
     mixer = grouped(RopeConfig(100.0, interleaved=True))
     head = cfg.LanguageHeadConfig(logit_scale=0.3)
-    config = one_kind(mixer, norm=NormConfig("layer", EPS), norm_place="parallel", width=48, tie=True, head=head)
+    config = one_kind(
+        mixer, norm=NormConfig("layer", EPS), norm_position="parallel", hidden_size=48, tie_embeddings=True, head=head
+    )
     return Case(theirs, config, LLAMA)
 
 
@@ -464,16 +497,16 @@ def gpt_neox() -> Case:
     }
     names |= {f"attention.{letter}": f"attention.{letter}" for letter in "qkv"}
     mixer = everywhere(RopeConfig(100.0, 0.25))
-    config = one_kind(mixer, cfg.PlainMLPConfig(HIDDEN, "gelu", bias=True), LAYER_NORM, width=96)
+    config = one_kind(mixer, cfg.PlainMLPConfig(HIDDEN, "gelu", bias=True), LAYER_NORM, hidden_size=96)
     return Case(theirs, config, names, lambda state: split(state, "query_key_value", per_head))
 
 
 CASES: dict[str, Callable[[], Case]] = {
     "llama": lambda: Case(llama(), one_kind(grouped()), LLAMA),
-    "llama-tied": lambda: Case(llama(tie_word_embeddings=True), one_kind(grouped(), tie=True), LLAMA),
+    "llama-tied": lambda: Case(llama(tie_word_embeddings=True), one_kind(grouped(), tie_embeddings=True), LLAMA),
     "llama-biases": lambda: Case(
         llama(attention_bias=True, mlp_bias=True),
-        one_kind(grouped(bias=True, out_bias=True), cfg.GatedMLPConfig(HIDDEN, bias=True)),
+        one_kind(grouped(qkv_bias=True, out_bias=True), cfg.GatedMLPConfig(HIDDEN, bias=True)),
         LLAMA,
     ),
     "llama-linear": lambda: scaled(cfg.LinearScalingConfig(2.5), rope_type="linear", factor=2.5),
@@ -498,8 +531,8 @@ CASES: dict[str, Callable[[], Case]] = {
         cfg.LongRopeScalingConfig(**FACTORS, original_max_seq_len=16, factor=4.0),
         rope_type="longrope",
         factor=4.0,
-        short_factor=list(FACTORS["short"]),
-        long_factor=list(FACTORS["long"]),
+        short_factor=list(FACTORS["short_factor"]),
+        long_factor=list(FACTORS["long_factor"]),
     ),
     "mistral": mistral,
     "qwen2": qwen2,
@@ -573,7 +606,7 @@ WRONG: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "eps": lambda c: {"decoder.layer_types.L.norm.eps": 1e-5},
     "order": lambda c: {"decoder.layer_pattern": "GL"},
     "embedding": lambda c: {"embedding.scale": 1.0},
-    "head": lambda c: {"head.softcap": None},
+    "head": lambda c: {"head.logit_softcap": None},
     "interleaved": lambda c: {"decoder.layer_types.L.attention.position.interleaved": True},
 }
 
@@ -581,7 +614,7 @@ WRONG: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
 @pytest.mark.parametrize("fault", WRONG)
 def test_the_comparison_objects_to_a_wrong_config(fault: str) -> None:
     case = CASES["gemma2"]()
-    data = cfg.override(case.config.to_dict(), WRONG[fault](case.config))
+    data = override(case.config.to_dict(), WRONG[fault](case.config))
     wrong = carry_over(case._replace(config=ModelConfig.from_dict(data)))
     assert float((ours(wrong, ids(), "sdpa") - reference(case, ids())).abs().max()) > 1e-4
 
@@ -598,7 +631,9 @@ def test_sink_logits_are_gpt_oss_s() -> None:
     expected, weights = gpt_oss_attention(module, q, k, v, mask, scaling=0.3)
     mark = TokenPositions(torch.arange(9).repeat(2, 1))
     reading = AttentionMask(mark, mark, AttentionPattern())
-    done = dot_product_attention(q.transpose(1, 2), k, v, reading, AttentionParams(0.3, sink_logits=sinks), want=True)
+    done = dot_product_attention(
+        q.transpose(1, 2), k, v, reading, AttentionParams(0.3, sink_logits=sinks), return_weights=True
+    )
     torch.testing.assert_close(done.out, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(done.weights, weights, rtol=0, atol=1e-12)
 

@@ -115,7 +115,7 @@ def test_mlps(activation: Any, bias: bool) -> None:
 
 def config(**more: Any) -> ModelConfig:
     stack = cfg.StackConfig(1, {"L": cfg.LayerConfig(cfg.AttentionConfig(2), cfg.GatedMLPConfig(8))})
-    return ModelConfig(**{"width": WIDTH, "vocab": VOCAB, "limit": 8, "decoder": stack, **more})
+    return ModelConfig(**{"hidden_size": WIDTH, "vocab_size": VOCAB, "max_seq_len": 8, "decoder": stack, **more})
 
 
 TOKENS, PLACES = torch.tensor([3, 0, 16, 3]), torch.tensor([5, 0, 7, 1])
@@ -147,7 +147,7 @@ def test_the_embedding_scale_is_rounded_to_the_model_s_dtype() -> None:
 @pytest.mark.parametrize("tie", [False, True])
 def test_head(tie: bool, bias: bool) -> None:
     head = randomise(
-        LanguageHead(config(tie=tie), cfg.LanguageHeadConfig(bias=bias, logit_softcap=2.0, logit_scale=0.25))
+        LanguageHead(config(tie_embeddings=tie), cfg.LanguageHeadConfig(bias=bias, logit_softcap=2.0, logit_scale=0.25))
     )
     hidden, embedding = random(3, WIDTH), random(VOCAB, WIDTH, seed=1)
     logits = hidden @ (embedding if tie else head.weight).T + (head.bias if bias else 0)
@@ -157,7 +157,10 @@ def test_head(tie: bool, bias: bool) -> None:
 
 
 def test_a_tied_head_gives_its_gradient_to_the_embedding() -> None:
-    head, embedding = LanguageHead(config(tie=True), cfg.LanguageHeadConfig()), random(VOCAB, WIDTH).requires_grad_()
+    head, embedding = (
+        LanguageHead(config(tie_embeddings=True), cfg.LanguageHeadConfig()),
+        random(VOCAB, WIDTH).requires_grad_(),
+    )
     head(random(3, WIDTH), embedding).sum().backward()
     assert embedding.grad is not None and float(embedding.grad.abs().min()) > 0
 

@@ -334,7 +334,7 @@ def test_layers_of_one_kind_share_a_table_and_others_do_not() -> None:
     before = logits_of(own, [(text, 96)])
     for i in range(3):  # every table is read
         with torch.no_grad():
-            own.decoder.layers[i].attention.relative.add_(torch.randn(8, 6, dtype=torch.float64))  # type: ignore[union-attr,operator]
+            own.decoder.layers[i].attention.relative_bias.add_(torch.randn(8, 6, dtype=torch.float64))  # type: ignore[union-attr,operator]
         after = logits_of(own, [(text, 96)])
         assert float((after - before).abs().max()) > 1e-3
         before = after

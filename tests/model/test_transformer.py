@@ -33,7 +33,7 @@ def text(length: int, seed: int = 0) -> Tensor:
 def step_of(rows: list[Tensor], lanes: list[SubBatch], **more: Any) -> ModelInput:
     tokens = torch.cat(rows)
     positions = torch.cat([torch.arange(len(row)) for row in rows])
-    fixed = {"limits": torch.full_like(tokens, LIMIT), **more}
+    fixed = {"max_seq_lens": torch.full_like(tokens, LIMIT), **more}
     return ModelInput(tokens, positions, tuple(lanes), torch.arange(len(tokens)), **fixed)
 
 
@@ -48,12 +48,12 @@ def alone(model: Transformer, row: Tensor) -> Tensor:
 # ---------------------------------------------------------------- names
 
 DOCUMENTED = re.compile(
-    r"embed\.tokens\.weight|embed\.positions\.weight|embed\.norm\.(weight|bias)"
-    r"|decoder\.layers\.\d+\.mixer\.([qkv]|out)\.(weight|bias)"
-    r"|decoder\.layers\.\d+\.mixer\.([qk]_norm\.(weight|bias)|sink_logits|relative)"
+    r"embedding\.tokens\.weight|embedding\.positions\.weight|embedding\.norm\.(weight|bias)"
+    r"|decoder\.layers\.\d+\.attention\.([qkv]|out)\.(weight|bias)"
+    r"|decoder\.layers\.\d+\.attention\.([qk]_norm\.(weight|bias)|sink_logits|relative_bias)"
     r"|decoder\.layers\.\d+\.mlp\.(up|gate|down)\.(weight|bias)"
     r"|decoder\.layers\.\d+\.norm[12](_after)?\.(weight|bias)"
-    r"|decoder\.relative\.\w+|decoder\.norm\.(weight|bias)|head\.weight|head\.bias"
+    r"|decoder\.relative_bias\.\w+|decoder\.norm\.(weight|bias)|head\.weight|head\.bias"
 )
 
 
@@ -126,16 +126,13 @@ def test_the_state_dict_holds_exactly_the_documented_names(name: str) -> None:
 def test_the_docstring_lists_these_names() -> None:
     written = transformer.__doc__ or ""
     for word in (
-        "embedding.tokens.weight",
-        "[embedding.positions.weight]",
-        "[embedding.norm.*]",
+        "embedding.tokens.weight  [.positions.weight]  [.token_types.weight]  [.norm.*]",
         "{q,k,v,out}.{weight,bias}",
     ):
         assert word in written
     for word in (
-        ".attention.sink_logits",
-        ".attention.relative_bias",
-        "decoder.relative_bias.{kind}",
+        "decoder.layers.{i}.attention.{q,k,v,out}.{weight,bias}  .{q,k}_norm.weight  .sink_logits  .relative_bias",
+        "decoder.relative_bias.{type}",
         "[head.weight]  [head.bias]",
     ):
         assert word in written
@@ -164,7 +161,7 @@ def test_initial_statistics() -> None:
         elif "norm" in name:
             assert bool((parameter == 1).all()), name
         else:
-            std = 0.02 / math.sqrt(2 * layers) if re.search(r"mixer\.out|mlp\.down", name) else 0.02
+            std = 0.02 / math.sqrt(2 * layers) if re.search(r"attention\.out|mlp\.down", name) else 0.02
             slack = 5 / math.sqrt(2 * parameter.numel())  # five standard errors of a standard deviation
             assert float(parameter.detach().std()) == pytest.approx(std, rel=slack), name
             assert abs(float(parameter.detach().mean())) < 5 * std / math.sqrt(parameter.numel()), name
@@ -230,7 +227,7 @@ def test_packed_documents_equal_each_alone_in_logits_and_gradients(name: str) ->
     model, lengths = build(CONFIGS[name]), [[4, 1, 7], [3, 9]]
     documents = [text(n, seed) for seed, n in enumerate(n for row in lengths for n in row)]
     number = torch.tensor([i for row in lengths for i, n in enumerate(row) for _ in range(n)])
-    step = step_of(documents, [SubBatch(2, 12, 12)], documents=number)
+    step = step_of(documents, [SubBatch(2, 12, 12)], document_ids=number)
     weight = torch.randn(24, VOCAB, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     packed = logits(model, step)
     parts = torch.cat([alone(model, document) for document in documents])

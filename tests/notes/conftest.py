@@ -41,7 +41,7 @@ def attention() -> Callable[..., AttentionOutput]:
         reading = AttentionMask(TokenPositions(queries[None]), TokenPositions(keys[None]), reach)
         how = AttentionParams(**{"scale": q.shape[-1] ** -0.5, **score})
         done = dot_product_attention(
-            q[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], reading, how, kernel=kernel, want=want
+            q[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], reading, how, kernel=kernel, return_weights=want
         )
         return AttentionOutput(*(None if part is None else part[0] for part in done))
 
@@ -66,7 +66,7 @@ def build() -> Callable[..., Transformer]:
         seed: int = 0,
         **mixer: Any,
     ) -> Transformer:
-        spec = cfg.AttentionConfig(**{"heads": 4, "kv_heads": 2, "head_dim": 8, "position": None, **mixer})
+        spec = cfg.AttentionConfig(**{"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "position": None, **mixer})
         stack = cfg.StackConfig(layers, {"L": cfg.LayerConfig(spec, mlp, norm)}, norm_position=norm_place)
         model = Transformer(
             cfg.ModelConfig(width, vocab, limit, stack, embedding=cfg.EmbeddingConfig(absolute), tie_embeddings=tie)

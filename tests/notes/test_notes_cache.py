@@ -91,7 +91,7 @@ def last(seen: list[AttentionTrace], layer: int) -> AttentionTrace:
 def test_the_cache_of_note_001_steps_1_to_5(layout: str, build: Build, hidden: Hidden) -> None:
     """001, Key-Value Cache: q, k, v of the new token; K_full = [K_prev; K_new]; attend; store: the same as without."""
     model, seen = build(position=cfg.RopeConfig()), list[AttentionTrace]()
-    stream = Streams(model, layout=layout, probe=seen.append)
+    stream = Streams(model, layout=layout, attention_hook=seen.append)
     uncached, (got,) = hidden(model, TOKENS), stream.feed({0: TOKENS[:3]})
     torch.testing.assert_close(got, uncached[:3], rtol=0, atol=1e-12)
     for t in range(3, len(TOKENS)):
@@ -147,7 +147,7 @@ def test_appended_tokens_change_the_past_of_a_bidirectional_stack(build: Build) 
 def test_the_sum_reaches_the_new_token(build: Build) -> None:
     """004 section 4.6 sums over 1..T for the query T+1: its own key and value are left out, and T = 0 has no sum."""
     seen = list[AttentionTrace]()
-    stream = Streams(build(layers=1), probe=seen.append)
+    stream = Streams(build(layers=1), attention_hook=seen.append)
     stream.feed({0: TOKENS[:1]})
     torch.testing.assert_close(seen[0].out[0, 0], seen[0].v[0, :, 0].repeat_interleave(2, dim=0), rtol=0, atol=1e-12)
     stream.feed({0: TOKENS[1:6]})

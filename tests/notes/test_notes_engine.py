@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6)
 
 
 def engine_of(model: Transformer, **cache: Any) -> Engine:
-    fields: dict[str, Any] = {"capacity": 64, "rows": 4, "block_size": 4, "dtype": "float64"}
+    fields: dict[str, Any] = {"max_seq_len": 64, "max_num_seqs": 4, "block_size": 4, "dtype": "float64"}
     return Engine(model, CacheConfig(**(fields | cache)))
 
 
@@ -101,17 +101,17 @@ def test_an_unknown_word_becomes_unk(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_the_context_window_is_a_limit_that_is_said(build: Build) -> None:
     """001, Input & Output: n reaches up to the context window; beyond it, an error with both numbers, never a cut."""
-    engine = engine_of(build(limit=20), capacity=20)
+    engine = engine_of(build(limit=20), max_seq_len=20)
     request = engine.add_request(list(range(1, 18)), SamplingParams(temperature=0, ignore_eos=True))
     assert len(tokens_of(run(engine, request)[request])) == 3
-    with pytest.raises(RequestError, match=r"21 .*20"):
+    with pytest.raises(RequestError, match=r"at most 20 .*got 21"):
         engine.add_request([1] * 21, GREEDY)
 
 
 def test_streams_that_end_early_give_their_blocks_back(build: Build, hidden: Hidden) -> None:
     """004 section 4.8: no mask has to be kept for a stream that has ended; the others go on as if it never was."""
     model = build(position=cfg.RopeConfig())
-    engine = engine_of(model, prefix=False)
+    engine = engine_of(model, enable_prefix_caching=False)
     (pool,) = engine.kv_cache_manager.pools
     short = engine.add_request([9, 8, 7, 6, 5], SamplingParams(temperature=0, max_tokens=1))
     long = engine.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=12))
@@ -125,7 +125,7 @@ def test_streams_that_end_early_give_their_blocks_back(build: Build, hidden: Hid
 
 def test_a_long_row_does_not_lengthen_the_reads_of_short_ones(build: Build) -> None:
     """004 section 4.8: group streams by length; a lane reads what its own rows need."""
-    engine = engine_of(build(limit=1024), capacity=1024, chunk=1024)
+    engine = engine_of(build(limit=1024), max_seq_len=1024, prefill_chunk_size=1024)
     for prompt in ([1] * 900, [2] * 5, [3] * 6, [4] * 7):
         engine.add_request(prompt, GREEDY)
     engine.step()
@@ -140,7 +140,7 @@ def test_a_long_row_does_not_lengthen_the_reads_of_short_ones(build: Build) -> N
 def test_a_window_holds_only_its_window(layout: str, build: Build, hidden: Hidden) -> None:
     """004 sections 3.3 and 4.14: local attention needs the recent keys only, and its pool has room for no more."""
     model = build(position=cfg.RopeConfig(), window=8)
-    engine = engine_of(model, layout=layout, rows=1, chunk=4, prefix=False)
+    engine = engine_of(model, layout=layout, max_num_seqs=1, prefill_chunk_size=4, enable_prefix_caching=False)
     (group,) = engine.kv_cache.groups
     assert group.num_usable_blocks * group.block_size <= 8 + 4 - 1 + 2 * 4 < 64
     request = engine.add_request(list(range(1, 20)), SamplingParams(temperature=0, max_tokens=30))

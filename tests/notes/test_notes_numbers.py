@@ -70,7 +70,7 @@ def test_attention_of_note_003_with_seed_7(build: Build, attention: Ask, step_of
     scores = (q @ k.T) / np.sqrt(3)
     weights = softmax(scores)
 
-    model = build(layers=1, width=6, heads=1, kv_heads=1, head_dim=3, causal=False)
+    model = build(layers=1, width=6, num_heads=1, num_kv_heads=1, head_dim=3, causal=False)
     mixer, inputs, step = layer_input(model, x, step_of)
     set_weights(mixer, q=wq, k=wk, v=wv)
     projected = mixer.project(inputs)
@@ -107,7 +107,7 @@ def test_values_may_be_wider_than_keys(build: Build, hidden: Callable[..., Tenso
 
 def test_head_dim_is_free_of_the_width(build: Build, hidden: Callable[..., Tensor]) -> None:
     """001, Weight Matrices, says [d x d]; 4 query heads of 8 on 2 key-value heads, in a model 24 wide, are not."""
-    model = build(heads=4, kv_heads=2, head_dim=8, width=24)
+    model = build(num_heads=4, num_kv_heads=2, head_dim=8, width=24)
     mixer = model.decoder.layers[0].attention
     shapes = {name: tuple(getattr(mixer, name).weight.T.shape) for name in ("q", "k", "v", "out")}
     assert shapes == {"q": (24, 32), "k": (24, 16), "v": (24, 16), "out": (32, 24)}
@@ -128,7 +128,7 @@ def test_concatenated_heads_times_the_output_matrix_is_a_sum_over_heads(
         q, k, v = (x @ first[name] @ second[name][h] / width for name in "qkv")
         total += softmax(np.where(np.tri(6) > 0, q @ k.T / np.sqrt(dim), -np.inf)) @ v @ w_out[h * dim : (h + 1) * dim]
 
-    model = build(layers=1, width=width, heads=heads, kv_heads=heads, head_dim=dim)
+    model = build(layers=1, width=width, num_heads=heads, num_kv_heads=heads, head_dim=dim)
     mixer, inputs, step = layer_input(model, x, step_of)
     fused = {name: np.concatenate(list(first[name] @ second[name]), axis=1) / width for name in "qkv"}
     set_weights(mixer, **fused, out=w_out)
@@ -162,7 +162,7 @@ def test_the_cat_sat(
     """004 section 2.6: its numbers are those of W x, unscaled; by its own formulas in 2.4 (x W, scaled) they differ."""
     x = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])  # The, cat, sat
     w = {"q": np.eye(2), "k": np.array([[1.0, 1.0], [0.0, 1.0]]), "v": np.array([[1.0, 0.0], [1.0, 1.0]])}
-    model = build(layers=1, width=2, heads=1, kv_heads=1, head_dim=2, scale=scale)
+    model = build(layers=1, width=2, num_heads=1, num_kv_heads=1, head_dim=2, softmax_scale=scale)
     mixer, inputs, step = layer_input(model, x, step_of)
     set_weights(mixer, out=np.eye(2), **{name: value.T if columns else value for name, value in w.items()})
     q, k, v = mixer.project(inputs)
@@ -180,8 +180,8 @@ def test_the_dot_product_has_variance_d_k_and_one_after_scaling(build: Build, at
     random = torch.Generator().manual_seed(0)
     q, k = (torch.randn(512, 1, 64, generator=random, dtype=torch.float64) for _ in range(2))
     plain = attention(q, k, k, scale=1.0).scores
-    mixer = build(layers=1, width=24, heads=4, head_dim=64).decoder.layers[0].attention
-    scaled = attention(q, k, k, scale=mixer.score(None).scale).scores
+    mixer = build(layers=1, width=24, num_heads=4, head_dim=64).decoder.layers[0].attention
+    scaled = attention(q, k, k, scale=mixer.attention_params(None).scale).scores
     assert plain is not None and scaled is not None
     assert float(plain.var()) == pytest.approx(64, rel=0.05)
     assert float(scaled.var()) == pytest.approx(1, rel=0.05)

@@ -78,7 +78,7 @@ def test_wavelengths_stay_below_20000_pi(width: int) -> None:
 @torch.inference_mode()
 def test_the_dot_product_expands_into_content_and_position_terms(build: Build) -> None:
     """002: q_i.k_j with q = W_q (x + p), k = W_k (x + p) is the sum of four terms."""
-    model = build(layers=1, heads=1, kv_heads=1, head_dim=8, width=24, absolute=SinusoidalPositionsConfig())
+    model = build(layers=1, num_heads=1, num_kv_heads=1, head_dim=8, width=24, absolute=SinusoidalPositionsConfig())
     mixer, ids, positions = model.decoder.layers[0].attention, torch.tensor([4, 9, 4, 1, 7]), torch.arange(5)
     q, k, _ = mixer.project(model.embedding(ids, positions))
     x, p = model.embedding.tokens.weight.numpy()[ids.numpy()], table(positions, 24)
@@ -125,8 +125,8 @@ def test_t5_adds_a_learned_number_per_bucket(attention: Ask, build: Build) -> No
     random, n = torch.Generator().manual_seed(0), 40
     q, k = (torch.randn(n, 4, 8, generator=random, dtype=torch.float64) for _ in range(2))
     beta = torch.randn(32, 4, generator=random, dtype=torch.float64)
-    mixer = build(position=cfg.T5BiasConfig(), scale="none").decoder.layers[0].attention
-    scores = attention(q, k, k, bias=RelativeBuckets(beta, 128, True), scale=mixer.score(None).scale).scores
+    mixer = build(position=cfg.T5BiasConfig(), softmax_scale="none").decoder.layers[0].attention
+    scores = attention(q, k, k, bias=RelativeBuckets(beta, 128, True), scale=mixer.attention_params(None).scale).scores
     assert scores is not None
     added = scores - torch.einsum("ihd,jhd->hij", q, k)
     for i in range(n):

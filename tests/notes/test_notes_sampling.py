@@ -47,6 +47,6 @@ def test_cross_entropy_with_a_one_hot_target_is_minus_log_p() -> None:
     p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
     one_hot = np.eye(7)[targets]
     cross_entropy = -(one_hot * np.log(p)).sum(axis=-1)
-    scores = gather_logprobs(torch.from_numpy(logits), targets, top=0)
+    scores = gather_logprobs(torch.from_numpy(logits), targets, top_logprobs=0)
     assert scores is not None and [score.token_id for score in scores] == targets
     np.testing.assert_allclose([-score.logprob for score in scores], cross_entropy, rtol=1e-6)

@@ -192,16 +192,16 @@ def test_biases_of_half_precision_models_are_not_rounded(kind: str, dtype: torch
 
 
 @pytest.mark.parametrize("kernel", BOTH)
-@pytest.mark.parametrize("case", pairwise(AXES | {"new": ("6",)}), ids=case_id)
+@pytest.mark.parametrize("case", pairwise(AXES | {"num_new_tokens": ("6",)}), ids=case_id)
 def test_blocks_of_queries_change_nothing(case: Case, kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     ask = question(case)
     whole = dot_product_attention(
-        *ask[:3], AttentionMask(*ask[3:6]), ask.score, kernel=kernel, want=kernel == "reference"
+        *ask[:3], AttentionMask(*ask[3:6]), ask.score, kernel=kernel, return_weights=kernel == "reference"
     )
     monkeypatch.setattr(attention, "MASK_BUDGET", ROWS * SLOTS)  # one or two queries at a time
     monkeypatch.setattr(attention, "SCORE_BUDGET", ROWS * SLOTS * 12)
     cut = dot_product_attention(
-        *ask[:3], AttentionMask(*ask[3:6]), ask.score, kernel=kernel, want=kernel == "reference"
+        *ask[:3], AttentionMask(*ask[3:6]), ask.score, kernel=kernel, return_weights=kernel == "reference"
     )
     for one, other in zip(cut, whole, strict=True):
         assert (one is None) == (other is None)
@@ -316,7 +316,7 @@ def test_a_nan_in_sight_reaches_those_that_see_it_and_no_other(case: Case, where
 
 @pytest.mark.parametrize("kernel", BOTH)
 def test_an_infinite_value_in_sight_is_heard(kernel: Kernel) -> None:
-    ask = question({"reach": "causal"})
+    ask = question({"layer_pattern": "causal"})
     slot = int((ask.keys.position[0] == 9).nonzero())
     ask.v[0, 0, slot] = math.inf
     out = ask.ask(kernel)
@@ -393,7 +393,7 @@ def test_gradients_survive_blocks_of_queries(kernel: Kernel, monkeypatch: pytest
 @pytest.mark.parametrize("logits", LOGITS)
 def test_scores_and_weights_where_asked_for(logits: str) -> None:
     ask = question({"logits": logits})
-    done = dot_product_attention(*ask[:3], AttentionMask(*ask[3:6]), ask.score, want=True)
+    done = dot_product_attention(*ask[:3], AttentionMask(*ask[3:6]), ask.score, return_weights=True)
     assert done.scores is not None and done.weights is not None
     torch.testing.assert_close(done.out, ask.ask("reference"), rtol=0, atol=0)
     totals = done.scores.exp().sum(-1)
@@ -436,7 +436,7 @@ def test_keys_of_another_dtype_are_widened() -> None:
 
 
 def test_scores_that_overflow_exp_are_safe() -> None:
-    ask = question({"scale": "number"})
+    ask = question({"softmax_scale": "number"})
     huge = ask._replace(score=AttentionParams(500.0), q=ask.q.float(), k=ask.k.float(), v=ask.v.float())
     for kernel in BOTH:
         assert bool(huge.ask(kernel).isfinite().all())
@@ -529,7 +529,7 @@ def test_parts_are_one_softmax(case: Case) -> None:
         for mass, (low, high) in zip(made.mass, cuts, strict=True):
             counted = (weights[..., low:high] * count.double()[:, None, :, None]).sum(2)
             torch.testing.assert_close(mass, parts.group(counted), rtol=0, atol=1e-12)
-        seen = merge_attention(parts.cut(cuts), parts.ask.score, kernel=kernel, want=True)
+        seen = merge_attention(parts.cut(cuts), parts.ask.score, kernel=kernel, return_weights=True)
         assert seen.weights is not None
         order = [slot for low, high in cuts for slot in range(low, high)]
         torch.testing.assert_close(seen.weights, weights[..., order], rtol=0, atol=1e-12)

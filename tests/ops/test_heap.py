@@ -24,7 +24,7 @@ def test_kept_memory_is_returned_when_it_is_worth_it():
     stay = fragmented()
     kept = malloc._libc().mallinfo2().fordblks
     assert kept > malloc.MIN_TRIM_BYTES and len(stay) == 600
-    assert not trim_heap(worth=1 << 40)
+    assert not trim_heap(min_bytes=1 << 40)
     assert trim_heap() and trim_heap(0)
 
 

@@ -150,6 +150,6 @@ def test_the_gradient_is_autograd_s_to_the_bit(turned, interleaved):
     cos = ((positions[:, None] * rotary.inv_freq).cos() * rotary.factor)[:, None]
     sin = ((positions[:, None] * rotary.inv_freq).sin() * rotary.factor)[:, None]
     plain = rotate(x, cos, sin, interleaved)
-    assert torch.equal(out, plain) and type(out.grad_fn).__name__ == "_TurnedBackward"
+    assert torch.equal(out, plain) and type(out.grad_fn).__name__ == "_RotateBackward"
     of_out, of_plain = (torch.autograd.grad((y * wanted).sum(), x)[0] for y in (out, plain))
     assert torch.equal(of_out, of_plain)

@@ -48,7 +48,9 @@ def forward(case: Case, model: Any, given: dict[str, np.ndarray], hidden: bool) 
 
 def runs(case: Case, model: Any, hidden: bool) -> dict[str, np.ndarray]:
     """The long input and the ragged ones, each alone."""
-    lengths = {"long": (case.length, case.target)} | {f"ragged{i}": (n, n // 2 + 2) for i, n in enumerate(RAGGED)}
+    lengths = {"long_factor": (case.length, case.target)} | {
+        f"ragged{i}": (n, n // 2 + 2) for i, n in enumerate(RAGGED)
+    }
     made = {}
     for name, (length, target) in lengths.items():
         given = inputs(case, name, length, target)

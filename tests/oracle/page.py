@@ -1,10 +1,9 @@
-"""Writes docs/models.md, the table of Hugging Face families that kvad reads, from what the tests said of them.
+"""Generator of docs/models.md: the Hugging Face families that kvad reads, with the tests' results.
 
 scripts/models            docs/models.md from the goldens, the families and docs/models.json
-scripts/models --run      the tests of tests/checkpoint first, and what they said into docs/models.json
+scripts/models --run      runs the tests of tests/checkpoint first and writes docs/models.json
 
-Nothing of the page is written by hand but the words around its tables; ``tests/test_models_page.py`` holds it to what
-this writes.
+Only the text around the tables is written by hand; ``tests/test_models_page.py`` compares the page with this output.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ AGAIN = "scripts/models --run"
 Results = dict[str, dict[str, dict[str, dict[str, Any]]]]  # case -> oracle -> check -> {"outcome", "largest", "says"}
 
 
-# ---------------------------------------------------------------- what the tests said
+# ---------------------------------------------------------------- test results
 
 
 def ask(arguments: list[str]) -> Results:
@@ -68,7 +67,7 @@ def ask(arguments: list[str]) -> Results:
 
 
 def parse(report: str) -> Results:
-    """Of junit.xml: the tests of :data:`CHECKS` whose names end in ``[case-oracle]`` or ``[oracle-case]``."""
+    """Parse junit.xml: tests of :data:`CHECKS` whose names end in ``[case-oracle]`` or ``[oracle-case]``."""
     found: Results = {}
     versions = "|".join(map(re.escape, checkpoint.ORACLES))
     for test in ElementTree.fromstring(report).iter("testcase"):
@@ -98,15 +97,15 @@ def stored(results: Results) -> str:
     return "{\n" + ",\n".join(cases) + "\n}\n"
 
 
-# ---------------------------------------------------------------- what the goldens are of
+# ---------------------------------------------------------------- families of the goldens
 
 
 @dataclass
 class Family:
-    """One ``model_type``: its cases, and what their configs are."""
+    """One ``model_type``: its cases and their configs."""
 
     model_type: str
-    classes: dict[str, None] = field(default_factory=dict)  # a set that keeps the order
+    classes: dict[str, None] = field(default_factory=dict)  # an ordered set
     cases: dict[str, dict[str, str]] = field(default_factory=dict)  # oracle -> case -> output
     configs: list[ModelConfig] = field(default_factory=list)
 
@@ -116,7 +115,7 @@ class Family:
 
 
 def gather() -> dict[str, Family]:
-    """Every family that kvad reads, those without a case too, in the order of their topologies and names."""
+    """Return every family that kvad reads, with or without cases, ordered by topology and name."""
     found = {model_type: Family(model_type) for model_type in FAMILIES}
     for oracle in checkpoint.ORACLES:
         for case in checkpoint.names(oracle):
@@ -141,11 +140,11 @@ def _read(content: Mapping[str, Any]) -> ModelConfig | None:
     try:
         return families.find_family(fields.model_type).read(fields)
     except KvadError:
-        return None  # a case of what is refused
+        return None  # a case that is refused
 
 
 def positions(config: ModelConfig) -> list[str]:
-    """Of :data:`POSITIONS`, those that the model has; "none" of layers without any where others have some."""
+    """Return the model's :data:`POSITIONS`; "none" if some layers have none."""
     found: set[str] = set()
     absolute = config.embedding.position
     if isinstance(absolute, LearnedPositionsConfig):
@@ -153,15 +152,15 @@ def positions(config: ModelConfig) -> list[str]:
     if isinstance(absolute, SinusoidalPositionsConfig):
         found.add("sinusoidal")
     names = {RopeConfig: "RoPE", AlibiConfig: "ALiBi", T5BiasConfig: "T5 bias"}
-    for mixer in _mixers(config):
-        if mixer.position is not None:
-            found.add(names.get(type(mixer.position), "own"))
+    for attention in _attentions(config):
+        if attention.position is not None:
+            found.add(names.get(type(attention.position), "custom"))
         elif absolute is None:
             found.add("none")
     return [name for name in POSITIONS if name in found]
 
 
-def _mixers(config: ModelConfig) -> Iterator[AttentionConfig]:
+def _attentions(config: ModelConfig) -> Iterator[AttentionConfig]:
     for stack in _stacks(config):
         yield from (layer.attention for layer in stack.layer_types.values())
 
@@ -187,11 +186,11 @@ def page(results: Results) -> str:
         "## Families\n",
         TABLE,
         *_table(found, results),
-        "## Where an oracle has nothing to say, or something else\n",
+        "## Cases without a reference, or with another result\n",
         *_silences(results),
-        "## Where the oracles disagree, and which one kvad follows\n",
+        "## Disagreements between the two versions\n",
         DISAGREEMENTS,
-        "## What is refused\n",
+        "## Refused models and options\n",
         REFUSALS,
         *_refused(),
     ]
@@ -199,40 +198,39 @@ def page(results: Results) -> str:
 
 
 DISAGREEMENTS = """\
-- T5 and UMT5, if logits are multiplied by width^-0.5: 4.57 does where `tie_word_embeddings` is true, 5 ties always,
-  and does for T5 where `scale_decoder_outputs` is true, for UMT5 always. kvad goes by `scale_decoder_outputs`, and
-  without it by `tie_word_embeddings`: a file reads as the version that wrote it had it, and Google's UMT5 as it was
+- Logits of T5 and UMT5: 4.57 multiplies them by hidden_size^-0.5 if `tie_word_embeddings` is true. 5 always ties; it
+  multiplies for T5 if `scale_decoder_outputs` is true, and always for UMT5. kvad uses `scale_decoder_outputs`, and
+  without it `tie_word_embeddings`: a file is read as the version that wrote it does, and Google's UMT5 as it was
   trained, with the logits of 4.57.
-- T5Gemma's encoder, what a window of w lets it see: |i - j| < w in 4.57, |i - j| <= w in 5. kvad follows 4.57, which is
-  Gemma's own mask.
-- Longrope, of a text that outgrows the original limit: cached keys stay as they were in 4.57, and are computed again
-  in 5. Dynamic rope: they stay in both. kvad gives the uncached answer, the same in both: a cache changes nothing.
+- A window of w in T5Gemma's encoder: |i - j| < w in 4.57, |i - j| <= w in 5. kvad follows 4.57, which is Gemma's mask.
+- Longrope, if a text exceeds the original limit: 4.57 retains cached keys, 5 recomputes them. Dynamic rope: both retain
+  them. kvad returns the uncached result, which is the same in both: a cache changes nothing.
 
-`python -m tests.oracle.compare` prints where the goldens differ.
+`python -m tests.oracle.compare` prints the differences between the goldens.
 """
 
 HEAD = """# Models
 
-The Hugging Face families that kvad reads, and what shows that it reads them right. Everything in these tables is
-written by `{again}` from the tests' own report (`docs/models.json`), the goldens (`tests/oracle/goldens`) and the
-families (`kvad/checkpoint/families`); `tests/test_models_page.py` holds the page to that.
+The Hugging Face families that kvad reads, with test results. All tables are written by `{again}`
+from the tests' report (`docs/models.json`), the goldens (`tests/oracle/goldens`) and the families
+(`kvad/checkpoint/families`); `tests/test_models_page.py` checks that the page is up to date.
 
-The oracles are transformers {versions}: tiny random models with awkward shapes, every parameter randomised,
-logits for logits in float32 (`tests/oracle/README.md`). `kvad inspect MODEL --tree` draws any of these models and
-`kvad plan MODEL` sizes it, both from a folder's `config.json` alone. They need no torch for checkpoints in kvad's
-own layout and for known shapes; for a Hugging Face config they import it, because a family is one file: how its
-config is read, and how its tensors are turned.
+The references are transformers {versions}: tiny models with awkward shapes and random values in every parameter,
+compared logit by logit in float32 (`tests/oracle/README.md`). `kvad inspect MODEL --tree` draws each of these models
+and `kvad plan MODEL` computes its size, both from a folder's `config.json`. They need no torch for checkpoints in
+kvad's layout and for known models; a Hugging Face config imports torch, because one file per family has both the
+config's and the tensors' conversion.
 """
-MATRIX = """A family stands in every row whose positions it has. *(parallel)* and the like: where its norms stand
-otherwise than before (pre) or after (post) each half; `kvad inspect MODEL --tree` writes the formula. "-": none of
-these families is such.
+MATRIX = """A family is in every row whose positions it has. A note such as *(parallel)* gives the position of its norms
+if it is neither before (pre) nor after (post) each half of a layer; `kvad inspect MODEL --tree` prints the formula.
+"-": no family.
 """
-TABLE = """*4.57* and *5*: the largest difference of any output from that oracle's, over all cases of the family that
-it has; *file*: written back, it is the same checkpoint, tensor for tensor, and the same config; *greedy*: 12 tokens
-from kvad's cache are theirs; *beams*: the four best of two searches, and their scores, are theirs. "n of m": so many of
-the family's cases have the check; "-": none.
+TABLE = """*4.57* and *5*: the largest difference of any output from that version's, over all of the family's cases;
+*file*: the exported checkpoint has the same tensors and the same config; *greedy*: 12 tokens generated with kvad's
+cache are equal; *beams*: the four best hypotheses of two searches and their scores are equal. "n of m": n of the
+family's m cases have the check; "-": none.
 """
-REFUSALS = """A `model_type` that is not in the table is refused with the nearest one that is; these for a reason:
+REFUSALS = """An unknown `model_type` is refused; the hint is the most similar known one. Refused for a reason:
 """
 
 
@@ -293,10 +291,10 @@ def _table(found: Mapping[str, Family], results: Results) -> list[str]:
 
 
 def _outputs(family: Family, oracle: str, results: Results) -> str:
-    """Of one oracle: how near, or what is wrong."""
+    """Return the cell of one oracle: the largest difference, or what failed."""
     cases = family.cases.get(oracle, {})
     if not cases:
-        return "no oracle"
+        return "no reference"
     said = [results.get(case, {}).get(oracle, {}) for case in cases]
     entries = [each["outputs"] for each in said if "outputs" in each]
     wrong = [entry for entry in entries if entry["outcome"] in ("failure", "error")]
@@ -304,13 +302,13 @@ def _outputs(family: Family, oracle: str, results: Results) -> str:
         return f"**{len(wrong)} of {len(entries)} fail**"
     near = [entry["largest"] for entry in entries if "largest" in entry]
     if not near:
-        return "otherwise, see below" if entries else "not asked"
+        return "differs, see below" if entries else "not run"
     count = f", {len(near)} cases" if len(near) > 1 else ""
     return f"{max(near):.0e}{count}"
 
 
 def _check(family: Family, check: str, results: Results) -> str:
-    """Of both oracles."""
+    """Return the cell of a check over both oracles."""
     pairs = [(oracle, case) for oracle, cases in family.cases.items() for case in cases]
     said = [results.get(case, {}).get(oracle, {}) for oracle, case in pairs]
     entries = [each[check] for each in said if check in each]
@@ -331,10 +329,10 @@ def _silences(results: Results) -> list[str]:
         for oracle, checks in each.items():
             for check, entry in checks.items():
                 if check == "refused":
-                    lines.append(f"- `{case}` of {oracle}: refused by name, as it should be ({entry['outcome']}).")
+                    lines.append(f"- `{case}` of {oracle}: refused by name, as expected ({entry['outcome']}).")
                 elif entry["outcome"] == "skipped":
                     lines.append(
-                        f"- `{case}` of {oracle}, {check}: we part from it, and `{entry['says']}` says by how much."
+                        f"- `{case}` of {oracle}, {check}: kvad differs; `{entry['says']}` tests the difference."
                     )
     return [*dict.fromkeys(lines), ""]
 
@@ -344,22 +342,22 @@ def _refused() -> list[str]:
     rows = []
     for path in sorted((ROOT / "kvad" / "checkpoint" / "families").glob("*.py")):
         rows += [[f"`{path.stem}`", *cells] for cells in _refusals(path.read_text("utf-8"))]
-    said = "And these options of their configs, by name. Files that families share stand among them."
-    return [*lines, "", said, "", *_rows(["file", "option", "read where it is", "why"], rows)]
+    said = "These options of configs are refused by name. Names with an underscore are files that families share."
+    return [*lines, "", said, "", *_rows(["file", "option", "supported values", "reason"], rows)]
 
 
 def _refusals(source: str) -> Iterator[list[str]]:
-    """``fields.refuse(NAME, *allowed, why=...)`` of a family's file, in its order; of literal names."""
+    """Yield each ``fields.require_one_of(NAME, *allowed, reason=...)`` of a file with a literal name, in order."""
     seen = set()
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     for call in sorted(calls, key=lambda node: node.lineno):
-        if not (isinstance(call.func, ast.Attribute) and call.func.attr == "refuse" and call.args):
+        if not (isinstance(call.func, ast.Attribute) and call.func.attr == "require_one_of" and call.args):
             continue
         name, *allowed = call.args
         if not isinstance(name, ast.Constant) or name.value in seen:
             continue
         seen.add(name.value)
-        why = next((keyword.value for keyword in call.keywords if keyword.arg == "why"), None)
+        why = next((keyword.value for keyword in call.keywords if keyword.arg == "reason"), None)
         shown = why.value if isinstance(why, ast.Constant) else ""
         values = ", ".join(f"`{ast.unparse(value)}`" for value in allowed) or "absent"
         yield [f"`{name.value}`", values.replace("|", "\\|"), str(shown)]
@@ -367,7 +365,9 @@ def _refusals(source: str) -> Iterator[list[str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", action="store_true", help="ask the tests anew; further arguments are pytest's")
+    parser.add_argument(
+        "--run", action="store_true", help="run the tests first; further arguments are passed to pytest"
+    )
     options, further = parser.parse_known_args()
     if options.run:
         RESULTS.write_text(stored(ask(further)), encoding="utf-8")

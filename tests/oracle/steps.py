@@ -72,10 +72,10 @@ def make(name: str, folder: Path) -> Path:
     config = RunConfig.from_dict(
         {
             "model": model_of(name),
-            "data": {"context": 64 if pairs else 32},
+            "data": {"seq_len": 64 if pairs else 32},
             "tokenizer": {"kind": "bpe", "vocab_size": 290},
             "optim": {"lr": 1e-2},
-            "train": {"steps": 12, "batch": 4, "precision": "fp32", "log_every": 100, "save_every": 100},
+            "train": {"steps": 12, "batch_size": 4, "precision": "fp32", "log_interval": 100, "save_interval": 100},
         }
     )
     train_model(config, [corpus], run)
@@ -124,7 +124,7 @@ def check(name: str, folder: Path) -> float:
     config = transformers.AutoConfig.from_pretrained(step)
     assert config.architectures == [CLASSES[name]], config.architectures
     tokenizer = transformers.AutoTokenizer.from_pretrained(step)
-    with LLM.load(step, rows=1) as llm:
+    with LLM.load(step, max_num_seqs=1) as llm:
         read = tokenizer(TEXT, return_tensors="pt")
         assert read["input_ids"][0].tolist() == llm.encode(TEXT), "they tokenize otherwise"
         if kind != "encoder":

@@ -19,7 +19,7 @@ PRESSES = {
     "snapkv": lambda ratio: kvpress.SnapKVPress(ratio, window_size=6, kernel_size=5),
     "tova": kvpress.TOVAPress,
     "observed": kvpress.ObservedAttentionPress,
-    "norm": kvpress.KnormPress,
+    "key-norm": kvpress.KnormPress,
     "streaming": lambda ratio: kvpress.StreamingLLMPress(ratio, n_sink=4),
 }
 

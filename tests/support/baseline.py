@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (command lines)
 """Record of what kvad computes, and the comparison of a later commit with it.
 
     python -m tests.support.baseline --out FILE                      # record
@@ -76,11 +77,11 @@ PROSE_KEYS: set[str] = {
 BOUND_KEYS = {"bytes.scratch", "bytes.activations", "bytes.total"}
 
 _TUNE = (
-    "--context 64 --batch 4 --steps 20 --seed 3 --precision fp32 --lr 3e-3 --eval-every 10 --save-every 20"
-    " --set train.log_every=1 --json"
+    "--seq-len 64 --batch-size 4 --steps 20 --seed 3 --precision fp32 --lr 3e-3 --eval-interval 10 --save-interval 20"
+    " --set train.log_interval=1 --json"
 )
 _TRAIN = f"--tokenizer byte {_TUNE}"
-_LINES = "--set data.documents=lines"
+_LINES = "--set data.document_unit=lines"
 OUT_FLAG = "--out"
 # name -> arguments of `kvad`, without the folder of the run, which other commands call {name}.
 TRAINING = {
@@ -88,8 +89,8 @@ TRAINING = {
     "next-token": f"train {{lines}} --preset tiny {_TRAIN} {_LINES}",
     "bpe": f"train {{text}} --preset tiny {_TRAIN} --tokenizer bpe --vocab-size 300",
     "words": f"train {{lines}} --preset tiny {_TRAIN} --tokenizer word {_LINES}",
-    "long": f"train {{text}} --preset tiny {_TRAIN} --context 256",
-    "accumulate": f"train {{text}} --preset tiny {_TRAIN} --accumulate 3 --set train.recompute=true",
+    "long": f"train {{text}} --preset tiny {_TRAIN} --seq-len 256",
+    "accumulate": f"train {{text}} --preset tiny {_TRAIN} --gradient-accumulation-steps 3 --set train.activation_checkpointing=true",
     "best-fit": f"train {{lines}} --preset tiny {_TRAIN} {_LINES} --set data.packing=best-fit",
     "stream": f"train {{lines}} --preset tiny {_TRAIN} {_LINES} --set data.order=stream",
     "windows": f"train {{text}} --preset tiny {_TRAIN} --set data.order=windows",
@@ -98,22 +99,22 @@ TRAINING = {
     "layer-norm": f"train {{text}} --preset shakespeare-char {_TRAIN}",
     "muon-wsd": f"train {{text}} --preset tiny {_TRAIN} --set optim.name=muon --set optim.schedule=wsd",
     "adafactor": f"train {{text}} --preset tiny {_TRAIN} --set optim.name=adafactor --set optim.schedule=linear",
-    "averages": f"train {{text}} --preset tiny {_TRAIN} --set optim.ema=0.9 --set optim.schedule=constant",
+    "averages": f"train {{text}} --preset tiny {_TRAIN} --set optim.ema_decay=0.9 --set optim.schedule=constant",
     "init": f"train {{lines}} --init {{decoder}} {_TUNE} {_LINES}",
-    "lora": f"train {{lines}} --init {{decoder}} --lora 4 {_TUNE} {_LINES}",
+    "lora": f"train {{lines}} --init {{decoder}} --lora-rank 4 {_TUNE} {_LINES}",
     "summarizer": (
-        f"train {{text}} --objective compress --init {{decoder}} {_TUNE} --set compress.ratio=4"
-        " --set compress.recent=8 --set compress.every=8"
+        f"train {{text}} --objective summarizer --init {{decoder}} {_TUNE} --set summarizer.ratio=4"
+        " --set summarizer.recent=8 --set summarizer.interval=8"
     ),
-    "chat": f"train {{chat_data}} --objective chat --preset tiny {_TRAIN} --context 128",
+    "chat": f"train {{chat_data}} --objective chat --preset tiny {_TRAIN} --seq-len 128",
     "seq2seq": f"train {{pairs}} --preset transformer-tiny {_TRAIN}",
-    "label-smoothing": f"train {{pairs}} --preset marian-tiny {_TRAIN} --set objective.smoothing=0.1",
-    "scheduled-sampling": f"train {{pairs}} --preset transformer-tiny {_TRAIN} --set objective.sampling=0.5",
-    "spans": f"train {{lines}} --objective spans --preset t5-tiny {_TRAIN} {_LINES}",
-    "masked": f"train {{lines}} --objective masked --preset encoder-tiny {_TRAIN} {_LINES}",
-    "tag": f"train {{tags}} --objective tag --preset encoder-tiny {_TRAIN} --context 96",
+    "label-smoothing": f"train {{pairs}} --preset marian-tiny {_TRAIN} --set objective.label_smoothing=0.1",
+    "scheduled-sampling": f"train {{pairs}} --preset transformer-tiny {_TRAIN} --set objective.scheduled_sampling=0.5",
+    "spans": f"train {{lines}} --objective span-corruption --preset t5-tiny {_TRAIN} {_LINES}",
+    "masked": f"train {{lines}} --objective masked-lm --preset encoder-tiny {_TRAIN} {_LINES}",
+    "tag": f"train {{tags}} --objective tag --preset encoder-tiny {_TRAIN} --seq-len 96",
     "tag-hidden-inputs": (
-        f"train {{tags}} --objective tag --preset encoder-tiny {_TRAIN} --context 96 --set objective.hide=0.2"
+        f"train {{tags}} --objective tag --preset encoder-tiny {_TRAIN} --seq-len 96 --set objective.input_mask_ratio=0.2"
     ),
     "classify": f"train {{labels}} --objective classify --preset encoder-tiny {_TRAIN}",
 }
@@ -122,8 +123,8 @@ METRICS_KIND = "kind"  # the key of a line that says what it holds
 
 _GENERATE = "generate {decoder} 'ada bob ' 'the cache cleo' --max-tokens 16"
 _PLAN = "--bandwidth 20 --json"
-_LLAMA = "plan llama-3-8b --weights-dtype bfloat16 --context 8192"
-_INSPECT = "inspect {decoder} --cache --prompt 'ada bob cleo' --tokens 10 --json"
+_LLAMA = "plan llama-3-8b --dtype bfloat16 --max-seq-len 8192"
+_INSPECT = "inspect {decoder} --cache --prompt 'ada bob cleo' --max-tokens 10 --json"
 # name -> one command per line; what each prints as JSON is recorded.
 COMMANDS = {
     "generate/greedy": f"{_GENERATE} --temperature 0 --logprobs 2 --prompt-logprobs 1 --stats --json",
@@ -132,145 +133,147 @@ COMMANDS = {
     "generate/typical": f"{_GENERATE} --seed 9 --typical-p 0.8 --logit-bias 97=1.5 --bad-word ada --stop bo --json",
     "generate/penalties": (
         f"{_GENERATE} --seed 9 --repetition-penalty 1.3 --presence-penalty 0.2 --frequency-penalty 0.1"
-        " --no-repeat-ngram 2 --min-tokens 4 --json"
+        " --no-repeat-ngram-size 2 --min-tokens 4 --json"
     ),
-    "generate/beams": f"{_GENERATE} --beams 4 --n 2 --length-penalty 0.7 --json",
+    "generate/beams": f"{_GENERATE} --num-beams 4 --n 2 --length-penalty 0.7 --json",
     "generate/contiguous": f"{_GENERATE} --temperature 0 --layout contiguous --logprobs 0 --stats --json",
     "generate/heavy-hitters": (
         f"{_GENERATE} --temperature 0 --policy 'heavy-hitters(8, 2, 4)' --block-size 4 --logprobs 0 --stats --json"
     ),
     "generate/sinks": f"{_GENERATE} --seed 3 --policy 'sinks(2, 8)' --block-size 4 --logprobs 0 --stats --json",
     "generate/window": f"{_GENERATE} --seed 3 --policy 'window(8)' --block-size 4 --logprobs 0 --stats --json",
-    "generate/truncate": f"{_GENERATE} --seed 3 --policy 'truncate(8)' --block-size 4 --logprobs 0 --stats --json",
+    "generate/truncate": f"{_GENERATE} --seed 3 --policy 'block-window(8)' --block-size 4 --logprobs 0 --stats --json",
     "generate/snapkv": f"{_GENERATE} --seed 3 --policy 'snapkv(8)' --block-size 4 --logprobs 0 --stats --json",
     "generate/tova": f"{_GENERATE} --seed 3 --policy 'tova(8)' --block-size 4 --logprobs 0 --stats --json",
-    "generate/key-norm": f"{_GENERATE} --seed 3 --policy 'norm(8)' --block-size 4 --logprobs 0 --stats --json",
+    "generate/key-norm": f"{_GENERATE} --seed 3 --policy 'key-norm(8)' --block-size 4 --logprobs 0 --stats --json",
     "generate/random": f"{_GENERATE} --seed 3 --policy 'random(8)' --block-size 4 --logprobs 0 --stats --json",
     "generate/quest": f"{_GENERATE} --seed 3 --policy 'quest(8)' --block-size 4 --logprobs 0 --stats --json",
     "generate/tiered": (
-        f"{_GENERATE} --seed 3 --policy 'hierarchy(8, packed=8, every=4, summaries=4, ratio=4)' --block-size 4"
+        f"{_GENERATE} --seed 3 --policy 'tiered(8, quantized=8, interval=4, summaries=4, ratio=4)' --block-size 4"
         " --logprobs 0 --stats --json"
     ),
     "generate/summarizer": (
-        f"{_GENERATE} --seed 3 --policy 'hierarchy(8, packed=0, every=8, summaries=16, ratio=4)' --block-size 4"
-        " --compressor {summarizer} --logprobs 0 --stats --json"
+        f"{_GENERATE} --seed 3 --policy 'tiered(8, quantized=0, interval=8, summaries=16, ratio=4)' --block-size 4"
+        " --summarizer {summarizer} --logprobs 0 --stats --json"
     ),
-    "generate/offload": f"{_GENERATE} --seed 3 --policy 'spilled(8)' --block-size 4 --logprobs 0 --stats --json",
+    "generate/offload": f"{_GENERATE} --seed 3 --policy 'offload(8)' --block-size 4 --logprobs 0 --stats --json",
     "generate/full-row-offload": (
-        f"{_GENERATE} --seed 3 --max-tokens 40 --context 24 --block-size 4 --on-full spill --spill-dir {{dir}}/spill"
+        f"{_GENERATE} --seed 3 --max-tokens 40 --max-seq-len 24 --block-size 4 --overflow offload --offload-dir {{dir}}/spill"
         " --logprobs 0 --stats --json"
     ),
     "generate/offload-to-disk": (
-        f"{_GENERATE} --seed 3 --policy 'spilled(8)' --block-size 4 --spill-ram 0 --spill-dir {{dir}}/offload"
+        f"{_GENERATE} --seed 3 --policy 'offload(8)' --block-size 4 --offload-ram 0 --offload-dir {{dir}}/offload"
         " --logprobs 0 --stats --json"
     ),
     "generate/endless": f"{_GENERATE} --seed 3 --max-tokens 80 --endless --block-size 4 --logprobs 0 --stats --json",
     "generate/full-row-summaries": (
-        f"{_GENERATE} --seed 3 --max-tokens 40 --context 32 --block-size 4 --on-full summarise --logprobs 0 --json"
+        f"{_GENERATE} --seed 3 --max-tokens 40 --max-seq-len 32 --block-size 4 --overflow summarize --logprobs 0 --json"
     ),
     "generate/int8": f"{_GENERATE} --temperature 0 --cache-dtype int8 --logprobs 0 --stats --json",
     "generate/int4-fp8": (
-        f"{_GENERATE} --temperature 0 --cache-keys int4-channel --cache-values fp8-e4m3 --logprobs 0 --stats --json"
+        f"{_GENERATE} --temperature 0 --cache-key-dtype int4-channel --cache-value-dtype fp8-e4m3 --logprobs 0 --stats --json"
     ),
     "generate/rope-at-read": (
-        f"{_GENERATE} --temperature 0 --rotate read --policy 'sinks(2, 8)' --block-size 4 --logprobs 0 --json"
+        f"{_GENERATE} --temperature 0 --rope-at read --policy 'sinks(2, 8)' --block-size 4 --logprobs 0 --json"
     ),
     "generate/preempted": (
-        f"{_GENERATE} 'eve finn gus' --temperature 0 --block-size 4 --blocks 14 --rows 3 --ignore-eos --logprobs 0"
+        f"{_GENERATE} 'eve finn gus' --temperature 0 --block-size 4 --num-blocks 14 --max-num-seqs 3 --ignore-eos --logprobs 0"
         " --stats --json"
     ),
     "generate/swapped": (
-        f"{_GENERATE} 'eve finn gus' --temperature 0 --block-size 4 --blocks 14 --rows 3 --ignore-eos --logprobs 0"
-        " --policy '0: full; norm(8, every=4)' --park-ram 1MiB --stats --json"
+        f"{_GENERATE} 'eve finn gus' --temperature 0 --block-size 4 --num-blocks 14 --max-num-seqs 3 --ignore-eos --logprobs 0"
+        " --policy '0: full; key-norm(8, interval=4)' --swap-space 1MiB --stats --json"
     ),
     "generate/swapped-to-disk": (
-        f"{_GENERATE} 'eve finn gus' --temperature 0 --block-size 4 --blocks 14 --rows 3 --ignore-eos --logprobs 0"
-        " --policy '0: full; norm(8, every=4)' --park-ram 0 --park-dir {dir}/swap --stats --json"
+        f"{_GENERATE} 'eve finn gus' --temperature 0 --block-size 4 --num-blocks 14 --max-num-seqs 3 --ignore-eos --logprobs 0"
+        " --policy '0: full; key-norm(8, interval=4)' --swap-space 0 --swap-dir {dir}/swap --stats --json"
     ),
     "generate/deterministic": f"{_GENERATE} --seed 2 --deterministic --logprobs 0 --stats --json",
     "generate/lora": "generate {decoder} 'ada ' --adapter {lora} --seed 1 --max-tokens 16 --logprobs 0 --json",
     "storage/prefix-cache": (
-        "prefix add {decoder} --prompt 'ada bob cleo dan eve finn gus ' --name p --tier {dir}/tier --block-size 4"
+        "prefix add {decoder} --prompt 'ada bob cleo dan eve finn gus ' --name p --prefix-cache-dir {dir}/tier --block-size 4"
         " --json\n"
-        "generate {decoder} 'ada bob cleo dan eve finn gus ivo' --tier {dir}/tier --block-size 4 --max-tokens 8"
+        "generate {decoder} 'ada bob cleo dan eve finn gus ivo' --prefix-cache-dir {dir}/tier --block-size 4 --max-tokens 8"
         " --temperature 0 --logprobs 0 --stats --json"
     ),
     "storage/session": (
-        "session save {decoder} s --prompt 'ada bob cleo ' --sessions {dir}/sessions --json\n"
-        "session load {decoder} s --prompt 'dan ' --sessions {dir}/sessions --max-tokens 8 --seed 4 --json"
+        "session save {decoder} s --prompt 'ada bob cleo ' --session-dir {dir}/sessions --json\n"
+        "session continue {decoder} s --prompt 'dan ' --session-dir {dir}/sessions --max-tokens 8 --seed 4 --json"
     ),
     "generate/translate": (
         "translate {seq2seq} {sources} --max-tokens 12 --quiet --json\n"
-        "translate {seq2seq} {sources} --beams 3 --n-best 2 --max-tokens 12 --quiet --json"
+        "translate {seq2seq} {sources} --num-beams 3 --n-best 2 --max-tokens 12 --quiet --json"
     ),
     "generate/encoder": (
         "tag {tag} {sources} --quiet --json\n"
         "classify {classify} {sources} --quiet --json\n"
         "embed {masked} {sources} --quiet\n"
-        "embed {masked} {sources} --quiet --pool first"
+        "embed {masked} {sources} --quiet --pooling first"
     ),
     "plan/model": f"plan {{decoder}} {_PLAN}",
     "plan/model-int8-policies": (
-        f"plan {{decoder}} --dtype int8 --policy '0: full; heavy-hitters(16, every=8)' --block-size 8 {_PLAN}\n"
-        "plan {decoder} --policy 'hierarchy(16, packed=0, every=16, summaries=32, ratio=4)' --compressor {summarizer}"
+        f"plan {{decoder}} --cache-dtype int8 --policy '0: full; heavy-hitters(16, interval=8)' --block-size 8 {_PLAN}\n"
+        "plan {decoder} --policy 'tiered(16, quantized=0, interval=16, summaries=32, ratio=4)' --summarizer {summarizer}"
         f" {_PLAN}\n"
         f"plan {{decoder}} --policy 'sinks(4, 28)' --layout contiguous --deterministic {_PLAN}\n"
         f"plan {{decoder}} --policy 'quest(16)' {_PLAN}\n"
-        f"plan {{decoder}} --policy 'tova(16)' --rotate read {_PLAN}"
+        f"plan {{decoder}} --policy 'tova(16)' --rope-at read {_PLAN}"
     ),
-    "plan/model-fit": f"plan {{decoder}} --fit 8MiB --context 64 --rows 4 --ratios 0.5 {_PLAN}",
-    "plan/encoder-decoder": f"plan {{seq2seq}} --rows 4 --source-context 48 {_PLAN}",
-    "plan/encoder": f"plan {{masked}} --rows 4 {_PLAN}",
-    "plan/llama": f"{_LLAMA} --rows 8 {_PLAN}\n{_LLAMA} --rows 8 --cache-keys int8 --cache-values int4 {_PLAN}",
-    "plan/llama-fit": f"{_LLAMA} --rows 1 --fit 24GiB {_PLAN}",
-    "plan/llama-mesh": f"{_LLAMA} --rows 8 --mesh 4x1 {_PLAN}\n{_LLAMA} --rows 8 --mesh 2x2 {_PLAN}",
+    "plan/model-fit": f"plan {{decoder}} --fit-memory 8MiB --max-seq-len 64 --max-num-seqs 4 --compression-ratios 0.5 {_PLAN}",
+    "plan/encoder-decoder": f"plan {{seq2seq}} --max-num-seqs 4 --max-source-len 48 {_PLAN}",
+    "plan/encoder": f"plan {{masked}} --max-num-seqs 4 {_PLAN}",
+    "plan/llama": f"{_LLAMA} --max-num-seqs 8 {_PLAN}\n{_LLAMA} --max-num-seqs 8 --cache-key-dtype int8 --cache-value-dtype int4 {_PLAN}",
+    "plan/llama-fit": f"{_LLAMA} --max-num-seqs 1 --fit-memory 24GiB {_PLAN}",
+    "plan/llama-mesh": f"{_LLAMA} --max-num-seqs 8 --mesh 4x1 {_PLAN}\n{_LLAMA} --max-num-seqs 8 --mesh 2x2 {_PLAN}",
     "plan/storage": (
-        f"plan gpt2 --context 256 --on-full spill --spill-ram 64MiB --park-ram 256MiB {_PLAN}\n"
-        f"plan gpt2 --policy 'spilled(64)' --spill-ram 1MiB {_PLAN}\n"
-        f"plan gpt2 --tier {{dir}}/plan-tier --tier-ram 32MiB --tier-bytes 1GiB {_PLAN}"
+        f"plan gpt2 --max-seq-len 256 --overflow offload --offload-ram 64MiB --swap-space 256MiB {_PLAN}\n"
+        f"plan gpt2 --policy 'offload(64)' --offload-ram 1MiB {_PLAN}\n"
+        f"plan gpt2 --prefix-cache-dir {{dir}}/plan-tier --prefix-cache-ram 32MiB --prefix-cache-size 1GiB {_PLAN}"
     ),
-    "plan/shapes": "\n".join(f"plan {name} --rows 4 {_PLAN}" for name in ("t5-base", "smollm-135m", "mistral-7b")),
+    "plan/shapes": "\n".join(
+        f"plan {name} --max-num-seqs 4 {_PLAN}" for name in ("t5-base", "smollm-135m", "mistral-7b")
+    ),
     "verify/default": "verify {decoder} --json",
-    "verify/formats": "verify {decoder} --dtype int8,int4,fp8-e4m3,int8/int4-channel --layout paged --json",
-    "verify/fault-mask": "verify {decoder} --break mask --layout paged --dtype float32 --json",
-    "verify/fault-position": "verify {decoder} --break position --layout paged --dtype float32 --json",
+    "verify/formats": "verify {decoder} --cache-dtype int8,int4,fp8-e4m3,int8/int4-channel --layout paged --json",
+    "verify/fault-mask": "verify {decoder} --inject-fault mask --layout paged --cache-dtype float32 --json",
+    "verify/fault-position": "verify {decoder} --inject-fault position --layout paged --cache-dtype float32 --json",
     "verify/policies": (
-        "verify {decoder} --policy 'sinks(4,20)' --policy snapkv --policy hierarchy --layout paged"
-        " --dtype float32,int8 --json"
+        "verify {decoder} --policy 'sinks(4,20)' --policy snapkv --policy tiered --layout paged"
+        " --cache-dtype float32,int8 --json"
     ),
-    "verify/round-trips": "verify {decoder} --through all --layout paged --dtype float32 --json",
-    "verify/encoder-decoder": "verify {seq2seq} --layout paged --dtype float32 --json",
+    "verify/round-trips": "verify {decoder} --round-trip all --layout paged --cache-dtype float32 --json",
+    "verify/encoder-decoder": "verify {seq2seq} --layout paged --cache-dtype float32 --json",
     "eval/text": (
-        "eval {decoder} {text} --words --quiet --json\n"
-        "eval {decoder} {text} --window 32 --stride 16 --bos window --tokens 500 --quiet --json"
+        "eval {decoder} {text} --word-perplexity --quiet --json\n"
+        "eval {decoder} {text} --window 32 --stride 16 --bos window --max-scored-tokens 500 --quiet --json"
     ),
     "eval/cache": (
-        "eval {decoder} {text} --tokens 300 --policy 'sinks(4, 12)' --cache-dtype int8 --quiet --json\n"
-        "eval {decoder} {text} --tokens 300 --cached --quiet --json"
+        "eval {decoder} {text} --max-scored-tokens 300 --policy 'sinks(4, 12)' --cache-dtype int8 --quiet --json\n"
+        "eval {decoder} {text} --max-scored-tokens 300 --use-cache --quiet --json"
     ),
-    "eval/lengths": "eval {decoder} {text} --documents joined --context-multiples 1,2 --tokens 300 --quiet --json",
+    "eval/lengths": "eval {decoder} {text} --document-unit joined --length-multiples 1,2 --max-scored-tokens 300 --quiet --json",
     "eval/pairs": "eval {seq2seq} {pairs} --quiet --json",
     "eval/labels": (
         "eval {tag} {tags} --quiet --json\n"
         "eval {classify} {labels} --quiet --json\n"
-        "eval {masked} {lines} --documents lines --quiet --json\n"
-        "eval {spans} {lines} --documents lines --task spans --quiet --json\n"
+        "eval {masked} {lines} --document-unit lines --quiet --json\n"
+        "eval {spans} {lines} --document-unit lines --task span-corruption --quiet --json\n"
         "eval {chat} {chat_data} --task chat --quiet --json"
     ),
-    "bench/cache": "bench cache {decoder} --tokens 8,16 --repeats 1 --json",
+    "bench/cache": "bench cache {decoder} --new-tokens 8,16 --repeats 1 --json",
     "bench/cache-quality": (
-        "bench cache-quality {long} --caches int8,sinks,snapkv --ratios 0.5 --kinds single --lengths 240 --depths 0.5"
-        " --tasks 1 --texts 2 --text-length 48 --text {text} --json"
+        "bench cache-quality {long} --variants int8,sinks,snapkv --compression-ratios 0.5 --tasks single --lengths 240 --depths 0.5"
+        " --samples-per-cell 1 --num-texts 2 --text-length 48 --text {text} --json"
     ),
-    "bench/streaming": "bench endless {decoder} --tokens 192 --span 64 --text {text} --json",
+    "bench/streaming": "bench streaming {decoder} --num-tokens 192 --span-length 64 --text {text} --json",
     "inspect/model": "inspect {decoder} --json",
     "inspect/tree": "inspect llama-3-8b --tree --json\ninspect {seq2seq} --tree --json",
     "inspect/cache-full": f"{_INSPECT} --temperature 0",
     "inspect/cache-heavy-hitters": f"{_INSPECT} --policy 'heavy-hitters(8, 2, 4)' --block-size 4",
     "inspect/cache-tiered": (
-        f"{_INSPECT} --policy 'hierarchy(8, packed=8, every=4, summaries=4, ratio=4)' --block-size 4"
+        f"{_INSPECT} --policy 'tiered(8, quantized=8, interval=4, summaries=4, ratio=4)' --block-size 4"
     ),
-    "inspect/attention": "inspect {decoder} --attention 'ada bob' --layer 0 --head all --format json --cached",
+    "inspect/attention": "inspect {decoder} --attention 'ada bob' --layer 0 --head all --format json --use-cache",
     "tokenize/byte": "tokenize {decoder} 'ada böb ☃' --json",
     "tokenize/bpe": "tokenize {bpe} 'ada böb cleo' --json",
     "tokenize/words": "tokenize {words} 'ada zzz cleo' --json",
@@ -292,12 +295,15 @@ SAMPLING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "all-filters": ({}, {"seed": 3, "top_k": 40, "top_p": 0.95, "min_p": 0.02, "typical_p": 0.9, "temperature": 0.8}),
     "repetition": ({}, {"seed": 3, "repetition_penalty": 1.4}),
     "presence": ({}, {"seed": 3, "presence_penalty": 0.8, "frequency_penalty": 0.4}),
-    "no-repeat": ({}, {"temperature": 0, "no_repeat_ngram": 2}),
-    "bias": ({}, {"seed": 4, "logit_bias": {98: 3.0, 32: -2.0}, "bad_words": ((97, 100),), "stop_tokens": (103,)}),
-    "forced": ({}, {"seed": 4, "forced_first": 100, "forced_last": 46, "min_tokens": 3}),
+    "no-repeat": ({}, {"temperature": 0, "no_repeat_ngram_size": 2}),
+    "bias": (
+        {},
+        {"seed": 4, "logit_bias": {98: 3.0, 32: -2.0}, "bad_words_ids": ((97, 100),), "stop_token_ids": (103,)},
+    ),
+    "forced": ({}, {"seed": 4, "forced_bos_token_id": 100, "forced_eos_token_id": 46, "min_tokens": 3}),
     "four-samples": ({}, {"seed": 5, "n": 4}),
-    "beams": ({}, {"beams": 4, "n": 3, "length_penalty": 0.8}),
-    "beams-gnmt": ({}, {"beams": 3, "n": 3, "length_form": "gnmt", "early_stopping": True}),
+    "beams": ({}, {"num_beams": 4, "n": 3, "length_penalty": 0.8}),
+    "beams-gnmt": ({}, {"num_beams": 3, "n": 3, "length_penalty_form": "gnmt", "early_stopping": True}),
     "int8-sampled": ({"cache_dtype": "int8"}, {"seed": 6, "n": 2}),
     "contiguous-sampled": ({"layout": "contiguous"}, {"seed": 6, "n": 2}),
     "window-sampled": ({"policy": "window(6)", "block_size": 4}, {"seed": 6, "n": 2}),
@@ -319,7 +325,7 @@ def sample_tokens(path: str, load: dict[str, Any], options: dict[str, Any]) -> A
     """
     with LLM.load(path, **load) as llm:
         completions = llm.generate([list(prompt) for prompt in _PROMPTS], max_tokens=24, **options)
-        return [[list(sample.tokens) for sample in completion.samples] for completion in completions]
+        return [[list(sample.token_ids) for sample in completion.choices] for completion in completions]
 
 
 def family_outputs(version: str, name: str, folder: Path) -> Any:
@@ -350,9 +356,9 @@ def family_outputs(version: str, name: str, folder: Path) -> Any:
         target = ids if source is None else arrays[f"{run}/decoder_input_ids"].tolist()
         generated = llm.generate(ids[:12], max_tokens=4, temperature=0, ignore_eos=True)
         return {
-            "logits": summary(llm.logits(target, source=source)),
-            "score": summary(torch.tensor(llm.score(target, source=source).logprobs[1:])),
-            "greedy": list(generated.samples[0].tokens),
+            "logits": summary(llm.logits(target, encoder_input=source)),
+            "score": summary(torch.tensor(llm.score(target, encoder_input=source).logprobs[1:])),
+            "greedy": list(generated.choices[0].token_ids),
         }
 
 
@@ -410,10 +416,7 @@ def write_data(folder: Path) -> None:
     draw = random.Random(0)
 
     def words(low: int, high: int) -> list[str]:
-        return [
-            WORDS[int(draw.random_state() * len(WORDS))]
-            for _ in range(low + int(draw.random_state() * (high - low + 1)))
-        ]
+        return [WORDS[int(draw.random() * len(WORDS))] for _ in range(low + int(draw.random() * (high - low + 1)))]
 
     texts = [words(2, 7) for _ in range(120)]
     files = {
@@ -430,7 +433,7 @@ def write_data(folder: Path) -> None:
 
 
 def _conversation(words: Callable[[int, int], list[str]], draw: random.Random) -> list[dict[str, str]]:
-    roles = ("user", "assistant") * (1 + int(draw.random_state() * 2))
+    roles = ("user", "assistant") * (1 + int(draw.random() * 2))
     return [{"role": role, "content": " ".join(words(1, 3))} for role in roles]
 
 
@@ -768,13 +771,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--closer-bounds", action="store_true", help="Accept smaller upper bounds of plan.")
     parser.add_argument("--verbose", action="store_true", help="Print the seconds of every case.")
     options = parser.parse_args(arguments)
-    only = [name for name in options.single_corpus.split(",") if name]
+    only = [name for name in options.only.split(",") if name]
     record = compute(only, verbose=options.verbose)
     failed = [case for case, content in record["cases"].items() if isinstance(content, dict) and "failed" in content]
     if failed:
         print(f"cases that failed: {', '.join(failed)}")
     if not record["cases"]:
-        print(f"no case of {options.single_corpus}")
+        print(f"no case of {options.only}")
         return 2
     if options.out is not None:
         write(record, options.out)

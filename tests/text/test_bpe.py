@@ -112,7 +112,7 @@ def test_batches_keep_their_order(
 
     monkeypatch.setattr(HFTokenizer, "_encode_pieces", watched)
     monkeypatch.setattr(hf_tokenizer, "BATCH_CHARS", 4 * limit)
-    monkeypatch.setattr(hf_tokenizer, "cut", lambda text: split_text(text, limit))
+    monkeypatch.setattr(hf_tokenizer, "split_text", lambda text: split_text(text, limit))
     assert tokenizers["bpe"].encode_batch(documents) == expected
     assert len(sizes) > 10 and max(sizes) <= 5 * limit + 200
 
@@ -196,7 +196,7 @@ def test_a_long_text_is_not_cut_where_that_would_show(monkeypatch: pytest.Monkey
     prefixed, spaced = gpt2_like(), gpt2_like()
     prefixed.normalizer = normalizers.Prepend("_")
     spaced.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    monkeypatch.setattr(hf_tokenizer, "cut", lambda text: split_text(text, 1))
+    monkeypatch.setattr(hf_tokenizer, "split_text", lambda text: split_text(text, 1))
     text = "a\nb\nc"
     for backend in (llama(), prefixed, spaced):
         expected = backend.encode(text, add_special_tokens=False).ids

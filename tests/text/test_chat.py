@@ -653,9 +653,9 @@ GOOD = {"role": "user", "content": "Hi"}
         ([GOOD, {"role": 1, "content": "x"}], "messages[1] has a role that is a number"),
         ([{"role": "user"}], "messages[0] (role 'user') has no content"),
         ([{"role": "user", "content": 3}], "messages[0]: its content is a number"),
-        ([{"role": "user", "content": ["a"]}], "messages[0]: its content holds what is no object"),
+        ([{"role": "user", "content": ["a"]}], "messages[0]: its content contains an item that is not an object"),
         ([{"role": "user", "content": "a", "x": {"y": [object()]}}], "messages[0].x.y[0] is a object"),
-        ([{"role": "user", "content": "a", 1: 2}], "messages[0] has the key 1, which is no text"),
+        ([{"role": "user", "content": "a", 1: 2}], "messages[0] has the key 1, which is not a text"),
     ],
 )
 def test_messages_that_are_none(messages, says):
@@ -677,8 +677,11 @@ def test_data_without_end():
         ({"tools": {"a": 1}}, "tools must be a list of objects, not an object"),
         ({"tools": [len]}, "tools[0] is a builtin_function_or_method, not an object"),
         ({"documents": ["a"]}, "documents[0] is a text"),
-        ({"variables": {"messages": []}}, "the variable 'messages' is an argument of its own"),
-        ({"generation_prompt": True, "continue_final": True}, "exclude each other"),
+        ({"variables": {"messages": []}}, "the variable 'messages' is a separate argument"),
+        (
+            {"generation_prompt": True, "continue_final": True},
+            "generation_prompt and continue_final cannot be combined",
+        ),
     ],
 )
 def test_other_arguments_that_cannot_be(arguments, says):
@@ -709,7 +712,7 @@ def test_templates_that_are_wrong(source, says):
 
 
 def test_the_final_message_must_appear():
-    with pytest.raises(ChatTemplateError, match="does not appear"):
+    with pytest.raises(ChatTemplateError, match="not in the rendered chat"):
         template("{{ messages[0].content | upper }}").render([GOOD], continue_final=True)
     with pytest.raises(ChatTemplateError, match="no text to continue"):
         template("chatml").render([{"role": "assistant", "content": [{"type": "image"}]}], continue_final=True)
@@ -738,7 +741,11 @@ def write(folder, files):
     return folder
 
 
-LISTED = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}, {"name": "rag", "template": "R"}]
+LISTED = [
+    {"name": "default", "template": "D"},
+    {"name": "tool_use", "template": "T"},
+    {"name": "rag", "template": "R"},
+]
 FOLDERS = {
     "nothing": ({}, None),
     "config without": ({"tokenizer_config.json": {"bos_token": "<s>"}}, None),
@@ -816,7 +823,7 @@ def test_which_template_renders(tmp_path):
         ({"tokenizer_config.json": "{"}, "tokenizer_config.json: not JSON: line 1, column 2"),
         ({"tokenizer_config.json": "[]"}, "expected an object, found a list"),
         ({"tokenizer_config.json": {"chat_template": 3}}, "neither a text nor a list"),
-        ({"tokenizer_config.json": {"chat_template": [{"name": "a"}]}}, "neither a text nor a list"),
+        ({"tokenizer_config.json": {"chat_template": [{"cache_key": "a"}]}}, "neither a text nor a list"),
     ],
 )
 def test_files_that_are_wrong(tmp_path, files, says):

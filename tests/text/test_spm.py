@@ -440,10 +440,13 @@ def test_a_part_that_is_missing(name: str, folders: dict[str, Path], tmp_path: P
     ("change", "message"),
     [
         ({"models": {}}, "a model or a vocabulary is missing"),
-        ({"models": {"spiece.model": "%%"}}, "not what kvad saves"),
+        ({"models": {"spiece.model": "%%"}}, "not a SentencePiece tokenizer saved by kvad"),
         ({"models": {"spiece.model": "aGVsbG8="}}, "spiece.model is not a SentencePiece model"),
-        ({"settings": {}}, "not what kvad saves"),
-        ({"settings": {"family": "T6", "roles": {}, "marked": [], "added": {}, "options": {}}}, "not what kvad saves"),
+        ({"settings": {}}, "not a SentencePiece tokenizer saved by kvad"),
+        (
+            {"settings": {"family": "T6", "roles": {}, "marked": [], "added": {}, "options": {}}},
+            "not a SentencePiece tokenizer saved by kvad",
+        ),
     ],
 )
 def test_a_damaged_file_of_ours(
@@ -467,7 +470,9 @@ def test_without_the_package(folders: dict[str, Path], monkeypatch: pytest.Monke
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(TokenizerError, match=r"T5/spiece.model needs .* \(pip install kvad\[sentencepiece\]\)"):
+    with pytest.raises(
+        TokenizerError, match=r"T5/spiece.model requires .* \(Run pip install kvad\[sentencepiece\]\.\)"
+    ):
         load_tokenizer(folders["T5"])
 
 

@@ -9,7 +9,7 @@ from kvad.train.config.optim import OptimConfig
 from kvad.train.config.run import RunConfig
 from kvad.train.monitoring.callbacks import Callback
 
-SHAPE = {"width": 32, "decoder.num_layers": 2, "decoder.layer_types.L.mlp.intermediate_size": 48}
+SHAPE = {"hidden_size": 32, "decoder.num_layers": 2, "decoder.layer_types.L.mlp.intermediate_size": 48}
 
 
 @pytest.fixture(scope="session")
@@ -36,11 +36,18 @@ def run_config():
     """``run_config(steps=20, lr=...)``: a tiny byte model; keywords are OptimConfig's and TrainConfig's."""
 
     def make(*, data=None, tokenizer=None, model=None, **train) -> RunConfig:
-        settings = {"steps": 12, "batch": 4, "log_every": 1, "eval_every": 5, "save_every": 5, "precision": "fp32"}
+        settings = {
+            "steps": 12,
+            "batch_size": 4,
+            "log_interval": 1,
+            "eval_interval": 5,
+            "save_interval": 5,
+            "precision": "fp32",
+        }
         return RunConfig.from_dict(
             {
                 "model": model or {"preset": "tiny", "set": SHAPE},
-                "data": {"context": 32, **(data or {})},
+                "data": {"seq_len": 32, **(data or {})},
                 "tokenizer": tokenizer or {"kind": "byte"},
                 **parted({**settings, **train}),
             }

@@ -85,9 +85,9 @@ def test_what_is_learned_is_what_the_assistant_says(name, kind, talk):
 def test_a_template_that_rewrites_what_was_said_is_refused():
     trimming = ChatTemplate("{% for m in messages %}{{ m['content'] }}{% if loop.last %}!{% endif %}{% endfor %}")
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    with pytest.raises(ChatTemplateError, match=r"messages\[1\]: the chat template writes it otherwise"):
+    with pytest.raises(ChatTemplateError, match=r"messages\[1\]: the chat template does not render it"):
         render_with_spans(trimming, Conversation(talk, None), ())
-    with pytest.raises(ChatTemplateError, match="no prompt before it"):
+    with pytest.raises(ChatTemplateError, match="has no prompt"):
         render_with_spans(ChatTemplate(CHATML), Conversation(talk[1:], None), ())
 
 
@@ -106,7 +106,7 @@ class Prefixing:
     def decode(self, ids, *, skip_specials=True):
         return "".join("".join(token) for token in ids).removeprefix("_")
 
-    def joiner(self, *, skip_specials=True):
+    def incremental_decoder(self, *, skip_specials=True):
         first = []
 
         def add(token):
@@ -120,7 +120,7 @@ class Prefixing:
 def test_a_tokenizer_that_puts_something_before_each_text_encodes_the_whole():
     ids, mask = encode_with_mask(Prefixing(), "abcdef", [(3, 5)])
     assert ids == [("_", "a"), ("b", "c"), ("d", "e"), ("f",)] and mask == [0, 0, 1, 0]
-    with pytest.raises(DataError, match="a token of this tokenizer reaches from the prompt"):
+    with pytest.raises(DataError, match="a token of this tokenizer spans the prompt"):
         encode_with_mask(Prefixing(), "abcdef", [(2, 5)])
 
 
@@ -131,7 +131,7 @@ def test_a_tokenizer_that_puts_something_before_each_text_encodes_the_whole():
     ("line", "says"),
     [
         ("{", "line 2, is not JSON"),
-        ("[]", "line 2: expected an object"),
+        ("[]", "line 2: must be an object"),
         ('{"text": "x"}', r"line 2: a conversation is {\"messages\": \[...\]}"),
         ('{"messages": []}', "line 2: a conversation is"),
         ('{"messages": ["hi"]}', r"line 2: messages\[0\] has no role"),
@@ -169,12 +169,12 @@ def test_the_template_is_the_named_one_the_tokenizers_or_chatml(tmp_path):
         return open_examples(RunConfig.from_dict(content), paths, saved).template.templates["default"]
 
     assert chosen() == CHATML
-    assert chosen(template=str(tmp_path / "mine.jinja")) == BRACKETS
+    assert chosen(chat_template=str(tmp_path / "mine.jinja")) == BRACKETS
     with pytest.raises(ConfigError, match=r"objective.chat_template: cannot read .*none.jinja"):
-        chosen(template=str(tmp_path / "none.jinja"))
+        chosen(chat_template=str(tmp_path / "none.jinja"))
     folder = tmp_path / "tokenizer"
     TOKENIZERS["bpe"].save(folder)
-    with pytest.raises(ConfigError, match="no chat template beside"):
+    with pytest.raises(ConfigError, match="has no chat template"):
         chosen(path=str(folder))
     (folder / "chat_template.jinja").write_text(GENERATION)
     assert chosen(path=str(folder)) == GENERATION == chosen(folder)

@@ -15,13 +15,25 @@ from kvad.train.objectives.cross_entropy import CrossEntropyObjective, EvalResul
 
 SMALL = [
     "--set",
-    "width=32",
+    "hidden_size=32",
     "--set",
     "decoder.num_layers=1",
     "--set",
     "decoder.layer_types.L.mlp.intermediate_size=32",
 ]
-QUICK = ["--preset", "tiny", *SMALL, "--tokenizer", "byte", "--context", "16", "--batch", "2", "--precision", "fp32"]
+QUICK = [
+    "--preset",
+    "tiny",
+    *SMALL,
+    "--tokenizer",
+    "byte",
+    "--seq-len",
+    "16",
+    "--batch-size",
+    "2",
+    "--precision",
+    "fp32",
+]
 
 
 def kvad(*arguments):
@@ -33,15 +45,15 @@ def kvad(*arguments):
 
 def test_it_trains_says_so_and_draws(corpus, tmp_path):
     out = tmp_path / "run"
-    code, stdout, stderr = kvad("train", corpus, "--out", out, *QUICK, "--steps", 20, "--eval-every", 10, "--json")
+    code, stdout, stderr = kvad("train", corpus, "--out", out, *QUICK, "--steps", 20, "--eval-interval", 10, "--json")
     assert code == 0, stderr
     result = json.loads(stdout)
     assert (
         result["reason"] == "done"
         and result["step"] == 20
-        and result["val_loss"] == open_folder(out).training.state["progress"]["val_loss"]
+        and result["val_loss"] == open_folder(out).training.state["trainer_state"]["val_loss"]
     )
-    assert result["config"]["data"]["context"] == 16 and result["checkpoint"].endswith("step-00000020")
+    assert result["config"]["data"]["seq_len"] == 16 and result["checkpoint"].endswith("step-00000020")
     assert "20 steps" in stderr and "val " in stderr and f"kvad generate {out}" in stderr
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG") and "<svg" in (out / "loss.svg").read_text()
 
@@ -58,7 +70,7 @@ def test_the_best_is_said_and_evaluated(corpus, tmp_path, monkeypatch):
         *QUICK,
         "--steps",
         8,
-        "--eval-every",
+        "--eval-interval",
         2,
         "--set",
         "train.keep_checkpoints=1",
@@ -78,13 +90,13 @@ def test_the_best_is_said_and_evaluated(corpus, tmp_path, monkeypatch):
 def test_flags_go_before_the_run_file(corpus, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(
-        '[train]\nsteps = 3\nbatch = 2\nprecision = "fp32"\n[data]\nseq_len = 8\n[tokenizer]\nkind = "byte"\n'
+        '[train]\nsteps = 3\nbatch_size = 2\nprecision = "fp32"\n[data]\nseq_len = 8\n[tokenizer]\nkind = "byte"\n'
     )
     code, stdout, stderr = kvad("train", corpus, "--config", file, "--out", tmp_path / "run", "--preset", "tiny",
                                 "--set", "decoder.num_layers=1", "--steps", 2, "--json")  # fmt: skip
     assert code == 0, stderr
     config = json.loads(stdout)["config"]
-    assert (config["train"]["steps"], config["train"]["batch"], config["data"]["context"]) == (2, 2, 8)
+    assert (config["train"]["steps"], config["train"]["batch_size"], config["data"]["seq_len"]) == (2, 2, 8)
     assert open_folder(tmp_path / "run").config.decoder.num_layers == 1
 
 
@@ -112,12 +124,12 @@ def test_resume_refuses_what_differs(corpus, tmp_path):
     assert kvad("train", corpus, "--out", out, *QUICK, "--steps", 3)[0] == 0
     for flags, says in {
         ("--lr", "0.5"): "optim.lr: 0.001 there, 0.5 here",
-        ("--set", "width=64"): "model.hidden_size: 32 there, 64 here",
+        ("--set", "hidden_size=64"): "model.hidden_size: 32 there, 64 here",
         ("--tokenizer", "char"): "tokenizer.kind: 'byte' there, 'char' here",
     }.items():
         code, _, stderr = kvad("train", "--resume", "--out", out, *flags)
         assert code == 2 and says in stderr, stderr
-    assert kvad("train", "--resume", "--out", out, "--eval-every", 2)[0] == 0
+    assert kvad("train", "--resume", "--out", out, "--eval-interval", 2)[0] == 0
 
 
 @pytest.fixture
@@ -138,23 +150,23 @@ def bad(tmp_path):
         (["latin.txt"], "latin.txt, line 1, is not UTF-8: byte 0xE9 at offset 3"),
         (["short.txt"], "too short: 3 tokens"),
         ([], "no corpus was named"),
-        (["latin.txt", "--errors", "replace", "--precision", "fp16"], "fp16 compute on a CPU is refused"),
+        (["latin.txt", "--encoding-errors", "replace", "--precision", "fp16"], "fp16 must not be used on a CPU"),
         (["latin.txt", "--config", "typo.toml"], "unknown key train.stepz"),
         (["latin.txt", "--config", "none.toml"], "no such file: none.toml"),
         (["latin.txt", "--set", "decoder.layrs=4"], "unknown key decoder.layrs"),
         (["latin.txt", "--set", "layers"], "--set 'layers' is not KEY=VALUE"),
         (["latin.txt", "--tokenizer", "bpee"], "neither a kind nor a file"),
-        (["latin.txt", "--preset", "huge"], "model.preset: 'huge' is not known"),
+        (["latin.txt", "--preset", "huge"], "model.preset: unknown preset 'huge'"),
         (["latin.txt", "--stepz", "3"], "No such option"),
         (["latin.txt", "--lr", "0"], "optim.lr: must be above 0"),
-        (["latin.txt", "--resume", "--overwrite"], "contradict"),
+        (["latin.txt", "--resume", "--overwrite"], "--resume and --overwrite exclude each other"),
         (["--resume"], "no such folder: run"),
     ],
 )
 def test_bad_input_is_one_clear_line_and_exit_code_2(bad, monkeypatch, arguments, says):
     monkeypatch.chdir(bad)
     defaults = [] if "--tokenizer" in arguments or "--resume" in arguments else ["--tokenizer", "byte"]
-    errors = ["--errors", "replace"] if arguments[:1] == ["latin.txt"] and len(arguments) > 1 else []
+    errors = ["--encoding-errors", "replace"] if arguments[:1] == ["latin.txt"] and len(arguments) > 1 else []
     code, stdout, stderr = kvad(
         "train", *arguments, *defaults, *(e for e in errors if e not in arguments), "--out", "run"
     )
@@ -165,9 +177,9 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(bad, monkeypatch, arguments
 
 
 @pytest.mark.parametrize("arguments", [["short.txt"], ["latin.txt"], ["long.txt", "--device", "tpu9"],
-                                       ["long.txt", "--batch", "10000000"], ["long.txt", "--context", "500000000"],
-                                       ["long.txt", "--context", "5000"], ["long.txt", "--set", "width=31"],
-                                       ["long.txt", "--accumulate", "100000000000"],
+                                       ["long.txt", "--batch-size", "10000000"], ["long.txt", "--seq-len", "500000000"],
+                                       ["long.txt", "--seq-len", "5000"], ["long.txt", "--set", "hidden_size=31"],
+                                       ["long.txt", "--gradient-accumulation-steps", "100000000000"],
                                        ["long.txt", "--validation", "1e-9"]])  # fmt: skip
 @pytest.mark.parametrize("there", [False, True])
 def test_bad_input_leaves_nothing_behind(bad, monkeypatch, arguments, there):
@@ -190,27 +202,29 @@ def test_a_run_that_would_be_overwritten_keeps_its_tokens(corpus, tmp_path):
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("flags", [["--batch", "10000000"], ["--context", "100000000"], ["--set", "width=3200000"]])
+@pytest.mark.parametrize(
+    "flags", [["--batch-size", "10000000"], ["--seq-len", "100000000"], ["--set", "hidden_size=3200000"]]
+)
 def test_what_cannot_fit_is_refused_before_anything_is_allocated(corpus, tmp_path, flags):
     code, _, stderr = kvad("train", corpus, "--out", tmp_path / "run", *QUICK, *flags)
     assert code == 2
     error, hint = stderr.splitlines()[-2:]
     assert error.startswith("kvad: error: training on ") and " needs about " in error and "is available" in error
-    assert "--batch" in hint
+    assert "--batch-size" in hint
 
 
 def test_the_batch_that_would_fit_is_named(corpus, tmp_path, monkeypatch):
-    from kvad.cache.sizing import system_memory
+    from kvad.cache import sizing
 
-    monkeypatch.setattr(system_memory, "available_bytes", lambda: 3_000_000)
-    code, _, stderr = kvad("train", corpus, "--out", tmp_path / "run", *QUICK, "--batch", "5000")
+    monkeypatch.setattr(sizing, "available_bytes", lambda: 3_000_000)
+    code, _, stderr = kvad("train", corpus, "--out", tmp_path / "run", *QUICK, "--batch-size", "5000")
     assert code == 2 and "2.9 MiB is available" in stderr
-    batch = stderr.partition("what would fit: --batch ")[2].split()[0]
-    code, _, stderr = kvad("train", corpus, "--out", tmp_path / "run", *QUICK, "--batch", batch, "--steps", "1")
+    batch = stderr.partition("This fits: --batch-size ")[2].split()[0]
+    code, _, stderr = kvad("train", corpus, "--out", tmp_path / "run", *QUICK, "--batch-size", batch, "--steps", "1")
     assert code == 0 and int(batch) > 1, stderr
-    monkeypatch.setattr(system_memory, "available_bytes", lambda: 30_000)
+    monkeypatch.setattr(sizing, "available_bytes", lambda: 30_000)
     code, _, stderr = kvad("train", "--resume", "--out", tmp_path / "run")
-    assert code == 2 and "not even --batch 1 fits" in stderr
+    assert code == 2 and "Not even --batch-size 1 fits" in stderr
 
 
 def test_a_run_inside_its_corpus_is_refused(bad, monkeypatch):
@@ -220,8 +234,8 @@ def test_a_run_inside_its_corpus_is_refused(bad, monkeypatch):
     for out in ("texts", "texts/run", "texts/../texts/deep/run", bad / "texts" / "run"):
         code, _, stderr = kvad("train", "texts", "--out", out, *QUICK, "--steps", "1")
         error, hint = stderr.splitlines()
-        assert code == 2 and error.startswith(f"kvad: error: {out} lies inside the corpus texts: "), stderr
-        assert "choose another --out" in hint
+        assert code == 2 and error.startswith(f"kvad: error: {out} is inside the corpus texts; "), stderr
+        assert "Choose another --out" in hint
     assert [path.name for path in Path("texts").iterdir()] == ["long.txt"]
     for out, flags in {"texts2": [], "texts/.run": [], "texts/run": ["--suffix", ".txt"]}.items():
         code, _, stderr = kvad("train", "texts", "--out", out, *QUICK, "--steps", "1", *flags)
@@ -233,10 +247,10 @@ def test_a_run_inside_its_corpus_is_refused(bad, monkeypatch):
 @pytest.mark.parametrize("out", ["short.txt", "short.txt/run"])
 def test_an_out_that_is_a_file_says_so(bad, monkeypatch, out):
     monkeypatch.chdir(bad)
-    code, _, stderr = kvad("train", "latin.txt", "--errors", "replace", "--out", out, *QUICK)
+    code, _, stderr = kvad("train", "latin.txt", "--encoding-errors", "replace", "--out", out, *QUICK)
     error, hint = stderr.splitlines()
     assert code == 2 and "short.txt is a file, and a run needs a folder" in error
-    assert hint == "kvad: hint: choose another folder for --out" and Path("short.txt").read_bytes() == b"ab"
+    assert hint == "kvad: hint: Choose another folder for --out." and Path("short.txt").read_bytes() == b"ab"
 
 
 def test_one_is_not_several(bad, monkeypatch):
@@ -250,8 +264,8 @@ def test_one_is_not_several(bad, monkeypatch):
 
 def test_errors_replace_is_offered(bad, monkeypatch):
     monkeypatch.chdir(bad)
-    assert "--errors replace" in kvad("train", "latin.txt", "--out", "run")[2]
-    code, _, stderr = kvad("train", "latin.txt", "--errors", "replace", "--out", "run", *QUICK, "--steps", 1)
+    assert "--encoding-errors replace" in kvad("train", "latin.txt", "--out", "run")[2]
+    code, _, stderr = kvad("train", "latin.txt", "--encoding-errors", "replace", "--out", "run", *QUICK, "--steps", 1)
     assert code == 0, stderr
 
 

@@ -27,20 +27,20 @@ from tests.train.test_cli import kvad
 from tests.train.test_job import StopAt
 
 PLAIN = Autocast("fp32", "cpu")
-POLICY = "hierarchy(8, packed=0, every=8, summaries=32, ratio=4)"
+POLICY = "tiered(8, quantized=0, interval=8, summaries=32, ratio=4)"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, corpus):
     """A model that has learned to count a little, in a run of its own."""
     out = tmp_path_factory.mktemp("model") / "run"
-    shape = {"width": 32, "decoder.num_layers": 2, "decoder.layer_types.L.mlp.intermediate_size": 48}
+    shape = {"hidden_size": 32, "decoder.num_layers": 2, "decoder.layer_types.L.mlp.intermediate_size": 48}
     config = {
         "model": {"preset": "tiny", "set": shape},
-        "data": {"context": 64},
+        "data": {"seq_len": 64},
         "tokenizer": {"kind": "byte"},
         "optim": {"lr": 1e-2},
-        "train": {"steps": 60, "batch": 8, "precision": "fp32", "save_every": 1000, "eval_every": 1000},
+        "train": {"steps": 60, "batch_size": 8, "precision": "fp32", "save_interval": 1000, "eval_interval": 1000},
     }
     job.train_model(RunConfig.from_dict(config), [corpus], out)
     return out
@@ -49,16 +49,23 @@ def model(tmp_path_factory, corpus):
 @pytest.fixture
 def config(model):
     def make(compress=None, data=None, **changes):
-        settings = {"steps": 12, "batch": 4, "log_every": 1, "eval_every": 6, "save_every": 4, "precision": "fp32"}
+        settings = {
+            "steps": 12,
+            "batch_size": 4,
+            "log_interval": 1,
+            "eval_interval": 6,
+            "save_interval": 4,
+            "precision": "fp32",
+        }
         settings |= {"eval_tokens": 512}
-        asked = {"model": str(model), "ratio": 4, "recent": 8, "every": 8, "hidden": 4}
+        asked = {"model": str(model), "ratio": 4, "recent": 8, "interval": 8, "hidden_size": 4}
         return RunConfig.from_dict(
             {
-                "data": {"context": 64, **(data or {})},
-                "objective": {"kind": "compress"},
-                "optim": {"lr": 1e-2, "weight_decay": 0.0, "warmup": 2},
+                "data": {"seq_len": 64, **(data or {})},
+                "objective": {"kind": "summarizer"},
+                "optim": {"lr": 1e-2, "weight_decay": 0.0, "warmup_steps": 2},
                 "train": {**settings, **changes},
-                "compress": {**asked, **(compress or {})},
+                "summarizer": {**asked, **(compress or {})},
             }
         )
 
@@ -67,7 +74,7 @@ def config(model):
 
 def hashes(out):
     folder = list_steps(out)[-1]
-    return [(folder / name).read_bytes() for name in ("compressor.safetensors", "training/state.safetensors")]
+    return [(folder / name).read_bytes() for name in ("summarizer.safetensors", "training/state.safetensors")]
 
 
 def test_the_loss_falls_below_the_means(config, corpus, tmp_path, listener, model):
@@ -82,7 +89,7 @@ def test_the_loss_falls_below_the_means(config, corpus, tmp_path, listener, mode
     mean, tokens, _ = aim.evaluate_loss(material.data.evaluation())
     assert tokens > 256 and outcome.reason == "done" and outcome.val_loss < 0.8 * mean
     assert [line["kind"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")][-1] == "end"
-    said = json.loads((outcome.checkpoint / "compressor.json").read_text())
+    said = json.loads((outcome.checkpoint / "summarizer.json").read_text())
     assert (said["ratio"], said["recent"], said["val_loss"]) == (4, 8, outcome.val_loss)
     assert said["model"] == sampled_fingerprint(opened)
 
@@ -101,7 +108,7 @@ def test_resume_goes_on_to_the_bit(config, corpus, tmp_path):
 
 def test_resume_refuses_what_differs(config, corpus, tmp_path, model):
     train_summarizer(config(steps=2), [corpus], tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"compress\.ratio: 4 there, 8 here"):
+    with pytest.raises(ConfigError, match=r"summarizer\.ratio: 4 there, 8 here"):
         resume_summarizer(tmp_path / "run", config=config({"ratio": 8}, steps=2))
     (corpus / "00.txt").write_text((text := (corpus / "00.txt").read_text()) + " more")
     try:
@@ -123,8 +130,8 @@ def test_another_models_compressor_is_refused(config, corpus, tmp_path, model):
     train_summarizer(config(steps=2), [corpus], tmp_path / "run")
     other = other_model(model, tmp_path / "other")
     with pytest.raises(CheckpointError, match="trained for another model than"):
-        LLM.load(other, compressor=tmp_path / "run", policy=POLICY, block_size=4)
-    with LLM.load(model, compressor=tmp_path / "run", policy=POLICY, block_size=4) as llm:
+        LLM.load(other, summarizer=tmp_path / "run", policy=POLICY, block_size=4)
+    with LLM.load(model, summarizer=tmp_path / "run", policy=POLICY, block_size=4) as llm:
         assert llm.generate("1 is less", max_tokens=40, temperature=0).usage.num_completion_tokens == 40
 
 
@@ -134,7 +141,7 @@ def test_the_fingerprint_is_the_models_whatever_the_layout(tmp_path, model):
     assert sampled_fingerprint(open_checkpoint(tmp_path / "theirs")) == sampled_fingerprint(opened)
 
 
-@pytest.mark.parametrize("file", ["compressor.safetensors", "compressor.json", "manifest.json"])
+@pytest.mark.parametrize("file", ["summarizer.safetensors", "summarizer.json", "manifest.json"])
 def test_half_a_compressor_is_none(config, corpus, tmp_path, model, file):
     folder = train_summarizer(config(steps=1), [corpus], tmp_path / "run").checkpoint
     (folder / file).unlink()
@@ -144,9 +151,9 @@ def test_half_a_compressor_is_none(config, corpus, tmp_path, model, file):
 
 def test_a_changed_number_is_heard(config, corpus, tmp_path, model):
     folder = train_summarizer(config(steps=1), [corpus], tmp_path / "run").checkpoint
-    content = bytearray((folder / "compressor.safetensors").read_bytes())
+    content = bytearray((folder / "summarizer.safetensors").read_bytes())
     content[-3] ^= 1
-    (folder / "compressor.safetensors").write_bytes(content)
+    (folder / "summarizer.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match="sha256"):
         open_summarizer(folder)
 
@@ -154,10 +161,10 @@ def test_a_changed_number_is_heard(config, corpus, tmp_path, model):
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
-        ({"compress": {"model": None}}, UsageError, "a compressor is trained for a model"),
+        ({"compress": {"model": None}}, UsageError, "summarizer.model: must name a model"),
         ({"compress": {"model": "nowhere"}}, CheckpointError, "nowhere"),
-        ({"compress": {"recent": 64}}, ConfigError, "of rows of 64 tokens nothing is older than 64"),
-        ({"data": {"context": 128}}, ConfigError, "128 is beyond the model's limit of 64"),
+        ({"compress": {"recent": 64}}, ConfigError, "rows of 64 tokens have nothing older than 64"),
+        ({"data": {"seq_len": 128}}, ConfigError, "data.seq_len: 128 is beyond the model's limit of 64"),
         ({"compress": {"ratio": 1}}, ConfigError, "summarizer.ratio: must be at least 2"),
     ],
 )
@@ -169,22 +176,33 @@ def test_bad_input_is_refused_before_anything_is_written(config, corpus, tmp_pat
 
 def test_the_command(corpus, tmp_path, model, monkeypatch):
     out = tmp_path / "run"
-    asked = ["--objective", "compress", "--init", model, "--set", "ratio=4", "--set", "recent=8", "--set", "every=8"]
-    quick = ["--context", 64, "--batch", 2, "--steps", 2, "--precision", "fp32"]
+    asked = [
+        "--objective",
+        "summarizer",
+        "--init",
+        model,
+        "--set",
+        "ratio=4",
+        "--set",
+        "recent=8",
+        "--set",
+        "interval=8",
+    ]
+    quick = ["--seq-len", 64, "--batch-size", 2, "--steps", 2, "--precision", "fp32"]
     code, stdout, stderr = kvad("train", corpus, "--out", out, *asked, *quick, "--json")
-    assert code == 0 and json.loads(stdout)["config"]["compress"]["ratio"] == 4, stderr
-    assert f"kvad generate {model} --compressor {out}" in stderr
-    code, _, stderr = kvad("train", "--resume", "--out", out, "--eval-every", 7)
+    assert code == 0 and json.loads(stdout)["config"]["summarizer"]["ratio"] == 4, stderr
+    assert f"kvad generate {model} --summarizer {out}" in stderr
+    code, _, stderr = kvad("train", "--resume", "--out", out, "--eval-interval", 7)
     assert code == 0 and "2 steps" in stderr
-    code, stdout, stderr = kvad("generate", model, "1 is", "--compressor", out, "--policy", POLICY, "--block-size", 4,
+    code, stdout, stderr = kvad("generate", model, "1 is", "--summarizer", out, "--policy", POLICY, "--block-size", 4,
                                 "--max-tokens", 20)  # fmt: skip
     assert code == 0, stderr
-    code, _, stderr = kvad("generate", model, "1 is", "--compressor", out)
-    assert code == 2 and "the cache's policy summarises nothing" in stderr
+    code, _, stderr = kvad("generate", model, "1 is", "--summarizer", out)
+    assert code == 2 and "the cache's policy has no summaries" in stderr
     code, _, stderr = kvad("train", corpus, "--out", tmp_path / "b", *asked, "--preset", "tiny")
-    assert code == 2 and "[model]: a compressor's model is" in stderr
+    assert code == 2 and "[model]: must be empty, because the model is" in stderr
     code, _, stderr = kvad("train", corpus, "--out", tmp_path / "b", "--init", model, "--set", "summarizer.ratio=4")
-    assert code == 2 and "[compress] is for --objective compress" in stderr
+    assert code == 2 and "[summarizer] is for --objective summarizer" in stderr
 
 
 # ---------------------------------------------------------------- packed documents
@@ -223,5 +241,5 @@ def test_documents_do_not_see_each_others_summaries(model):
         recorder = _Recorder(NoCache(opened.config), [0])
         with torch.no_grad():
             frozen(batch.model_input, recorder)
-            told.append([answer for _, answer in rows.answers(recorder.seen[0], compressor.by_layer()[0])][-1])
+            told.append([answer for _, answer in rows.answers(recorder.records[0], compressor.by_layer()[0])][-1])
     assert torch.equal(*told)

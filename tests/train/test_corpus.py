@@ -60,10 +60,10 @@ def test_a_path_that_cannot_be_a_document(tree, name, says):
 
 
 def test_no_text_at_all(tree):
-    with pytest.raises(DataError, match=r"no text files ending in \.md in .*tree \(--suffix says which"):
+    with pytest.raises(DataError, match=r"no text files ending in \.md in .*tree \(Select files with --suffix"):
         open_corpus([tree], suffixes=[".md"])
     (tree / "hollow").mkdir()
-    with pytest.raises(DataError, match=r"no text files in .*hollow \(name text files, or their folder\)"):
+    with pytest.raises(DataError, match=r"no text files in .*hollow \(Name text files, or their folder.\)"):
         open_corpus([tree / "hollow"])
     (tree / "hollow" / "nothing.txt").touch()
     with pytest.raises(DataError, match=r"no text files in .*hollow \(1 file there is empty or binary\)"):
@@ -98,7 +98,7 @@ def test_invalid_utf8_names_file_byte_and_way_out(tree):
     (tree / "latin.txt").write_bytes(b"caf\xe9 au lait")
     with pytest.raises(DataError, match=r"latin.txt, line 1, is not UTF-8: byte 0xE9 at offset 3") as caught:
         list(open_corpus([tree]).texts())
-    assert "--errors replace" in caught.value.hint
+    assert "--encoding-errors replace" in caught.value.hint
     assert "caf\ufffd au lait" in list(open_corpus([tree], errors="replace").texts())
 
 

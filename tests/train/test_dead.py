@@ -23,7 +23,7 @@ class FailAfter(Callback):
 
 
 def config_of(run_config, **changes):
-    return run_config(**{"log_every": 10, "eval_every": 100, "save_every": 5, **changes})
+    return run_config(**{"log_interval": 10, "eval_interval": 100, "save_interval": 5, **changes})
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,9 @@ def test_its_state_is_all_there_is_to_it():
 def test_a_run_whose_rate_is_far_too_high_is_warned_once(corpus, tmp_path, run_config, listener):
     warned = []
     listener.on_warning = warned.append
-    config = run_config(steps=150, lr=3.0, warmup=20, clip=1e9, weight_decay=0.0, eval_every=1000, save_every=60)
+    config = run_config(
+        steps=150, lr=3.0, warmup_steps=20, max_grad_norm=1e9, weight_decay=0.0, eval_interval=1000, save_interval=60
+    )
     out = tmp_path / "run"
     train_model(config, [corpus], out, callbacks=[listener])
     (report,) = warned
@@ -99,4 +101,6 @@ def test_a_run_whose_rate_is_far_too_high_is_warned_once(corpus, tmp_path, run_c
 
 def test_a_run_that_learns_is_not_warned(corpus, tmp_path, run_config, listener):
     listener.on_warning = lambda report: pytest.fail(report.text)
-    train_model(run_config(steps=150, lr=1e-2, batch=1, eval_every=1000, save_every=1000), [corpus], tmp_path / "run")
+    train_model(
+        run_config(steps=150, lr=1e-2, batch_size=1, eval_interval=1000, save_interval=1000), [corpus], tmp_path / "run"
+    )

@@ -168,16 +168,16 @@ def written():
 
 GPT2 = ModelConfig.from_dict(
     {
-        "width": 32,
-        "vocab": 64,
-        "limit": 32,
-        "embed": {"position": {"kind": "learned", "size": 32}},
+        "hidden_size": 32,
+        "vocab_size": 64,
+        "max_seq_len": 32,
+        "embedding": {"position": {"kind": "learned", "num_positions": 32}},
         "decoder": {
-            "layers": 1,
-            "kinds": {
+            "num_layers": 1,
+            "layer_types": {
                 "L": {
-                    "attention": {"heads": 2, "position": None, "bias": True, "out_bias": True},
-                    "mlp": {"kind": "plain", "hidden": 64, "activation": "gelu_tanh", "bias": True},
+                    "attention": {"num_heads": 2, "position": None, "qkv_bias": True, "out_bias": True},
+                    "mlp": {"kind": "plain", "intermediate_size": 64, "activation": "gelu_tanh", "bias": True},
                     "norm": {"kind": "layer", "bias": True},
                 }
             },
@@ -186,22 +186,28 @@ GPT2 = ModelConfig.from_dict(
 )
 BERT = ModelConfig.from_dict(
     {
-        "width": 32,
-        "vocab": 64,
-        "limit": 32,
-        "embed": {
-            "position": {"kind": "learned", "size": 32},
+        "hidden_size": 32,
+        "vocab_size": 64,
+        "max_seq_len": 32,
+        "embedding": {
+            "position": {"kind": "learned", "num_positions": 32},
             "norm": {"kind": "layer", "bias": True, "eps": 1e-12},
-            "segments": 2,
+            "num_token_types": 2,
         },
         "encoder": {
-            "layers": 1,
-            "norm_place": "post",
+            "num_layers": 1,
+            "norm_position": "post",
             "final_norm": False,
-            "kinds": {
+            "layer_types": {
                 "L": {
-                    "attention": {"heads": 2, "position": None, "causal": False, "bias": True, "out_bias": True},
-                    "mlp": {"kind": "plain", "hidden": 64, "activation": "gelu", "bias": True},
+                    "attention": {
+                        "num_heads": 2,
+                        "position": None,
+                        "causal": False,
+                        "qkv_bias": True,
+                        "out_bias": True,
+                    },
+                    "mlp": {"kind": "plain", "intermediate_size": 64, "activation": "gelu", "bias": True},
                     "norm": {"kind": "layer", "bias": True, "eps": 1e-12},
                 }
             },
@@ -255,7 +261,7 @@ def test_what_is_dropped_is_dropped_where_transformers_drops_it(family, tmp_path
 
 
 def test_a_share_that_cannot_be_is_refused():
-    with pytest.raises(ConfigError, match=r"dropout.residual: must be in \[0, 1\), found 1.0"):
+    with pytest.raises(ConfigError, match=r"dropout.residual: must be in \[0, 1\), got 1.0"):
         with_dropout(model_config(), residual=1.0)
     table = {"preset": "tiny", "set": {"dropout.residual": 0.1}}
     assert RunConfig.from_dict({"model": table}).resolve(64).dropout.residual == 0.1
@@ -322,7 +328,7 @@ def test_no_compiler_is_said_in_a_line(monkeypatch):
         raise RuntimeError("No working C++ compiler found\nmore of it")
 
     monkeypatch.setattr(compile.torch, "compile", missing)
-    with pytest.raises(ConfigError, match=r"train.compile: torch compiles nothing for cpu here: No working C\+\+ "):
+    with pytest.raises(ConfigError, match=r"train.compile: torch cannot compile for cpu: No working C\+\+ "):
         apply_acceleration(Transformer(model_config()), TrainConfig(compile=True))
 
 

@@ -22,8 +22,8 @@ from tests.models import build
 
 EXACT = Autocast("fp32", "cpu")
 PRESET = {"decoder": "tiny", "encoder-decoder": "transformer-tiny", "encoder": "encoder-tiny"}
-SMALL = {"width": 32, "decoder.num_layers": 2, "encoder.num_layers": 2}
-KINDS = [kind for kind in OBJECTIVE_TOPOLOGY if kind != "compress"]
+SMALL = {"hidden_size": 32, "decoder.num_layers": 2, "encoder.num_layers": 2}
+KINDS = [kind for kind in OBJECTIVE_TOPOLOGY if kind != "summarizer"]
 WORDS = ["ada", "bob", "cleo", "dan", "eve", "finn", "gus", "hana", "ivo", "jo", "kim", "lea"]
 
 
@@ -49,24 +49,24 @@ def files(tmp_path_factory):
         for _ in texts
     ]
     (folder / "chat").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
-    for kind in ("masked", "spans"):
+    for kind in ("masked-lm", "span-corruption"):
         (folder / kind).write_text((folder / "next-token").read_text())
     return folder
 
 
 def configured(kind, *, context=None, batch=4, accumulate=1, **objective):
     topology = OBJECTIVE_TOPOLOGY[kind]
-    preset = "t5-tiny" if kind == "spans" else PRESET[topology]
+    preset = "t5-tiny" if kind == "span-corruption" else PRESET[topology]
     sides = ("encoder", "decoder")
-    own = {k: v for k, v in SMALL.items() if k == "width" or k.split(".")[0] in topology.split("-")}
-    own |= {f"{side}.kinds.L.mlp.hidden": 48 for side in sides if side in topology.split("-")}
-    lines = {"documents": "lines"} if kind in ("next-token", "masked", "spans") else {}
+    own = {k: v for k, v in SMALL.items() if k == "hidden_size" or k.split(".")[0] in topology.split("-")}
+    own |= {f"{side}.layer_types.L.mlp.intermediate_size": 48 for side in sides if side in topology.split("-")}
+    lines = {"document_unit": "lines"} if kind in ("next-token", "masked-lm", "span-corruption") else {}
     content = {
         "model": {"preset": preset, "set": own},
-        "data": {"context": context or (96 if kind in ("chat", "tag") else 48), "validation": 0.2, **lines},
+        "data": {"seq_len": context or (96 if kind in ("chat", "tag") else 48), "validation_fraction": 0.2, **lines},
         "tokenizer": {"kind": "byte"},
         "objective": {"kind": kind, **objective},
-        "train": {"batch": batch, "accumulate": accumulate, "precision": "fp32", "steps": 10},
+        "train": {"batch_size": batch, "gradient_accumulation_steps": accumulate, "precision": "fp32", "steps": 10},
     }
     return resolve_objective(RunConfig.from_dict(content), topology)
 
@@ -90,7 +90,11 @@ def gradient(data, model, objective, step=3):
     return summed, torch.cat([g.flatten() for g in grads]), [len(batch.targets) for batch in batches]
 
 
-VARIANTS = [*((kind, {}) for kind in KINDS), ("seq2seq", {"sampling": 0.5}), ("tag", {"smoothing": 0.1, "hide": 0.2})]
+VARIANTS = [
+    *((kind, {}) for kind in KINDS),
+    ("seq2seq", {"scheduled_sampling": 0.5}),
+    ("tag", {"label_smoothing": 0.1, "input_mask_ratio": 0.2}),
+]
 
 
 @pytest.mark.parametrize(("kind", "options"), VARIANTS, ids=lambda value: str(value))
@@ -100,7 +104,7 @@ def test_every_split_of_a_step_gives_one_gradient(kind, options, files, tmp_path
     assert sum(sizes) == whole[2][0], "the same targets"
     assert summed == pytest.approx(whole[0], rel=1e-12)
     assert (got - whole[1]).abs().max() <= 1e-12 * whole[1].abs().max()
-    assert len(set(sizes)) > 1 or kind in ("next-token", "masked"), "ragged, or the test says little"
+    assert len(set(sizes)) > 1 or kind in ("next-token", "masked-lm"), "ragged, or the test says little"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,7 +113,7 @@ def test_each_can_be_planned(kind, files):
     found = plan_training(config, [files / kind], None, lambda text: None)
     assert (found.objective, found.kind, found.steps) == (kind, OBJECTIVE_TOPOLOGY[kind], 10) and found.fits is None
     assert found.step_flops > 0 and found.trial.rows == 4 and found.trial.utilization > 0
-    if kind in ("next-token", "masked", "spans"):  # epochs are of what is read, not of what is asked
+    if kind in ("next-token", "masked-lm", "span-corruption"):  # epochs are of what is read, not of what is asked
         assert found.epochs * found.train_tokens >= found.steps * 4 * 48
     else:
         assert found.epochs * found.train_tokens == pytest.approx(found.steps * found.tokens_per_step)
@@ -123,7 +127,7 @@ def changed(step, row, document, vocab):
     mine = step.document_ids.view(lane.num_seqs, lane.num_new_tokens)[row] == document
     tokens[row, mine] = (tokens[row, mine] + 7) % vocab
     source = None if step.encoder_input is None else changed(step.encoder_input, row, document, vocab)
-    return step._replace(tokens=tokens.view(-1), source=source)
+    return step._replace(token_ids=tokens.view(-1), encoder_input=source)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -142,8 +146,8 @@ def test_texts_of_a_row_do_not_see_each_other(kind, files, tmp_path):
     assert moved[mine].max() > 1e-3, "the text itself has changed"
     assert moved[~mine].max() == 0
     joined = batch.model_input._replace(
-        documents=None,
-        source=batch.model_input.encoder_input and batch.model_input.encoder_input._replace(documents=None),
+        document_ids=None,
+        encoder_input=batch.model_input.encoder_input and batch.model_input.encoder_input._replace(document_ids=None),
     )
     leaked = model(joined, NoCache(model.config))
     if kind != "next-token" or owner[row].max() > 0:
@@ -166,7 +170,7 @@ def test_no_target_leaks_into_what_is_asked_before_it(kind, files, tmp_path):
         assert batch.model_input.token_ids[read] == batch.targets[number], "shifted right by one"
         tokens = batch.model_input.token_ids.clone()
         tokens[read] = (tokens[read] + 5) % 60
-        after = model.logits(model(batch.model_input._replace(tokens=tokens), NoCache(model.config)), wanted)
+        after = model.logits(model(batch.model_input._replace(token_ids=tokens), NoCache(model.config)), wanted)
         moved = (after - before).abs().amax(-1)
         assert moved[: number + 1].max() == 0
         later = (wanted >= read) & (wanted < read + 1)
@@ -181,17 +185,17 @@ def test_padding_is_in_no_loss(kind, files, tmp_path):
 
     def repadded(step):
         tokens = torch.where(step.document_ids < 0, (step.token_ids + 9) % 60, step.token_ids)
-        return step._replace(tokens=tokens, source=step.encoder_input and repadded(step.encoder_input))
+        return step._replace(token_ids=tokens, encoder_input=step.encoder_input and repadded(step.encoder_input))
 
     assert (batch.model_input.document_ids.index_select(0, batch.model_input.logit_indices) >= 0).all()
-    assert objective.evaluate_loss([batch._replace(step=repadded(batch.model_input))]) == objective.evaluate_loss(
-        [batch]
-    )
+    assert objective.evaluate_loss(
+        [batch._replace(model_input=repadded(batch.model_input))]
+    ) == objective.evaluate_loss([batch])
 
 
-@pytest.mark.parametrize("kind", ["masked", "spans", "seq2seq", "tag"])
+@pytest.mark.parametrize("kind", ["masked-lm", "span-corruption", "seq2seq", "tag"])
 def test_a_step_is_a_function_of_its_number(kind, files, tmp_path):
-    options = {"sampling": 0.5} if kind == "seq2seq" else {}
+    options = {"scheduled_sampling": 0.5} if kind == "seq2seq" else {}
     first, again = (fed(kind, files, tmp_path, **options)[0] for _ in range(2))
     for step in (5, 0, 5):
         for one, other in zip(first.micro_batches(step), again.micro_batches(step), strict=True):
@@ -234,19 +238,19 @@ def test_an_objective_that_a_model_cannot_have_is_refused_by_name(kind, topology
 
 def test_what_is_unsaid_follows_from_the_model():
     chosen = {topology: resolve_objective(RunConfig(), topology).objective.kind for topology in PRESET}
-    assert chosen == {"decoder": "next-token", "encoder-decoder": "seq2seq", "encoder": "masked"}
+    assert chosen == {"decoder": "next-token", "encoder-decoder": "seq2seq", "encoder": "masked-lm"}
 
 
 @pytest.mark.parametrize(
     ("topology", "table", "says"),
     [
-        ("decoder", {"density": 0.3}, "objective.noise_density: objective next-token has no use for it"),
-        ("encoder", {"kind": "tag", "mean_span": 5}, "objective.mean_span_length: objective tag"),
-        ("encoder", {"sampling": 0.5}, "objective.scheduled_sampling: objective masked"),
-        ("encoder-decoder", {"template": "x"}, "objective.chat_template: objective seq2seq"),
-        ("encoder-decoder", {"sampling_steps": 7}, "objective.scheduled_sampling is 0"),
-        ("encoder-decoder", {"smoothing": 1.0}, r"objective.label_smoothing: must be in \[0, 1\)"),
-        ("encoder-decoder", {"kind": "spanns"}, "objective.kind: 'spanns' is not one of"),
+        ("decoder", {"noise_density": 0.3}, "objective.noise_density: objective next-token has no use for it"),
+        ("encoder", {"kind": "tag", "mean_span_length": 5}, "objective.mean_span_length: objective tag"),
+        ("encoder", {"scheduled_sampling": 0.5}, "objective.scheduled_sampling: objective masked-lm"),
+        ("encoder-decoder", {"chat_template": "x"}, "objective.chat_template: objective seq2seq"),
+        ("encoder-decoder", {"scheduled_sampling_steps": 7}, "objective.scheduled_sampling: must be above 0"),
+        ("encoder-decoder", {"label_smoothing": 1.0}, r"objective.label_smoothing: must be in \[0, 1\)"),
+        ("encoder-decoder", {"kind": "spanns"}, "objective.kind: must be one of"),
         ("encoder-decoder", {"smothing": 0.1}, "smoothing"),
     ],
 )
@@ -260,25 +264,25 @@ def test_heads_follow_from_the_data_or_are_checked():
     tagger = with_head(masked, "tag", ("A", "B"))
     assert tagger.head == ClassificationHeadConfig(("A", "B")) and with_head(tagger, "tag", ("B",)) is tagger
     assert with_head(masked, "classify", ("A",)).pools_sequence
-    assert isinstance(with_head(masked, "masked", ()).head, LanguageHeadConfig)
-    with pytest.raises(ConfigError, match="the data has 'C', which is none"):
+    assert isinstance(with_head(masked, "masked-lm", ()).head, LanguageHeadConfig)
+    with pytest.raises(ConfigError, match="must contain every label of the data, 'C' is missing"):
         with_head(tagger, "tag", ("A", "C"))
-    with pytest.raises(ConfigError, match="needs labels per row, found token"):
+    with pytest.raises(ConfigError, match="must be 'row' for objective classify, got 'token'"):
         with_head(tagger, "classify", ("A",))
-    with pytest.raises(ConfigError, match="masked needs a language head, found classes"):
-        with_head(tagger, "masked", ())
+    with pytest.raises(ConfigError, match="must be a language head for objective masked-lm, got classification"):
+        with_head(tagger, "masked-lm", ())
 
 
 @pytest.mark.parametrize(
     ("kind", "data", "says"),
     [
-        ("tag", {"isolate": False}, r"data\.isolate: objective tag reads each text by itself"),
-        ("spans", {"reset": False}, r"data\.reset: objective spans"),
+        ("tag", {"isolate_documents": False}, r"data\.isolate_documents: objective tag reads each text by itself"),
+        ("span-corruption", {"reset_positions": False}, r"data\.reset_positions: objective span-corruption"),
         ("chat", {"packing": "best-fit"}, r"data\.packing: best-fit is for documents and pairs"),
-        ("classify", {"field": "body"}, r"data\.field: .*objective\.text_field"),
-        ("tag", {"format": "jsonl"}, r"data\.format: objective tag has a form of its own"),
+        ("classify", {"text_field": "body"}, r"data\.text_field: .*objective\.text_field"),
+        ("tag", {"format": "jsonl"}, r"data\.format: objective tag has its own format"),
         ("tag", {"order": "windows"}, r"data\.order: windows is for documents"),
-        ("masked", {"order": "stream"}, r"data\.order: stream is for next-token"),
+        ("masked-lm", {"order": "stream"}, r"data\.order: 'stream' is for next-token"),
     ],
 )
 def test_keys_of_documents_are_refused_where_they_mean_nothing(kind, data, says, files, tmp_path):
@@ -293,12 +297,12 @@ def test_keys_of_documents_are_refused_where_they_mean_nothing(kind, data, says,
         opened()
 
 
-@pytest.mark.parametrize("switch", ["reset", "isolate"])
+@pytest.mark.parametrize("switch", ["reset_positions", "isolate_documents"])
 def test_what_is_hidden_may_be_seen_from_other_documents_if_one_wants(switch, files, tmp_path):
-    content = configured("masked", context=200).to_dict()
+    content = configured("masked-lm", context=200).to_dict()
     packing = {"packing": "first-fit", switch: False}
     config = RunConfig.from_dict({**content, "data": {**content["data"], **packing}})
-    material = RunData(config, resolve_corpus("masked", [files / "masked"]), lambda text: None)
+    material = RunData(config, resolve_corpus("masked-lm", [files / "masked-lm"]), lambda text: None)
     tokenizer = material.make_tokenizer()
     material.open(tmp_path / "data", tokenizer)
     special = set(tokenizer.special_tokens.names().values())
@@ -306,7 +310,7 @@ def test_what_is_hidden_may_be_seen_from_other_documents_if_one_wants(switch, fi
 
 
 def test_what_reads_documents_takes_no_pairs(files):
-    for kind in ("next-token", "masked", "spans"):
+    for kind in ("next-token", "masked-lm", "span-corruption"):
         with pytest.raises(UsageError, match=f"objective {kind} reads documents"):
             resolve_corpus(kind, PairPaths(((files / "seq2seq",),)))
 
@@ -326,11 +330,11 @@ def test_labels_of_whole_texts_by_the_mean_of_their_states(files, tmp_path):
             for text in range(int(rows[row].max()) + 1):
                 at = (rows[row] == text).nonzero().view(-1) + row * lane.num_new_tokens
                 alone = batch.model_input._replace(
-                    tokens=batch.model_input.token_ids[at],
+                    token_ids=batch.model_input.token_ids[at],
                     positions=batch.model_input.positions[at],
-                    documents=None,
-                    limits=None,
-                    lanes=(type(lane)(1, len(at), len(at)),),
+                    document_ids=None,
+                    max_seq_lens=None,
+                    sub_batches=(type(lane)(1, len(at), len(at)),),
                 )
                 scores = model.pooled_outputs(model(alone, NoCache(config)), alone)
                 summed += torch.nn.functional.cross_entropy(scores, batch.targets[number : number + 1]).item()
@@ -359,7 +363,7 @@ def test_a_corpus_shorter_than_a_batch_goes_round(kind, files, tmp_path):
     data, model, objective = fed(kind, files, tmp_path, batch=150)
     (batch,) = data.micro_batches(0)
     assert batch.model_input.sub_batches[0].num_seqs == 150
-    share = 0.15 if kind in ("masked", "spans") else 1
+    share = 0.15 if kind in ("masked-lm", "span-corruption") else 1
     assert len(batch.targets) > share * data.train_tokens, "all that there is, and some of it again"
     summed, _, (targets,) = gradient(data, model, objective, step=0)
     assert targets == len(batch.targets)

@@ -93,7 +93,7 @@ def test_a_tag_unseen_in_training_is_named(written):
     with pytest.raises(DataError, match=r"dev.tsv, line 4: tag 'ADJ' is held out and does not occur in training"):
         open_tagging(held_beside(train, other), "strict", 0.1)
     with pytest.raises(
-        DataError, match=r"nothing is left to hold out: 1 example of this share, and each has a tag that none before"
+        DataError, match=r"nothing is left to hold out: 1 example of this fraction, and each has a tag that no earlier"
     ):
         open_tagging(train, "strict", 0.1)  # the share that is held out is its last sentence
 
@@ -106,7 +106,7 @@ def test_of_a_share_what_alone_has_a_label_stays_in_training(written, tmp_path):
     assert corpus.labels == ("a", "b", "odd", "rare") and corpus.num_held_out == 3
     assert list(corpus.texts()) == [f"text {n}" for n in (0, 1, 2, 3, 4, 5, 8, 6, 7, 9)]
     assert [corpus.file_index(place) for place in range(7)] == [0, 1, 2, 3, 4, 5, 8], "where a fault is sought"
-    assert "10 labelled texts in 1 file, 0.0 MB, 3 of them for validation; 2 labelled texts of that" in corpus.summary()
+    assert "10 labeled texts in 1 file, 0.0 MB, 3 of them for validation; 2 labeled texts of them" in corpus.summary()
     tokenizer = train_tokenizer("byte", [], specials=ROLES)
     store, _ = open_store(tmp_path / "data", corpus, tokenizer)
     seen = [found[0] for _, found in texts_of(store, "labels")]
@@ -119,7 +119,7 @@ def test_of_a_share_what_alone_has_a_label_stays_in_training(written, tmp_path):
 
 
 def test_pairs_and_folders_are_no_tagging_files(written, tmp_path):
-    with pytest.raises(UsageError, match="sentences lie in single files"):
+    with pytest.raises(UsageError, match="must not be given, sentences are in single files"):
         open_tagging(PairPaths(((tmp_path / "a", tmp_path / "b"),)), "strict", 0.1)
     with pytest.raises(DataError, match="is a folder, and sentences come from files"):
         open_tagging(PairPaths(((tmp_path,),)), "strict", 0.1)
@@ -159,14 +159,14 @@ def test_a_label_lies_on_the_first_token(written, tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("t.tsv", "x\ta b\nfine\n", "line 2: no tab, and a labelled text is LABEL<tab>TEXT"),
+        ("t.tsv", "x\ta b\nfine\n", "line 2: no tab, and a labeled text is LABEL<tab>TEXT"),
         ("t.tsv", "x\ta\tb\n", "line 1: two tabs or more"),
         ("t.tsv", "\ta\n", "line 1: the label is empty"),
-        ("t.tsv", "x\ta\nx\tb\ny\tc\n", "1 example of this share, and each has a label"),
+        ("t.tsv", "x\ta\nx\tb\ny\tc\n", "1 example of this fraction, and each has a label"),
         ("t.jsonl", '{"text": "a", "label": "x"}\n{"text"\n', "line 2, is not JSON"),
-        ("t.jsonl", "[1]\n", "line 1: expected an object, found list"),
+        ("t.jsonl", "[1]\n", "line 1: must be an object, got list"),
         ("t.jsonl", '{"txt": "a", "label": "x"}\n', r"line 1: no field 'text' \(did you mean 'txt'"),
-        ("t.jsonl", '{"text": "a", "label": 0.5}\n', "line 1: label must be a text or a whole number, found 0.5"),
+        ("t.jsonl", '{"text": "a", "label": 0.5}\n', "line 1: label must be a text or a whole number, got 0.5"),
         ("t.jsonl", '{"text": "a", "label": true}\n', "label must be"),
         ("t.jsonl", '{"text": 3, "label": "x"}\n', "text must be a text"),
     ],
@@ -215,14 +215,14 @@ def test_the_worked_example_of_rows():
 
 
 def configured(**data):
-    train = {"batch": 1, "accumulate": 2, "seed": 3}
-    return RunConfig.from_dict({"data": {"context": 8, **data}, "train": train})
+    train = {"batch_size": 1, "gradient_accumulation_steps": 2, "seed": 3}
+    return RunConfig.from_dict({"data": {"seq_len": 8, **data}, "train": train})
 
 
 def test_every_text_is_read_once_an_epoch_and_long_ones_are_counted():
     store = Texts([4, 3, 6, 9, 5, 8, 2, 4, 4])
     data = ExampleDataset(store, configured(), 2, 99, "conversation")
-    assert "left out: 1 conversation longer than the context of 8 (the longest has 9 tokens)" in data.summary()
+    assert "left out: 1 conversation longer than data.seq_len 8 (the longest has 9 tokens)" in data.summary()
     steps = len(data.training) // 2
     seen = [set(), set()]
     for epoch, step in ((0, range(steps)), (1, range(steps, 2 * steps))):
@@ -245,7 +245,7 @@ def test_the_token_that_ends_every_turn_is_found():
 
 
 def test_what_cannot_be_packed_is_refused():
-    with pytest.raises(DataError, match="no sentence is left for training: 1 sentence, none of which fits"):
+    with pytest.raises(DataError, match="no sentence is left for training: none of 1 sentence fits"):
         ExampleDataset(Texts([9, 4]), configured(), 1, 99, "sentence")
     with pytest.raises(ConfigError, match=r"data\.order: windows is for documents"):
         ExampleDataset(Texts([4, 4]), configured(order="windows"), 1, 99, "sentence")

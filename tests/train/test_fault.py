@@ -23,7 +23,7 @@ from kvad.train.setup.objective_factory import resolve_objective
 from kvad.train.setup.run_data import RunData, resolve_corpus
 from kvad.train.sources.pairs import PairPaths
 
-SHAPE = {"width": 32, "decoder.num_layers": 2, "decoder.layer_types.L.mlp.intermediate_size": 48}
+SHAPE = {"hidden_size": 32, "decoder.num_layers": 2, "decoder.layer_types.L.mlp.intermediate_size": 48}
 
 
 def batch_of(rows=3, length=8):
@@ -61,7 +61,9 @@ def test_what_is_finite_has_no_fault(model):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("name", ["embed", "decoder.layers.0.attention.k", "decoder.layers.1.mlp.down", "decoder.norm"])
+@pytest.mark.parametrize(
+    "name", ["embedding", "decoder.layers.0.attention.k", "decoder.layers.1.mlp.down", "decoder.norm"]
+)
 def test_the_first_module_and_the_row_are_named(model, monkeypatch, name, value):
     poison(model.get_submodule(name), monkeypatch, 17, value)
     fault = found(model, [batch_of()])
@@ -93,7 +95,7 @@ def test_a_gradient_of_a_finite_loss(model, monkeypatch):
     real = mlp.down.forward
     monkeypatch.setattr(mlp.down, "forward", lambda x: real(x) + (x * 0).abs().sqrt().sum(-1, keepdim=True))
     fault = found(model, [batch_of()])
-    assert fault.batch == 0 and "in a backward pass of a finite loss" in fault.tensor_name
+    assert fault.batch == 0 and "although the loss is finite" in fault.tensor_name
     assert "decoder.layers.1.mlp" in fault.tensor_name, "the backward pass meets it there first"
 
 
@@ -125,9 +127,11 @@ class Poison(Callback):
 
 def test_a_run_stops_and_names_step_layer_row_and_text(corpus, tmp_path, run_config, monkeypatch):
     with pytest.raises(NumericalError) as caught:
-        train_model(run_config(accumulate=2), [corpus], tmp_path / "run", callbacks=[Poison(monkeypatch)])
+        train_model(
+            run_config(gradient_accumulation_steps=2), [corpus], tmp_path / "run", callbacks=[Poison(monkeypatch)]
+        )
     message = caught.value.message
-    assert message.startswith("step 7: loss nan, gradient norm nan; first not finite is the output of ")
+    assert message.startswith("step 7: loss nan, gradient norm nan; first non-finite value: the output of ")
     assert "decoder.layers.1.mlp.down, of micro-batch 1 of 2, row 2 (document" in message
     assert ".txt)" in message and caught.value.exit_code == 1
     assert "the last checkpoint is whole" in caught.value.hint
@@ -141,7 +145,7 @@ def test_what_is_finite_the_second_time_says_so(corpus, tmp_path, run_config, mo
         return math.nan if next(calls) == 3 else real(*arguments)
 
     monkeypatch.setattr(CrossEntropyObjective, "accumulate_gradients", once)
-    with pytest.raises(NumericalError, match=r"step 4: loss nan.*done again, all of it is finite"):
+    with pytest.raises(NumericalError, match=r"step 4: loss nan.*repeated, all values are finite"):
         train_model(run_config(), [corpus], tmp_path / "run")
 
 
@@ -165,7 +169,9 @@ def numbered(tmp_path, count=14):
 @pytest.mark.parametrize("data", [{}, {"order": "windows"}, {"packing": "first-fit"}, {"packing": "best-fit"}], ids=str)
 def test_rows_of_documents_are_told_by_what_is_in_them(tmp_path, data):
     tokenizer = train_tokenizer("byte", [])
-    config = RunConfig.from_dict({"data": {"context": 16, **data}, "train": {"batch": 5, "accumulate": 3}})
+    config = RunConfig.from_dict(
+        {"data": {"seq_len": 16, **data}, "train": {"batch_size": 5, "gradient_accumulation_steps": 3}}
+    )
     (tmp_path / "texts").mkdir()
     material = opened(config, numbered(tmp_path / "texts"), tokenizer, tmp_path)
     for number in range(60):
@@ -186,7 +192,7 @@ def test_rows_of_a_mixture(tmp_path):
         for number in range(3):
             (tmp_path / name / f"{number}.txt").write_text(chr(ord(first) + number) * 30)
     sources = [{"paths": [str(tmp_path / name)], "weight": 1.0} for name in ("one", "two")]
-    config = RunConfig.from_dict({"data": {"context": 8, "sources": sources}, "train": {"batch": 4}})
+    config = RunConfig.from_dict({"data": {"seq_len": 8, "sources": sources}, "train": {"batch_size": 4}})
     material = opened(config, [], tokenizer, tmp_path)
     for number in range(40):
         (row,) = material.data.rows(np.array([number]))
@@ -201,8 +207,8 @@ def test_rows_of_pairs(tmp_path):
     content = {
         "tokenizer": {"kind": "char"},
         "model": {"preset": "transformer-tiny"},
-        "data": {"context": 16},
-        "train": {"batch": 3},
+        "data": {"seq_len": 16},
+        "train": {"batch_size": 3},
     }
     material = opened(RunConfig.from_dict(content), PairPaths(((tmp_path / "pairs.tsv",),), ()), None, tmp_path)
     said = {}
@@ -219,6 +225,6 @@ def test_rows_of_pairs(tmp_path):
 
 def test_a_stream_cannot_tell(tmp_path):
     (tmp_path / "texts").mkdir()
-    config = RunConfig.from_dict({"data": {"context": 16, "order": "stream"}, "train": {"batch": 2}})
+    config = RunConfig.from_dict({"data": {"seq_len": 16, "order": "stream"}, "train": {"batch_size": 2}})
     material = opened(config, numbered(tmp_path / "texts"), train_tokenizer("byte", []), tmp_path)
     assert material.describe_rows(range(4)) == ""

@@ -49,7 +49,7 @@ class StopAt(Callback):
 
 
 def test_the_loss_falls_and_the_run_is_a_checkpoint(corpus, tmp_path, run_config, listener):
-    config = run_config(steps=60, lr=1e-2, eval_every=20, save_every=25, accumulate=2)
+    config = run_config(steps=60, lr=1e-2, eval_interval=20, save_interval=25, gradient_accumulation_steps=2)
     outcome = train_model(config, [corpus], tmp_path / "run", callbacks=[listener])
     first = listener.steps[0].loss
     assert first == pytest.approx(5.56, abs=0.15)  # ln 257
@@ -70,14 +70,14 @@ def test_three_line_face_loads_a_run(corpus, tmp_path, run_config):
     from kvad.llm import LLM
 
     train_model(run_config(steps=2), [corpus], tmp_path / "run")
-    with LLM.load(tmp_path / "run", rows=1) as llm:
+    with LLM.load(tmp_path / "run", max_num_seqs=1) as llm:
         assert llm.generate("1 is", max_tokens=3, temperature=0).usage.num_completion_tokens == 3
 
 
 @pytest.mark.parametrize("order", ["epochs", "windows"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_resume_goes_on_to_the_bit(corpus, tmp_path, run_config, order, precision):
-    config = run_config(steps=14, accumulate=2, data={"order": order}, precision=precision)
+    config = run_config(steps=14, gradient_accumulation_steps=2, data={"order": order}, precision=precision)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train_model(config, [corpus], whole)
     outcome = train_model(config, [corpus], parts, callbacks=[StopAt(3)])
@@ -99,7 +99,7 @@ def test_resume_goes_on_to_the_bit(corpus, tmp_path, run_config, order, precisio
 def test_the_last_step_is_logged_whatever_log_every_is(corpus, tmp_path, run_config, minutes):
     limits = {"steps": 13} if minutes is None else {"steps": None, "minutes": minutes}
     ticks = itertools.count() if minutes is None else itertools.count(step=2.0)
-    config = run_config(log_every=10, eval_every=100, save_every=5, **limits)
+    config = run_config(log_interval=10, eval_interval=100, save_interval=5, **limits)
     outcome = train_model(config, [corpus], tmp_path / "run", clock=lambda: float(next(ticks)))
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     steps = [line for line in lines if line["kind"] == "step"]
@@ -128,7 +128,7 @@ class Killed(Callback):
 
 @pytest.mark.parametrize("at", [7, 99])
 def test_a_killed_run_that_goes_on_logs_what_an_unkilled_one_does(corpus, tmp_path, run_config, monkeypatch, at):
-    config = run_config(log_every=10, eval_every=4, save_every=3, steps=13)
+    config = run_config(log_interval=10, eval_interval=4, save_interval=3, steps=13)
     train_model(config, [corpus], tmp_path / "whole")
     with monkeypatch.context() as patch:
         patch.setattr(MetricsFile, "on_end", lambda *_: None)  # as if the kill came before it
@@ -144,7 +144,7 @@ def test_a_killed_run_that_goes_on_logs_what_an_unkilled_one_does(corpus, tmp_pa
 
 
 def test_a_run_that_was_stopped_keeps_the_line_of_that_step(corpus, tmp_path, run_config):
-    config = run_config(log_every=10, eval_every=100, steps=13)
+    config = run_config(log_interval=10, eval_interval=100, steps=13)
     train_model(config, [corpus], tmp_path / "whole")
     train_model(config, [corpus], tmp_path / "parts", callbacks=[StopAt(7)])
     assert list(losses(tmp_path / "parts")) == [1, 7]
@@ -197,7 +197,9 @@ def test_a_second_ctrl_c_stops_at_once_and_the_last_checkpoint_is_whole(corpus, 
 
 def test_minutes_end_a_run_and_the_rate_ends_with_it(corpus, tmp_path, run_config, listener):
     ticks = iter(range(10**6))
-    config = run_config(steps=None, minutes=1.0, lr=1e-2, min_lr=1e-4, warmup=0, eval_every=1000, save_every=1000)
+    config = run_config(
+        steps=None, minutes=1.0, lr=1e-2, min_lr=1e-4, warmup_steps=0, eval_interval=1000, save_interval=1000
+    )
     outcome = train_model(config, [corpus], tmp_path / "run", callbacks=[listener], clock=lambda: float(next(ticks)))
     assert outcome.reason == "done" and 50 <= outcome.elapsed <= 61
     assert listener.steps[0].lr == pytest.approx(1e-2) and listener.steps[-1].lr < 1e-3
@@ -241,7 +243,7 @@ def test_a_disk_that_fills_while_training_leaves_the_last_checkpoint(corpus, tmp
         def on_save(self, path, step):
             monkeypatch.setattr(os, "fsync", refuse)
 
-    out, config = tmp_path / "run", run_config(save_beside=beside)
+    out, config = tmp_path / "run", run_config(async_save=beside)
     with pytest.raises(SaveError, match=r"cannot .*step-00000010.*: No space left"):
         train_model(config, [corpus], out, callbacks=[FillAfter5()])
     monkeypatch.undo()
@@ -270,12 +272,12 @@ def test_a_step_is_theirs_where_a_family_can_hold_the_model(corpus, tmp_path, ru
     content = json.loads((outcome.checkpoint / "config.json").read_text())
     assert content["model_type"] == "llama" and "kvad" not in content
     said = [stage for stage in listener.stages if stage.startswith("checkpoints: ")]
-    assert said == ["checkpoints: Hugging Face's layout, which transformers reads as LlamaForCausalLM"]
+    assert said == ["checkpoints: Hugging Face's layout, read by transformers as LlamaForCausalLM"]
 
 
 def test_a_run_of_kvads_own_layout_goes_on_to_the_bit(corpus, tmp_path, run_config, monkeypatch, listener):
     """Steps that were saved before, or that no family could hold; what follows them may be of the other layout."""
-    from kvad.train.loop import run as job
+    from kvad.checkpoint import hf_layout
 
     def none(*_):
         raise CheckpointError("no class can hold it", "it says why")
@@ -283,9 +285,9 @@ def test_a_run_of_kvads_own_layout_goes_on_to_the_bit(corpus, tmp_path, run_conf
     config = run_config(steps=14)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train_model(config, [corpus], whole)
-    monkeypatch.setattr(job, "choose_layout", none)
+    monkeypatch.setattr(hf_layout, "choose_layout", none)
     train_model(config, [corpus], parts, callbacks=[StopAt(3), listener])
-    assert "checkpoints: kvad's own layout, as no class can hold it (it says why)" in listener.stages
+    assert "checkpoints: kvad's layout, because no class can hold it (it says why)" in listener.stages
     resume_model(parts, callbacks=[StopAt(8)])
     assert "model" in json.loads((list_steps(parts)[-1] / "config.json").read_text())
     monkeypatch.undo()
@@ -308,7 +310,7 @@ def stopped(corpus, tmp_path, run_config):
     [
         ({"lr": 5e-3}, r"optim.lr: 0.001 there, 0.005 here"),
         ({"steps": 99}, r"train.steps: 12 there, 99 here"),
-        ({"data": {"validation": 0.2}}, r"data.validation_fraction: 0.1 there, 0.2 here"),
+        ({"data": {"validation_fraction": 0.2}}, r"data.validation_fraction: 0.1 there, 0.2 here"),
         ({"tokenizer": {"kind": "char"}}, r"tokenizer.kind: 'byte' there, 'char' here"),
         ({"model": {"preset": "tiny"}}, r"model.hidden_size: 32 there, 128 here"),
     ],
@@ -319,12 +321,12 @@ def test_another_configuration_is_refused(stopped, run_config, change, says):
 
 
 def test_what_changes_no_number_may_change(stopped, run_config):
-    assert resume_model(stopped, config=run_config(eval_every=4, save_every=3, log_every=2)).step == 12
+    assert resume_model(stopped, config=run_config(eval_interval=4, save_interval=3, log_interval=2)).step == 12
 
 
 def test_another_tokenizer_is_refused(stopped, run_config, tmp_path):
     train_tokenizer("char", ["other"]).save(tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"other is not the tokenizer of this run"):
+    with pytest.raises(ConfigError, match=r"tokenizer.path: must be the tokenizer of this run, got .*other"):
         resume_model(stopped, config=run_config(tokenizer={"path": str(tmp_path / "other")}))
     train_tokenizer("byte", []).save(tmp_path / "same")
     assert resume_model(stopped, config=run_config(tokenizer={"path": str(tmp_path / "same")})).step == 12
@@ -346,13 +348,13 @@ def test_nothing_to_resume(tmp_path, stopped):
     with pytest.raises(CheckpointError, match="no such folder"):
         resume_model(tmp_path / "nowhere")
     (tmp_path / "killed" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="holds no checkpoint yet"):
+    with pytest.raises(CheckpointError, match="has no checkpoint yet"):
         resume_model(tmp_path / "killed")
     state = list_steps(stopped)[-1] / "training" / "state.json"
     content = json.loads(state.read_text())
     del content["corpus"]
     state.write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=r"state.json: no 'corpus'"):
+    with pytest.raises(CheckpointError, match=r"state.json: key 'corpus' is missing"):
         resume_model(stopped)
 
 
@@ -374,7 +376,9 @@ def test_invalid_utf8_and_replace(tmp_path, run_config):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 100)
     with pytest.raises(DataError, match=r"latin.txt, line 1, is not UTF-8: byte 0xE9 at offset 3"):
         train_model(run_config(), [tmp_path / "latin.txt"], tmp_path / "run")
-    outcome = train_model(run_config(steps=1, data={"errors": "replace"}), [tmp_path / "latin.txt"], tmp_path / "run")
+    outcome = train_model(
+        run_config(steps=1, data={"encoding_errors": "replace"}), [tmp_path / "latin.txt"], tmp_path / "run"
+    )
     assert outcome.step == 1
 
 
@@ -398,9 +402,10 @@ def test_reports_are_plain_values(corpus, tmp_path, run_config, listener):
 def test_real_text_is_learned(tmp_path, run_config):
     """The standard library's json package, byte by byte: far better than the frequencies of bytes."""
     config = run_config(
-        steps=150, lr=1e-2, batch=8, eval_every=150,
-        data={"context": 64, "suffixes": [".py"]},
-        model={"preset": "tiny", "set": {"width": 64, "decoder.num_layers": 2, "decoder.layer_types.L.mlp.intermediate_size": 128}},
+        steps=150, lr=1e-2, batch_size=8, eval_interval=150,
+        data={"seq_len": 64, "file_suffixes": [".py"]},
+        model={"preset": "tiny", "set": {"hidden_size": 64, "decoder.num_layers": 2,
+                                         "decoder.layer_types.L.mlp.intermediate_size": 128}},
     )  # fmt: skip
     outcome = train_model(config, [Path(json.__file__).parent], tmp_path / "run")
     tokens = open_store(tmp_path / "run" / "data", open_corpus([Path(json.__file__).parent], suffixes=[".py"]),

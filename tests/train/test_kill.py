@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SETUPS = ["plain", "at-once", "ema", "muon", "pairs", "lora", "compress"]  # of tests/kills.py
+SETUPS = ["plain", "at-once", "ema", "muon", "pairs", "lora", "summarizer"]  # of tests/kills.py
 
 
 def run(setup, kills, seed, folder, *more, limit=600):

@@ -108,7 +108,7 @@ def test_a_row_of_one_token_hides_it_and_an_empty_one_nothing():
 
 
 def test_a_tokenizer_without_a_mask_is_refused():
-    with pytest.raises(DataError, match=r"has no mask token, and objective\.kind = masked needs one"):
+    with pytest.raises(DataError, match=r"has no mask token, and objective\.kind = masked-lm needs one"):
         MaskedLMDataset(Rows(), train_tokenizer("byte", []), 0.15, 0, 4)
 
 
@@ -128,5 +128,5 @@ def test_hiding_changes_what_is_read_and_nothing_that_is_asked():
         shares.append(hidden.sum().item() / (4 * 91))
     assert np.mean(shares) == pytest.approx(0.3, abs=0.02) and len(set(shares)) > 10
     assert all(batch is rows.batch for batch in data.evaluation())
-    with pytest.raises(DataError, match=r"objective\.hide needs one"):
+    with pytest.raises(DataError, match=r"objective\.input_mask_ratio needs one"):
         InputMaskingDataset(rows, train_tokenizer("byte", []), 0.3, 0, 4)

@@ -28,7 +28,7 @@ from kvad.train.setup.memory_estimate import (
 from tests.lab.models import CONFIGS
 
 ROWS, CONTEXT = 4, 64
-RUN = RunConfig.from_dict({"data": {"context": CONTEXT}, "train": {"batch": ROWS}})
+RUN = RunConfig.from_dict({"data": {"seq_len": CONTEXT}, "train": {"batch_size": ROWS}})
 
 
 def packed(config, rows, context):
@@ -58,7 +58,7 @@ def kept_bytes(model, precision):
     with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor), Autocast(precision, "cpu")():
         step = packed(model.config, ROWS, CONTEXT)
         if model.config.encoder_input is not None:
-            step = step._replace(source=packed(model.config, ROWS, CONTEXT))
+            step = step._replace(encoder_input=packed(model.config, ROWS, CONTEXT))
         model(step, NoCache(model.config))
     return sum(storage.nbytes() for storage in held.values())
 
@@ -116,9 +116,9 @@ def test_state_rows_and_copies_are_counted():
     assert (
         training_bytes(config, RUN, 1000, ROWS, half=True) - training_bytes(config, RUN, 0, ROWS, half=True) == 30_000
     )
-    alone = RunConfig.from_dict({"data": {"context": CONTEXT}, "train": {"batch": ROWS, "save_beside": False}})
+    alone = RunConfig.from_dict({"data": {"seq_len": CONTEXT}, "train": {"batch_size": ROWS, "async_save": False}})
     assert training_bytes(config, alone, 1000, ROWS) - plain == 16_000
-    more = RunConfig.from_dict({"data": {"context": CONTEXT}, "train": {"accumulate": 3}})
+    more = RunConfig.from_dict({"data": {"seq_len": CONTEXT}, "train": {"gradient_accumulation_steps": 3}})
     assert training_bytes(config, more, 0, ROWS) - plain == 2 * 48 * ROWS * CONTEXT
 
 
@@ -128,20 +128,20 @@ def test_state_rows_and_copies_are_counted():
         ({}, 16, 0),
         ({"optim": {"name": "adafactor"}}, 8, 0),
         ({"optim": {"name": "adafactor", "beta1": 0.9}}, 12, 0),
-        ({"optim": {"ema": 0.9}}, 20, 0),
-        ({"optim": {"average": 5, "average_every": 9}}, 36, 0),
+        ({"optim": {"ema_decay": 0.9}}, 20, 0),
+        ({"optim": {"average_last": 5, "average_interval": 9}}, 36, 0),
         ({"optim": {"name": "muon"}}, 12, 1),
     ],
 )
 def test_what_an_optimizer_remembers_is_counted(tables, each, beside):
     """Held against the tensors themselves, after a step: never more than there are, and most of them."""
-    run = RunConfig.from_dict({"data": {"context": CONTEXT}, **tables})
+    run = RunConfig.from_dict({"data": {"seq_len": CONTEXT}, **tables})
     config = CONFIGS["plain"]
     assert state_bytes(config, run, 1000) == each * 1000 + beside * 4 * config.vocab_size * config.hidden_size
     model = Transformer(config)
     parameters = sum(p.numel() for p in model.parameters())
     optimization = OptimizersContainer(model, run.optim, run.train)
-    for step in range(1 if "average" not in tables.get("optim", {}) else 45):
+    for step in range(1 if "average_last" not in tables.get("optim", {}) else 45):
         optimization.begin_step(step, 0.0)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -157,13 +157,15 @@ def test_what_an_optimizer_remembers_is_counted(tables, each, beside):
 def test_the_estimate_of_a_recomputed_pass_is_near_what_autograd_keeps(name):
     """Of the forward pass: the inputs of layers.  What one layer takes beside them is the plain estimate's."""
     config = CONFIGS[name]
-    run = RunConfig.from_dict({"data": {"context": CONTEXT}, "train": {"batch": ROWS, "recompute": True}})
+    run = RunConfig.from_dict(
+        {"data": {"seq_len": CONTEXT}, "train": {"batch_size": ROWS, "activation_checkpointing": True}}
+    )
     plain = training_bytes(config, RUN, 0, ROWS)
     again = training_bytes(config, run, 0, ROWS)
     layers = config.decoder.num_layers
     assert again < plain
     if len(config.decoder.layer_types) == 1:
-        one = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, layers=1))
+        one = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, num_layers=1))
         stream = 4 * ROWS * CONTEXT * config.hidden_size
         assert again - layers * stream == training_bytes(one, RUN, 0, ROWS)
     model = Transformer(config).train()
@@ -177,7 +179,7 @@ def test_the_budget_is_that_of_the_slices():
 
 
 def of_batch(batch):
-    return RunConfig.from_dict({"data": {"context": CONTEXT}, "train": {"batch": batch}})
+    return RunConfig.from_dict({"data": {"seq_len": CONTEXT}, "train": {"batch_size": batch}})
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 500])
@@ -185,7 +187,7 @@ def test_the_largest_micro_batch_is_named_and_passes(most):
     config = CONFIGS["plain"]
     have = training_bytes(config, RUN, 5000, most)
     require_training_memory(config, of_batch(most), 5000, have)
-    with pytest.raises(MemoryPlanError, match=rf"what would fit: --batch {most} ") as caught:
+    with pytest.raises(MemoryPlanError, match=rf"This fits: --batch-size {most} ") as caught:
         require_training_memory(config, of_batch(1000), 5000, have)
     assert "training on 1,000 rows of 64 tokens at a time needs about" in caught.value.message
     assert "MiB is available" in caught.value.message and caught.value.exit_code == 2
@@ -193,7 +195,7 @@ def test_the_largest_micro_batch_is_named_and_passes(most):
 
 
 def test_what_fits_in_no_batch_says_so():
-    with pytest.raises(MemoryPlanError, match="not even --batch 1 fits") as caught:
+    with pytest.raises(MemoryPlanError, match="Not even --batch-size 1 fits") as caught:
         require_training_memory(CONFIGS["plain"], of_batch(1), 5000, 80_000)
     assert "1 row of 64 tokens" in caught.value.message
 
@@ -202,14 +204,14 @@ def test_what_fits_in_no_batch_says_so():
 def test_what_the_demo_trains_takes_little(precision):
     """``kvad demo``: 4 rows of 256 tokens of the demo preset, on a machine with half a gibibyte left."""
     config = MODEL_PRESETS["demo"](4096, 256)
-    demo = RunConfig.from_dict({"data": {"context": 256}, "train": {"batch": 4}})
+    demo = RunConfig.from_dict({"data": {"seq_len": 256}, "train": {"batch_size": 4}})
     require_training_memory(config, demo, 10_400_000, 1 << 29, half=precision == "bf16")
 
 
 def test_memory_that_ran_out_says_the_plan_and_what_to_lower():
     config = CONFIGS["plain"]
     error = out_of_memory_error(config, RUN, 5000, "in step 7", "there is no checkpoint yet")
-    assert "out of memory in step 7, with 4 rows of 64 tokens at a time; planned were" in error.message
+    assert "out of memory in step 7, with 4 rows of 64 tokens at a time; estimated were" in error.message
     for name in ("weights 0.0 MiB", "gradients", "optimizer", "copy", "rows", "activations", "logits"):
         assert name in error.message
     for way in (
@@ -217,13 +219,13 @@ def test_memory_that_ran_out_says_the_plan_and_what_to_lower():
         "data.seq_len",
         "train.activation_checkpointing=true",
         "train.precision=bf16",
-        "save_beside=false",
+        "async_save=false",
     ):
         assert way in error.hint
-    tight = {"batch": 1, "recompute": True, "save_beside": False}
-    least = RunConfig.from_dict({"data": {"context": CONTEXT}, "train": tight})
+    tight = {"batch_size": 1, "activation_checkpointing": True, "async_save": False}
+    least = RunConfig.from_dict({"data": {"seq_len": CONTEXT}, "train": tight})
     assert out_of_memory_error(config, least, 5000, "", "", half=True).hint.endswith(
-        "what takes less: a lower data.seq_len"
+        "to use less memory: a lower data.seq_len"
     )
 
 
@@ -257,5 +259,9 @@ def test_a_copy_that_is_looked_at_counts_where_it_is_more_than_a_step_holds():
         seen = dataclasses.replace(run, callbacks=CallbacksConfig(prompts=("a",)))
         parts, plain = (training_parts(model, each, count, rows) for each in (seen, run))
         step = plain["activations"] + plain["logits"]
-        assert plain["watch"] == 0 and parts["watch"] == max(0, 4 * count - step) and (parts["watch"] > 0) is more
-        assert {**parts, "watch": 0} == plain
+        assert (
+            plain["callbacks"] == 0
+            and parts["callbacks"] == max(0, 4 * count - step)
+            and (parts["callbacks"] > 0) is more
+        )
+        assert {**parts, "callbacks": 0} == plain

@@ -30,8 +30,8 @@ def corpora(tmp_path_factory):
     plain = [" ".join(word for word, _ in each) for each in many]
     (folder / "tag").write_text("\n".join("".join(f"{w}\t{t}\n" for w, t in each) for each in many))
     (folder / "classify").write_text("".join(f"{text.split()[1]}\t{text}\n" for text in plain))
-    (folder / "masked").write_text("\n".join(plain))
-    (folder / "spans").write_text("\n".join(plain))
+    (folder / "masked-lm").write_text("\n".join(plain))
+    (folder / "span-corruption").write_text("\n".join(plain))
     talks = [[("user", text.split()[0]), ("assistant", text.split()[0])] for text in plain]
     lines = ({"messages": [{"role": r, "content": c} for r, c in talk]} for talk in talks)
     (folder / "chat").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -39,28 +39,32 @@ def corpora(tmp_path_factory):
 
 
 def configured(kind, steps, preset="encoder-tiny", **objective):
-    side = {"width": 32, "encoder.num_layers": 1, "encoder.layer_types.L.mlp.intermediate_size": 48}
-    if kind == "spans":
+    side = {"hidden_size": 32, "encoder.num_layers": 1, "encoder.layer_types.L.mlp.intermediate_size": 48}
+    if kind == "span-corruption":
         preset, side = (
             "t5-tiny",
             {
                 **side,
                 "decoder.num_layers": 1,
                 "decoder.layer_types.L.mlp.intermediate_size": 48,
-                "head.scale": 32**-0.5,
+                "head.logit_scale": 32**-0.5,
             },
         )
     if kind == "chat":
-        preset, side = "tiny", {"width": 32, "decoder.num_layers": 1, "decoder.layer_types.L.mlp.intermediate_size": 48}
+        preset, side = (
+            "tiny",
+            {"hidden_size": 32, "decoder.num_layers": 1, "decoder.layer_types.L.mlp.intermediate_size": 48},
+        )
     return RunConfig.from_dict(
         {
             "model": {"preset": preset, "set": side},
-            "data": {"context": 32, **({"documents": "lines"} if kind in ("masked", "spans") else {})},
+            "data": {"seq_len": 32, **({"document_unit": "lines"} if kind in ("masked-lm", "span-corruption") else {})},
             "tokenizer": {"kind": "bpe", "vocab_size": 420},
             "objective": {"kind": kind, **objective},
-            "optim": {"lr": 1e-2, "warmup": 5},
+            "optim": {"lr": 1e-2, "warmup_steps": 5},
             "train": {
-                "steps": steps, "batch": 8, "log_every": 1, "eval_every": 10, "save_every": 10, "precision": "fp32",
+                "steps": steps, "batch_size": 8, "log_interval": 1, "eval_interval": 10, "save_interval": 10,
+                "precision": "fp32",
             },
         }
     )  # fmt: skip
@@ -69,8 +73,8 @@ def configured(kind, steps, preset="encoder-tiny", **objective):
 READERS = {
     "tag": "BertForTokenClassification",
     "classify": "BertForSequenceClassification",
-    "masked": "BertForMaskedLM",
-    "spans": "T5ForConditionalGeneration",
+    "masked-lm": "BertForMaskedLM",
+    "span-corruption": "T5ForConditionalGeneration",
     "chat": "LlamaForCausalLM",
 }
 
@@ -96,7 +100,7 @@ def test_a_classifier_learns_and_says_labels_by_name(corpora, tmp_path):
 
 
 def test_a_masked_model_fills_what_it_has_seen(corpora, tmp_path):
-    train_model(configured("masked", 20), [corpora / "masked"], tmp_path / "run")
+    train_model(configured("masked-lm", 20), [corpora / "masked-lm"], tmp_path / "run")
     with LLM.load(tmp_path / "run") as llm:
         assert llm.tokenizer.special_tokens.mask is not None
         (candidates,) = llm.fill_mask("cat [MASK] eats bird", top=5)
@@ -121,7 +125,7 @@ def final(out):
 
 @pytest.mark.parametrize("kind", READERS)
 def test_a_run_that_was_stopped_goes_on_to_the_bit(kind, corpora, tmp_path, listener):
-    config = configured(kind, 8, smoothing=0.1)
+    config = configured(kind, 8, label_smoothing=0.1)
     train_model(config, [corpora / kind], tmp_path / "whole", callbacks=[listener])
     assert any(READERS[kind] in stage for stage in listener.stages), listener.stages
     train_model(config, [corpora / kind], tmp_path / "cut", callbacks=[StopAt(3)])
@@ -137,18 +141,18 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(kind, corpora, tmp_path, list
 
 def test_another_objective_is_no_resume(corpora, tmp_path):
     train_model(configured("tag", 2), [corpora / "tag"], tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"objective\.smoothing"):
-        resume_model(tmp_path / "run", config=configured("tag", 2, smoothing=0.2))
+    with pytest.raises(ConfigError, match=r"objective\.label_smoothing"):
+        resume_model(tmp_path / "run", config=configured("tag", 2, label_smoothing=0.2))
 
 
 def test_what_cannot_be_learned_leaves_nothing(corpora, tmp_path):
     with pytest.raises(DataError, match="no tab"):
-        train_model(configured("classify", 2), [corpora / "masked"], tmp_path / "run")
+        train_model(configured("classify", 2), [corpora / "masked-lm"], tmp_path / "run")
     held = tmp_path / "held"
     held.write_text("cat\tX\n")
     with pytest.raises(DataError, match="held out and does not occur"):
         train_model(configured("tag", 2), PairPaths(((corpora / "tag",),), ((held,),)), tmp_path / "run")
-    plain = {**configured("masked", 2).to_dict(), "tokenizer": {"kind": "byte", "specials": ["pad"]}}
+    plain = {**configured("masked-lm", 2).to_dict(), "tokenizer": {"kind": "byte", "special_tokens": ["pad"]}}
     with pytest.raises(DataError, match="no mask token"):
-        train_model(RunConfig.from_dict(plain), [corpora / "masked"], tmp_path / "run")
+        train_model(RunConfig.from_dict(plain), [corpora / "masked-lm"], tmp_path / "run")
     assert not (tmp_path / "run").exists()

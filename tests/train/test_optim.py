@@ -75,6 +75,6 @@ def test_moments_come_back_by_name_into_memory_of_their_own():
         advance(model, first, seed)
         advance(again, other, seed)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    del stored["exp_avg_sq.embed.tokens.weight"]
-    with pytest.raises(CheckpointError, match=r"exp_avg_sq.embed.tokens.weight is missing, expected \[67, 24\]"):
+    del stored["exp_avg_sq.embedding.tokens.weight"]
+    with pytest.raises(CheckpointError, match=r"exp_avg_sq.embedding.tokens.weight is missing, expected \[67, 24\]"):
         optimization_of(again).load_state_tensors(stored)

@@ -17,17 +17,17 @@ from kvad.train.monitoring.metrics import read_metrics
 from kvad.train.objectives.cross_entropy import CrossEntropyObjective
 from kvad.train.optim.optimizer import LossScale, OptimizersContainer
 
-SMALL = {"width": 32, "decoder.num_layers": 1, "decoder.layer_types.L.mlp.intermediate_size": 32}
+SMALL = {"hidden_size": 32, "decoder.num_layers": 1, "decoder.layer_types.L.mlp.intermediate_size": 32}
 DROPS = {f"dropout.{name}": 0.2 for name in ("embedding", "residual", "attention", "hidden")}
 RUNS = {
     "adafactor": {"name": "adafactor", "schedule": "relative"},
-    "adafactor-average": {"name": "adafactor", "beta1": 0.9, "schedule": "inverse-sqrt", "factor": 0.1},
-    "muon": {"name": "muon", "schedule": "wsd", "matrix_lr": 0.02},
-    "plateau": {"schedule": "plateau", "patience": 0, "eval_every": 2},
-    "ema": {"ema": 0.9, "schedule": "linear"},
-    "average": {"average": 3, "average_every": 2, "schedule": "constant"},
+    "adafactor-average": {"name": "adafactor", "beta1": 0.9, "schedule": "inverse-sqrt", "noam_factor": 0.1},
+    "muon": {"name": "muon", "schedule": "wsd", "muon_lr": 0.02},
+    "plateau": {"schedule": "plateau", "plateau_patience": 0, "eval_interval": 2},
+    "ema": {"ema_decay": 0.9, "schedule": "linear"},
+    "average": {"average_last": 3, "average_interval": 2, "schedule": "constant"},
     "dropout": {},
-    "recompute": {"recompute": True},
+    "recompute": {"activation_checkpointing": True},
 }
 
 
@@ -54,7 +54,14 @@ def hashes(out):
 def config_of(run_config, name, **changes):
     drops = DROPS if name in ("dropout", "recompute") else {}
     model = {"preset": "tiny", "set": {**SMALL, **drops}}
-    settings = {"steps": 12, "accumulate": 2, "eval_every": 5, "save_every": 50, **RUNS[name], **changes}
+    settings = {
+        "steps": 12,
+        "gradient_accumulation_steps": 2,
+        "eval_interval": 5,
+        "save_interval": 50,
+        **RUNS[name],
+        **changes,
+    }
     return run_config(model=model, **settings)
 
 
@@ -74,7 +81,7 @@ def test_resume_goes_on_to_the_bit(corpus, tmp_path, run_config, name):
 @pytest.mark.parametrize("name", ["muon", "adafactor", "ema", "dropout"])
 def test_it_learns(corpus, tmp_path, run_config, name):
     lr = {"lr": 0.2} if name == "adafactor" else {"lr": 1e-2, "min_lr": 1e-3}
-    outcome = train_model(config_of(run_config, name, steps=40, eval_every=40, **lr), [corpus], tmp_path / "run")
+    outcome = train_model(config_of(run_config, name, steps=40, eval_interval=40, **lr), [corpus], tmp_path / "run")
     assert outcome.val_loss < 3.6, "5.56 is what it begins with"
 
 
@@ -106,11 +113,13 @@ def test_the_average_is_what_is_evaluated_and_saved(corpus, tmp_path, run_config
         for key in saved:
             kept = torch.stack([raw[f"kept.{number}.{key}"] for number in range(3)])
             assert torch.equal(saved[key], kept.mean(dim=0))
-        assert torch.equal(raw["kept.2.embed.tokens.weight"], raw["raw.embed.tokens.weight"])  # of step 12
+        assert torch.equal(raw["kept.2.embedding.tokens.weight"], raw["raw.embedding.tokens.weight"])  # of step 12
     model, _ = load_model(tmp_path / "run")
     assert torch.equal(model.token_embedding, saved["embedding.tokens.weight"])
     train_model(
-        config_of(run_config, name, lr=1e-2, ema=0.0, average=0, average_every=None), [corpus], tmp_path / "raw"
+        config_of(run_config, name, lr=1e-2, ema_decay=0.0, average_last=0, average_interval=None),
+        [corpus],
+        tmp_path / "raw",
     )
     assert [step[:2] for step in told(tmp_path / "raw")[0]] == [step[:2] for step in told(tmp_path / "run")[0]]
     assert outcome.val_loss != told(tmp_path / "raw")[1][-1][1]
@@ -120,8 +129,8 @@ def test_where_evaluations_pace_the_rate_they_stay_where_they_are(corpus, tmp_pa
     out = tmp_path / "run"
     train_model(config_of(run_config, "plateau"), [corpus], out, callbacks=[StopAt(3)])
     with pytest.raises(ConfigError, match=r"train.eval_interval: 2 there, 3 here \(optim.schedule = 'plateau'\)"):
-        resume_model(out, config=config_of(run_config, "plateau", eval_every=3))
-    assert resume_model(out, config=config_of(run_config, "plateau", log_every=3)).step == 12
+        resume_model(out, config=config_of(run_config, "plateau", eval_interval=3))
+    assert resume_model(out, config=config_of(run_config, "plateau", log_interval=3)).step == 12
 
 
 def test_a_gradient_that_overflows_is_skipped_within_a_run(corpus, tmp_path, run_config, monkeypatch):
@@ -142,23 +151,25 @@ def test_a_gradient_that_overflows_is_skipped_within_a_run(corpus, tmp_path, run
 
     monkeypatch.setattr(OptimizersContainer, "__init__", with_scale)
     monkeypatch.setattr(CrossEntropyObjective, "accumulate_gradients", backward)
-    config = config_of(run_config, "dropout", steps=5, accumulate=1)
+    config = config_of(run_config, "dropout", steps=5, gradient_accumulation_steps=1)
     outcome = train_model(config, [corpus], tmp_path / "run")
     assert outcome.step == 5 and scales == [8.0, 8.0, 4.0, 2.0, 2.0]
     state = open_folder(tmp_path / "run").training.tensors
-    assert state["loss_scale"].tolist() == [2.0, 2.0] and state["step.embed.tokens.weight"].item() == 3.0
+    assert state["loss_scale"].tolist() == [2.0, 2.0] and state["step.embedding.tokens.weight"].item() == 3.0
     calls = iter([1] * 100)
     with pytest.raises(NumericalError, match=r"step 4: loss \d.*gradient norm (inf|nan)"):
         train_model(config, [corpus], tmp_path / "other")
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"name": "adafactor"}, {"name": "muon"}, {"ema": 0.9}, {"average": 2, "average_every": 2}], ids=str
+    "settings",
+    [{}, {"name": "adafactor"}, {"name": "muon"}, {"ema_decay": 0.9}, {"average_last": 2, "average_interval": 2}],
+    ids=str,
 )
 def test_tied_weights_stay_tied(run_config, corpus, tmp_path, settings):
     """One matrix, that both ends read: of the model that is trained, of its checkpoints, and of what resumes."""
-    own = {"preset": "tiny", "set": {**SMALL, "tie": True}}
-    config = run_config(model=own, steps=6, eval_every=2, save_every=100, **settings)
+    own = {"preset": "tiny", "set": {**SMALL, "tie_embeddings": True}}
+    config = run_config(model=own, steps=6, eval_interval=2, save_interval=100, **settings)
     outcome = train_model(config, [corpus], tmp_path / "run")
     model, opened = load_model(tmp_path / "run")
     assert opened.config.tie_embeddings and model.head.weight is None

@@ -64,7 +64,7 @@ def advance(model, optimization, steps, start=0):
 def test_adafactor_is_that_of_transformers(beta1, scaled, schedule):
     optimization = pytest.importorskip("transformers.optimization")
     ours, theirs = Toy(), Toy()
-    said = {"lr": 0.02, "warmup": 0} if schedule == "constant" else {}
+    said = {"lr": 0.02, "warmup_steps": 0} if schedule == "constant" else {}
     config = OptimConfig(
         name="adafactor",
         schedule=schedule,
@@ -211,7 +211,7 @@ def test_the_rate_of_matrices_keeps_its_ratio():
 
 
 def test_muon_without_a_matrix_is_refused():
-    with pytest.raises(ConfigError, match=r"optim.name: muon is for matrices of layers"):
+    with pytest.raises(ConfigError, match=r"optim.name: 'muon' needs trained matrices of layers"):
         OptimizersContainer(nn.Linear(3, 3), OptimConfig(name="muon"), TrainConfig())
 
 
@@ -230,9 +230,9 @@ CONFIGS = {
     "adafactor": {"name": "adafactor"},
     "adafactor-average": {"name": "adafactor", "beta1": 0.9, "schedule": "relative"},
     "muon": {"name": "muon"},
-    "plateau": {"schedule": "plateau", "patience": 0},
-    "ema": {"ema": 0.9},
-    "average": {"average": 2, "average_every": 2},
+    "plateau": {"schedule": "plateau", "plateau_patience": 0},
+    "ema": {"ema_decay": 0.9},
+    "average": {"average_last": 2, "average_interval": 2},
 }
 
 

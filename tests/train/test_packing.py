@@ -85,7 +85,7 @@ def test_nothing_is_packed_into_nothing():
 
 
 def config(context=16, batch=3, **data):
-    return RunConfig.from_dict({"data": {"context": context, **data}, "train": {"batch": batch}})
+    return RunConfig.from_dict({"data": {"seq_len": context, **data}, "train": {"batch_size": batch}})
 
 
 STORE = Tokens(5, 40, 1, 9, 16, 3, 17, 8, 33, 2, 7, 12)  # longer than a row, as long as one, and a lone separator
@@ -140,29 +140,29 @@ def test_the_order_is_the_same_wherever_one_begins(fit):
 
 @pytest.mark.parametrize("fit", PACKINGS)
 def test_an_uneven_last_batch_is_evaluated_to_the_last_token(fit):
-    data = DocumentDataset(STORE, config(packing=fit, validation=0.5, batch=2, context=8))
+    data = DocumentDataset(STORE, config(packing=fit, validation_fraction=0.5, batch=2, context=8))
     batches = list(data.evaluation())
     assert sum(len(batch.model_input.token_ids) for batch in batches) == len(data.validation) - 1
     assert len({batch.model_input.sub_batches[0] for batch in batches}) > 1
 
 
 def test_a_packing_that_an_order_cannot_have_is_refused():
-    with pytest.raises(ConfigError, match=r"data.packing: first-fit is for whole documents"):
+    with pytest.raises(ConfigError, match=r"data.packing: first-fit packs whole documents"):
         DocumentDataset(STORE, config(packing="first-fit", order="windows"))
-    with pytest.raises(ConfigError, match=r"a pair is never cut"):
+    with pytest.raises(ConfigError, match=r"must be first-fit or best-fit for pairs"):
         PairDataset(MANY, config(packing="split"), 0, PAD)
 
 
 def test_what_packing_made_of_the_tokens_is_told():
     told = DocumentDataset(Tokens(*range(5, 60)), config(packing="first-fit", context=32)).summary()[1]
     assert told.startswith("packed by first-fit: ") and "0.0% of the tokens cropped" in told
-    assert "100.0% of the places taken, 0.0% padding" in DocumentDataset(Tokens(*range(5, 60)), config()).summary()[1]
+    assert "100.0% filled, 0.0% padding" in DocumentDataset(Tokens(*range(5, 60)), config()).summary()[1]
 
 
 def test_a_token_beyond_the_vocabulary_is_refused():
     rows = [[Segment(np.array([3, 70000]), np.array([1, 2]))]]
-    with pytest.raises(DataError, match=r"token id 70,000 is beyond the model's vocabulary of 300"):
-        collate_rows(rows, CollateConfig(8, vocab=300))
+    with pytest.raises(DataError, match=r"token id 70,000 is outside the model's vocabulary of 300"):
+        collate_rows(rows, CollateConfig(8, vocab_size=300))
 
 
 # ---------------------------------------------------------------- gradients
@@ -180,7 +180,7 @@ def assert_packed_is_unpacked(net, batch):
     loss, expected = gradient(net, list(split_segments(batch)))
     assert summed == pytest.approx(loss, rel=1e-12)
     assert (got - expected).abs().max() <= 1e-12 * expected.abs().max()
-    blind = batch._replace(step=batch.model_input._replace(documents=None))
+    blind = batch._replace(model_input=batch.model_input._replace(document_ids=None))
     assert (gradient(net, [blind])[1] - expected).abs().max() > 1e-6, "the comparison sees a leak"
 
 
@@ -191,7 +191,7 @@ def decoder(request):
 
 @pytest.mark.parametrize(("fit", "reset"), [("split", True), ("first-fit", False), ("best-fit", True)])
 def test_packed_gradients_are_those_of_documents_alone(decoder, fit, reset):
-    data = DocumentDataset(STORE, config(packing=fit, reset=reset))
+    data = DocumentDataset(STORE, config(packing=fit, reset_positions=reset))
     batch = data.micro_batches(1)[0]
     assert batch.model_input.document_ids is not None and batch.model_input.document_ids.max() >= 1
     assert (
@@ -204,7 +204,7 @@ def test_packed_gradients_are_those_of_documents_alone(decoder, fit, reset):
 @pytest.mark.parametrize(("fit", "reset"), [("first-fit", True), ("best-fit", False)])
 def test_packed_gradients_are_those_of_pairs_alone(model, fit, reset):  # noqa: F811
     data = PairDataset(
-        Pairs(*((1 + i % 7, 1 + i % 5) for i in range(30))), config(12, packing=fit, reset=reset), 2, PAD
+        Pairs(*((1 + i % 7, 1 + i % 5) for i in range(30))), config(12, packing=fit, reset_positions=reset), 2, PAD
     )
     batch = data.micro_batches(0)[0]
     assert (batch.model_input.document_ids < 0).any() and len(list(split_segments(batch))) > len(
@@ -223,7 +223,7 @@ def naive(net, rows, reset, isolate):
         tokens = np.concatenate([part.tokens for part in row])
         marks = [(d, p) for d, part in enumerate(row) for p in range(len(part.tokens))]
         seen = torch.tensor([[(k[0] == q[0] if isolate else True) and k <= q for k in marks] for q in marks])
-        batch = collate_rows([row], CollateConfig(16, reset=reset))
+        batch = collate_rows([row], CollateConfig(16, reset_positions=reset))
         positions = torch.tensor([p for _, p in marks]) if reset else torch.arange(len(tokens))
         assert batch.model_input.positions.tolist() == positions.tolist()
         out.append(by_hand(net, torch.from_numpy(tokens), positions, seen))
@@ -265,7 +265,7 @@ def turned(x, positions, rotary):
 @pytest.mark.parametrize("fit", ["split", "first-fit"])
 @pytest.mark.parametrize(("reset", "isolate"), list(itertools.product([True, False], repeat=2)))
 def test_the_switches_are_a_mask_by_document_and_position(decoder, fit, reset, isolate):
-    data = DocumentDataset(STORE, config(packing=fit, reset=reset, isolate=isolate))
+    data = DocumentDataset(STORE, config(packing=fit, reset_positions=reset, isolate_documents=isolate))
     rows = data.rows(np.arange(3))
     batch = collate_rows(rows, data.shape)
     hidden = decoder(batch.model_input, NoCache(decoder.config, exact_rope=True))
@@ -280,7 +280,7 @@ def test_a_window_counts_the_tokens_of_the_row_where_documents_are_not_isolated(
     from kvad.model_input import AttentionPattern, TokenPositions
 
     rows = [[Segment(np.arange(3), np.arange(3)), Segment(np.arange(4), np.arange(4))]]
-    step = collate_rows(rows, CollateConfig(16, isolate=False)).model_input
+    step = collate_rows(rows, CollateConfig(16, isolate_documents=False)).model_input
     mark = TokenPositions(step.positions, step.document_ids, step.causal_order)
     plain = torch.arange(7)
     assert step.document_ids is None and step.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
@@ -294,7 +294,7 @@ def test_a_window_counts_the_tokens_of_the_row_where_documents_are_not_isolated(
 
 
 def test_pairs_that_are_not_isolated_see_all_sources_of_their_row_and_no_padding(model):  # noqa: F811
-    data = PairDataset(SMALL, config(12, isolate=False, validation=0.2), 1, PAD)
+    data = PairDataset(SMALL, config(12, isolate_documents=False, validation_fraction=0.2), 1, PAD)
     rows = data.rows(np.arange(2))
     batch = collate_rows(rows, data.shape)
     assert batch.model_input.document_ids is None and (batch.model_input.encoder_input.causal_order < 0).any()

@@ -56,21 +56,29 @@ def packed(store, context=12):
     return PairRows(store, np.arange(store.num_documents // 2), context, PAD)
 
 
-def config(context=12, validation=0.25, **train):
-    tables = {"data": {"context": context, "validation": validation}, "train": {"batch": 2, **train}}
+def config(context=12, validation_fraction=0.25, **train):
+    tables = {
+        "data": {"seq_len": context, "validation_fraction": validation_fraction},
+        "train": {"batch_size": 2, **train},
+    }
     return RunConfig.from_dict({"model": {"preset": "transformer-tiny"}, **tables})
 
 
 @pytest.fixture(scope="module")
 def model():
     tiny = MODEL_PRESETS["transformer-tiny"](VOCAB, 32)
-    mixers = {"heads": 2}
+    mixers = {"num_heads": 2}
 
     def smaller(stack):
         layer = stack.layer_config(0)
         cross = layer.cross_attention and dataclasses.replace(layer.cross_attention, **mixers)
-        mixer, mlp = dataclasses.replace(layer.attention, **mixers), dataclasses.replace(layer.mlp, hidden=24)
-        return dataclasses.replace(stack, kinds={"L": dataclasses.replace(layer, mixer=mixer, cross=cross, mlp=mlp)})
+        mixer, mlp = (
+            dataclasses.replace(layer.attention, **mixers),
+            dataclasses.replace(layer.mlp, intermediate_size=24),
+        )
+        return dataclasses.replace(
+            stack, layer_types={"L": dataclasses.replace(layer, attention=mixer, cross_attention=cross, mlp=mlp)}
+        )
 
     return build(
         dataclasses.replace(tiny, hidden_size=16, encoder=smaller(tiny.encoder), decoder=smaller(tiny.decoder))
@@ -156,7 +164,9 @@ def test_packed_gradients_are_those_of_pairs_alone(model):
         assert summed == pytest.approx(loss, rel=1e-12)
         assert (got - expected).abs().max() <= 1e-12 * expected.abs().max()
     blind = together._replace(
-        step=together.model_input._replace(source=together.model_input.encoder_input._replace(documents=None))
+        model_input=together.model_input._replace(
+            encoder_input=together.model_input.encoder_input._replace(document_ids=None)
+        )
     )
     assert (gradient(model, [blind])[1] - expected).abs().max() > 1e-3, "the comparison sees a leak"
 
@@ -203,8 +213,8 @@ def test_what_is_longer_than_the_context_is_left_out_and_said():
     store = Pairs((3, 3), (9, 2), (2, 9), (7, 7), (2, 2), (30, 2), (1, 1), (1, 1))
     found = data(store, context=8)
     assert seen(found.training) == [0, 3, 4] and seen(found.validation) == [6, 7]
-    assert "left out: 3 pairs longer than the context of 8 (the longest has a side of 31 tokens)" in found.summary()
-    with pytest.raises(DataError, match=r"no pair is left for validation: 2 pairs, of which none fits a context of 8"):
+    assert "left out: 3 pairs longer than data.seq_len 8 (the longest side has 31 tokens)" in found.summary()
+    with pytest.raises(DataError, match=r"no pair is left for validation: none of 2 pairs fits data.seq_len 8"):
         data(Pairs((3, 3), (3, 3), (3, 3), (3, 3), (3, 3), (3, 3), (9, 2), (2, 9)), context=8)
     with pytest.raises(DataError, match=r"no pair is left for training"):
         data(Pairs((3, 3)))
@@ -215,7 +225,7 @@ def test_utilisation_is_reported():
     taken = sum(2 + i % 7 for i in range(60)) / (12 * len(found.training))
     assert found.training.utilization[0] == taken > 0.85
     assert found.summary()[-1].startswith(
-        f"packed: {len(found.training)} rows of 12 + 12 tokens, {taken:.1%} of the sources'"
+        f"packed: {len(found.training)} rows of 12 + 12 tokens, {taken:.1%} of the sources"
     )
 
 
@@ -229,16 +239,16 @@ def flat(batches):
 
 
 def test_the_order_is_a_function_of_seed_and_step():
-    forwards = data(accumulate=2)
+    forwards = data(gradient_accumulation_steps=2)
     expected = [flat(forwards.micro_batches(step)) for step in range(12)]
-    backwards = data(accumulate=2)
+    backwards = data(gradient_accumulation_steps=2)
     assert [flat(backwards.micro_batches(step)) for step in reversed(range(12))] == expected[::-1]
-    assert [flat(data(accumulate=2, seed=1).micro_batches(step)) for step in range(12)] != expected
+    assert [flat(data(gradient_accumulation_steps=2, seed=1).micro_batches(step)) for step in range(12)] != expected
     assert all(len(step) == 2 for step in expected)
 
 
 def test_an_epoch_takes_every_pair_once():
-    found = data(batch=1)
+    found = data(batch_size=1)
     count = len(found.training)
     epochs = [[found.micro_batches(step)[0] for step in range(e * count, (e + 1) * count)] for e in (0, 1)]
     targets = [sorted(t for batch in epoch for t in batch.targets.tolist()) for epoch in epochs]

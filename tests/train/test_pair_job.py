@@ -24,7 +24,7 @@ from kvad.train.sources.pairs import PairPaths, pair_generation_config
 from tests.train.conftest import parted
 
 SMALL = {
-    "width": 32,
+    "hidden_size": 32,
     "encoder.num_layers": 1,
     "decoder.num_layers": 1,
     "encoder.layer_types.L.mlp.intermediate_size": 64,
@@ -46,11 +46,18 @@ def reversals(tmp_path_factory):
 @pytest.fixture
 def pair_config():
     def make(*, data=None, tokenizer=None, model=None, **settings):
-        usual = {"steps": 10, "batch": 2, "log_every": 1, "eval_every": 4, "save_every": 4, "precision": "fp32"}
+        usual = {
+            "steps": 10,
+            "batch_size": 2,
+            "log_interval": 1,
+            "eval_interval": 4,
+            "save_interval": 4,
+            "precision": "fp32",
+        }
         return RunConfig.from_dict(
             {
                 "model": model or {"preset": "transformer-tiny", "set": SMALL},
-                "data": {"context": 24, **(data or {})},
+                "data": {"seq_len": 24, **(data or {})},
                 "tokenizer": tokenizer or {"kind": "char"},
                 **parted({**usual, **settings}),
             }
@@ -79,12 +86,19 @@ def hashes(out):
 
 def test_a_tiny_model_learns_to_reverse_and_the_cached_engine_says_so(reversals, tmp_path, pair_config, listener):
     out = tmp_path / "run"
-    settings = {"lr": 1e-2, "beta2": 0.98, "batch": 16, "warmup": 20, "eval_every": 300, "save_every": 1000}
-    config = pair_config(steps=300, data={"context": 16}, **settings)
+    settings = {
+        "lr": 1e-2,
+        "beta2": 0.98,
+        "batch_size": 16,
+        "warmup_steps": 20,
+        "eval_interval": 300,
+        "save_interval": 1000,
+    }
+    config = pair_config(steps=300, data={"seq_len": 16}, **settings)
     outcome = train_model(config, [reversals], out, callbacks=[listener])
     assert listener.steps[0].loss > 1.5 and outcome.val_loss < 0.15, "it has not learned to reverse"
     held = [line.split("\t") for line in reversals.read_text().splitlines()[-34:]]
-    with LLM.load(out, rows=8) as llm:
+    with LLM.load(out, max_num_seqs=8) as llm:
         done = llm.generate([source for source, _ in held])
         right = sum(answer.text == target for answer, (_, target) in zip(done, held, strict=True))
         assert right >= 27, f"{right} of 34 words that it never saw"
@@ -101,7 +115,7 @@ def test_a_tiny_model_learns_to_reverse_and_the_cached_engine_says_so(reversals,
 def test_greedy_without_a_cache_is_what_the_engine_says(reversals, tmp_path, pair_config):
     train_model(pair_config(), [reversals], tmp_path / "run")
     model, opened = load_model(tmp_path / "run")
-    with LLM.load(tmp_path / "run", rows=4) as llm:
+    with LLM.load(tmp_path / "run", max_num_seqs=4) as llm:
         sources = [llm.encode(word) for word in ("a", "abcd", "dcba", "bb")]
         found = greedy_decode(model, sources, opened.generation, 9)
         for source, ids in zip(sources, found, strict=True):
@@ -119,7 +133,7 @@ def test_the_checkpoint_says_how_to_generate(reversals, tmp_path, pair_config):
 def test_every_kind_of_tokenizer_has_what_pairs_need(reversals, tmp_path, pair_config, kind):
     config = pair_config(steps=1, tokenizer={"kind": kind, "vocab_size": 300 if kind == "bpe" else 900})
     train_model(config, [reversals], tmp_path / "run")
-    with LLM.load(tmp_path / "run", rows=1) as llm:
+    with LLM.load(tmp_path / "run", max_num_seqs=1) as llm:
         assert llm.encode("abc")[-1] == llm.tokenizer.special_tokens.eos
         assert llm.generate("abc", max_tokens=3).usage.num_completion_tokens <= 3
 
@@ -129,7 +143,7 @@ def test_every_kind_of_tokenizer_has_what_pairs_need(reversals, tmp_path, pair_c
 def test_resume_goes_on_to_the_bit(reversals, tmp_path, pair_config, precision, preset, layout):
     scale = 32**0.5  # Marian's is sqrt(width) or none
     model = {"preset": preset, "set": {**SMALL, "embedding.scale": scale, "encoder_input.embedding.scale": scale}}
-    config = pair_config(steps=12, accumulate=2, precision=precision, model=model)
+    config = pair_config(steps=12, gradient_accumulation_steps=2, precision=precision, model=model)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train_model(config, [reversals], whole)
     assert train_model(config, [reversals], parts, callbacks=[StopAt(3)]).reason == "interrupted"
@@ -167,8 +181,8 @@ def test_parallel_files_with_files_held_out(tmp_path, pair_config, listener):
 def test_a_documents_model_takes_no_pairs(reversals, tmp_path, run_config, pair_config):
     with pytest.raises(UsageError, match=r"pairs are for an encoder-decoder.*--preset transformer-tiny"):
         train_model(run_config(), PairPaths(((reversals,),)), tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"data\.suffixes"):
-        train_model(pair_config(data={"suffixes": [".tsv"]}), [reversals], tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"data\.file_suffixes"):
+        train_model(pair_config(data={"file_suffixes": [".tsv"]}), [reversals], tmp_path / "run")
     train_tokenizer("byte", []).save(tmp_path / "mute")
     with pytest.raises(DataError, match="no BOS token"):
         train_model(pair_config(tokenizer={"path": str(tmp_path / "mute")}), [reversals], tmp_path / "run")
@@ -200,7 +214,8 @@ def kvad(capsys, *arguments):
     return code, *capsys.readouterr()
 
 
-QUICK = ["--preset", "transformer-tiny", "--tokenizer", "byte", "--context", 16, "--batch", 2, "--precision", "fp32",
+QUICK = ["--preset", "transformer-tiny", "--tokenizer", "byte", "--seq-len", 16, "--batch-size", 2,
+         "--precision", "fp32",
          *itertools.chain(*(("--set", f"{key}={value}") for key, value in SMALL.items()))]  # fmt: skip
 
 
@@ -210,8 +225,8 @@ def test_the_command_trains_on_a_tsv_says_what_it_left_out_and_translates(tmp_pa
     code, stdout, stderr = kvad(capsys, "train", file, "--out", out, *QUICK, "--steps", 2, "--json")
     assert code == 0, stderr
     assert "corpus: 50 pairs in 1 file" in stderr and "1 pair with an empty side left out" in stderr
-    assert "left out: 1 pair longer than the context of 16 (the longest has a side of 31 tokens)" in stderr
-    assert "packed: " in stderr and "of the sources' places" in stderr and "  < ab\n  = ba\n  > " in stderr
+    assert "left out: 1 pair longer than data.seq_len 16 (the longest side has 31 tokens)" in stderr
+    assert "packed: " in stderr and "of the sources and" in stderr and "  < ab\n  = ba\n  > " in stderr
     assert f"next:  kvad translate {out}" in stderr and json.loads(stdout)["step"] == 2
     assert "tokens:" in stderr and (out / "loss.png").exists()
     code, stdout, stderr = kvad(capsys, "translate", out, file.with_name("a.tsv"), "--max-tokens", 2)
@@ -246,8 +261,8 @@ def test_the_command_takes_parallel_files_and_validation_in_both_forms(tmp_path,
         ([tmp_path / "a.de"], "a.de, line 1: no tab"),
         ([], "no pairs were named"),
         (["--validation", tmp_path / "v.tsv"], "no pairs were named"),
-        ([*pairs, "--context", "2"], "no pair is left for training: 11 pairs, of which none fits a context of 2"),
-        ([*pairs, "--batch", "100000000"], "training on 100,000,000 rows"),
+        ([*pairs, "--seq-len", "2"], "no pair is left for training: none of 11 pairs fits data.seq_len 2"),
+        ([*pairs, "--batch-size", "100000000"], "training on 100,000,000 rows"),
     ):
         code, stdout, stderr = run(*flags)
         assert code == 2 and says in stderr and not stdout and "Traceback" not in stderr, stderr
@@ -260,12 +275,12 @@ def test_the_translator_takes_an_adapter(reversals, tmp_path, pair_config, capsy
         for seed in (0, 1)
     )
     content = pair_config(steps=40, lr=2e-2).to_dict()
-    content |= {"model": {"init": str(base)}, "tokenizer": {}, "lora": {"rank": 4, "targets": "all"}}
+    content |= {"model": {"init": str(base)}, "tokenizer": {}, "lora": {"rank": 4, "target_modules": "all"}}
     beside = RunConfig.from_dict(content)
     adapter = train_model(beside, [reversals], tmp_path / "adapter").checkpoint
     assert kvad(capsys, "merge", base, adapter, "--out", tmp_path / "merged")[0] == 0
     (tmp_path / "lines").write_text("abc\n\nda\ncbba\n")
-    asked = [tmp_path / "lines", "--max-tokens", 6, "--beams", 2, "--json"]
+    asked = [tmp_path / "lines", "--max-tokens", 6, "--num-beams", 2, "--json"]
     said = {}
     for name, model in {
         "base": [base],
@@ -282,7 +297,7 @@ def test_the_translator_takes_an_adapter(reversals, tmp_path, pair_config, capsy
     assert all(one[0] != two[0] for one, two in zip(said["base"], said["both"], strict=True) if one[1] is not None)
     for model, named, why in (
         (other, adapter, "this adapter was trained on another model than"),
-        (base, other, "is not an adapter: it is a whole model"),
+        (base, other, "is not an adapter: it is a complete model"),
         (base, tmp_path / "none", "is not an adapter: no such folder"),
     ):
         code, stdout, stderr = kvad(capsys, "translate", model, *asked, "--adapter", named)

@@ -53,7 +53,7 @@ def test_held_out_files_come_last_and_are_counted(write):
         ("a\tb\nc d\n", r"a.tsv, line 2: no tab, and a pair is SOURCE<tab>TARGET .*--pairs SOURCE TARGET"),
         ("a\tb\tc\n", r"a.tsv, line 1: 2 tabs"),
         ("a\tb\n\nc\td\n", r"a.tsv, line 2: no tab"),
-        (b"a\tb\nca\xe9\td\n", r"a.tsv, line 2, is not UTF-8: byte 0xE9 at offset 6 .*--errors replace"),
+        (b"a\tb\nca\xe9\td\n", r"a.tsv, line 2, is not UTF-8: byte 0xE9 at offset 6 .*--encoding-errors replace"),
         (b"a\0\tb\n", r"a.tsv is binary \(a zero byte at offset 1\)"),
         ("", r"no pairs in .*a.tsv"),
         ("\tb\na\t\n", r"no pairs in .*a.tsv \(2 pairs with an empty side"),
@@ -126,4 +126,4 @@ def test_json_lines_by_name_and_by_format(write, tmp_path, capsys):
         assert "corpus: 30 pairs in 1 file" in capsys.readouterr().err
     both = ("--pairs", write("a", "x\n" * 9), write("b", "y\n" * 9), "--format", "jsonl", "--out", tmp_path / "c")
     assert main(["data", "prepare", *map(str, both)]) == 2
-    assert "data.format: parallel files are read by lines" in capsys.readouterr().err
+    assert "data.format: must be 'auto' or 'pairs' for parallel files" in capsys.readouterr().err

@@ -9,9 +9,9 @@ SMALL = [
     "tiny",
     "--tokenizer",
     "byte",
-    "--context",
+    "--seq-len",
     "16",
-    "--batch",
+    "--batch-size",
     "2",
     "--steps",
     "1",
@@ -44,12 +44,12 @@ def put(path, text):
 @pytest.mark.parametrize(
     ("there", "named", "words"),
     [
-        ("data/text.txt", "data/text.txt", "data is there"),  # a file of it is the corpus
-        ("data/text.txt", "data", "data is there"),
-        ("data/mine/notes.md", None, "data is there, and a run of {out} writes its tokens there"),
-        ("data/0/notes.md", None, "data is there"),
-        ("data", None, "data is there"),  # a file
-        ("run.toml", None, "run.toml is there, and a run of {out} writes its configuration there"),
+        ("data/text.txt", "data/text.txt", "data exists already"),  # a file of it is the corpus
+        ("data/text.txt", "data", "data exists already"),
+        ("data/mine/notes.md", None, "data exists already, and the run would write its tokens there"),
+        ("data/0/notes.md", None, "data exists already"),
+        ("data", None, "data exists already"),  # a file
+        ("run.toml", None, "run.toml exists already, and the run would write its configuration there"),
     ],
 )
 @pytest.mark.parametrize("more", [(), ("--overwrite",), ("--dry-run",)])
@@ -59,8 +59,8 @@ def test_what_is_no_runs_stays(tmp_path, text, capsys, there, named, words, more
     before = everything(out)
     assert train(text if named is None else out / named, "--out", out, *more) == 2
     said = capsys.readouterr().err
-    expected = words.format(out=out) if named is None else "lies in" if "--dry" else words
-    assert expected in said and "choose another --out" in said, said
+    expected = words.format(out=out) if named is None else "is inside" if "--dry" else words
+    assert expected in said and "choose another --out" in said.lower(), said
     assert everything(out) == before
 
 
@@ -68,10 +68,10 @@ def test_pairs_and_parts_of_a_mixture_are_looked_at_too(tmp_path, text, capsys):
     out = tmp_path / "proj"
     pairs = put(out / "data" / "pairs.tsv", "a b\tb a\n" * 40)
     assert train(pairs, "--out", out, "--preset", "transformer-tiny") == 2
-    assert "pairs.tsv lies in" in capsys.readouterr().err
+    assert "pairs.tsv is inside" in capsys.readouterr().err
     parts = f'data.sources=[{{"paths": ["{pairs}"], "weight": 1}}]'
     assert train("--out", out, "--set", parts) == 2
-    assert "pairs.tsv lies in" in capsys.readouterr().err
+    assert "pairs.tsv is inside" in capsys.readouterr().err
     assert pairs.read_text() == "a b\tb a\n" * 40
 
 

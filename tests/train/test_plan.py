@@ -44,15 +44,15 @@ def written(run):
         {"name": "muon"},
         {"name": "adafactor"},
         {"name": "adafactor", "beta1": 0.9},
-        {"ema": 0.9},
-        {"average": 2, "average_every": 1},
+        {"ema_decay": 0.9},
+        {"average_last": 2, "average_interval": 1},
     ],
     ids=str,
 )
 def test_what_is_counted_is_what_the_run_does(optim, corpus, tmp_path, run_config, listener):
     config = run_config(steps=3, **optim)
     found = planned(config, [corpus])
-    train_model(config, [corpus], tmp_path / "run", callbacks=[listener], available=ROOM, gauged=True)
+    train_model(config, [corpus], tmp_path / "run", callbacks=[listener], available=ROOM, measure_peak=True)
     start = listener.start
     assert (found.parameters, found.train_tokens, found.validation_tokens, found.tokens_per_step, found.steps) == (
         start.parameters, start.train_tokens, start.validation_tokens, start.tokens_per_step, start.steps)  # fmt: skip
@@ -67,7 +67,7 @@ def test_what_is_counted_is_what_the_run_does(optim, corpus, tmp_path, run_confi
 
 def test_nothing_is_written(corpus, tmp_path):
     out = tmp_path / "run"
-    settings = ["--preset", "tiny", "--tokenizer", "byte", "--context", 16, "--batch", 2, "--precision", "fp32"]
+    settings = ["--preset", "tiny", "--tokenizer", "byte", "--seq-len", 16, "--batch-size", 2, "--precision", "fp32"]
     code, stdout, _ = kvad("train", corpus, "--out", out, *settings, "--steps", 5, "--dry-run")
     assert code == 0 and not out.exists()
     words = {line.split()[0]: line for line in stdout.splitlines()}
@@ -76,12 +76,12 @@ def test_nothing_is_written(corpus, tmp_path):
     code, stdout, _ = kvad("train", corpus, *settings, "--minutes", 1, "--dry-run", "--json")  # no --out is needed
     result = json.loads(stdout)
     assert code == 0 and result["steps"] > 1 and result["seconds"] == pytest.approx(60, rel=0.2)
-    assert result["bytes"] == sum(result["memory"].values()) and result["config"]["data"]["context"] == 16
+    assert result["bytes"] == sum(result["memory"].values()) and result["config"]["data"]["seq_len"] == 16
 
 
 def test_a_run_that_would_be_refused_is_refused(corpus, tmp_path, run_config):
     code, _, stderr = kvad("train", corpus, "--dry-run", "--resume", "--out", tmp_path / "run")
-    assert code == 2 and "--dry-run plans a new run" in stderr
+    assert code == 2 and "--dry-run and --resume exclude each other" in stderr
     code, _, stderr = kvad("train", corpus)
     assert code == 2 and "Missing option '--out'" in stderr
     train_model(run_config(steps=1), [corpus], tmp_path / "run")
@@ -92,19 +92,21 @@ def test_a_run_that_would_be_refused_is_refused(corpus, tmp_path, run_config):
 
 
 def test_what_does_not_fit_is_not_measured(corpus, run_config):
-    config = run_config(steps=3, batch=64)
+    config = run_config(steps=3, batch_size=64)
     whole = planned(config, [corpus])
     tight = planned(config, [corpus], whole.bytes // 2)
     assert tight.trial is None and tight.seconds is None and 0 < tight.fits < 64
-    assert f"DOES NOT FIT; --batch {tight.fits} would" in training_plan_text(tight)[1]
-    again = planned(replace(config, train=replace(config.train, batch=tight.fits)), [corpus], whole.bytes // 2)
+    assert f"DOES NOT FIT; --batch-size {tight.fits} fits" in training_plan_text(tight)[1]
+    again = planned(replace(config, train=replace(config.train, batch_size=tight.fits)), [corpus], whole.bytes // 2)
     assert again.trial is not None
     none = planned(config, [corpus], 1000)
-    assert none.fits == 0 and "not even --batch 1" in training_plan_text(none)[1]
+    assert none.fits == 0 and "not even --batch-size 1" in training_plan_text(none)[1]
 
 
 def test_of_a_stream_tokens_and_epochs_are_unknown(corpus, run_config):
-    found = planned(run_config(data={"order": "stream", "shuffle": 4, "validation": 0.3}, steps=3), [corpus])
+    found = planned(
+        run_config(data={"order": "stream", "shuffle_buffer": 4, "validation_fraction": 0.3}, steps=3), [corpus]
+    )
     assert found.train_tokens is None and found.epochs is None and found.tokens == 3 * 128 and found.seconds > 0
     assert "unknown" in training_plan_text(found)[2] and "epochs unknown" in training_plan_text(found)[4]
 
@@ -120,9 +122,9 @@ def test_prepared_data_mixtures_and_pairs_can_be_planned(corpus, tmp_path, run_c
 
 def test_a_compressor_s_training_is_planned_as_far_as_it_can_be(corpus, tmp_path, run_config):
     train_model(run_config(steps=1), [corpus], tmp_path / "base")
-    wanted = {"model": str(tmp_path / "base"), "ratio": 2, "recent": 8, "every": 4}
-    content = {**run_config(steps=3).to_dict(), "model": {}, "tokenizer": {}, "compress": wanted}
-    found = planned(RunConfig.from_dict({**content, "objective": {"kind": "compress"}}), [corpus])
+    wanted = {"model": str(tmp_path / "base"), "ratio": 2, "recent": 8, "interval": 4}
+    content = {**run_config(steps=3).to_dict(), "model": {}, "tokenizer": {}, "summarizer": wanted}
+    found = planned(RunConfig.from_dict({**content, "objective": {"kind": "summarizer"}}), [corpus])
     assert found.memory is None and found.step_flops is None and found.trial.rows == 4 and found.seconds > 0
     assert 0 < found.trained < found.parameters and found.checkpoint == 12 * found.trained
     said = training_plan_text(found)

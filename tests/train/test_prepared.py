@@ -24,7 +24,7 @@ from tests.train.test_job import hashes
 RUN = """
 [model]
 preset = "tiny"
-set = {{ "width" = 32, "decoder.num_layers" = 1, "decoder.layer_types.L.mlp.intermediate_size" = 32 }}
+set = {{ "hidden_size" = 32, "decoder.num_layers" = 1, "decoder.layer_types.L.mlp.intermediate_size" = 32 }}
 [data]
 seq_len = 16
 {data}
@@ -73,9 +73,9 @@ def test_runs_on_texts_on_prepared_data_and_on_a_stream(prepared, corpus, run, t
     assert hashes(tmp_path / "texts") == hashes(tmp_path / "tokens")
     assert not (tmp_path / "tokens" / "data").exists() and (tmp_path / "texts" / "data").exists()
     assert kvad("train", "--resume", "--out", tmp_path / "tokens")[0] == 0
-    settings = {"order": "stream", "shuffle": 2, "validation": 0.3, "documents": "lines"}
+    settings = {"order": "stream", "shuffle_buffer": 2, "validation_fraction": 0.3, "document_unit": "lines"}
     stream = run("stream.toml", **settings)
-    steps = ["--steps", 6, "--save-every", 2, "--batch", 16]
+    steps = ["--steps", 6, "--save-interval", 2, "--batch-size", 16]
     assert kvad("train", stream, corpus, "--out", tmp_path / "through", *steps)[0] == 0
     config, _ = job.read_model_run(tmp_path / "through")
 
@@ -87,7 +87,7 @@ def test_runs_on_texts_on_prepared_data_and_on_a_stream(prepared, corpus, run, t
     with pytest.raises(KeyboardInterrupt):
         job.train_model(config, [corpus], tmp_path / "killed", callbacks=[Stop()])
     state = json.loads((tmp_path / "killed/checkpoints/step-00000004/training/state.json").read_text())
-    assert len(state["position"][0]) == 4 and state["position"][0][0] > 0
+    assert len(state["stream_position"][0]) == 4 and state["stream_position"][0][0] > 0
     assert not (tmp_path / "killed" / "data").exists()
     job.resume_model(tmp_path / "killed")
     assert hashes(tmp_path / "killed") == hashes(tmp_path / "through")
@@ -97,13 +97,13 @@ def test_a_mixture_is_trained_on_by_its_run_file(prepared, corpus, run, tmp_path
     sources = f'sources = [{{paths = ["{prepared}"], weight = 3}}, {{paths = ["{corpus / "03.txt"}"]}}]'
     path = run()
     path.write_text(
-        path.read_text().replace("context = 16", f"context = 16\n{sources}").replace('[tokenizer]\nkind = "byte"', "")
+        path.read_text().replace("seq_len = 16", f"seq_len = 16\n{sources}").replace('[tokenizer]\nkind = "byte"', "")
     )
     code, _, err = kvad("train", path, "--out", tmp_path / "mixed")
     assert code == 0 and "prepared: " in err and "corpus: 1 file" in err, err
     assert kvad("train", "--resume", "--out", tmp_path / "mixed")[0] == 0
     code, _, err = kvad("train", path, corpus, "--out", tmp_path / "other")
-    assert code == 2 and "data.sources names the texts already" in err
+    assert code == 2 and "data.sources: already names the texts" in err
 
 
 def material(prepared, **tables):
@@ -115,17 +115,17 @@ def test_what_no_longer_belongs_together_is_refused(prepared, tmp_path):
     char.save(tmp_path / "char")
     with pytest.raises(DataError, match=r"char is not the tokenizer that made the tokens of .*data"):
         material(prepared, tokenizer={"path": str(tmp_path / "char")}).make_tokenizer()
-    with pytest.raises(ConfigError, match=r"\[tokenizer\]: the tokens of .*data are made already, by byte"):
+    with pytest.raises(ConfigError, match=r"\[tokenizer\]: the tokens of .*data were made by byte"):
         material(prepared, tokenizer={"kind": "char"}).make_tokenizer()
     with pytest.raises(ConfigError, match=r"with the run file: kvad data prepare RUN.toml TEXTS --out DIR"):
         material(prepared, tokenizer={"kind": "bpe", "vocab_size": 300}).make_tokenizer()
     assert material(prepared, tokenizer={"kind": "byte"}).make_tokenizer().kind == "byte"
-    with pytest.raises(ConfigError, match=r"is prepared, and a stream reads texts"):
+    with pytest.raises(ConfigError, match=r"'stream' reads texts, but .* is prepared"):
         material(prepared, data={"order": "stream"})
     with pytest.raises(DataError, match=r"the run's tokenizer is not the tokenizer that made the tokens"):
         material(prepared).open(tmp_path / "x", char)
     char.save(prepared / "tokenizer")
-    with pytest.raises(DataError, match=r"tokenizer is not the tokenizer that made the tokens .*prepare it again"):
+    with pytest.raises(DataError, match=r"tokenizer is not the tokenizer that made the tokens .*Prepare it again"):
         PreparedData(prepared)
 
 
@@ -138,7 +138,7 @@ def test_two_folders_of_one_run_share_the_first_ones_tokenizer(corpus, tmp_path,
         assert code == 0, err
     code, _, err = kvad("train", path, tmp_path / "a", tmp_path / "b", "--out", tmp_path / "run")
     hint = f"kvad data prepare TEXTS --tokenizer {tmp_path / 'a'} --out DIR"
-    assert code == 2 and err.rstrip().endswith(f"prepare it again by that one: {hint}"), err
+    assert code == 2 and err.rstrip().endswith(f"Prepare it again with that one: {hint}"), err
     words = hint.replace("TEXTS", str(corpus)).replace("DIR", str(tmp_path / "c")).split()[1:]
     assert kvad(*words)[0] == 0
     code, _, err = kvad("train", path, tmp_path / "a", tmp_path / "c", "--out", tmp_path / "run")
@@ -153,13 +153,13 @@ def test_tokens_beyond_the_vocabulary_and_damaged_files_are_refused(prepared, ru
     manifest = json.loads((prepared / "manifest.json").read_text())
     (prepared / "manifest.json").write_text(json.dumps(manifest | {"largest": 300}))
     code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
-    assert code == 2 and "holds token id 300, beyond the vocabulary of 257" in err
+    assert code == 2 and "holds token id 300, outside the vocabulary of 257" in err
     (prepared / "manifest.json").write_text(json.dumps(manifest))
     tokens = bytearray((prepared / "tokens-00000.bin").read_bytes())
     tokens[1::2] = b"\x02" * (len(tokens) // 2)  # every id is 512 more
     (prepared / "tokens-00000.bin").write_bytes(tokens)
     code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
-    assert code == 2 and "beyond the vocabulary of 257: the first is token 1 of document 1, at byte 0 of " in err, err
+    assert code == 2 and "outside the vocabulary of 257: the first is token 1 of document 1, at byte 0 of " in err, err
     (prepared / "manifest.json").write_text(json.dumps(manifest | {"largest": 300}))
     code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
     assert code == 2 and "the first is token 1 of document 1, at byte 0 of tokens-00000.bin\n" in err, err
@@ -169,7 +169,7 @@ def test_tokens_beyond_the_vocabulary_and_damaged_files_are_refused(prepared, ru
     (prepared / "tokens-00000.bin").write_bytes(tokens[:-2])
     code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
     assert code == 2 and "tokens-00000.bin has" in err and "instead of" in err
-    (prepared / "manifest.json").write_text(json.dumps({"prepared": 1}))
+    (prepared / "manifest.json").write_text(json.dumps({"prepared": manifest["prepared"]}))
     code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
     assert code == 2 and "its manifest is damaged" in err
 
@@ -177,8 +177,8 @@ def test_tokens_beyond_the_vocabulary_and_damaged_files_are_refused(prepared, ru
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["{corpus}", "--out", "{corpus}"], "is not empty (choose another --out)"),
-        (["{corpus}", "--out", "{data}"], "is not empty (--overwrite lets it give way)"),
+        (["{corpus}", "--out", "{corpus}"], "is not empty (Choose another --out.)"),
+        (["{corpus}", "--out", "{data}"], "is not empty (Replace it with --overwrite.)"),
         (["{data}", "--out", "{data}2"], "only texts can be prepared"),
         (["{corpus}", "--out", "{data}2", "--format", "jsnl"], "'jsnl' is not one of"),
         (["{corpus}", "--format", "pairs", "--out", "{data}2"], "is a folder, and pairs come from files"),
@@ -198,7 +198,7 @@ def test_a_folder_that_is_read_is_no_place_for_what_is_made_of_it(corpus, tmp_pa
     texts = shutil.copytree(corpus, tmp_path / "texts")
     byte = ["--tokenizer", "byte"]
     code, _, err = kvad("data", "prepare", texts, *byte, "--out", texts / "prep")
-    assert code == 2 and "lies inside the corpus" in err and not (texts / "prep").exists(), err
+    assert code == 2 and "is inside the corpus" in err and not (texts / "prep").exists(), err
     code, out, err = kvad("data", "prepare", texts, "--suffix", ".txt", *byte, "--out", texts / "prep")
     assert code == 0 and "in 12 documents" in out, err
     code, out, err = kvad("data", "prepare", texts, "--suffix", ".txt", *byte, "--out", tmp_path / "again")
@@ -210,11 +210,11 @@ def test_ctrl_c_says_that_nothing_was_written(prepared, corpus, tmp_path, monkey
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvad.train.setup.prepared.fill_store", interrupt)
+    monkeypatch.setattr("kvad.train.data.token_store.write_store", interrupt)
     out = prepared if there else tmp_path / "new"
     before = hashlib.sha256((prepared / "tokens-00000.bin").read_bytes()).hexdigest()
     code, _, err = kvad("data", "prepare", corpus, "--tokenizer", "byte", "--out", out, "--overwrite")
-    said = f"{out} is as it was" if there else f"nothing was written to {out}"
+    said = f"{out} is unchanged" if there else f"nothing was written to {out}"
     assert code == 130 and err.endswith(f"kvad: interrupted: {said}\n"), err
     assert hashlib.sha256((prepared / "tokens-00000.bin").read_bytes()).hexdigest() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
@@ -237,7 +237,7 @@ def test_a_table_that_is_read_as_a_document_is_told(tmp_path):
         out = tmp_path / str(number)
         code, _, err = kvad("data", "prepare", table, *flags, "--vocab-size", 300, "--out", out)
         assert code == 0 and json.loads((out / "manifest.json").read_text())["kind"] == kind, err
-        assert (f"{table} is read as a document: --objective seq2seq reads pairs, tag" in err) is told, err
+        assert (f"{table} is read as a document; --objective seq2seq reads pairs, tag" in err) is told, err
 
 
 def test_pairs_are_for_an_encoder_decoder(prepared, tmp_path, corpus):
@@ -260,7 +260,7 @@ def test_one_token_beyond_the_vocabulary_is_found_before_the_first_step(prepared
         shard.write_bytes(tokens.tobytes())
         code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
         says = (
-            f"holds token id 32,767, beyond the vocabulary of 257: the first is {place}, at byte {2 * at:,} of tokens"
+            f"holds token id 32,767, outside the vocabulary of 257: the first is {place}, at byte {2 * at:,} of tokens"
         )
         assert code == 2 and says in err, err
         assert not (tmp_path / "run").exists()
@@ -280,51 +280,55 @@ def test_of_pairs_the_side_is_said(tmp_path):
 # ---------------------------------------------------------------- check
 
 
-@pytest.mark.parametrize("data", [{}, {"packing": "first-fit", "reset": False}, {"order": "sequential", "shuffle": 3}])
+@pytest.mark.parametrize(
+    "data", [{}, {"packing": "first-fit", "reset_positions": False}, {"order": "sequential", "shuffle_buffer": 3}]
+)
 def test_a_real_batch_proves_that_nothing_leaks(prepared, run, data):
-    data = {"documents": "lines", "validation": 0.2, "context": 400, **data}
+    data = {"document_unit": "lines", "validation_fraction": 0.2, "seq_len": 400, **data}
     file = run(**data)
-    file.write_text(file.read_text().replace("context = 16\n", ""))
+    file.write_text(file.read_text().replace("seq_len = 16\n", ""))
     code, out, err = kvad("data", "check", file, prepared, "--json")
     assert code == 0, err
     found = json.loads(out)
     assert found["ok"] and found["gradient"] <= 1e-12 and found["documents"] > found["rows"]
-    assert all(each["others"] == 0 and each["own"] > 1e-6 for each in found["perturbed"]) and found["perturbed"]
+    assert all(each["leak"] == 0 and each["own_change"] > 1e-6 for each in found["perturbed"]) and found["perturbed"]
     assert found["loss_packed"] == pytest.approx(found["loss_alone"], rel=1e-12)
     code, out, _ = kvad("data", "check", file, prepared)
-    assert code == 0 and out.rstrip().endswith("ok") and "<|endofdoc|>" in out and "% of the places taken" in out
+    assert code == 0 and out.rstrip().endswith("ok") and "<|endofdoc|>" in out and "% filled" in out
 
 
 def test_a_mask_that_is_broken_on_purpose_is_exit_code_1(prepared, run, monkeypatch):
     real = AttentionPattern.visible
-    monkeypatch.setattr(AttentionPattern, "visible", lambda self, q, k: real(self, q._replace(document=None), k))
+    monkeypatch.setattr(AttentionPattern, "visible", lambda self, q, k: real(self, q._replace(document_id=None), k))
     file = run()
-    file.write_text(file.read_text().replace("context = 16", "context = 400"))
+    file.write_text(file.read_text().replace("seq_len = 16", "seq_len = 400"))
     code, out, err = kvad("data", "check", file, prepared)
-    assert code == 1 and "LEAK" in out and "moves another one's logits" in out, err
-    assert "packed gradients differ from those of documents alone" in out
+    assert code == 1 and "LEAK" in out and "changes another document's logits" in out, err
+    assert "packed gradients differ from those of single documents" in out
     code, out, _ = kvad("data", "check", file, prepared, "--json")
     assert code == 1 and not json.loads(out)["ok"]
 
 
 def test_positions_that_do_not_restart_are_seen_where_they_should(prepared, run, monkeypatch):
     """Documents that are not isolated: said so, and only what comes later may move."""
-    file = run(isolate=False)
-    file.write_text(file.read_text().replace("context = 16", "context = 400"))
+    file = run(isolate_documents=False)
+    file.write_text(file.read_text().replace("seq_len = 16", "seq_len = 400"))
     code, out, _ = kvad("data", "check", file, prepared)
     assert code == 0 and "gradients   not compared" in out and "(data.isolate_documents is off)" in out
     real = AttentionPattern.visible
     monkeypatch.setattr(
-        AttentionPattern, "visible", lambda self, q, k: real(self, q._replace(order=None), k._replace(order=None))
+        AttentionPattern,
+        "visible",
+        lambda self, q, k: real(self, q._replace(causal_order=None), k._replace(causal_order=None)),
     )
     code, out, _ = kvad("data", "check", file, prepared)
-    assert code == 1 and "moves another one's logits" in out, "by position alone a document sees later ones"
+    assert code == 1 and "changes another document's logits" in out, "by position alone a document sees later ones"
 
 
 def test_a_run_and_its_pairs_are_checked_with_its_own_weights(tmp_path):
     (tmp_path / "p.tsv").write_text("".join(f"{n} und {n + 1}\t{n} and {n + 1}\n" for n in range(40)))
-    small = ["--preset", "transformer-tiny", "--set", "width=32", *QUICK[8:]]
-    code, _, err = kvad("train", tmp_path / "p.tsv", *small, "--context", 48, "--steps", 2, "--out", tmp_path / "run")
+    small = ["--preset", "transformer-tiny", "--set", "hidden_size=32", *QUICK[8:]]
+    code, _, err = kvad("train", tmp_path / "p.tsv", *small, "--seq-len", 48, "--steps", 2, "--out", tmp_path / "run")
     assert code == 0, err
     code, out, err = kvad("data", "check", tmp_path / "run", "--json")
     found = json.loads(out)
@@ -340,6 +344,6 @@ def test_a_damaged_shard_is_named(prepared, run, monkeypatch):
     (prepared / "tokens-00000.bin").write_bytes(tokens)
     monkeypatch.setattr("kvad.train.setup.data_check.check_packing", lambda *_: pytest.fail("no proof"))
     code, out, _ = kvad("data", "check", run(), prepared)
-    assert (code, out) == (1, f"damaged: {prepared / 'tokens-00000.bin'}: prepare it again\n")
+    assert (code, out) == (1, f"damaged: {prepared / 'tokens-00000.bin'}: run kvad data prepare again\n")
     code, out, _ = kvad("data", "check", run(), prepared, "--json")
-    assert code == 1 and json.loads(out) == {"ok": False, "wrong": [f"{prepared / 'tokens-00000.bin'} is damaged"]}
+    assert code == 1 and json.loads(out) == {"ok": False, "problems": [f"{prepared / 'tokens-00000.bin'} is damaged"]}

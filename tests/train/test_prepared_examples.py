@@ -19,17 +19,21 @@ from tests.train.test_cli import kvad
 from tests.train.test_every_objective import OBJECTIVE_TOPOLOGY, PRESET, SMALL, files  # noqa: F401  (a fixture)
 from tests.train.test_job import hashes
 
-FED = ("masked", "spans", "tag", "classify", "chat")
+FED = ("masked-lm", "span-corruption", "tag", "classify", "chat")
 
 
 def run_file(kind, folder, **data):
     """A run of a tiny model; ``data``: keys of [data]."""
     topology = OBJECTIVE_TOPOLOGY[kind]
-    own = {k: v for k, v in SMALL.items() if k == "width" or k.split(".")[0] in topology.split("-")}
-    own |= {f"{side}.kinds.L.mlp.hidden": 48 for side in topology.split("-") if side in ("encoder", "decoder")}
-    preset = "t5-tiny" if kind == "spans" else PRESET[topology]
-    lines = {"documents": "lines"} if kind in ("masked", "spans") else {}
-    table = {"context": 128, "validation": 0.2, **lines, **data}
+    own = {k: v for k, v in SMALL.items() if k == "hidden_size" or k.split(".")[0] in topology.split("-")}
+    own |= {
+        f"{side}.layer_types.L.mlp.intermediate_size": 48
+        for side in topology.split("-")
+        if side in ("encoder", "decoder")
+    }
+    preset = "t5-tiny" if kind == "span-corruption" else PRESET[topology]
+    lines = {"document_unit": "lines"} if kind in ("masked-lm", "span-corruption") else {}
+    table = {"seq_len": 128, "validation_fraction": 0.2, **lines, **data}
     path = folder / f"{kind}.toml"
     path.write_text(
         f"[model]\npreset = {json.dumps(preset)}\n[model.set]\n"
@@ -37,7 +41,7 @@ def run_file(kind, folder, **data):
         + "[data]\n"
         + "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items())
         + f'[tokenizer]\nkind = "byte"\n[objective]\nkind = "{kind}"\n'
-        + '[train]\nsteps = 3\nbatch = 2\nprecision = "fp32"\neval_tokens = 200\n'
+        + '[train]\nsteps = 3\nbatch_size = 2\nprecision = "fp32"\neval_tokens = 200\n'
     )
     return path
 
@@ -69,7 +73,7 @@ def test_files_held_out_are_named_when_it_is_prepared(files, tmp_path):  # noqa:
     assert code == 0 and "1 of them for validation" in err, err
     assert json.loads((tmp_path / "data/manifest.json").read_text())["held"] == 1
     code, _, err = kvad("train", run, tmp_path / "data", *held, "--out", tmp_path / "run")
-    assert code == 2 and "files held out are named when it is prepared" in err
+    assert code == 2 and "name validation files when preparing it" in err
     held = ["--validation", tmp_path / "unseen.tsv"]
     code, _, err = kvad("data", "prepare", run, files / "tag", *held, "--out", tmp_path / "other")
     assert code == 2 and "unseen.tsv, line 3: tag 'Z' is held out" in err
@@ -80,19 +84,22 @@ def test_files_held_out_are_named_when_it_is_prepared(files, tmp_path):  # noqa:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["train", "{run}", "{data}", "--validation", "0.4"], "and {data} holds out a share of 0.2"),
+        (["train", "{run}", "{data}", "--validation", "0.4"], "must be 0.2, as in {data}, got 0.4"),
         (["train", "{run}", "{data}", "{files}/classify"], "is prepared, and objective classify reads one corpus"),
-        (["train", "{run}", "{data}", "--objective", "tag"], "objective tag has a form of its own"),
+        (["train", "{run}", "{data}", "--objective", "tag"], "objective tag has its own format"),
         (
             ["train", "{data}", "--preset", "tiny"],
-            "labelled texts for objective classify, and this model reads documents",
+            "labeled texts for objective classify, and this model reads documents",
         ),
         (
             ["train", "{data}", "--preset", "encoder-tiny"],
-            "hint: --objective classify reads it; else prepare the texts",
+            "hint: Train with --objective classify, or prepare the texts",
         ),
-        (["train", "{data}", "--preset", "tiny"], "hint: prepare them with --objective next-token"),
-        (["data", "prepare", "{files}/masked", "--validation", "0.3"], "what share of texts and pairs is held out"),
+        (["train", "{data}", "--preset", "tiny"], "hint: Prepare them with --objective next-token"),
+        (
+            ["data", "prepare", "{files}/masked", "--validation", "0.3"],
+            "a fraction of texts and pairs is set by each run",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_line(files, tmp_path, arguments, says):  # noqa: F811
@@ -123,7 +130,9 @@ def test_a_prepared_conversation_keeps_its_template(files, tmp_path):  # noqa: F
         "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    run.write_text(run.read_text().replace('kind = "chat"', f'kind = "chat"\ntemplate = "{tmp_path / "own.jinja"}"'))
+    run.write_text(
+        run.read_text().replace('kind = "chat"', f'kind = "chat"\nchat_template = "{tmp_path / "own.jinja"}"')
+    )
     assert kvad("data", "prepare", run, files / "chat", "--out", tmp_path / "data")[0] == 0
     assert kvad("train", run, tmp_path / "data", "--out", tmp_path / "run")[0] == 0
     (step,) = (tmp_path / "run/checkpoints").iterdir()
@@ -153,7 +162,7 @@ TOLD = [*(("prepare", kind) for kind in ("next-token", "seq2seq", *FED)), ("trai
 @pytest.mark.parametrize(("command", "kind"), TOLD)
 def test_texts_that_become_tokens_say_how_far_they_are(command, kind, files, tmp_path, in_batches):  # noqa: F811
     """A line when ten seconds have passed, here at every third batch, whatever the texts are for."""
-    run = run_file(kind, tmp_path, **({"documents": "lines"} if kind == "next-token" else {}))
+    run = run_file(kind, tmp_path, **({"document_unit": "lines"} if kind == "next-token" else {}))
     words = ["train"] if command == "train" else ["data", "prepare"]
     code, _, err = kvad(*words, run, files / kind, "--out", tmp_path / "out")
     assert code == 0, err
@@ -191,34 +200,34 @@ def test_a_real_batch_proves_that_nothing_leaks(kind, files, tmp_path):  # noqa:
     assert code == 0, err
     found = json.loads(out)
     assert found["ok"] and found["gradient"] <= 1e-12 and found["documents"] > found["rows"]
-    assert found["perturbed"] and all(each["others"] == 0 and each["own"] > 1e-9 for each in found["perturbed"])
+    assert found["perturbed"] and all(each["leak"] == 0 and each["own_change"] > 1e-9 for each in found["perturbed"])
     sides = {each["side"] for each in found["perturbed"]}
-    assert sides == ({"source", "target"} if kind == "spans" else {"tokens"})
+    assert sides == ({"source", "target"} if kind == "span-corruption" else {"tokens"})
     code, out, _ = kvad("data", "check", run, files / kind)
     assert code == 0 and out.rstrip().endswith("ok") and "tokens: " in out
 
 
-@pytest.mark.parametrize("kind", ["masked", "chat", "tag"])
+@pytest.mark.parametrize("kind", ["masked-lm", "chat", "tag"])
 def test_a_mask_that_is_broken_on_purpose_is_exit_code_1(kind, files, tmp_path, monkeypatch):  # noqa: F811
     real = AttentionPattern.visible
-    monkeypatch.setattr(AttentionPattern, "visible", lambda self, q, k: real(self, q._replace(document=None), k))
+    monkeypatch.setattr(AttentionPattern, "visible", lambda self, q, k: real(self, q._replace(document_id=None), k))
     code, out, err = kvad("data", "check", run_file(kind, tmp_path), files / kind)
     assert code == 1 and "LEAK" in out and "packed gradients differ" in out, err
 
 
 def test_hidden_tokens_that_may_be_seen_from_elsewhere_are_not_checked(files, tmp_path):  # noqa: F811
-    run = run_file("masked", tmp_path, isolate=False)
-    code, _, err = kvad("data", "check", run, files / "masked")
+    run = run_file("masked-lm", tmp_path, isolate_documents=False)
+    code, _, err = kvad("data", "check", run, files / "masked-lm")
     assert code == 2 and "data.isolate_documents is off" in err
 
 
 def test_a_run_file_that_goes_on_from_a_model_is_checked_with_it(files, tmp_path):  # noqa: F811
     """A new head on a trained body; and the run's own folder."""
-    run = run_file("masked", tmp_path)
-    assert kvad("train", run, files / "masked", "--out", tmp_path / "base")[0] == 0
+    run = run_file("masked-lm", tmp_path)
+    assert kvad("train", run, files / "masked-lm", "--out", tmp_path / "base")[0] == 0
     (tmp_path / "tags.toml").write_text(
-        f'[model]\ninit = "{tmp_path / "base"}"\n[data]\ncontext = 128\n[objective]\nkind = "tag"\n'
-        '[train]\nsteps = 1\nbatch = 2\nprecision = "fp32"\n'
+        f'[model]\ninit = "{tmp_path / "base"}"\n[data]\nseq_len = 128\n[objective]\nkind = "tag"\n'
+        '[train]\nsteps = 1\nbatch_size = 2\nprecision = "fp32"\n'
     )
     code, out, err = kvad("data", "check", tmp_path / "tags.toml", files / "tag", "--json")
     assert code == 0 and json.loads(out)["ok"] and json.loads(out)["perturbed"], err
@@ -231,7 +240,7 @@ def test_a_run_file_that_goes_on_from_a_model_is_checked_with_it(files, tmp_path
 
 def test_pairs_are_prepared_for_the_model_that_reads_them(files, tmp_path):  # noqa: F811
     """Framed as a model that there is was trained, and refused by one that begins; and the other way round."""
-    options = {"preset": "marian-tiny", "context": 64, "steps": 1, "batch": 2, "precision": "fp32"}
+    options = {"preset": "marian-tiny", "seq-len": 64, "steps": 1, "batch-size": 2, "precision": "fp32"}
     small = [part for name, value in options.items() for part in (f"--{name}", value)]
     code, _, err = kvad("train", files / "seq2seq", *small, "--vocab-size", 300, "--out", tmp_path / "base")
     assert code == 0, err
@@ -253,16 +262,16 @@ def test_pairs_are_prepared_for_the_model_that_reads_them(files, tmp_path):  # n
     assert kvad("train", on, tmp_path / "own", "--out", tmp_path / "a")[0] == 0
     assert kvad("train", tmp_path / "new", *small, "--out", tmp_path / "b")[0] == 0
     code, _, err = kvad("train", on, tmp_path / "new", "--out", tmp_path / "c")
-    assert code == 2 and "frames its pairs for another model" in err
+    assert code == 2 and "frames its pairs with other tokens than this model" in err
     code, _, err = kvad("train", tmp_path / "own", *small, "--out", tmp_path / "c")
-    assert code == 2 and "frames its pairs for another model" in err
+    assert code == 2 and "frames its pairs with other tokens than this model" in err
 
 
 def test_the_tokenizer_of_a_run_is_named_by_the_run(files, tmp_path):  # noqa: F811
-    run = run_file("masked", tmp_path)
-    assert kvad("train", run, files / "masked", "--out", tmp_path / "base")[0] == 0
-    other = ["--objective", "masked", "--tokenizer", tmp_path / "base", "--out", tmp_path / "data"]
-    code, _, err = kvad("data", "prepare", files / "masked", *other)
+    run = run_file("masked-lm", tmp_path)
+    assert kvad("train", run, files / "masked-lm", "--out", tmp_path / "base")[0] == 0
+    other = ["--objective", "masked-lm", "--tokenizer", tmp_path / "base", "--out", tmp_path / "data"]
+    code, _, err = kvad("data", "prepare", files / "masked-lm", *other)
     assert code == 0, err
     made = json.loads((tmp_path / "data/manifest.json").read_text())["tokenizer"]
     (step,) = (tmp_path / "base/checkpoints").iterdir()

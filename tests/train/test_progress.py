@@ -31,7 +31,9 @@ def test_the_line_says_loss_speed_time_and_validation():
     progress = PlainProgress(Console(file=io.StringIO(), width=200))
     progress.on_start(START)
     progress.on_step(step(1240))
-    assert progress.status_line() == "step 1,240/2,000  loss 1.713  lr 4.1e-04  norm 0.9  23,400 tokens/s  0:31 left"
+    assert (
+        progress.status_line() == "step 1,240/2,000  loss 1.713  lr 4.1e-04  grad_norm 0.9  23,400 tokens/s  0:31 left"
+    )
     progress.on_eval(EvalReport(1240, 1.9017, 100, 1.9))
     assert "loss 1.713  val 1.902  lr" in progress.status_line()
     assert format_seconds(75) == "1:15" and format_seconds(3700) == "1:01:40"
@@ -66,14 +68,12 @@ def test_the_board_says_all_of_it():
     board.on_eval(EvalReport(2, 1.9017, 100, 1.899, 0.441))
     first, second = board.lines()
     smooth = (0.9 * 3 + 2) / 1.9
-    assert first == f"loss  {smooth:.3f}   raw 2.000   validation 1.902, best 1.899   right 44.1%"
-    assert second == (
-        "rate  4.1e-04   gradient norm 0.9   23,400 tokens/s   12.3% of a matrix product   412 MiB   at most 3.00 GiB"
-    )
+    assert first == f"loss  {smooth:.3f}   raw 2.000   validation 1.902, best 1.899   acc 44.1%"
+    assert second == ("rate  4.1e-04   grad_norm 0.9   23,400 tokens/s   12.3% MFU   412 MiB   at most 3.00 GiB")
     console = Console(file=io.StringIO(), width=120, force_terminal=False)
     console.print(board.render())
     shown = console.file.getvalue().splitlines()
-    assert len(shown) == 3 and "step 2/2,000   0:31 left" in shown[0] and "12.3% of a matrix" in shown[2]
+    assert len(shown) == 3 and "step 2/2,000   0:31 left" in shown[0] and "12.3% MFU" in shown[2]
 
 
 def test_a_terminal_gets_a_bar_that_is_put_away(corpus, tmp_path, run_config):
@@ -88,7 +88,7 @@ def test_a_terminal_gets_a_bar_that_is_put_away(corpus, tmp_path, run_config):
 
 def test_being_gauged_changes_no_bit(corpus, tmp_path, run_config, listener):
     config = run_config(steps=3)
-    train_model(config, [corpus], tmp_path / "gauged", callbacks=[listener], gauged=True)
+    train_model(config, [corpus], tmp_path / "gauged", callbacks=[listener], measure_peak=True)
     plain = Listener()
     train_model(config, [corpus], tmp_path / "plain", callbacks=[plain])
     assert [step.loss for step in listener.steps] == [step.loss for step in plain.steps]

@@ -31,7 +31,7 @@ from kvad.train.setup.objective_factory import build_objective, resolve_objectiv
 from kvad.train.setup.run_data import RunData, resolve_corpus
 from tests.models import build
 
-SMALL = {"width": 32, "decoder.num_layers": 1, "decoder.layer_types.L.mlp.intermediate_size": 32}
+SMALL = {"hidden_size": 32, "decoder.num_layers": 1, "decoder.layer_types.L.mlp.intermediate_size": 32}
 BOTH = {**SMALL, "encoder.num_layers": 1, "encoder.layer_types.L.mlp.intermediate_size": 32}
 DROPOUT = {"dropout.residual": 0.2}
 PATIENCE = 120  # seconds for a pair of processes, on a busy machine
@@ -69,10 +69,17 @@ def configured(kind, *, accumulate=4, dropout=None, optim=None, **more):
             "preset": "transformer-tiny" if pairs else "tiny",
             "set": {**(BOTH if pairs else SMALL), **(dropout or {})},
         },
-        "data": {"context": 24, **({} if pairs else {"documents": "lines", "packing": "first-fit"})},
+        "data": {"seq_len": 24, **({} if pairs else {"document_unit": "lines", "packing": "first-fit"})},
         "tokenizer": {"kind": "byte"},
         "optim": optim or {},
-        "train": {"batch": 1, "accumulate": accumulate, "precision": "fp32", "log_every": 1, "eval_every": 3, **more},
+        "train": {
+            "batch_size": 1,
+            "gradient_accumulation_steps": accumulate,
+            "precision": "fp32",
+            "log_interval": 1,
+            "eval_interval": 3,
+            **more,
+        },
     }
     return resolve_objective(RunConfig.from_dict(content), "encoder-decoder" if pairs else "decoder")
 
@@ -213,22 +220,32 @@ def test_what_one_rank_meets_both_say(texts, tmp_path):
     first, second = (json.loads((tmp_path / f"said-{rank}").read_text()) for rank in range(2))
     assert first == second
     assert first[:5] == [1.5, [[3.0] * 3, [0.0, 1.0, 2.0], None], True, 0.5, ["\u00fcber", "none"]]
-    assert "step 1: loss nan" in first[5] and "the loss, of outputs that all are, of micro-batch 2 of 4" in first[5]
+    assert (
+        "step 1: loss nan" in first[5]
+        and "the loss, although all outputs are finite, of micro-batch 2 of 4" in first[5]
+    )
     assert "the weights of the ranks differ" in first[6]
-    assert "rank 0 of 2: another rank does not answer" in (tmp_path / "lost").read_text()
+    assert "rank 0 of 2: another rank does not respond" in (tmp_path / "lost").read_text()
 
 
 def clocks(rank):
     """A minute, by a clock that is another for every rank: one second from look to look, or three, and 1,000 ahead."""
-    settings = {"minutes": 1.0, "eval_every": 5, "optim": {"lr": 1e-2, "min_lr": 1e-4, "warmup": 0}}
+    settings = {"minutes": 1.0, "eval_interval": 5, "optim": {"lr": 1e-2, "min_lr": 1e-4, "warmup_steps": 0}}
     return {"settings": settings, "clock": partial(next, count(1000.0 * rank, 1 + 2 * rank))}
 
 
 def judges(rank):
     """Evaluations that find another loss on every rank: no better one in the third and fourth on the first alone."""
-    optim = {"schedule": "plateau", "lr": 1e-2, "min_lr": 1e-4, "warmup": 0, "patience": 1, "decrease": 0.5}
+    optim = {
+        "schedule": "plateau",
+        "lr": 1e-2,
+        "min_lr": 1e-4,
+        "warmup_steps": 0,
+        "plateau_patience": 1,
+        "plateau_factor": 0.5,
+    }
     found = [3.0 - number for number in range(6)] if rank else [3.0, 2.0, 2.5, 2.1, 1.0, 0.9]
-    settings = {"steps": 12, "eval_every": 2, "optim": optim}
+    settings = {"steps": 12, "eval_interval": 2, "optim": optim}
     return {"settings": settings, "aim": partial(Judged, found), "clock": clocks(rank)["clock"]}
 
 
@@ -285,10 +302,10 @@ def whole_run(rank, port, config, path, out, kill, again):
     peers = init_data_parallel(environment(rank, port), config.train)
     pids = [int(pid) for pid in peers.all_gather(torch.tensor([os.getpid()]))]
     if again:
-        resume_model(out, peers=peers)
+        resume_model(out, data_parallel=peers)
     else:
         heard = [Killer([pid for pid in pids if pid != os.getpid()] + [os.getpid()], kill)]
-        train_model(config, [path], out, callbacks=heard, peers=peers)
+        train_model(config, [path], out, callbacks=heard, data_parallel=peers)
     done()
 
 
@@ -310,7 +327,7 @@ def test_a_run_of_two_ranks_says_the_losses_of_one_process(texts, tmp_path):
 
 
 def test_killed_it_goes_on_to_the_bit_with_as_many_ranks(texts, tmp_path):
-    config, path = configured("next-token", steps=8, save_every=2, dropout=DROPOUT), texts / "next-token.txt"
+    config, path = configured("next-token", steps=8, save_interval=2, dropout=DROPOUT), texts / "next-token.txt"
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert both(whole_run, config, path, whole, 0, False) == [0, 0]
     assert both(whole_run, config, path, parts, 5, False) == [-signal.SIGKILL] * 2
@@ -327,17 +344,19 @@ def test_killed_it_goes_on_to_the_bit_with_as_many_ranks(texts, tmp_path):
 
 def test_what_cannot_be_shared_is_refused_by_name():
     asked = environment(0, 1)
-    with pytest.raises(ConfigError, match=r"train\.accumulate: 3 micro-batches cannot be shared evenly by 2 ranks"):
+    with pytest.raises(
+        ConfigError, match=r"train\.gradient_accumulation_steps: must be a multiple of the 2 ranks, got 3"
+    ):
         init_data_parallel(asked, TrainConfig(gradient_accumulation_steps=3))
-    with pytest.raises(ConfigError, match="all ranks are to be of one machine"):
+    with pytest.raises(ConfigError, match="ranks must run on one machine"):
         init_data_parallel({**asked, "LOCAL_WORLD_SIZE": "1"}, TrainConfig(gradient_accumulation_steps=2))
-    with pytest.raises(ConfigError, match="every rank has one of its own"):
+    with pytest.raises(ConfigError, match="must not name one GPU"):
         init_data_parallel(asked, TrainConfig(gradient_accumulation_steps=2, device="cuda:1"))
-    with pytest.raises(UsageError, match="MASTER_PORT is missing"):
+    with pytest.raises(UsageError, match="MASTER_PORT: must be set"):
         init_data_parallel(
             {name: asked[name] for name in ("RANK", "WORLD_SIZE")}, TrainConfig(gradient_accumulation_steps=2)
         )
-    with pytest.raises(UsageError, match="RANK: expected a number"):
+    with pytest.raises(UsageError, match="RANK: must be a number"):
         init_data_parallel({"WORLD_SIZE": "2"}, TrainConfig(gradient_accumulation_steps=2))
     assert (
         init_data_parallel({}, TrainConfig())
@@ -351,7 +370,7 @@ def test_the_command_refuses_what_one_process_does(texts, tmp_path, monkeypatch,
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     path = texts / "next-token.txt"
-    assert main(["train", str(path), "--objective", "compress", "--init", "x", "--out", str(tmp_path / "x")]) == 2
-    assert "a compressor is trained by one process" in capsys.readouterr().err
+    assert main(["train", str(path), "--objective", "summarizer", "--init", "x", "--out", str(tmp_path / "x")]) == 2
+    assert "a summarizer is trained by one process" in capsys.readouterr().err
     assert main(["train", str(path), "--dry-run"]) == 2
-    assert "--dry-run plans one process" in capsys.readouterr().err and not Path(tmp_path / "x").exists()
+    assert "--dry-run plans a single process" in capsys.readouterr().err and not Path(tmp_path / "x").exists()

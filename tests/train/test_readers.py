@@ -42,7 +42,7 @@ def test_several_frames_are_one_file_and_a_cut_one_is_named(tmp_path, suffix):
     assert "".join(read_blocks(path, "strict")) == 2 * TEXT
     for content in (once[:-9], once + once[:-9], b"no such thing " * 9):
         path.write_bytes(content)
-        with pytest.raises(DataError, match=rf"x{suffix} is damaged or cut short"):
+        with pytest.raises(DataError, match=rf"x{suffix} is damaged or truncated"):
             list(read_blocks(path, "strict"))
 
 
@@ -54,8 +54,9 @@ def test_without_zstandard_one_line_says_what_to_install(tmp_path, monkeypatch):
 
 
 def test_pieces_are_those_of_the_whole_text_and_their_ends_are_known(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "CUT_CHARS", 50)
-    monkeypatch.setattr(formats, "cut", lambda text: split_text(text, 50))
+    real = split_text
+    monkeypatch.setattr("kvad.text.base.MAX_PIECE_CHARS", 50)
+    monkeypatch.setattr("kvad.text.base.split_text", lambda text: real(text, 50))
     monkeypatch.setattr(formats, "READ_CHUNK", 33)
     (tmp_path / "x.txt").write_text(TEXT)
     found = list(FORMATS["text"](tmp_path / "x.txt", ReadOptions()))

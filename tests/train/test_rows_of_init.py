@@ -9,18 +9,18 @@ from kvad.cli.main import main
 from kvad.train.config.run import RunConfig
 from kvad.train.loop.run import read_model_run, resume_model, train_model
 
-FEW = ("--steps", "2", "--batch", "2", "--precision", "fp32")
+FEW = ("--steps", "2", "--batch-size", "2", "--precision", "fp32")
 LIMIT = 32
 
 
 @pytest.fixture(scope="module")
 def base(corpus, tmp_path_factory):
-    shape = {"width": 32, "decoder.num_layers": 1, "decoder.layer_types.L.mlp.intermediate_size": 32}
+    shape = {"hidden_size": 32, "decoder.num_layers": 1, "decoder.layer_types.L.mlp.intermediate_size": 32}
     content = {
         "model": {"preset": "tiny", "set": shape},
-        "data": {"context": LIMIT},
+        "data": {"seq_len": LIMIT},
         "tokenizer": {"kind": "byte"},
-        "train": {"steps": 1, "batch": 2, "precision": "fp32"},
+        "train": {"steps": 1, "batch_size": 2, "precision": "fp32"},
     }
     return train_model(RunConfig.from_dict(content), [corpus], tmp_path_factory.mktemp("base") / "run").checkpoint
 
@@ -43,24 +43,24 @@ def test_rows_are_as_long_as_the_model_holds(corpus, tmp_path, base):
 
 
 def test_what_is_said_is_done_or_refused_with_what_fits(corpus, tmp_path, base, capsys):
-    assert kvad("train", corpus, "--init", base, "--out", tmp_path / "run", "--context", 16, *FEW) == 0
+    assert kvad("train", corpus, "--init", base, "--out", tmp_path / "run", "--seq-len", 16, *FEW) == 0
     assert read_model_run(tmp_path / "run")[0].data.seq_len == 16
-    for said in (("--context", 256), ("--set", "data.seq_len=33")):
+    for said in (("--seq-len", 256), ("--set", "data.seq_len=33")):
         assert kvad("train", corpus, "--init", base, "--out", tmp_path / "no", *said, *FEW) == 2
-        assert f"--context {LIMIT} fits" in capsys.readouterr().err
+        assert f"Use --seq-len {LIMIT}." in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
 
 
 def test_so_do_a_plan_a_check_and_a_compressor(corpus, tmp_path, base, capsys):
     assert kvad("train", corpus, "--init", base, "--dry-run", "--json", *FEW) == 0
-    assert json.loads(capsys.readouterr().out)["config"]["data"]["context"] == LIMIT
+    assert json.loads(capsys.readouterr().out)["config"]["data"]["seq_len"] == LIMIT
     (tmp_path / "mine.toml").write_text(f'[model]\ninit = "{base}"\n')
     assert kvad("data", "check", tmp_path / "mine.toml", corpus) == 0
     assert kvad("data", "prepare", tmp_path / "mine.toml", corpus, "--out", tmp_path / "data") == 0
-    small = ("--set", "ratio=2", "--set", "recent=2", "--set", "every=2", "--set", "hidden=4")
-    compressing = ("--objective", "compress", "--init", base, *small)
+    small = ("--set", "ratio=2", "--set", "recent=2", "--set", "interval=2", "--set", "hidden_size=4")
+    compressing = ("--objective", "summarizer", "--init", base, *small)
     assert kvad("train", corpus, *compressing, "--out", tmp_path / "summaries", *FEW) == 0
     assert RunConfig.load(tmp_path / "summaries" / "run.toml").data.seq_len == LIMIT
     capsys.readouterr()
-    assert kvad("train", corpus, *compressing, "--out", tmp_path / "no", "--context", 33, *FEW) == 2
-    assert f"--context {LIMIT} fits" in capsys.readouterr().err
+    assert kvad("train", corpus, *compressing, "--out", tmp_path / "no", "--seq-len", 33, *FEW) == 2
+    assert f"Use --seq-len {LIMIT}." in capsys.readouterr().err

@@ -19,9 +19,9 @@ EXACT = Autocast("fp32", "cpu")
 
 def configured(sampling, *, steps=100, batch=2, **objective):
     content = {
-        "objective": {"kind": "seq2seq", "sampling": sampling, **objective},
-        "train": {"steps": steps, "batch": batch},
-        "data": {"context": 12, "validation": 0.2},
+        "objective": {"kind": "seq2seq", "scheduled_sampling": sampling, **objective},
+        "train": {"steps": steps, "batch_size": batch},
+        "data": {"seq_len": 12, "validation_fraction": 0.2},
     }
     return RunConfig.from_dict(content)
 
@@ -49,7 +49,7 @@ def test_places_are_drawn_by_their_share_and_never_the_first():
     for step in counts:
         for seed in range(60):
             config = configured(0.5)
-            config = RunConfig.from_dict({**config.to_dict(), "train": {"steps": 100, "batch": 2, "seed": seed}})
+            config = RunConfig.from_dict({**config.to_dict(), "train": {"steps": 100, "batch_size": 2, "seed": seed}})
             (batch,) = SampledPairDataset(SMALL, config, 1, PAD).micro_batches(step)
             inside = (batch.model_input.positions > 0) & (batch.model_input.document_ids >= 0)
             assert inside[batch.sampled_indices].all()
@@ -101,15 +101,17 @@ def test_nothing_drawn_is_teacher_forcing_and_so_is_what_it_is_judged_by(model):
 def test_rows_of_one_pair_without_padding_are_drawn_too():
     """Their step names no documents: nobody else is there."""
     store = Pairs(*[(3, 4)] * 5)
-    content = {**configured(1.0).to_dict(), "data": {"context": 5, "validation": 0.2}}
+    content = {**configured(1.0).to_dict(), "data": {"seq_len": 5, "validation_fraction": 0.2}}
     (batch,) = SampledPairDataset(store, RunConfig.from_dict(content), 1, PAD).micro_batches(100)
     assert len(batch.sampled_indices) == 2 * 4, "all of two rows but the first of each"
 
 
 def test_somebody_must_say_over_how_many_steps():
     content = configured(0.5).to_dict()
-    content["train"] = {"minutes": 3.0, "batch": 2}
-    with pytest.raises(ConfigError, match=r"objective\.sampling_steps is missing"):
+    content["train"] = {"minutes": 3.0, "batch_size": 2}
+    with pytest.raises(
+        ConfigError, match=r"objective\.scheduled_sampling_steps: must be given for a run that only the clock"
+    ):
         SampledPairDataset(SMALL, RunConfig.from_dict(content), 1, PAD)
-    content["objective"]["sampling_steps"] = 10
+    content["objective"]["scheduled_sampling_steps"] = 10
     SampledPairDataset(SMALL, RunConfig.from_dict(content), 1, PAD)

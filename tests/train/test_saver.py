@@ -110,7 +110,7 @@ def test_at_once_where_that_is_asked():
 @pytest.mark.parametrize("beside", [True, False])
 def test_what_is_not_finite_is_not_saved(value, beside):
     disk, weights = Disk(), {"fine": torch.ones(3), "bad.weight": torch.tensor([1.0, value])}
-    with pytest.raises(NumericalError, match=r"step 1: bad.weight is not finite any more, and is not saved"):
+    with pytest.raises(NumericalError, match=r"step 1: bad.weight is no longer finite; no checkpoint was saved"):
         saver_of(weights, disk, beside).save()
     assert not disk.entered.is_set()
 
@@ -133,11 +133,13 @@ def hashes(path):
 
 
 @pytest.mark.parametrize(
-    "optim", [{}, {"ema": 0.9}, {"average": 2, "average_every": 2}], ids=["adamw", "ema", "average"]
+    "optim", [{}, {"ema_decay": 0.9}, {"average_last": 2, "average_interval": 2}], ids=["adamw", "ema", "average"]
 )
 def test_beside_or_at_once_the_bytes_are_the_same(corpus, tmp_path, run_config, optim):
     for name in ("beside", "once"):
-        config = run_config(steps=6, save_every=2, keep=3, keep_best=False, save_beside=name == "beside", **optim)
+        config = run_config(
+            steps=6, save_interval=2, keep_checkpoints=3, keep_best=False, async_save=name == "beside", **optim
+        )
         train_model(config, [corpus], tmp_path / name)
     found = [[hashes(path) for path in list_steps(tmp_path / name)] for name in ("beside", "once")]
     assert found[0] == found[1] and len(found[0]) == 3
@@ -170,11 +172,13 @@ class Held(Callback):
 def test_training_goes_on_while_a_save_is_written(corpus, tmp_path, run_config, monkeypatch):
     held = Held(monkeypatch, until=4)
     out = tmp_path / "run"
-    train_model(run_config(steps=5, save_every=2, eval_every=100, keep=9), [corpus], out, callbacks=[held])
+    train_model(
+        run_config(steps=5, save_interval=2, eval_interval=100, keep_checkpoints=9), [corpus], out, callbacks=[held]
+    )
     assert held.told.index("step-00000002") > held.told.index(4), "steps 3 and 4 were made meanwhile"
     names = ["step-00000002", "step-00000004", "step-00000005"]
     assert [told for told in held.told if isinstance(told, str)] == names == [path.name for path in list_steps(out)]
-    assert read_training_state(list_steps(out)[0]).state["progress"]["step"] == 2
+    assert read_training_state(list_steps(out)[0]).state["trainer_state"]["step"] == 2
 
 
 def test_ctrl_c_waits_for_the_save_in_flight(corpus, tmp_path, run_config, monkeypatch):
@@ -184,7 +188,9 @@ def test_ctrl_c_waits_for_the_save_in_flight(corpus, tmp_path, run_config, monke
                 os.kill(os.getpid(), signal.SIGINT)
             super().on_step(report)
 
-    outcome = train_model(run_config(save_every=2), [corpus], tmp_path / "run", callbacks=[Stop(monkeypatch, until=3)])
+    outcome = train_model(
+        run_config(save_interval=2), [corpus], tmp_path / "run", callbacks=[Stop(monkeypatch, until=3)]
+    )
     assert outcome.reason == "interrupted" and outcome.checkpoint.name == "step-00000003"
     assert [path.name for path in list_steps(tmp_path / "run")] == ["step-00000002", "step-00000003"]
     assert not [thread for thread in threading.enumerate() if thread.name == "kvad-save"]
@@ -219,8 +225,8 @@ def test_weights_that_an_update_broke_are_not_saved(corpus, tmp_path, run_config
             optimization._named[0][1].data[0] = math.nan
 
     monkeypatch.setattr(OptimizersContainer, "step", broken)
-    with pytest.raises(NumericalError, match=r"step 10: embedding.tokens.weight is not finite any more"):
-        train_model(run_config(eval_every=100), [corpus], tmp_path / "run")
+    with pytest.raises(NumericalError, match=r"step 10: embedding.tokens.weight is no longer finite"):
+        train_model(run_config(eval_interval=100), [corpus], tmp_path / "run")
     assert open_folder(tmp_path / "run", verify=True).path.name == "step-00000005"
 
 
@@ -253,18 +259,18 @@ def judged(monkeypatch):
 def test_the_best_is_saved_when_it_is_found_and_stays(corpus, tmp_path, run_config, judged, listener):
     judged(3.0, 2.0, 2.5, math.nan, 2.0, 2.1)
     out = tmp_path / "run"
-    outcome = train_model(run_config(eval_every=2, save_every=5), [corpus], out, callbacks=[listener])
+    outcome = train_model(run_config(eval_interval=2, save_interval=5), [corpus], out, callbacks=[listener])
     assert [step for _, step in listener.saves] == [2, 4, 5, 10, 12]
     assert [path.name for path in list_steps(out)] == ["step-00000004", "step-00000010", "step-00000012"]
     assert locate(out / "best").name == "step-00000004" and outcome.best == 2.0
     assert locate(out).name == "step-00000012"
-    with LLM.load(out / "best", rows=1) as llm:
+    with LLM.load(out / "best", max_num_seqs=1) as llm:
         assert llm.generate("1 is", max_tokens=3, temperature=0).usage.num_completion_tokens == 3
 
 
 def test_without_keep_best_only_the_newest_stay(corpus, tmp_path, run_config, judged, listener):
     judged(3.0, 2.0, 2.5, 2.6, 2.7, 2.8)
-    config = run_config(eval_every=2, save_every=5, keep_best=False)
+    config = run_config(eval_interval=2, save_interval=5, keep_best=False)
     train_model(config, [corpus], tmp_path / "run", callbacks=[listener])
     assert [step for _, step in listener.saves] == [5, 10, 12] and not (tmp_path / "run" / "best").is_symlink()
 
@@ -277,7 +283,7 @@ def test_a_resume_goes_on_from_the_newest_and_remembers_the_best(corpus, tmp_pat
 
     out = tmp_path / "run"
     judged(3.0, 2.0, 2.5)
-    assert train_model(run_config(eval_every=2, save_every=3), [corpus], out, callbacks=[StopAt7()]).step == 7
+    assert train_model(run_config(eval_interval=2, save_interval=3), [corpus], out, callbacks=[StopAt7()]).step == 7
     assert locate(out / "best").name == "step-00000004"
     judged(2.4, 2.3, 1.9)
     seen = []
@@ -301,7 +307,7 @@ def test_the_best_of_adapters(corpus, tmp_path, run_config, judged):
 
     base = train_model(run_config(steps=1), [corpus], tmp_path / "base").checkpoint
     config = replace(
-        run_config(steps=6, eval_every=2, save_every=100, keep=1),
+        run_config(steps=6, eval_interval=2, save_interval=100, keep_checkpoints=1),
         model={"init": str(base)}, tokenizer=TokenizerConfig(), lora=LoraConfig(2),
     )  # fmt: skip
     judged(3.0, 2.0, 2.5)
@@ -309,12 +315,12 @@ def test_the_best_of_adapters(corpus, tmp_path, run_config, judged):
     found = open_checkpoint(tmp_path / "run" / "best")
     assert found.path.name == "step-00000004" and open_checkpoint(tmp_path / "run").path.name == "step-00000006"
     state = json.loads((found.path / "training" / "state.json").read_text())
-    assert state["progress"]["best_step"] == 4
+    assert state["trainer_state"]["best_step"] == 4
 
 
 def test_a_checkpoint_is_no_run_to_go_on_with(corpus, tmp_path, run_config, judged):
     judged(3.0, 2.0, 2.5)
-    train_model(run_config(steps=3, eval_every=1), [corpus], tmp_path / "run")
+    train_model(run_config(steps=3, eval_interval=1), [corpus], tmp_path / "run")
     for name in ("best", "checkpoints/step-00000003"):
         with pytest.raises(CheckpointError, match="is a checkpoint, not a run") as caught:
             resume_model(tmp_path / "run" / name)

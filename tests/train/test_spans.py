@@ -23,7 +23,7 @@ from kvad.train.objectives.span_corruption import (
 
 FIRST = 10_000
 SPEECH = SpanTokens(start=1, eos=2, pad=1, sentinels=tuple(range(FIRST, FIRST + 301)))
-USUAL = ObjectiveConfig("spans")
+USUAL = ObjectiveConfig("span-corruption")
 
 
 def restored(source, target):
@@ -46,7 +46,7 @@ def restored(source, target):
     seed=st.integers(0, 1000),
 )
 def test_source_and_target_make_the_text_again(length, density, mean, seed):
-    options = ObjectiveConfig("spans", noise_density=density, mean_span_length=mean)
+    options = ObjectiveConfig("span-corruption", noise_density=density, mean_span_length=mean)
     text = np.random.default_rng(seed).integers(5, 500, length).tolist()
     cut, spans = span_counts(length, density, mean)
     source, target = corrupt_spans(text, options, SPEECH, row_rng(seed, 1, length))
@@ -98,5 +98,5 @@ def test_what_a_tokenizer_must_have_is_said():
         span_tokens(full, 101)
     with pytest.raises(DataError, match="no EOS"):
         span_tokens(train_tokenizer("byte", [], specials=SENTINELS), 1)
-    with pytest.raises(ConfigError, match="3 tokens are too few"):
+    with pytest.raises(ConfigError, match=r"must be at least 5 .*, got 3"):
         max_raw_length(3, USUAL)

@@ -25,7 +25,7 @@ from kvad.train.monitoring.metrics import read_metrics
 from kvad.train.setup.initialize import load_adapted, load_initial
 from kvad.train.setup.memory_estimate import training_bytes
 
-SHAPE = {"width": 32, "decoder.num_layers": 2, "decoder.layer_types.L.mlp.intermediate_size": 48}
+SHAPE = {"hidden_size": 32, "decoder.num_layers": 2, "decoder.layer_types.L.mlp.intermediate_size": 48}
 TOKENS = [5, 9, 40, 100, 7, 7, 61, 30]
 
 
@@ -45,10 +45,10 @@ def base(corpus, tmp_path_factory):
     """A byte model that has seen a little, in Hugging Face's layout."""
     content = {
         "model": {"preset": "tiny", "set": SHAPE},
-        "data": {"context": 32},
+        "data": {"seq_len": 32},
         "tokenizer": {"kind": "byte"},
         "optim": {"lr": 1e-2},
-        "train": {"steps": 6, "batch": 4, "precision": "fp32"},
+        "train": {"steps": 6, "batch_size": 4, "precision": "fp32"},
     }
     out = tmp_path_factory.mktemp("base") / "run"
     return train_model(RunConfig.from_dict(content), [corpus], out).checkpoint
@@ -59,7 +59,7 @@ def goes_on(run_config, base):
     """``goes_on(lora={...}, steps=...)``: a run's configuration that begins with ``base``."""
 
     def make(lora=None, init=base, **settings):
-        made = run_config(**{"lr": 1e-2, "steps": 4, "eval_every": 100, "save_every": 100, **settings})
+        made = run_config(**{"lr": 1e-2, "steps": 4, "eval_interval": 100, "save_interval": 100, **settings})
         return replace(made, model={"init": str(init)}, tokenizer=type(made.tokenizer)(), lora=lora)
 
     return make
@@ -80,21 +80,21 @@ def losses(out):
 
 
 def test_all_weights_go_on_from_where_they_were(corpus, tmp_path, goes_on, base, listener):
-    outcome = train_model(goes_on(eval_every=2), [corpus], tmp_path / "run", callbacks=[listener])
+    outcome = train_model(goes_on(eval_interval=2), [corpus], tmp_path / "run", callbacks=[listener])
     began = load_model(base)[0]
     first, last = listener.evals[0], listener.evals[-1]
     assert last.val_loss < first.val_loss < 5.0, "it has not begun with what the base knows"  # at random: ln 257 = 5.5
     tuned, opened = load_model(tmp_path / "run", verify=True)
     assert opened.config == began.config and opened.origin == open_checkpoint(base).origin
     assert all(not torch.equal(a, b) for a, b in zip(tuned.parameters(), began.parameters(), strict=True))
-    said = opened.training.state["init"]
+    said = opened.training.state["initial_model"]
     assert said["model"] == str(base) and len(said["fingerprint"]) == 32
     assert read_model_run(tmp_path / "run")[0].init == str(base) and outcome.step == 4
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, target_modules="all", dropout=0.1)], ids=["whole", "lora"])
 def test_a_resume_goes_on_to_the_bit(corpus, tmp_path, goes_on, lora):
-    config = goes_on(lora, steps=6, batch=2, accumulate=2)
+    config = goes_on(lora, steps=6, batch_size=2, gradient_accumulation_steps=2)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train_model(config, [corpus], whole)
     assert train_model(config, [corpus], parts, callbacks=[StopAt(2)]).step == 2
@@ -132,7 +132,7 @@ def test_weights_in_bfloat16_are_trained_in_float32(corpus, tmp_path, goes_on, b
     opened = open_checkpoint(base)
     tensors = {name: tensor.bfloat16() for name, tensor in opened.weights()}
     save_checkpoint(narrow, opened.config, tensors, opened.tokenizer)
-    train_model(goes_on(init=narrow, steps=1, lr=1e-6, min_lr=0.0, warmup=0), [corpus], tmp_path / "run")
+    train_model(goes_on(init=narrow, steps=1, lr=1e-6, min_lr=0.0, warmup_steps=0), [corpus], tmp_path / "run")
     model, tuned = load_model(tmp_path / "run")
     assert tuned.stored_dtype == torch.float32 and "kvad" in json.loads((tuned.path / "config.json").read_text())
     moved = model.decoder.layers[0].attention.q.weight - tensors["decoder.layers.0.attention.q.weight"].float()
@@ -166,7 +166,7 @@ def _step(model):
 
 
 def test_merged_is_unmerged(corpus, tmp_path, goes_on, base, listener):
-    config = goes_on(LoraConfig(rank=4, alpha=6.0, target_modules="all"), lr=2e-2, eval_every=2)
+    config = goes_on(LoraConfig(rank=4, alpha=6.0, target_modules="all"), lr=2e-2, eval_interval=2)
     train_model(config, [corpus], tmp_path / "run", callbacks=[listener])
     assert listener.evals[-1].val_loss < listener.evals[0].val_loss
     beside = load_adapted(load_initial(config), tmp_path / "run").double().eval()
@@ -193,9 +193,9 @@ def test_merged_is_unmerged(corpus, tmp_path, goes_on, base, listener):
 def test_the_run_is_a_model_and_so_is_the_base_with_it(corpus, tmp_path, goes_on, base):
     train_model(goes_on(LoraConfig(target_modules="all"), lr=2e-2), [corpus], tmp_path / "run")
     with (
-        LLM.load(tmp_path / "run", rows=1) as run,
-        LLM.load(base, rows=1, adapter=tmp_path / "run") as beside,
-        LLM.load(base, rows=1) as plain,
+        LLM.load(tmp_path / "run", max_num_seqs=1) as run,
+        LLM.load(base, max_num_seqs=1, adapter=tmp_path / "run") as beside,
+        LLM.load(base, max_num_seqs=1) as plain,
     ):
         said = [each.generate("1 is", max_tokens=8, temperature=0).tokens for each in (run, beside, plain)]
         assert said[0] == said[1] and not torch.equal(run.logits("1 is"), plain.logits("1 is"))
@@ -209,12 +209,12 @@ def test_a_session_of_another_adapter_is_refused(corpus, tmp_path, goes_on, base
 
     for seed in (0, 1):
         train_model(goes_on(LoraConfig(), steps=2, seed=seed), [corpus], tmp_path / f"run{seed}")
-    with LLM.load(base, rows=1, adapter=tmp_path / "run0") as llm:
+    with LLM.load(base, max_num_seqs=1, adapter=tmp_path / "run0") as llm:
         kept = llm.session("notes", folder=tmp_path / "sessions")
         kept.append("1 is less")
         kept.save()
     for other in ({"adapter": tmp_path / "run1"}, {}):
-        with LLM.load(base, rows=1, **other) as llm, pytest.raises(StorageError, match="adapter"):
+        with LLM.load(base, max_num_seqs=1, **other) as llm, pytest.raises(StorageError, match="adapter"):
             llm.session("notes", folder=tmp_path / "sessions")
 
 
@@ -234,23 +234,23 @@ def test_a_base_that_is_gone_or_another_is_one_line(corpus, tmp_path, goes_on, b
         resume_model(tmp_path / "run")
     shutil.copytree(other, copy)
     with pytest.raises(CheckpointError, match="trained on another model than"):
-        LLM.load(tmp_path / "run", rows=1)
-    with pytest.raises(CheckpointError, match="is another model than the one that it began with"):
+        LLM.load(tmp_path / "run", max_num_seqs=1)
+    with pytest.raises(CheckpointError, match="is not the model that the run started from"):
         resume_model(tmp_path / "run")
-    with pytest.raises(CheckpointError, match="is an adapter already"):
+    with pytest.raises(CheckpointError, match="is already an adapter"):
         merge_adapter(merge_adapter(open_checkpoint(base), tmp_path / "run"), tmp_path / "run")
-    with pytest.raises(CheckpointError, match="is not an adapter: it is a whole model"):
+    with pytest.raises(CheckpointError, match="is not an adapter: it is a complete model"):
         open_adapter(base)
 
 
 def test_adapters_take_less_and_the_plan_knows(corpus, tmp_path, goes_on):
-    config = goes_on(batch=1)
+    config = goes_on(batch_size=1)
     start = load_initial(config)
     little = training_bytes(start.model_config, config, start.parameters[0], 1) - 1
     with pytest.raises(MemoryPlanError):
         train_model(config, [corpus], tmp_path / "run", available=little)
     assert not (tmp_path / "run").exists()
-    train_model(goes_on(LoraConfig(rank=2), batch=1, steps=1), [corpus], tmp_path / "run", available=little)
+    train_model(goes_on(LoraConfig(rank=2), batch_size=1, steps=1), [corpus], tmp_path / "run", available=little)
 
 
 # ---------------------------------------------------------------- bad input
@@ -259,14 +259,14 @@ def test_adapters_take_less_and_the_plan_knows(corpus, tmp_path, goes_on):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({"lora": {"rank": 0}, "model": {"init": "x"}}, "lora.rank: must be at least 1, found 0"),
+        ({"lora": {"rank": 0}, "model": {"init": "x"}}, "lora.rank: must be at least 1, got 0"),
         ({"lora": {"alpha": 0.0}, "model": {"init": "x"}}, "lora.alpha: must be above 0"),
         ({"lora": {"dropout": 1.0}, "model": {"init": "x"}}, r"lora.dropout: must be in \[0, 1\)"),
-        ({"lora": {"targets": []}, "model": {"init": "x"}}, "lora.target_modules: no part is named"),
+        ({"lora": {"target_modules": []}, "model": {"init": "x"}}, "lora.target_modules: must not be empty"),
         ({"lora": {"ranks": 1}, "model": {"init": "x"}}, "unknown key lora.ranks.*'rank'"),
-        ({"lora": {}}, "adapters stand beside a trained model.*--init"),
-        ({"model": {"init": "x", "preset": "tiny"}}, "model.preset: the model is x, as it is"),
-        ({"model": {"init": 3}}, "model.init: expected a checkpoint's path"),
+        ({"lora": {}}, "adapters need a trained model.*--init"),
+        ({"model": {"init": "x", "preset": "tiny"}}, "model.preset: must not be given with model.init x"),
+        ({"model": {"init": 3}}, "model.init: must be a checkpoint's path"),
     ],
 )
 def test_a_table_that_cannot_be_is_refused(content, said):
@@ -276,17 +276,17 @@ def test_a_table_that_cannot_be_is_refused(content, said):
 
 
 def test_what_cannot_be_trained_so_is_refused_by_name(corpus, tmp_path, goes_on, base):
-    with pytest.raises(ConfigError, match=r"'qq' is no linear part.*did you mean 'q'"):
+    with pytest.raises(ConfigError, match=r"'qq' matches no linear layer.*did you mean 'q'"):
         train_model(goes_on(LoraConfig(target_modules="qq")), [corpus], tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"data\.context: 33 is beyond the limit"):
-        train_model(goes_on(data={"context": 33}), [corpus], tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"data\.seq_len: must be at most 32, the limit of .*, got 33"):
+        train_model(goes_on(data={"seq_len": 33}), [corpus], tmp_path / "run")
     config = goes_on()
     with pytest.raises(ConfigError, match=r"\[tokenizer\].*has its own tokenizer"):
         train_model(replace(config, tokenizer=type(config.tokenizer)(kind="char")), [corpus], tmp_path / "run")
     with pytest.raises(CheckpointError, match="no such folder"):
         train_model(goes_on(init=tmp_path / "none"), [corpus], tmp_path / "run")
     train_model(goes_on(LoraConfig(), steps=1), [corpus], tmp_path / "adapter")
-    with pytest.raises(ConfigError, match="is an adapter already"):
+    with pytest.raises(ConfigError, match="is an adapter"):
         train_model(goes_on(LoraConfig(), init=tmp_path / "adapter"), [corpus], tmp_path / "run")
     with pytest.raises(ConfigError, match=r"cannot resume.*lora.rank: 8 there, 4 here"):
         resume_model(tmp_path / "adapter", config=goes_on(LoraConfig(rank=4), steps=1))
@@ -302,7 +302,7 @@ def test_its_own_tokenizer_may_be_named(corpus, tmp_path, goes_on, base):
 
     words.mkdir()
     train_tokenizer("char", ["abc"]).save(words)
-    with pytest.raises(ConfigError, match="is not the tokenizer of"):
+    with pytest.raises(ConfigError, match="must be the tokenizer of"):
         train_model(replace(config, tokenizer=type(config.tokenizer)(path=str(words))), [corpus], tmp_path / "other")
 
 
@@ -320,16 +320,16 @@ def test_all_weights_go_on_from_an_adapter(corpus, tmp_path, goes_on):
 def test_an_encoder_decoder_goes_on_whole_and_beside_adapters(tmp_path):
     pairs = tmp_path / "pairs.tsv"
     pairs.write_text("".join(f"{word}\t{word[::-1]}\n" for word in ("abc", "abcd", "bca", "dcb", "cab", "dab") * 4))
-    small = {"width": 32, "encoder.num_layers": 1, "decoder.num_layers": 1}
+    small = {"hidden_size": 32, "encoder.num_layers": 1, "decoder.num_layers": 1}
     content = {
         "model": {"preset": "transformer-tiny", "set": small},
-        "data": {"context": 12},
+        "data": {"seq_len": 12},
         "tokenizer": {"kind": "char"},
-        "train": {"steps": 2, "batch": 2, "precision": "fp32"},
+        "train": {"steps": 2, "batch_size": 2, "precision": "fp32"},
     }
     base = train_model(RunConfig.from_dict(content), [pairs], tmp_path / "base").checkpoint
     told = open_checkpoint(base).generation
-    for lora in ({}, {"lora": {"targets": ["cross", "encoder.layers.*.attention.v"]}}):
+    for lora in ({}, {"lora": {"target_modules": ["cross_attention", "encoder.layers.*.attention.v"]}}):
         out = tmp_path / f"run{len(lora)}"
         config = RunConfig.from_dict({**content, "model": {"init": str(base)}, "tokenizer": {}, **lora})
         train_model(config, [pairs], out)
@@ -337,7 +337,7 @@ def test_an_encoder_decoder_goes_on_whole_and_beside_adapters(tmp_path):
         assert opened.generation == told and opened.config == open_checkpoint(base).config
         tokens = [(folder / "data" / "tokens-00000.bin").read_bytes() for folder in (out, tmp_path / "base")]
         assert tokens[0] == tokens[1], "sources and targets are framed as the model has learned them"
-        with LLM.load(out, rows=1) as llm:
+        with LLM.load(out, max_num_seqs=1) as llm:
             assert llm.generate("abc", max_tokens=4).text is not None
     parts = {name.removeprefix("decoder.layers.0.") for name in opened.factors}
     assert parts == {
@@ -353,21 +353,31 @@ def test_an_encoder_decoder_goes_on_whole_and_beside_adapters(tmp_path):
 class Framing:
     """A tokenizer that puts ``first`` before a text and ``last`` behind it."""
 
-    source = None
+    source_tokenizer = None
 
     def __init__(self, first, last):
         self.first, self.last = first, last
 
-    def frame(self, ids, *, language=None):
+    def add_special_tokens(self, ids, *, language=None):
         return [*self.first, *ids, *self.last]
 
 
 @pytest.mark.parametrize(
     ("tokenizer", "said", "source", "target"),
     [
-        (Framing([], [1]), {"start": 0, "stops": (1,)}, [7, 8, 1], [0, 7, 8, 1]),  # T5, Marian
-        (Framing([0], [2]), {"start": 2, "stops": (2,)}, [0, 7, 8, 2], [2, 0, 7, 8, 2]),  # BART
-        (Framing([], []), {"start": 3, "stops": (4,), "source_end": 4}, [7, 8, 4], [3, 7, 8, 4]),  # kvad's own
+        (Framing([], [1]), {"decoder_start_token_id": 0, "eos_token_ids": (1,)}, [7, 8, 1], [0, 7, 8, 1]),  # T5, Marian
+        (
+            Framing([0], [2]),
+            {"decoder_start_token_id": 2, "eos_token_ids": (2,)},
+            [0, 7, 8, 2],
+            [2, 0, 7, 8, 2],
+        ),  # BART
+        (
+            Framing([], []),
+            {"decoder_start_token_id": 3, "eos_token_ids": (4,), "source_eos_token_id": 4},
+            [7, 8, 4],
+            [3, 7, 8, 4],
+        ),  # kvad's own
     ],
     ids=["t5", "bart", "own"],
 )
@@ -392,19 +402,22 @@ def test_the_commands_train_merge_and_generate(corpus, tmp_path, base):
         assert done.exit_code == 0, done.output
         return done.stdout
 
-    few = ("--steps", 2, "--batch", 2, "--context", 32, "--precision", "fp32")
+    few = ("--steps", 2, "--batch-size", 2, "--seq-len", 32, "--precision", "fp32")
     run, greedy = tmp_path / "run", ("1 is", "--max-tokens", 6, "--temperature", 0)
-    kvad("train", corpus, "--init", base, "--lora", 2, "--set", "lora.target_modules=q,v,mlp", *few, "--out", run)
+    kvad("train", corpus, "--init", base, "--lora-rank", 2, "--set", "lora.target_modules=q,v,mlp", *few, "--out", run)
     assert read_model_run(run)[0].lora == LoraConfig(rank=2, target_modules="q,v,mlp")
     kvad("train", "--resume", "--out", run)
     kvad("merge", base, run, "--out", tmp_path / "merged")
     said = [kvad("generate", *where, *greedy) for where in ([run], [base, "--adapter", run], [tmp_path / "merged"])]
     assert said[0] == said[1] == said[2]
     for wrong, what in (
-        (("train", corpus, "--lora", 2, "--out", tmp_path / "x"), "adapters stand beside a trained model"),
-        (("train", corpus, "--init", base, "--preset", "tiny", "--out", tmp_path / "x"), "model.preset: the model is"),
-        (("train", corpus, "--init", base, "--lora", 0, "--out", tmp_path / "x"), "lora.rank: must be at least 1"),
-        (("merge", base, base, "--out", tmp_path / "x"), "it is a whole model"),
+        (("train", corpus, "--lora-rank", 2, "--out", tmp_path / "x"), "adapters need a trained model"),
+        (
+            ("train", corpus, "--init", base, "--preset", "tiny", "--out", tmp_path / "x"),
+            "model.preset: must not be given with model.init",
+        ),
+        (("train", corpus, "--init", base, "--lora-rank", 0, "--out", tmp_path / "x"), "lora.rank: must be at least 1"),
+        (("merge", base, base, "--out", tmp_path / "x"), "it is a complete model"),
         (("merge", base, run, "--out", base), "exists"),
     ):
         with pytest.raises(UsageError, match=what):

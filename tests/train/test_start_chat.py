@@ -22,9 +22,9 @@ TALK = [{"role": "user", "content": "ada"}]
 def config(base, **objective):
     content = {
         "model": {"init": str(base)},
-        "data": {"context": 128, "validation": 0.2},
+        "data": {"seq_len": 128, "validation_fraction": 0.2},
         "objective": {"kind": "chat", **objective},
-        "train": {"steps": 4, "batch": 4, "precision": "fp32", "save_every": 100, "eval_every": 100},
+        "train": {"steps": 4, "batch_size": 4, "precision": "fp32", "save_interval": 100, "eval_interval": 100},
     }
     return RunConfig.from_dict(content)
 
@@ -34,9 +34,9 @@ def base(files, tmp_path_factory):  # noqa: F811
     """Next tokens, no template; a document ends with <|endofdoc|>."""
     content = {
         "model": {"preset": "tiny", "set": SHAPE},
-        "data": {"context": 128, "documents": "lines"},
+        "data": {"seq_len": 128, "document_unit": "lines"},
         "tokenizer": {"kind": "bpe", "vocab_size": 300},
-        "train": {"steps": 2, "batch": 4, "precision": "fp32"},
+        "train": {"steps": 2, "batch_size": 4, "precision": "fp32"},
     }
     out = tmp_path_factory.mktemp("base") / "run"
     return train_model(RunConfig.from_dict(content), [files / "next-token"], out).checkpoint
@@ -74,6 +74,6 @@ def test_the_named_template_wins_over_the_models_and_its_own_stays(base, files, 
     for name in ("chat_template.jinja", "generation_config.json"):
         assert (again / name).read_bytes() == (step / name).read_bytes()
     (tmp_path / "own.jinja").write_text(OWN.replace("{{ eos_token }}", "<|endofdoc|>"))
-    train_model(config(step, template=str(tmp_path / "own.jinja")), talks, tmp_path / "third")
+    train_model(config(step, chat_template=str(tmp_path / "own.jinja")), talks, tmp_path / "third")
     template = ChatTemplate.load(open_checkpoint(tmp_path / "third").tokenizer_folder)
     assert template.render(TALK, generation_prompt=True).text == "[user]ada<|endofdoc|>[assistant]"

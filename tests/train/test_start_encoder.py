@@ -26,18 +26,29 @@ from tests.train.test_every_objective import SMALL, WORDS, files  # noqa: F401  
 from tests.train.test_job import hashes
 from tests.train.test_start import StopAt
 
-BODY = ("embed.", "encoder.")
+BODY = ("embedding.", "encoder.")
 
 
 def config(kind, init=None, **train_table):
-    own = {"width": SMALL["width"], "encoder.num_layers": 2, "encoder.layer_types.L.mlp.intermediate_size": 48}
-    lines = {"documents": "lines"} if kind == "masked" else {}
+    own = {
+        "hidden_size": SMALL["hidden_size"],
+        "encoder.num_layers": 2,
+        "encoder.layer_types.L.mlp.intermediate_size": 48,
+    }
+    lines = {"document_unit": "lines"} if kind == "masked-lm" else {}
     content = {
         "model": {"preset": "encoder-tiny", "set": own} if init is None else {"init": str(init)},
-        "data": {"context": 96, "validation": 0.2, **lines},
+        "data": {"seq_len": 96, "validation_fraction": 0.2, **lines},
         "objective": {"kind": kind},
         "optim": {"lr": 3e-3},
-        "train": {"steps": 6, "batch": 4, "precision": "fp32", "save_every": 100, "eval_every": 100, **train_table},
+        "train": {
+            "steps": 6,
+            "batch_size": 4,
+            "precision": "fp32",
+            "save_interval": 100,
+            "eval_interval": 100,
+            **train_table,
+        },
     }
     tokenizer = {"tokenizer": {"kind": "byte"}} if init is None else {}
     return RunConfig.from_dict({**content, **tokenizer})
@@ -45,7 +56,9 @@ def config(kind, init=None, **train_table):
 
 @pytest.fixture(scope="module")
 def masked(files, tmp_path_factory):  # noqa: F811
-    return train_model(config("masked"), [files / "masked"], tmp_path_factory.mktemp("masked") / "run").checkpoint
+    return train_model(
+        config("masked-lm"), [files / "masked-lm"], tmp_path_factory.mktemp("masked-lm") / "run"
+    ).checkpoint
 
 
 def examples(path):
@@ -53,10 +66,10 @@ def examples(path):
 
 
 def test_hidden_tokens_go_on_from_where_they_were(masked, files, tmp_path, listener):  # noqa: F811
-    train_model(config("masked", masked, steps=1), [files / "masked"], tmp_path / "run", callbacks=[listener])
-    base = open_checkpoint(masked).training.state["progress"]["val_loss"]
-    fresh = config("masked", steps=1)
-    train_model(fresh, [files / "masked"], tmp_path / "fresh", callbacks=[listener])
+    train_model(config("masked-lm", masked, steps=1), [files / "masked-lm"], tmp_path / "run", callbacks=[listener])
+    base = open_checkpoint(masked).training.state["trainer_state"]["val_loss"]
+    fresh = config("masked-lm", steps=1)
+    train_model(fresh, [files / "masked-lm"], tmp_path / "fresh", callbacks=[listener])
     after, begun = (report.val_loss for report in listener.evals)
     assert after < base + 0.1 < begun, "it begins with what the base knows"
     (step,) = list_steps(tmp_path / "run")
@@ -74,11 +87,11 @@ def test_a_new_head_stands_on_the_trained_body(kind, theirs, masked, files, tmp_
     assert began.config.head.labels == ("A", "B", "C") and began.head.weight.shape[0] == 3
     assert began.head.weight.std() > 0.01 and not began.head.bias.any()
     outcome = train_model(config(kind, masked, steps=40), examples(files / kind), out, callbacks=[listener])
-    assert any("a new one, for " in line for line in listener.stages)
+    assert any("head: new, for " in line for line in listener.stages)
     model, opened = load_model(out, verify=True)
-    assert isinstance(model.config.head, ClassificationHeadConfig) and opened.training.state["init"]["model"] == str(
-        masked
-    )
+    assert isinstance(model.config.head, ClassificationHeadConfig) and opened.training.state["initial_model"][
+        "model"
+    ] == str(masked)
     content = json.loads((outcome.checkpoint / "config.json").read_text())
     assert re.match(theirs, content["architectures"][0])
     assert read_tokenizer_files(outcome.checkpoint) == read_tokenizer_files(masked), (
@@ -103,13 +116,13 @@ def test_labels_of_its_own_stay_and_others_are_refused(masked, files, tmp_path):
     train_model(config("tag", masked, steps=1), examples(files / "tag"), out)
     start = load_initial(config("tag", out))
     assert start.with_head_for("tag", ("A", "B")) is start, "a model that has these labels keeps its head"
-    with pytest.raises(ConfigError, match="the data has 'Z', which is none of them"):
+    with pytest.raises(ConfigError, match="must contain every label of the data, 'Z' is missing"):
         start.with_head_for("tag", ("A", "Z"))
-    with pytest.raises(ConfigError, match="needs labels per row, found token"):
+    with pytest.raises(ConfigError, match="must be 'row' for objective classify, got 'token'"):
         start.with_head_for("classify", ("A",))
-    with pytest.raises(ConfigError, match="masked needs a language head"):
-        start.with_head_for("masked", ())
-    with pytest.raises(ConfigError, match="a new one is no adapter"):
+    with pytest.raises(ConfigError, match=r"model.head.kind: must be a language head for objective masked-lm, got "):
+        start.with_head_for("masked-lm", ())
+    with pytest.raises(ConfigError, match="adapters cannot add one"):
         load_initial(replace(config("tag", masked), lora=LoraConfig())).with_head_for("tag", ("A",))
 
 
@@ -135,7 +148,7 @@ def test_berts_pooler_is_part_of_what_was_trained(masked, tmp_path):
     layout = choose_layout(pooled, opened.generation)
     assert layout.hf_class == "BertModel"
     beside = [masked / name for name in read_tokenizer_files(masked)]
-    save_checkpoint(tmp_path / "base", pooled, model.state_dict(), None, layout=layout, beside=beside)
+    save_checkpoint(tmp_path / "base", pooled, model.state_dict(), None, layout=layout, extra_files=beside)
     began = load_initial(config("classify", tmp_path / "base")).with_head_for("classify", ("A", "B")).model()
     assert torch.equal(began.head.transform.dense.weight, model.head.transform.dense.weight)
     other = load_initial(config("classify", masked)).with_head_for("classify", ("A", "B")).model()

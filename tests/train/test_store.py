@@ -100,7 +100,7 @@ def test_wide_vocabularies_take_four_bytes():
 def test_a_tokenizer_without_a_separator_is_refused(texts, tmp_path):
     class Mute:
         vocab_size = 256
-        specials = type(BYTE.special_tokens)()
+        special_tokens = type(BYTE.special_tokens)()
 
         def fingerprint(self):
             return "mute"

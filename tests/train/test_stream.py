@@ -2,11 +2,13 @@
 
 import gzip
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 
 from kvad.errors import ConfigError, DataError
+from kvad.text import base
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.config.run import RunConfig
 from kvad.train.data import token_store
@@ -24,8 +26,8 @@ PAIRED = train_tokenizer("byte", [], specials=("bos", "eos", "pad"))
 
 
 def config(order="stream", context=16, shuffle=8, **data):
-    tables = {"context": context, "order": order, "shuffle": shuffle, "validation": 0.2, **data}
-    return RunConfig.from_dict({"data": tables, "train": {"batch": 4, "eval_tokens": 100}})
+    tables = {"seq_len": context, "order": order, "shuffle_buffer": shuffle, "validation_fraction": 0.2, **data}
+    return RunConfig.from_dict({"data": tables, "train": {"batch_size": 4, "eval_tokens": 100}})
 
 
 @pytest.fixture
@@ -47,9 +49,8 @@ def texts(tmp_path):
 @pytest.fixture
 def small(monkeypatch):
     """Pieces of 300 characters, blocks of 64 bytes, batches of 500: the seams are everywhere."""
-    monkeypatch.setattr(formats, "CUT_CHARS", 300)
-    monkeypatch.setattr(formats, "cut", lambda text: formats.__dict__["_real_cut"](text, 300))
-    monkeypatch.setattr(formats, "_real_cut", __import__("kvad.text.base", fromlist=["cut"]).cut, raising=False)
+    monkeypatch.setattr(base, "MAX_PIECE_CHARS", 300)
+    monkeypatch.setattr(base, "split_text", partial(base.split_text, limit=300))
     monkeypatch.setattr(formats, "READ_CHUNK", 64)
     monkeypatch.setattr(token_store, "BATCH_CHARS", 500)
 
@@ -73,7 +74,7 @@ def sources(kind, texts, tmp_path):
 
 
 def data(units, pairs, **settings):
-    return StreamingDataset([(units, 1.0)], config(**settings), 0, pairs=pairs, what="tokens")
+    return StreamingDataset([(units, 1.0)], config(**settings), 0, pairs=pairs, description="tokens")
 
 
 def plain(rows):
@@ -116,7 +117,7 @@ def test_rows_are_the_same_wherever_one_begins(texts, small, tmp_path, kind, pac
         resumed = data(stream, kind == "pairs", packing=packing)
         resumed.seek(cursors[number])
         asked = []
-        resumed.sources[0]._units, real = lambda place: (asked.append(place), real(place))[1], resumed.sources[0]._units  # noqa: B023
+        resumed.sources[0]._items, real = lambda place: (asked.append(place), real(place))[1], resumed.sources[0]._items  # noqa: B023
         assert plain(resumed.rows(np.arange(number, number + 5))) == expected[number : number + 5]
         assert asked[0] == Cursor(*cursors[number][0]).item, "what is before is not encoded again"
 
@@ -127,7 +128,9 @@ def test_every_token_is_read_once_an_epoch_and_says_what_stands_behind_it(texts,
     source = found.sources[0]
     units = [unit for unit in stored(0) if not source.is_held_out(unit.item_index)]
     wanted = [
-        pair for unit in source._chosen(0, held=False) for pair in zip(*unit.part(0, len(unit.tokens))[:2], strict=True)
+        pair
+        for unit in source._split_items(0, held_out=False)
+        for pair in zip(*unit.part(0, len(unit.tokens))[:2], strict=True)
     ]
     blocks, first = source._epoch(Cursor()), []
     rows = [row for _, block in blocks for row in block]
@@ -146,12 +149,14 @@ def test_a_document_that_goes_on_in_a_piece_held_out_has_nothing_behind_it(texts
     _, stored, _store = sources("documents", texts, tmp_path)
     source = data(stored, pairs=False).sources[0]
     ends = [
-        u.next_token for u in source._chosen(0, held=False) if not u.closes and source.is_held_out(u.item_index + 1)
+        u.next_token
+        for u in source._split_items(0, held_out=False)
+        if not u.closes and source.is_held_out(u.item_index + 1)
     ]
     assert ends and set(ends) == {-1}
     assert all(
         u.next_token >= 0
-        for u in source._chosen(0, held=False)
+        for u in source._split_items(0, held_out=False)
         if not u.closes and not source.is_held_out(u.item_index + 1)
     )
 
@@ -167,13 +172,13 @@ def test_pieces_are_the_whole_documents_tokens(texts, small, tmp_path):
 def test_what_cannot_be_streamed_is_refused(texts, tmp_path):
     (tmp_path / "one.txt").write_text("one document alone " * 50)
     units = stream_texts(open_corpus([tmp_path / "one.txt"]), BYTE)
-    with pytest.raises(DataError, match=r"too few texts to hold out a share of 0.2|no text is left to train on"):
+    with pytest.raises(DataError, match=r"too few texts to hold out a fraction of 0.2|no text is left to train on"):
         data(units, pairs=False)
     tables = config().to_dict()
     tables["train"]["eval_tokens"] = 0
-    with pytest.raises(ConfigError, match=r"train.eval_tokens: 0 is all"):
-        StreamingDataset([(units, 1.0)], RunConfig.from_dict(tables), 0, pairs=False, what="")
-    with pytest.raises(ConfigError, match=r"a pair is never cut"):
+    with pytest.raises(ConfigError, match=r"train.eval_tokens: must be above 0"):
+        StreamingDataset([(units, 1.0)], RunConfig.from_dict(tables), 0, pairs=False, description="")
+    with pytest.raises(ConfigError, match=r"must be first-fit or best-fit for pairs"):
         data(units, pairs=True, packing="split")
 
 

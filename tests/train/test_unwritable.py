@@ -17,7 +17,7 @@ def unread(monkeypatch):
     monkeypatch.setattr(run_data.RunData, "__init__", read)
 
 
-COMMANDS = (("train",), ("train", "--objective", "compress", "--init", "no-model"), ("data", "prepare"))
+COMMANDS = (("train",), ("train", "--objective", "summarizer", "--init", "no-model"), ("data", "prepare"))
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -25,7 +25,7 @@ def test_it_is_refused_before_anything_is_read(tmp_path, unread, capsys, command
     (tmp_path / "a.txt").write_text("some text " * 100)
     (tmp_path / "FILE").write_text("")
     if "--init" in command:  # whose limit is a default: it is said here, so that no model is opened
-        command = (*command, "--context", "64")
+        command = (*command, "--seq-len", "64")
     for out, said in (
         ("/proc/x21", "cannot write /proc/x21: "),
         (tmp_path / "FILE" / "x", f"{tmp_path}/FILE is a file"),

@@ -1,4 +1,4 @@
-"""kvad.cache.device"""
+"""KVCache: tensors of keys and values, views, eviction, demotion, host copies."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Tokens that descend: whole blocks packed into other formats, and summaries of them.  The device's half.
+"""Demotion on the device: blocks are quantized into another format or merged into summaries.
 
-The host says which block goes where (``Moves.pack``, ``Moves.fold``).  A summary stands for ``ratio`` tokens: the mean
-of their values, and of their keys *unrotated*, put at the mean position; rotated keys point in different directions,
-and their mean is short.  Its logit gets log(ratio), the ``weight`` of ``ops.attend.Reading``: n equal keys count n
-times.  A :data:`Compressor` that was learned may say something else instead, of all three.
+The host decides which block is demoted and to where (``BlockOps.quantize``, ``BlockOps.merge``). A summary replaces
+``ratio`` tokens: it has the mean of their values and the mean of their *unrotated* keys, at the mean position; rotated
+keys point in different directions, so their mean is short. Its logit is increased by log(ratio), the ``weight`` of
+``AttentionMask``: n equal keys count n times. A trained :data:`SummarizerFn` replaces all three.
 
     ratio 4, positions 8 9 10 11:  one slot at position 9 (its key at 9.5), weight log 4
 """
@@ -20,77 +20,91 @@ from kvad import ops
 from kvad.cache.device.tensors import BlockTable, LayerTensor
 from kvad.model_input import MergeOp, Rotary
 
-# (keys unrotated [n, K, ratio, D], values [n, K, ratio, Dv]) -> those of the summaries, [n, K, D] and [n, K, Dv], and
-# what each logit gets beyond log(ratio), [n, K].
+# (unrotated keys [n, K, ratio, D], values [n, K, ratio, Dv]) -> keys [n, K, D] and values [n, K, Dv] of the summaries,
+# and the weights that are added to log(ratio), [n, K].
 SummarizerFn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def mean_summary(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The summary that knows nothing of the model."""
+    """Summarize by means; needs no training."""
     return keys.mean(dim=2), values.mean(dim=2), keys.new_zeros(keys.shape[:2])
 
 
 def quantize_layer(
-    above: tuple[LayerTensor, LayerTensor], below: tuple[LayerTensor, LayerTensor], sources: Tensor, targets: Tensor
+    upper: tuple[LayerTensor, LayerTensor], lower: tuple[LayerTensor, LayerTensor], sources: Tensor, targets: Tensor
 ) -> None:
-    """Whole blocks, decoded and encoded anew."""
-    for here, there in zip(above, below, strict=True):
-        there.write_blocks(targets, _blocks(here, sources))
+    """Copy whole blocks of one layer into the lower level's format."""
+    for source, target in zip(upper, lower, strict=True):
+        target.write_blocks(targets, _blocks(source, sources))
 
 
 def merge_layer(
-    above: tuple[LayerTensor, LayerTensor],
-    below: tuple[LayerTensor, LayerTensor, LayerTensor],
-    folds: Sequence[MergeOp],
+    upper: tuple[LayerTensor, LayerTensor],
+    lower: tuple[LayerTensor, LayerTensor, LayerTensor],
+    ops_to_merge: Sequence[MergeOp],
     positions: Tensor,
     ratio: int,
     rotary: Rotary | None,
-    compress: SummarizerFn,
+    summarizer: SummarizerFn,
 ) -> None:
-    """``below``: keys, values and weights.  ``positions`` [n, block_size]: of the blocks that are folded; ``rotary``:
-    how the keys in the store are rotated (None: they are not)."""
-    keys, values = (_blocks(store, _ids(folds, "source_block", positions)) for store in above)
+    """Merge blocks of one layer into summaries of the lower level.
+
+    Args:
+        upper: Keys and values of the upper level.
+        lower: Keys, values and weights of the lower level.
+        ops_to_merge: One operation per source block.
+        positions: [n, block_size], of the source blocks.
+        ratio: Tokens per summary.
+        rotary: Rotation of the stored keys; None if they are not rotated.
+        summarizer: Computes the summaries.
+    """
+    keys, values = (_blocks(store, _ids(ops_to_merge, "source_block", positions)) for store in upper)
     if rotary is not None:
         keys = ops.rotary.rotate_blocks(keys, -positions, rotary, 1 / rotary.factor)
-    cut = (-1, ratio)
-    short = [x.unflatten(2, cut).transpose(1, 2).flatten(0, 1) for x in (keys, values)]  # [n * slots, K, ratio, D]
-    made, summed, more = compress(*short)
+    groups_of_ratio = (-1, ratio)
+    grouped = [
+        values_to_write.unflatten(2, groups_of_ratio).transpose(1, 2).flatten(0, 1)
+        for values_to_write in (keys, values)
+    ]  # [n * slots, K, ratio, D]
+    summary_keys, summary_values, extra_weights = summarizer(*grouped)
     if rotary is not None:
-        middle = positions.unflatten(1, cut).double().mean(-1).view(-1, 1)
-        made = ops.rotary.rotate_blocks(made.unsqueeze(2), middle, rotary, rotary.factor).squeeze(2)
-    slots = positions.shape[1] // ratio
-    blocks = _ids(folds, "target_block", positions).repeat_interleave(slots)
+        mean_positions = positions.unflatten(1, groups_of_ratio).double().mean(-1).view(-1, 1)
+        summary_keys = ops.rotary.rotate_blocks(
+            summary_keys.unsqueeze(2), mean_positions, rotary, rotary.factor
+        ).squeeze(2)
+    num_summaries = positions.shape[1] // ratio
+    blocks = _ids(ops_to_merge, "target_block", positions).repeat_interleave(num_summaries)
     offsets = (
-        _ids(folds, "first_slot", positions).unsqueeze(1) + torch.arange(slots, device=positions.device)
+        _ids(ops_to_merge, "first_slot", positions).unsqueeze(1) + torch.arange(num_summaries, device=positions.device)
     ).flatten()
-    weight = (math.log(ratio) + more).unsqueeze(-1)
-    for store, x in zip(below, (made, summed, weight), strict=True):
-        for fold in folds:
-            if fold.first_slot == 0:
-                store.clear(blocks.new_tensor([fold.target_block]))
-            elif fold.base_block != fold.target_block:
-                store.copy(fold.base_block, fold.target_block)
-        store.write(blocks, offsets, x)
+    weights = (math.log(ratio) + extra_weights).unsqueeze(-1)
+    for store, values_to_write in zip(lower, (summary_keys, summary_values, weights), strict=True):
+        for op in ops_to_merge:
+            if op.first_slot == 0:
+                store.clear(blocks.new_tensor([op.target_block]))
+            elif op.base_block != op.target_block:
+                store.copy(op.base_block, op.target_block)
+        store.write(blocks, offsets, values_to_write)
 
 
-def merge_positions(column: Tensor, folds: Sequence[MergeOp], positions: Tensor, ratio: int) -> None:
-    """A summary's position: the mean of its tokens', rounded down."""
-    middle = positions.unflatten(1, (-1, ratio)).sum(-1) // ratio
-    for fold, each in zip(folds, middle, strict=True):
-        if fold.first_slot == 0:
-            column[fold.target_block] = -1
-        elif fold.base_block != fold.target_block:
-            column[fold.target_block] = column[fold.base_block]
-            column[fold.target_block, fold.first_slot :] = -1
-        column[fold.target_block, fold.first_slot : fold.first_slot + len(each)] = each
+def merge_positions(lower_positions: Tensor, ops_to_merge: Sequence[MergeOp], positions: Tensor, ratio: int) -> None:
+    """Write the positions of summaries: the mean of their tokens' positions, rounded down."""
+    mean_positions = positions.unflatten(1, (-1, ratio)).sum(-1) // ratio
+    for op, block_positions in zip(ops_to_merge, mean_positions, strict=True):
+        if op.first_slot == 0:
+            lower_positions[op.target_block] = -1
+        elif op.base_block != op.target_block:
+            lower_positions[op.target_block] = lower_positions[op.base_block]
+            lower_positions[op.target_block, op.first_slot :] = -1
+        lower_positions[op.target_block, op.first_slot : op.first_slot + len(block_positions)] = block_positions
 
 
-def _ids(folds: Sequence[MergeOp], name: str, like: Tensor) -> Tensor:
-    return torch.tensor([getattr(fold, name) for fold in folds], device=like.device)
+def _ids(ops_to_merge: Sequence[MergeOp], name: str, like: Tensor) -> Tensor:
+    return torch.tensor([getattr(op, name) for op in ops_to_merge], device=like.device)
 
 
 def _blocks(store: LayerTensor, blocks: Tensor) -> Tensor:
-    """[n, K, block_size, D], in float32 at least."""
+    """Decode whole blocks: [n, K, block_size, D], at least float32."""
     size = store.data.shape[2]
     wide = torch.float64 if store.format.name == "float64" else torch.float32
     return store.read(BlockTable(blocks.view(-1, 1), size, size), wide)

@@ -1,9 +1,9 @@
-"""What a policy that ranks leaves of a row: columns per layer and head, and the cut itself.  The device's half.
+"""Eviction on the device: per-layer, per-head metadata, and the eviction itself.
 
-The host says how many slots stay and in which blocks (``step.Compact``); which ones is decided here, in each layer and
-head apart, and never read by the host.  What stays fills the blocks from the front in its old order.
+The host decides how many slots stay and in which blocks (``EvictOp``). Which tokens stay is decided here, separately
+for each layer and head, and the host never reads it. Retained slots fill the blocks from the front in their old order.
 
-    one head, held: positions 0 1 2 3 4 5 6 7, ranks 9 1 2 8 3 7 0 5, three stay:   0 3 5
+    one head, held: positions 0 1 2 3 4 5 6 7, scores 9 1 2 8 3 7 0 5, three stay:   0 3 5
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from kvad.model_input import EvictOp
 
 
 class EvictionEvent(NamedTuple):
-    """One row's cut in one layer, as a witness is told of it: ``positions`` [K, held]; ``ranks`` [K, held] as they were
-    compared (inf: stays anyway); ``order`` [K, kept], which of the held slots stay."""
+    """One sequence's eviction in one layer, for an eviction hook."""
 
     layer: int
     op: EvictOp
-    positions: Tensor
-    scores: Tensor
-    order: Tensor
+    positions: Tensor  # [K, held]
+    scores: Tensor  # [K, held] as compared; inf stays anyway
+    order: Tensor  # [K, retained] indices of the retained slots
 
 
 EvictionHook = Callable[[EvictionEvent], None]
 
 
 class PerHeadMetadata:
-    """Of one layer: which position each head has in a slot (-1: none), and the attention that it got.
+    """Positions and attention mass per head and slot of one layer.
 
-    ``positions`` [blocks, K, block_size] int32; ``mass``, of the same shape, where the policy watches.
+    ``positions`` [blocks, K, block_size] int32, -1 for an empty slot; ``mass`` of the same shape, or None if the policy
+    does not observe attention.
     """
 
     def __init__(self, group: CacheGroup, device: torch.device | str) -> None:
@@ -51,70 +51,77 @@ class PerHeadMetadata:
 
     @property
     def arrays(self) -> tuple[Tensor, ...]:
+        """All tensors of the metadata."""
         return (self.positions,) if self.mass is None else (self.positions, self.mass)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all tensors."""
         return sum(array.nbytes for array in self.arrays)
 
     def clear(self, blocks: Tensor) -> None:
+        """Empty whole blocks."""
         self.positions.index_fill_(0, blocks, -1)
         if self.mass is not None:
             self.mass.index_fill_(0, blocks, 0)
 
-    def copy(self, source: int, target: int, kept: int) -> None:
-        self.positions[target], self.positions[target, :, kept:] = self.positions[source], -1
+    def copy(self, source: int, target: int, num_retained: int) -> None:
+        """Copy the first ``num_retained`` slots of a block; the others become empty."""
+        self.positions[target], self.positions[target, :, num_retained:] = self.positions[source], -1
         if self.mass is not None:
-            self.mass[target], self.mass[target, :, kept:] = self.mass[source], 0
+            self.mass[target], self.mass[target, :, num_retained:] = self.mass[source], 0
 
     def write(self, blocks: Tensor, offsets: Tensor, positions: Tensor) -> None:
-        """New tokens [T]: all heads have them, and nobody has looked at them yet."""
+        """Write the positions of new tokens [T] for all heads, with no attention mass."""
         self.positions[blocks, :, offsets] = positions.to(torch.int32).unsqueeze(1)
         if self.mass is not None:
             self.mass[blocks, :, offsets] = 0
 
     def read(self, table: BlockTable) -> Tensor:
-        """Positions [R, K, S] int64."""
+        """Return positions [R, K, S] int64."""
         return gather_blocks(self.positions.unsqueeze(-1), table).squeeze(-1).long()
 
     def add(self, table: BlockTable, mass: Tensor) -> None:
-        """mass [R, K, S] on top of what there is."""
+        """Add attention mass [R, K, S]."""
         assert self.mass is not None
         mass = mass.to(self.mass.dtype)
         if table.per_row == 1:
             self.mass[table.flat, :, table.start : table.start + table.slots] += mass
             return
-        rows, heads, _ = mass.shape
-        blocks = mass.view(rows, heads, table.per_row, -1).transpose(1, 2).flatten(0, 1)
+        num_seqs, num_heads, _ = mass.shape
+        blocks = mass.view(num_seqs, num_heads, table.per_row, -1).transpose(1, 2).flatten(0, 1)
         self.mass.index_put_((table.flat,), blocks, accumulate=True)
 
 
 def count_queries(policy: EvictionPolicy, positions: Tensor) -> Tensor:
-    """positions [R, L] -> 1.0 where a query's attention counts: it is one of the last ``watch`` before a cut."""
+    """Return 1.0 for queries whose attention counts: the last observed ones before an eviction.
+
+    positions [R, L] -> [R, L].
+    """
     if policy.observed_queries == ALL_QUERIES:
         return torch.ones_like(positions, dtype=torch.float32)
-    cut = (positions.clamp(min=policy.budget) // policy.interval + 1) * policy.interval
-    return (cut - positions <= policy.observed_queries).float()
+    next_eviction = (positions.clamp(min=policy.budget) // policy.interval + 1) * policy.interval
+    return (next_eviction - positions <= policy.observed_queries).float()
 
 
-def eviction_scores(policy: EvictionPolicy, seen: EvictionContext, bits: int = 12) -> Tensor:
-    """[K, held]: what is compared; inf for those that stay anyway.
+def eviction_scores(policy: EvictionPolicy, context: EvictionContext, bits: int = 12) -> Tensor:
+    """Return the scores that are compared, [K, held]; inf for slots that stay anyway.
 
-    Ranks are compared by their first ``bits`` bits, and of equals the older stays: else the order in which a step adds
-    up its sums would choose between equal tokens, and with it the neighbours.
+    Scores are compared by their first ``bits`` bits, and of equal ones the older token stays. Otherwise the summation
+    order of a step, and with it the other sequences of the batch, would choose between equal tokens.
     """
-    ranks = round_mantissa(policy.score(seen).double(), bits)
-    always = (seen.positions >= seen.length - policy.recent) | (seen.positions < policy.num_sinks)
-    return ranks.masked_fill(always, torch.inf)
+    scores = round_mantissa(policy.score(context).double(), bits)
+    always = (context.positions >= context.length - policy.recent) | (context.positions < policy.num_sinks)
+    return scores.masked_fill(always, torch.inf)
 
 
-def top_slots(ranks: Tensor, kept: int) -> Tensor:
-    """[K, kept]: which of the held slots stay, in their order."""
-    return ranks.sort(dim=-1, descending=True, stable=True).indices[:, :kept].sort(dim=-1).values
+def top_slots(scores: Tensor, num_retained: int) -> Tensor:
+    """Return the indices of the retained slots in ascending order, [K, num_retained]."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :num_retained].sort(dim=-1).values
 
 
 def round_mantissa(x: Tensor, bits: int) -> Tensor:
-    """To so many bits behind the first."""
+    """Round to ``bits`` bits after the leading one."""
     mantissa, exponent = torch.frexp(x)
     return torch.ldexp((mantissa * 2.0**bits).round(), exponent - bits)
 
@@ -124,37 +131,39 @@ def evict_layer(
     layer: int,
     keys: LayerTensor,
     values: LayerTensor,
-    columns: PerHeadMetadata,
-    cuts: Sequence[EvictOp],
-    witness: EvictionHook | None = None,
+    metadata: PerHeadMetadata,
+    evict_ops: Sequence[EvictOp],
+    eviction_hook: EvictionHook | None = None,
 ) -> None:
-    """All cuts of one step in one layer: everything that stays is read before anything is written."""
-    policy, size = group.eviction_policy, group.block_size
+    """Apply all evictions of a step to one layer; all reads precede all writes."""
+    policy, block_size = group.eviction_policy, group.block_size
     assert policy is not None
-    device = columns.positions.device
-    arrays = (*keys.arrays, *values.arrays, *columns.arrays)
-    taken: list[list[Tensor]] = []
-    for cut in cuts:
-        table = BlockTable(torch.tensor([cut.blocks], device=device), size, cut.num_held)
-        seen = EvictionContext(
-            columns.read(table)[0, :, : cut.num_held],
-            None if columns.mass is None else gather_blocks(columns.mass.unsqueeze(-1), table)[0, :, : cut.num_held, 0],
-            lambda table=table, cut=cut: keys.read(table, _wide(keys))[0, :, : cut.num_held],  # type: ignore[misc]
-            lambda table=table, cut=cut: values.read(table, _wide(values))[0, :, : cut.num_held],  # type: ignore[misc]
-            cut.length,
+    device = metadata.positions.device
+    arrays = (*keys.arrays, *values.arrays, *metadata.arrays)
+    retained: list[list[Tensor]] = []
+    for op in evict_ops:
+        table = BlockTable(torch.tensor([op.blocks], device=device), block_size, op.num_held)
+        context = EvictionContext(
+            metadata.read(table)[0, :, : op.num_held],
+            None
+            if metadata.mass is None
+            else gather_blocks(metadata.mass.unsqueeze(-1), table)[0, :, : op.num_held, 0],
+            lambda table=table, op=op: keys.read(table, _wide(keys))[0, :, : op.num_held],  # type: ignore[misc]
+            lambda table=table, op=op: values.read(table, _wide(values))[0, :, : op.num_held],  # type: ignore[misc]
+            op.length,
             layer,
         )
-        ranks = eviction_scores(policy, seen, bits=30 if keys.format.name == "float64" else 12)
-        order = top_slots(ranks, cut.num_retained)
-        if witness is not None:
-            witness(EvictionEvent(layer, cut, seen.positions, ranks, order))
-        taken.append([_slots(array, table.flat, order) for array in arrays])
-        if columns.mass is not None and policy.observed_queries != ALL_QUERIES:
-            taken[-1][-1].zero_()  # the next queries that count begin anew
-    for cut, kept in zip(cuts, taken, strict=True):
-        targets = torch.tensor(cut.target_blocks, device=device)
-        for array, slots in zip(arrays, kept, strict=True):
-            _fill(array, targets, slots, -1 if array is columns.positions else 0)
+        scores = eviction_scores(policy, context, bits=30 if keys.format.name == "float64" else 12)
+        order = top_slots(scores, op.num_retained)
+        if eviction_hook is not None:
+            eviction_hook(EvictionEvent(layer, op, context.positions, scores, order))
+        retained.append([_slots(array, table.flat, order) for array in arrays])
+        if metadata.mass is not None and policy.observed_queries != ALL_QUERIES:
+            retained[-1][-1].zero_()  # Attention is observed from zero until the next eviction.
+    for op, slots_per_array in zip(evict_ops, retained, strict=True):
+        targets = torch.tensor(op.target_blocks, device=device)
+        for array, slots in zip(arrays, slots_per_array, strict=True):
+            _fill(array, targets, slots, -1 if array is metadata.positions else 0)
 
 
 def _wide(store: LayerTensor) -> torch.dtype:
@@ -162,7 +171,10 @@ def _wide(store: LayerTensor) -> torch.dtype:
 
 
 def _slots(array: Tensor, blocks: Tensor, order: Tensor) -> Tensor:
-    """array [blocks, K, size(, width)] -> [K, kept(, width)], the slots in ``order`` [K, kept] of those blocks."""
+    """Gather slots: array [blocks, K, size(, width)] -> [K, retained(, width)].
+
+    ``order`` [K, retained] selects among the slots of ``blocks``.
+    """
     held = array[blocks].transpose(0, 1).flatten(1, 2)  # [K, P * size(, width)]
     if held.dim() == 2:
         return held.gather(1, order)
@@ -170,8 +182,8 @@ def _slots(array: Tensor, blocks: Tensor, order: Tensor) -> Tensor:
 
 
 def _fill(array: Tensor, blocks: Tensor, slots: Tensor, empty: int) -> None:
-    """The inverse: slots [K, kept(, width)] into the front of ``blocks``, ``empty`` behind them."""
-    heads, size = array.shape[1], array.shape[2]
-    whole = array.new_full((heads, len(blocks) * size, *array.shape[3:]), empty)
-    whole[:, : slots.shape[1]] = slots
-    array[blocks] = whole.view(heads, len(blocks), size, *array.shape[3:]).transpose(0, 1)
+    """Write slots [K, retained(, width)] to the front of ``blocks`` and ``empty`` after them."""
+    num_heads, block_size = array.shape[1], array.shape[2]
+    filled = array.new_full((num_heads, len(blocks) * block_size, *array.shape[3:]), empty)
+    filled[:, : slots.shape[1]] = slots
+    array[blocks] = filled.view(num_heads, len(blocks), block_size, *array.shape[3:]).transpose(0, 1)

@@ -1,14 +1,12 @@
-"""A row's bytes out of the pool and in again: host copies of whole blocks, and the same as sections of a file.
+"""Host copies of blocks: swapped sequences, and transfers to and from the block store.
 
-On a GPU copies are pinned and asynchronous: the device's own queue orders them before whatever overwrites the blocks
-and behind whatever wrote them, and :meth:`Copier.arrived` is for whoever reads a copy on the host.  Elsewhere a copy is
-there when the call returns.
+On a GPU, copies are pinned and asynchronous: the device stream orders them before later writes to the blocks and after
+earlier ones, and :meth:`HostCopier.wait` must precede reading a copy on the host. On a CPU a copy is complete when the
+call returns.
 
-Blocks between a Memory and the tiers: every raw byte of a block, in one piece per group, and back.
-
-A piece is what :meth:`Memory.held` names of one block, one array behind the other: positions, then each layer's keys,
-values, scales and columns.  Formats are not asked: what comes back is what went out, bit for bit.  What goes out is a
-copy, and what comes in is copied: no tensor of the pool is ever shared with a tier.
+A transfer to the block store is one byte buffer per block and group: the arrays that :meth:`KVCache.iter_arrays` names,
+concatenated: positions, then each layer's keys, values, scales and metadata. Formats are not interpreted, so a loaded
+block is equal bit for bit. Both directions copy: no tensor of the pool is shared with a store.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ CopyCallback = Callable[[Literal["out", "in"], int, float], None]
 
 
 class BlockSelection(Protocol):
-    """``blocks`` [n] of ``array`` [blocks, ...]."""
+    """Blocks [n] of an array [blocks, ...]."""
 
     @property
     def array(self) -> Tensor: ...
@@ -39,98 +37,100 @@ class BlockSelection(Protocol):
 
 
 class _PendingCopy(NamedTuple):
-    way: Literal["out", "in"]
+    """An asynchronous copy with its timing events."""
+
+    direction: Literal["out", "in"]
     nbytes: int
-    began: torch.cuda.Event
+    started: torch.cuda.Event
     ended: torch.cuda.Event
 
 
 class HostCopier:
-    """Copies of one device; ``told`` hears the bytes and the seconds of each, when they are known."""
+    """Copies blocks between a device and the host; ``on_copied`` receives bytes and seconds."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_copied: CopyCallback = lambda *_: None
         self._cuda = device.type == "cuda"
-        self._flying: dict[tuple[str, int], _PendingCopy] = {}
+        self._pending: dict[tuple[str, int], _PendingCopy] = {}
 
-    def copy_out(self, key: int, held: Iterable[BlockSelection]) -> list[Tensor]:
-        """The blocks, contiguous, on the host; :meth:`arrived` before their numbers are read there."""
-        self._hear()
-        began = self._mark()
-        copies = [self._host(each.array[each.blocks]) for each in held]
-        self._done("out", key, copies, began)
+    def copy_out(self, key: int, selections: Iterable[BlockSelection]) -> list[Tensor]:
+        """Copy blocks to contiguous host tensors; call :meth:`wait` before reading them."""
+        self._report_finished()
+        started = self._record_time()
+        copies = [self._to_host(selection.array[selection.blocks]) for selection in selections]
+        self._finish("out", key, copies, started)
         return copies
 
-    def copy_in(self, key: int, held: Iterable[BlockSelection], copies: Sequence[Tensor]) -> None:
-        """The inverse, into as many blocks."""
-        self._hear()
-        began = self._mark()
-        for each, copy in zip(held, copies, strict=True):
-            each.array[each.blocks] = copy.to(each.array.device, non_blocking=True)
-        self._done("in", key, copies, began)
+    def copy_in(self, key: int, selections: Iterable[BlockSelection], copies: Sequence[Tensor]) -> None:
+        """Copy host tensors into as many blocks."""
+        self._report_finished()
+        started = self._record_time()
+        for selection, copy in zip(selections, copies, strict=True):
+            selection.array[selection.blocks] = copy.to(selection.array.device, non_blocking=True)
+        self._finish("in", key, copies, started)
 
     def wait(self, key: int) -> None:
-        """Wait until what was copied out under ``key`` is there.  From any thread."""
-        flying = self._flying.get(("out", key))
-        if flying is not None:
-            flying.ended.synchronize()
+        """Wait for the copy out of ``key``. Thread-safe."""
+        pending = self._pending.get(("out", key))
+        if pending is not None:
+            pending.ended.synchronize()
 
-    def _host(self, blocks: Tensor) -> Tensor:
+    def _to_host(self, blocks: Tensor) -> Tensor:
         if not self._cuda:
             return blocks.cpu().contiguous()
         host = torch.empty(blocks.shape, dtype=blocks.dtype, pin_memory=True)
         return host.copy_(blocks, non_blocking=True)
 
-    def _mark(self) -> float | torch.cuda.Event:
+    def _record_time(self) -> float | torch.cuda.Event:
         if not self._cuda:
             return perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _done(
-        self, way: Literal["out", "in"], key: int, copies: Sequence[Tensor], began: float | torch.cuda.Event
+    def _finish(
+        self, direction: Literal["out", "in"], key: int, copies: Sequence[Tensor], started: float | torch.cuda.Event
     ) -> None:
-        nbytes, ended = sum(each.nbytes for each in copies), self._mark()
-        if isinstance(began, float) and isinstance(ended, float):
-            self.on_copied(way, nbytes, ended - began)
-        elif isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
-            self._flying[way, key] = _PendingCopy(way, nbytes, began, ended)
+        nbytes, ended = sum(copy.nbytes for copy in copies), self._record_time()
+        if isinstance(started, float) and isinstance(ended, float):
+            self.on_copied(direction, nbytes, ended - started)
+        elif isinstance(started, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
+            self._pending[direction, key] = _PendingCopy(direction, nbytes, started, ended)
 
-    def _hear(self) -> None:
-        """Tell of those that have arrived."""
-        for name, flying in list(self._flying.items()):
-            if flying.ended.query():
-                del self._flying[name]
-                self.on_copied(flying.way, flying.nbytes, flying.began.elapsed_time(flying.ended) / 1e3)
+    def _report_finished(self) -> None:
+        """Report finished copies to ``on_copied``."""
+        for name, pending in list(self._pending.items()):
+            if pending.ended.query():
+                del self._pending[name]
+                self.on_copied(pending.direction, pending.nbytes, pending.started.elapsed_time(pending.ended) / 1e3)
 
 
 def to_sections(copies: Sequence[Tensor]) -> list[Section]:
-    """Contiguous host tensors as sections, named by their place; no copy is made."""
-    return [tensor_to_section(str(at), each) for at, each in enumerate(copies)]
+    """Return contiguous host tensors as sections named by index, without a copy."""
+    return [tensor_to_section(str(index), copy) for index, copy in enumerate(copies)]
 
 
 def from_sections(sections: Sequence[Section]) -> list[Tensor]:
-    """The inverse; the tensors lie in the sections' own memory."""
-    return [section_to_tensor(each) for each in sorted(sections, key=lambda each: int(each.name))]
+    """Return the tensors of :func:`to_sections`; they share the sections' memory."""
+    return [section_to_tensor(section) for section in sorted(sections, key=lambda section: int(section.name))]
 
 
-BLOCKS_PER_COPY = 8  # blocks
-BlockTransfer = Sequence[tuple[int, Sequence[Sequence[int]]]]
+BLOCKS_PER_COPY = 8  # loads of one batch: bounds temporary memory
+BlockTransfer = Sequence[tuple[int, Sequence[Sequence[int]]]]  # (copy id, blocks per group)
 
 
 class HostStore(Protocol):
-    """The tiers, as Memory sees them."""
+    """The part of a BlockStore that KVCache calls."""
 
-    def put(self, number: int, pieces: Mapping[int, storage.filesystem.Buffer]) -> None: ...
+    def put(self, copy_id: int, buffers: Mapping[int, storage.filesystem.Buffer]) -> None: ...
 
-    def take(self, number: int) -> Mapping[int, storage.filesystem.Buffer]: ...
+    def take(self, copy_id: int) -> Mapping[int, storage.filesystem.Buffer]: ...
 
-    def cancel(self, number: int) -> None: ...
+    def cancel(self, copy_id: int) -> None: ...
 
 
 class KVCacheLike(Protocol):
-    """A Memory, as this module sees it."""
+    """The part of KVCache that this module calls."""
 
     groups: tuple[CacheGroup, ...]
 
@@ -142,66 +142,66 @@ class KVCacheLike(Protocol):
 
 
 def block_bytes_per_group(groups: Sequence[CacheGroup]) -> tuple[int, ...]:
-    """Bytes of one block of each group."""
+    """Return the bytes of one block of each group."""
     return tuple(group_bytes(group).total // group.num_blocks for group in groups)
 
 
-def copy_blocks_out(memory: KVCacheLike, host: HostStore, stores: BlockTransfer) -> None:
-    """Give the host a copy of each block."""
-    if not stores:
+def copy_blocks_out(kv_cache: KVCacheLike, host: HostStore, transfers: BlockTransfer) -> None:
+    """Pass a copy of each block to the block store."""
+    if not transfers:
         return
-    pieces: dict[int, dict[int, storage.filesystem.Buffer]] = {number: {} for number, _ in stores}
-    blocks, numbers = _by_group(memory, stores)
-    arrays = memory.read_blocks(blocks)
-    for index, own in enumerate(numbers):
-        if not own:
+    buffers: dict[int, dict[int, storage.filesystem.Buffer]] = {copy_id: {} for copy_id, _ in transfers}
+    blocks, ids_per_group = _by_group(kv_cache, transfers)
+    arrays = kv_cache.read_blocks(blocks)
+    for group_index, copy_ids in enumerate(ids_per_group):
+        if not copy_ids:
             continue
-        parts = [arrays[name].contiguous().view(torch.uint8).flatten(1) for name in _names(memory, index)]
-        for at, number in enumerate(own):
-            piece = torch.cat([part[at] for part in parts])  # memory of its own: it outlives its neighbours
-            pieces[number][index] = piece.numpy().data
-    for number, given in pieces.items():
-        host.put(number, given)
+        parts = [arrays[name].contiguous().view(torch.uint8).flatten(1) for name in _names(kv_cache, group_index)]
+        for position, copy_id in enumerate(copy_ids):
+            buffer = torch.cat([part[position] for part in parts])  # Separate memory: blocks are dropped one by one.
+            buffers[copy_id][group_index] = buffer.numpy().data
+    for copy_id, block_buffers in buffers.items():
+        host.put(copy_id, block_buffers)
 
 
-def copy_blocks_in(memory: KVCacheLike, host: HostStore, loads: BlockTransfer) -> None:
-    """Fill each block with what the host lends, AT_ONCE blocks at a time: what is made on the way stays small."""
-    for low in range(0, len(loads), BLOCKS_PER_COPY):
-        some = loads[low : low + BLOCKS_PER_COPY]
-        lent = {number: host.take(number) for number, _ in some}
-        blocks, numbers = _by_group(memory, some)
+def copy_blocks_in(kv_cache: KVCacheLike, host: HostStore, transfers: BlockTransfer) -> None:
+    """Fill blocks from the block store, BLOCKS_PER_COPY at a time to bound temporary memory."""
+    for start in range(0, len(transfers), BLOCKS_PER_COPY):
+        batch = transfers[start : start + BLOCKS_PER_COPY]
+        loaded = {copy_id: host.take(copy_id) for copy_id, _ in batch}
+        blocks, ids_per_group = _by_group(kv_cache, batch)
         state = {}
-        for index, own in enumerate(numbers):
-            if not own:
+        for group_index, copy_ids in enumerate(ids_per_group):
+            if not copy_ids:
                 continue
-            pieces, at = [_bytes(lent[each][index]) for each in own], 0
-            for name, array in _names(memory, index).items():
+            buffers, offset = [_bytes(loaded[copy_id][group_index]) for copy_id in copy_ids], 0
+            for name, array in _names(kv_cache, group_index).items():
                 shape = array.shape[1:]
                 size = shape.numel() * array.element_size()
-                raw = torch.stack([piece[at : at + size] for piece in pieces])
-                state[name] = raw.view(array.dtype).view(len(own), *shape)
-                at += size
-            assert at == len(pieces[0]), f"a piece of {len(pieces[0])} bytes for a block of {at}"
-        memory.write_blocks(blocks, state)
+                raw = torch.stack([buffer[offset : offset + size] for buffer in buffers])
+                state[name] = raw.view(array.dtype).view(len(copy_ids), *shape)
+                offset += size
+            assert offset == len(buffers[0]), f"buffer of {len(buffers[0])} bytes, block of {offset}"
+        kv_cache.write_blocks(blocks, state)
 
 
-def _bytes(piece: storage.filesystem.Buffer) -> Tensor:
-    """[N] uint8, where they are if torch may have them there: it would warn of memory that cannot be written."""
-    return torch.frombuffer(bytearray(piece) if memoryview(piece).readonly else piece, dtype=torch.uint8)
+def _bytes(buffer: storage.filesystem.Buffer) -> Tensor:
+    """Return a uint8 tensor [N]; read-only buffers are copied, because torch warns of them."""
+    return torch.frombuffer(bytearray(buffer) if memoryview(buffer).readonly else buffer, dtype=torch.uint8)
 
 
-def _names(memory: KVCacheLike, index: int) -> dict[str, Tensor]:
-    """The arrays of a group, in their order."""
-    return {name: array for name, array in memory.array_specs().items() if name.startswith(f"{index}.")}
+def _names(kv_cache: KVCacheLike, group_index: int) -> dict[str, Tensor]:
+    """Return the arrays of a group in order."""
+    return {name: array for name, array in kv_cache.array_specs().items() if name.startswith(f"{group_index}.")}
 
 
-def _by_group(memory: KVCacheLike, carried: BlockTransfer) -> tuple[list[list[int]], list[list[int]]]:
-    """Per group: the blocks, and whose they are."""
-    num_groups = len(memory.groups)
+def _by_group(kv_cache: KVCacheLike, transfers: BlockTransfer) -> tuple[list[list[int]], list[list[int]]]:
+    """Return per group the blocks and the copy ids that they belong to."""
+    num_groups = len(kv_cache.groups)
     blocks: list[list[int]] = [[] for _ in range(num_groups)]
-    numbers: list[list[int]] = [[] for _ in range(num_groups)]
-    for number, own in carried:
-        for index, block in enumerate(own):
-            blocks[index].extend(block)
-            numbers[index].extend([number] * len(block))
-    return blocks, numbers
+    ids_per_group: list[list[int]] = [[] for _ in range(num_groups)]
+    for copy_id, group_blocks in transfers:
+        for group_index, block_ids in enumerate(group_blocks):
+            blocks[group_index].extend(block_ids)
+            ids_per_group[group_index].extend([copy_id] * len(block_ids))
+    return blocks, ids_per_group

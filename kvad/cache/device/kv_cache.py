@@ -1,17 +1,17 @@
-"""Memory: the device face of the cache.  It holds tensors and decides nothing.
+"""KVCache: the device half of the cache. It stores tensors and makes no decisions.
 
-One :class:`~kvad.cache.device.tensors.LayerTensor` of keys and one of values per layer, in the formats of their group, and per group
-one column of positions, ``[blocks, block_size]`` int64.  A slot is visible iff its position is >= 0, which is so iff
-the row that owns its block wrote it: ``apply`` clears blocks that change hands (positions to -1, contents to zero), and
-nothing ever writes block 0 (empty, it pads tables).  So whether rows are contiguous, paged or ring-shaped, one mask
-rule serves.
+Each layer has one :class:`~kvad.cache.device.tensors.LayerTensor` of keys and one of values, in the formats of its
+group; each group has a column of positions, ``[blocks, block_size]`` int64. A slot is visible if its position is >= 0,
+which holds only if the owner of its block wrote it: ``apply`` clears blocks that change owner (positions to -1,
+contents to zero), and block 0 (NULL_BLOCK, pads tables) is never written. So one mask rule works for contiguous, paged
+and ring-buffer layouts.
 
-A level that is spilled has its positions here and no stores: its blocks are bytes in a spool (``spill.py``).
+An offloaded level has positions here but no stores: its blocks are in an OffloadFile (``offload_reader.py``).
 
-A cross-attention's group holds sources instead of rows: written once, by a step without decoder tokens, and read by
-every row that shares the source.
+A cross-attention group stores encoder inputs instead of sequences: written once, in a step without decoder tokens, and
+read by every sequence of the same input.
 
-Memory must never choose: which block, which row, what to drop are the ledger's integers.
+Blocks, sequences and evictions are chosen by the KVCacheManager.
 """
 
 from __future__ import annotations
@@ -37,16 +37,18 @@ from kvad.model_input import BlockOps, CacheView, EvictOp, MergeOp, ModelInput, 
 
 
 class RestorableState(Protocol):
-    """A row from elsewhere, that knows how to write itself."""
+    """A sequence's state that can write itself into a KVCache."""
 
-    def restore(self, memory: KVCache, blocks: Sequence[Sequence[int]]) -> None:
-        """Into these blocks per group, which changed hands."""
+    def restore(self, kv_cache: KVCache, blocks: Sequence[Sequence[int]]) -> None:
+        """Write into newly allocated blocks per group."""
         ...
 
 
 class ArrayBlocks(NamedTuple):
-    """One raw array of a group, [blocks, ...], and which of its blocks a row has.  ``name``: the group's number, the
-    layer's, what it holds, and which of its arrays: "0.3.keys.0"."""
+    """One raw array of a group, [blocks, ...], and a sequence's blocks of it.
+
+    ``name`` is "group.layer.kind.number", such as "0.3.keys.0".
+    """
 
     name: str
     array: Tensor
@@ -54,13 +56,20 @@ class ArrayBlocks(NamedTuple):
 
 
 class KVCache:
-    """Stores for every layer of a model, allocated once, in the formats that ``groups`` name.
+    """Cached keys and values of all layers, allocated once.
 
-    Keys and values come back in the query's dtype when they are read.  ``rotate``: whether RoPE turns keys as they are
-    stored or as they are read; ``exact``: its angles are computed in float64, for rows without an end.
-    ``compressors``, by layer: what makes summaries of tokens, means where there is none.  ``probe`` is shown what every
-    layer sees (a debugger's and ``kvad verify``'s seam); it costs the fused kernel.  ``spill``: where spilled levels
-    lie; all in host memory if none is given.  ConfigError where torch lacks the format.
+    Args:
+        groups: Cache groups; they define layers, sizes and formats.
+        device: Device of the tensors.
+        rope_at: "write" stores rotated keys, "read" rotates them when they are read.
+        exact_rope: Compute RoPE angles in float64, for sequences of unlimited length.
+        summarizers: Trained summarizers by layer; means are used for other layers.
+        kernel: Attention kernel.
+        attention_hook: Called with the attention of every layer; prevents the fused kernel.
+        offload_reader: Reads offloaded levels; by default they are all in RAM.
+
+    Raises:
+        ConfigError: If torch does not support a format.
     """
 
     def __init__(
@@ -75,59 +84,56 @@ class KVCache:
         attention_hook: ops.sub_batch.AttentionHook | None = None,
         offload_reader: OffloadReader | None = None,
     ) -> None:
-        self.groups = self.all_groups = tuple(groups)  # whole: of all ranks, where this is one of several
+        self.groups = self.all_groups = tuple(groups)  # all_groups: of all ranks
         self.ranks = 1
         self.kernel, self.attention_hook = kernel, attention_hook
-        self.eviction_hook: EvictionHook | None = (
-            None  # told of every cut; what it asks of the tensors, the step waits for
-        )
+        self.eviction_hook: EvictionHook | None = None  # Called for every eviction; the step waits for it.
         self.rope_on_read, self.exact_rope = rope_at == "read", exact_rope
         self.stores: list[dict[int, tuple[LayerTensor, LayerTensor]]] = []  # per group, by layer: keys and values
         self.weights: list[dict[int, LayerTensor]] = []  # per group, by layer: the logits of summaries
         self.positions: list[Tensor] = []
-        spilled = [group.lower_level is not None and group.lower_level.is_offloaded for group in self.groups]
+        offloaded = [group.lower_level is not None and group.lower_level.is_offloaded for group in self.groups]
         self.offload_reader = (
-            OffloadReader(self.groups, UNBOUNDED) if offload_reader is None and any(spilled) else offload_reader
+            OffloadReader(self.groups, UNBOUNDED) if offload_reader is None and any(offloaded) else offload_reader
         )
-        for group, elsewhere in zip(self.groups, spilled, strict=True):
+        for group, is_offloaded in zip(self.groups, offloaded, strict=True):
             spec, size = group.spec, group.block_size
-            held = {}
-            for layer in () if elsewhere else group.layers:
+            layers = {}
+            for layer in () if is_offloaded else group.layers:
                 keys = LayerTensor(group.key_format, group.num_blocks, spec.num_kv_heads, size, spec.head_dim, device)
-                held[layer] = (
+                layers[layer] = (
                     keys,
                     LayerTensor(group.value_format, group.num_blocks, spec.num_kv_heads, size, spec.value_dim, device),
                 )
-            self.stores.append(held)
+            self.stores.append(layers)
             self.weights.append(_weights(group, device))
             self.positions.append(torch.full((group.num_blocks, size), -1, dtype=torch.int64, device=device))
-        written = {  # those that take tokens, or a source's
+        token_layers = {  # groups that take tokens or an encoder input
             layer: pair
-            for group, held in zip(self.groups, self.stores, strict=True)
-            for layer, pair in held.items()
+            for group, layers in zip(self.groups, self.stores, strict=True)
+            for layer, pair in layers.items()
             if group.lower_level is None
         }
-        self.keys = [written[layer][0] for layer in sorted(written)]
-        self.values = [written[layer][1] for layer in sorted(written)]
-        self.rotaries: dict[int, Rotary] = {}  # by layer, as it was last written with
+        self.keys = [token_layers[layer][0] for layer in sorted(token_layers)]
+        self.values = [token_layers[layer][1] for layer in sorted(token_layers)]
+        self.rotaries: dict[int, Rotary] = {}  # by layer, as last used for writing
         self.summarizers: dict[int, SummarizerFn] = dict(summarizers or {})
-        ranked = [
+        evicting = [
             (layer, group) for group in self.groups if group.eviction_policy is not None for layer in group.layers
         ]
-        self.head_metadata = {layer: PerHeadMetadata(group, device) for layer, group in ranked}
-        choosing = [
+        self.head_metadata = {layer: PerHeadMetadata(group, device) for layer, group in evicting}
+        sparse = [
             (layer, group) for group in self.groups if group.sparse_read_policy is not None for layer in group.layers
         ]
-        self.block_bounds = {layer: BlockKeyBounds(group, self.keys[layer], device) for layer, group in choosing}
+        self.block_bounds = {layer: BlockKeyBounds(group, self.keys[layer], device) for layer, group in sparse}
         self.swapped: dict[
             int, list[Tensor] | RestorableState
-        ] = {}  # on the host, by key; on a GPU: when copier.arrived
+        ] = {}  # host copies by key; on a GPU valid after copier.wait
         self.copier = HostCopier(torch.device(device))
-        self.host_store: HostStore | None = None  # who takes blocks that are copied out, and lends those that come in
+        self.host_store: HostStore | None = None  # receives evicted blocks and provides loaded ones
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor of the cache, flat: keys and values by layer, what heads keep by layer, weights of summaries,
-        positions by group."""
+        """Return all tensors: keys and values, metadata and weights by layer, positions by group."""
         stores: list[LayerTensor | PerHeadMetadata | BlockKeyBounds] = [
             *self._stores(),
             *self.head_metadata.values(),
@@ -137,18 +143,21 @@ class KVCache:
         return [*(array for store in stores for array in store.arrays), *self.positions]
 
     def payload_bytes(self) -> int:
+        """Return the bytes of keys and values without scales."""
         return sum(store.data.nbytes for store in self._stores())
 
     def scale_bytes(self) -> int:
+        """Return the bytes of scales."""
         return sum(store.nbytes for store in self._stores()) - self.payload_bytes()
 
     def metadata_bytes(self) -> int:
-        columns: list[LayerTensor | PerHeadMetadata | BlockKeyBounds] = [
+        """Return the bytes of positions, per-head metadata, block bounds and weights."""
+        metadata: list[LayerTensor | PerHeadMetadata | BlockKeyBounds] = [
             *self.head_metadata.values(),
             *self.block_bounds.values(),
         ]
-        columns += self._weights()
-        return sum(each.nbytes for each in self.positions) + sum(each.nbytes for each in columns)
+        metadata += self._weights()
+        return sum(positions.nbytes for positions in self.positions) + sum(arrays.nbytes for arrays in metadata)
 
     def _weights(self) -> Iterator[LayerTensor]:
         for held in self.weights:
@@ -159,211 +168,243 @@ class KVCache:
             yield from (pair[side] for held in self.stores for pair in held.values())
 
     def release(self) -> None:
-        """Give every store back.  The memory cannot be opened afterwards."""
+        """Free all tensors. The cache cannot be used afterwards."""
         self.keys, self.values, self.positions, self.groups, self.all_groups = [], [], [], (), ()
         self.head_metadata, self.block_bounds, self.swapped, self.stores, self.weights = {}, {}, {}, [], []
         if self.offload_reader is not None:
             self.offload_reader.close()
 
-    def apply(self, moves: BlockOps) -> None:
-        """Edits between two steps, in the order that :class:`Moves` names."""
+    def apply(self, block_ops: BlockOps) -> None:
+        """Apply block operations between two steps, in the order of :class:`BlockOps`."""
         if self.host_store is not None:
-            copy_blocks_out(self, self.host_store, moves.store)
-        self._park_and_wake(moves)
-        if self.host_store is not None:  # into blocks that a parked row may have had
-            copy_blocks_in(self, self.host_store, moves.load)
-        for group, positions, cuts in zip(self.groups, self.positions, moves.evict, strict=False):
-            if cuts:
-                self._compact(group, positions, cuts)
-        for number, pairs in enumerate(moves.quantize):
+            copy_blocks_out(self, self.host_store, block_ops.store)
+        self._swap(block_ops)
+        if self.host_store is not None:  # Loaded blocks may have belonged to a swapped sequence.
+            copy_blocks_in(self, self.host_store, block_ops.load)
+        for group, positions, evict_ops in zip(self.groups, self.positions, block_ops.evict, strict=False):
+            if evict_ops:
+                self._evict(group, positions, evict_ops)
+        for group_index, pairs in enumerate(block_ops.quantize):
             if pairs:
-                self._pack(number, pairs)
-        for number, folds in enumerate(moves.merge):
-            if folds:
-                self._fold(number, folds)
-        for group, positions, clear, copy in zip(self.groups, self.positions, moves.clear, moves.copy, strict=True):
+                self._quantize(group_index, pairs)
+        for group_index, merge_ops in enumerate(block_ops.merge):
+            if merge_ops:
+                self._merge(group_index, merge_ops)
+        for group, positions, clear, copy in zip(
+            self.groups, self.positions, block_ops.clear, block_ops.copy, strict=True
+        ):
             if clear:
                 self._clear(group, positions, torch.tensor(clear, device=positions.device))
-            for source, target, kept in copy:
-                self._copy(group, positions, source, target, kept)
+            for source, target, num_retained in copy:
+                self._copy(group, positions, source, target, num_retained)
 
-    def discard(self, moves: BlockOps) -> None:
-        """The step of these moves has failed, before they were applied or behind: what they have not copied out is not
-        waited for, and what they were to copy in or to drop is dropped."""
+    def discard(self, block_ops: BlockOps) -> None:
+        """Discard the block operations of a failed step, applied or not.
+
+        Requested copies are canceled; states to swap in and swapped sequences to drop are dropped.
+        """
         if self.host_store is not None:
-            for number, _ in (*moves.store, *moves.load):
-                self.host_store.cancel(number)
-        for key in (*(key for key, _ in moves.swap_in), *moves.drop_swapped):
+            for copy_id, _ in (*block_ops.store, *block_ops.load):
+                self.host_store.cancel(copy_id)
+        for key in (*(key for key, _ in block_ops.swap_in), *block_ops.drop_swapped):
             self.swapped.pop(key, None)
 
-    def _park_and_wake(self, moves: BlockOps) -> None:
-        for key, blocks in moves.swap_out:
+    def _swap(self, block_ops: BlockOps) -> None:
+        for key, blocks in block_ops.swap_out:
             self.swapped[key] = self.copier.copy_out(key, self.iter_arrays(blocks))
-        for key, blocks in moves.swap_in:
-            parked = self.swapped.pop(key)
-            if isinstance(parked, list):
-                self.copier.copy_in(key, self.iter_arrays(blocks), parked)
+        for key, blocks in block_ops.swap_in:
+            swapped = self.swapped.pop(key)
+            if isinstance(swapped, list):
+                self.copier.copy_in(key, self.iter_arrays(blocks), swapped)
             else:
-                parked.restore(self, blocks)
-        for key in moves.drop_swapped:
+                swapped.restore(self, blocks)
+        for key in block_ops.drop_swapped:
             self.swapped.pop(key, None)
 
     def iter_arrays(self, blocks: Sequence[Sequence[int]]) -> Iterator[ArrayBlocks]:
-        """Every raw array of the groups, and which blocks of it a row has; ``blocks``: per group, those that take
-        tokens first, then their levels, then cross-attention's; groups beyond ``blocks`` are left out."""
-        every_group = zip(self.groups, self.positions, self.stores, self.weights, blocks, strict=False)
-        for number, (group, positions, stores, weights, ids) in enumerate(every_group):
-            where = torch.tensor(ids, dtype=torch.int64, device=positions.device)
-            yield ArrayBlocks(f"{number}.positions", positions, where)
+        """Yield every raw array of the groups with a sequence's blocks of it.
+
+        Args:
+            blocks: Blocks per group: groups that take tokens, then lower levels, then cross-attention. Further groups
+                are left out.
+        """
+        groups = zip(self.groups, self.positions, self.stores, self.weights, blocks, strict=False)
+        for group_index, (group, positions, stores, weights, ids) in enumerate(groups):
+            block_ids = torch.tensor(ids, dtype=torch.int64, device=positions.device)
+            yield ArrayBlocks(f"{group_index}.positions", positions, block_ids)
             for layer, (keys, values) in stores.items():
-                every: dict[str, LayerTensor | PerHeadMetadata | BlockKeyBounds] = {"keys": keys, "values": values}
+                stores_by_kind: dict[str, LayerTensor | PerHeadMetadata | BlockKeyBounds] = {
+                    "keys": keys,
+                    "values": values,
+                }
                 if group.lower_level is None:
-                    every |= {type(each).__name__.lower(): each for each in self._head_metadata(layer)}
+                    stores_by_kind |= self._head_metadata(layer)
                 elif layer in weights:
-                    every["weights"] = weights[layer]
-                for kind, store in every.items():
-                    for part, array in enumerate(store.arrays):
-                        yield ArrayBlocks(f"{number}.{layer}.{kind}.{part}", array, where)
+                    stores_by_kind["weights"] = weights[layer]
+                for kind, store in stores_by_kind.items():
+                    for index, array in enumerate(store.arrays):
+                        yield ArrayBlocks(f"{group_index}.{layer}.{kind}.{index}", array, block_ids)
 
     def block_bytes(self) -> list[int]:
-        """Of each group, what a block of it takes: on all ranks."""
+        """Return the bytes of one block of each group, of all ranks."""
         return [group_bytes(group).total // group.num_blocks for group in self.groups]
 
     def read_blocks(self, blocks: BlockIndex) -> dict[str, Tensor]:
-        """Every raw array of these blocks on the host, by name (:meth:`held`): of all ranks."""
-        return {each.name: each.array[each.blocks].cpu() for each in self.iter_arrays(blocks)}
+        """Copy blocks to the host, as arrays by name (:meth:`iter_arrays`), of all ranks."""
+        return {item.name: item.array[item.blocks].cpu() for item in self.iter_arrays(blocks)}
 
     def write_blocks(self, blocks: BlockIndex, state: Mapping[str, Tensor]) -> None:
-        """The inverse, into as many blocks; what a group without blocks would have is not asked for."""
-        for each in self.iter_arrays(blocks):
-            if len(each.blocks):
-                each.array[each.blocks] = state[each.name].to(each.array.device)
+        """Write the arrays of :meth:`read_blocks`; groups without blocks are skipped."""
+        for item in self.iter_arrays(blocks):
+            if len(item.blocks):
+                item.array[item.blocks] = state[item.name].to(item.array.device)
 
     def copy_out(self, blocks: BlockIndex, slots: SlotIndex) -> dict[str, Tensor]:
-        """A row's numbers on the host, by slot (``lines.py``): of all ranks, as one process would have them."""
+        """Copy a sequence's arrays to the host by slot (``slot_copy.py``), of all ranks."""
         return copy_slots_out(self, blocks, slots)
 
     def copy_in(self, blocks: BlockIndex, slots: SlotIndex, arrays: Mapping[str, Tensor]) -> None:
-        """The inverse, into blocks that changed hands."""
+        """Write the arrays of :meth:`copy_out` into newly allocated blocks."""
         copy_slots_in(self, blocks, slots, arrays)
 
     def array_specs(self) -> dict[str, Tensor]:
-        """The whole cache's arrays by name, [blocks, ...]: shapes and dtypes alone are meant."""
-        return {each.name: each.array for each in self.iter_arrays([() for _ in self.groups])}
+        """Return arrays by name, [blocks, ...], to read their shapes and dtypes."""
+        return {item.name: item.array for item in self.iter_arrays([() for _ in self.groups])}
 
     def summary_rotaries(self) -> dict[int, Rotary]:
-        """Of layers whose old tokens become summaries, how keys are turned back for it; as the whole cache numbers
-        them."""
-        folds = [group for group in self.groups if group.lower_level is not None and group.lower_level.ratio > 1]
-        layers = {layer for group in folds for layer in group.layers}
+        """Return by layer the rotation of keys that are merged into summaries."""
+        summary_groups = [
+            group for group in self.groups if group.lower_level is not None and group.lower_level.ratio > 1
+        ]
+        layers = {layer for group in summary_groups for layer in group.layers}
         return {layer: rotary for layer, rotary in self.rotaries.items() if layer in layers}
 
     def set_summary_rotaries(self, rotaries: Mapping[int, Rotary]) -> None:
-        """The inverse, where it is needed before the first step of a row."""
+        """Set the rotations if they are needed before the first step of a sequence."""
         for layer, rotary in rotaries.items():
             inv_freq = rotary.inv_freq.to(self.positions[0].device)
             self.rotaries.setdefault(layer, rotary._replace(inv_freq=inv_freq))
 
-    def failed_rows(self, rows: Sequence[int]) -> dict[int, str]:
-        """Of the step that was opened last, with so many ``rows`` in each lane: which of them, counted through, read
-        spilled tokens that are not there any more, and why.  Their answers are wrong; those of others are not."""
-        return {} if self.offload_reader is None else self.offload_reader.failed_rows(rows)
+    def failed_rows(self, seqs_per_sub_batch: Sequence[int]) -> dict[int, str]:
+        """Return the last step's sequences with unreadable offloaded tokens, and the causes.
 
-    def _head_metadata(self, layer: int) -> list[PerHeadMetadata | BlockKeyBounds]:
-        return [kept[layer] for kept in (self.head_metadata, self.block_bounds) if layer in kept]
+        Sequences are counted over all sub-batches, which have ``seqs_per_sub_batch`` sequences. Their outputs are
+        wrong; those of other sequences are not.
+        """
+        return {} if self.offload_reader is None else self.offload_reader.failed_rows(seqs_per_sub_batch)
 
-    def _pack(self, number: int, pairs: Sequence[tuple[int, int]]) -> None:
-        level, positions = self.groups[number].lower_level, self.positions[number]
+    def _head_metadata(self, layer: int) -> dict[str, PerHeadMetadata | BlockKeyBounds]:
+        """Return the per-head metadata and block bounds of a layer by kind."""
+        by_kind: dict[str, Mapping[int, PerHeadMetadata | BlockKeyBounds]] = {
+            "head_metadata": self.head_metadata,
+            "block_bounds": self.block_bounds,
+        }
+        return {kind: arrays[layer] for kind, arrays in by_kind.items() if layer in arrays}
+
+    def _quantize(self, group_index: int, pairs: Sequence[tuple[int, int]]) -> None:
+        level, positions = self.groups[group_index].lower_level, self.positions[group_index]
         assert level is not None
         sources, targets = torch.tensor(pairs, device=positions.device).unbind(1)
         if level.is_offloaded:
             assert self.offload_reader is not None
-            self.offload_reader.write_blocks(number, self.stores[level.upper_group], sources, targets.tolist())
-        for layer, below in self.stores[number].items():
-            quantize_layer(self.stores[level.upper_group][layer], below, sources, targets)
+            self.offload_reader.write_blocks(group_index, self.stores[level.upper_group], sources, targets.tolist())
+        for layer, lower in self.stores[group_index].items():
+            quantize_layer(self.stores[level.upper_group][layer], lower, sources, targets)
         positions[targets] = self.positions[level.upper_group][sources]
 
-    def _fold(self, number: int, folds: Sequence[MergeOp]) -> None:
-        level, column = self.groups[number].lower_level, self.positions[number]
+    def _merge(self, group_index: int, merge_ops: Sequence[MergeOp]) -> None:
+        level, lower_positions = self.groups[group_index].lower_level, self.positions[group_index]
         assert level is not None
         positions = self.positions[level.upper_group][
-            torch.tensor([fold.source_block for fold in folds], device=column.device)
+            torch.tensor([op.source_block for op in merge_ops], device=lower_positions.device)
         ]
-        for layer, (keys, values) in self.stores[number].items():
+        for layer, (keys, values) in self.stores[group_index].items():
             rotary = None if self.rope_on_read else self.rotaries.get(layer)
-            compress = self.summarizers.get(layer, mean_summary)
-            above = self.stores[level.upper_group][layer]
-            below = keys, values, self.weights[number][layer]
-            merge_layer(above, below, folds, positions, level.ratio, rotary, compress)
-        merge_positions(column, folds, positions, level.ratio)
+            summarizer = self.summarizers.get(layer, mean_summary)
+            upper = self.stores[level.upper_group][layer]
+            lower = keys, values, self.weights[group_index][layer]
+            merge_layer(upper, lower, merge_ops, positions, level.ratio, rotary, summarizer)
+        merge_positions(lower_positions, merge_ops, positions, level.ratio)
 
-    def _compact(self, group: CacheGroup, positions: Tensor, cuts: Sequence[EvictOp]) -> None:
+    def _evict(self, group: CacheGroup, positions: Tensor, evict_ops: Sequence[EvictOp]) -> None:
         for layer in group.layers:
             evict_layer(
-                group, layer, self.keys[layer], self.values[layer], self.head_metadata[layer], cuts, self.eviction_hook
+                group,
+                layer,
+                self.keys[layer],
+                self.values[layer],
+                self.head_metadata[layer],
+                evict_ops,
+                self.eviction_hook,
             )
-        for cut in cuts:  # heads keep other tokens; that a slot is taken is all that they share
-            blocks = torch.tensor(cut.target_blocks, device=positions.device)
-            filled = torch.arange(len(cut.target_blocks) * group.block_size, device=positions.device)
-            positions[blocks] = filled.masked_fill(filled >= cut.num_retained, -1).view(len(cut.target_blocks), -1)
+        for op in evict_ops:  # Heads retain different tokens; the column only says that a slot is used.
+            blocks = torch.tensor(op.target_blocks, device=positions.device)
+            filled = torch.arange(len(op.target_blocks) * group.block_size, device=positions.device)
+            positions[blocks] = filled.masked_fill(filled >= op.num_retained, -1).view(len(op.target_blocks), -1)
 
-    def clear(self, number: int, blocks: Sequence[int]) -> None:
-        """Blocks of a group that takes tokens, or a source's, change hands."""
-        positions = self.positions[number]
-        self._clear(self.groups[number], positions, torch.tensor(blocks, dtype=torch.int64, device=positions.device))
+    def clear(self, group_index: int, blocks: Sequence[int]) -> None:
+        """Clear newly allocated blocks of a group that takes tokens or an encoder input."""
+        positions = self.positions[group_index]
+        self._clear(
+            self.groups[group_index], positions, torch.tensor(blocks, dtype=torch.int64, device=positions.device)
+        )
 
     def _clear(self, group: CacheGroup, positions: Tensor, blocks: Tensor) -> None:
         positions.index_fill_(0, blocks, -1)
         for layer in group.layers:
             self.keys[layer].clear(blocks)
             self.values[layer].clear(blocks)
-            for columns in self._head_metadata(layer):
-                columns.clear(blocks)
+            for metadata in self._head_metadata(layer).values():
+                metadata.clear(blocks)
 
-    def _copy(self, group: CacheGroup, positions: Tensor, source: int, target: int, kept: int) -> None:
-        positions[target, :kept] = positions[source, :kept]
-        positions[target, kept:] = -1
+    def _copy(self, group: CacheGroup, positions: Tensor, source: int, target: int, num_retained: int) -> None:
+        positions[target, :num_retained] = positions[source, :num_retained]
+        positions[target, num_retained:] = -1
         for layer in group.layers:
             self.keys[layer].copy(source, target)
             self.values[layer].copy(source, target)
-            for columns in self._head_metadata(layer):
-                columns.copy(source, target, kept)
+            for metadata in self._head_metadata(layer).values():
+                metadata.copy(source, target, num_retained)
 
-    def open(self, step: ModelInput) -> Sequence[CacheView]:
-        """Mark the new tokens' slots and build one view per layer; masks and indices are made once per group."""
-        angles = ops.rotary.RotaryCache(step.positions, exact=self.exact_rope)
+    def open(self, model_input: ModelInput) -> Sequence[CacheView]:
+        """Write the new tokens' positions and return one view per layer."""
+        angles = ops.rotary.RotaryCache(model_input.positions, exact=self.exact_rope)
         views: list[CacheView | None] = [None] * len(self.keys)
-        sources = iter(() if step.encoder_input is None else step.encoder_input.slot_mappings)
-        nothing = SlotMapping(step.positions, ())  # of a step that is all source
+        encoder_mappings = iter(() if model_input.encoder_input is None else model_input.encoder_input.slot_mappings)
+        empty_mapping = SlotMapping(model_input.positions, ())  # for a step with encoder input only
         tiles = (
-            self.offload_reader.open(step, self.positions)
-            if self.offload_reader is not None and step.sub_batches
+            self.offload_reader.open(model_input, self.positions)
+            if self.offload_reader is not None and model_input.sub_batches
             else {}
         )
-        for number, group in enumerate(self.groups):
-            place = step.slot_mappings[number] if step.sub_batches else nothing
+        for group_index, group in enumerate(self.groups):
+            slot_mapping = model_input.slot_mappings[group_index] if model_input.sub_batches else empty_mapping
             if group.spec.is_cross_attention:
-                written = (
-                    WriteIndex(self, number, step.encoder_input, next(sources))
-                    if step.encoder_input is not None
+                write_index = (
+                    WriteIndex(self, group_index, model_input.encoder_input, next(encoder_mappings))
+                    if model_input.encoder_input is not None
                     else None
                 )
-                read = ReadPlan(self, number, step, place)
+                read_plan = ReadPlan(self, group_index, model_input, slot_mapping)
                 for layer in group.layers:
-                    views[layer] = CrossAttentionView(written, read, layer, self.keys[layer], self.values[layer])
+                    views[layer] = CrossAttentionView(
+                        write_index, read_plan, layer, self.keys[layer], self.values[layer]
+                    )
                 continue
             if group.lower_level is not None:
                 continue
-            shared = GroupStepPlan(self, number, step, place, angles, tiles)
+            group_plan = GroupStepPlan(self, group_index, model_input, slot_mapping, angles, tiles)
             for layer in group.layers:
                 if layer in self.head_metadata:
-                    self.head_metadata[layer].write(shared.written.blocks, shared.written.offsets, step.positions)
-                views[layer] = SelfAttentionView(shared, layer, self.keys[layer], self.values[layer])
+                    self.head_metadata[layer].write(
+                        group_plan.write_index.blocks, group_plan.write_index.offsets, model_input.positions
+                    )
+                views[layer] = SelfAttentionView(group_plan, layer, self.keys[layer], self.values[layer])
         return [view for view in views if view is not None]
 
 
 def _weights(group: CacheGroup, device: torch.device | str) -> dict[int, LayerTensor]:
-    """Of the summaries of a level, by layer: what their logits get."""
+    """Allocate the logit weights of a level's summaries, by layer."""
     if group.lower_level is None or group.lower_level.ratio == 1:
         return {}
     wide, heads = group.weight_format, group.spec.num_kv_heads

@@ -1,14 +1,15 @@
-"""Tokens that were spilled, read back while a layer attends: the device's half of a level without a pool.
+"""Offload reader: streams offloaded tokens from RAM and disk while a layer attends.
 
-The host says which blocks leave (``Moves.pack``) and which a row reads (its level's table), as of any level.  Whole
-blocks go into a :class:`~kvad.cache.offload.token_offload.OffloadFile` as the bytes that they were, so nothing is lost and no format knows of
-it.  A step reads them once per layer, in tiles, and ``ops/merge.py`` takes parts one after the other: so what is there
-at once is bounded, however long a row.  A tile in host memory is read where it lies.  Others come in an order that is
-known when the step begins: a thread of its own reads ahead into two buffers in turn, the next tile of this layer or the
-first of the next, while the layer attends to the last one.
+The host decides which blocks are offloaded (``BlockOps.quantize``) and which a sequence reads (its level's block
+table), as for any level. Whole blocks are stored as raw bytes in an
+:class:`~kvad.cache.offload.token_offload.OffloadFile`, so no information is lost. A step reads them once per layer, in
+tiles, and ``ops/merge.py`` merges the attention parts one after the other, so temporary memory is bounded for any
+length. A tile in RAM is read in place. The order of other tiles is known when the step begins: a thread reads ahead
+into two alternating buffers, the next tile of this layer or the first of the next layer, while the layer attends to the
+current one.
 
-Rows that read a line which is not there any more are told of (:meth:`Spill.lost`); what came out of their step is
-theirs alone to be thrown away, for rows do not see one another.
+Sequences whose blocks cannot be read are reported (:meth:`OffloadReader.failed_rows`); only their own outputs are
+wrong, because sequences do not attend to each other.
 """
 
 from __future__ import annotations
@@ -32,38 +33,42 @@ from kvad.errors import ConfigError
 from kvad.model_input import NULL_BLOCK, RESERVED_BLOCKS, ModelInput, TokenPositions
 from kvad.storage import REAL_FILE_SYSTEM, FileSystem
 
-FEW = 8  # runs of a row in a tile that are copied one by one; more are gathered first
+MAX_RUNS_IN_PLACE = 8  # runs per sequence and tile that are read in place; more are gathered first
 
 
 @dataclass(frozen=True)
 class OffloadStats:
-    """Bytes of older tokens that were ``written`` and read since the start, ``from_ram`` host memory and ``from_disk``;
-    bytes that the files in ``folder`` (None: there are none) have come to; operations on them that ``failed``."""
+    """Statistics of offloaded tokens since the start."""
 
-    written: int
-    from_ram: int
-    from_disk: int
-    disk_bytes: int
-    failed: int
-    folder: Path | None
+    written: int  # bytes
+    from_ram: int  # bytes read
+    from_disk: int  # bytes read
+    disk_bytes: int  # size of the files
+    failed: int  # file operations
+    folder: Path | None  # of the files, if any
 
 
 class OffloadTile(NamedTuple):
-    """Some blocks of each row of a lane: ``table`` [R, n], ``runs`` of its lines, none of two rows; ``near``: all of
-    them lie in host memory."""
+    """Some blocks of each sequence of a sub-batch."""
 
     sub_batch: int
-    table: BlockTable
+    table: BlockTable  # [R, n]
     keys: TokenPositions
-    runs: list[offload.token_offload.BlockRun]
-    in_ram: bool
+    runs: list[offload.token_offload.BlockRun]  # no run contains blocks of two sequences
+    in_ram: bool  # All blocks are in RAM.
 
 
 class OffloadReader:
-    """The spools of all levels that are spilled, and what reads them.
+    """Reads and writes the blocks of all offloaded levels.
 
-    ``ram``: bytes of host memory for their tokens; what passes them goes to files in ``folder``, which is made where
-    it is not there, and swept.  ConfigError: it cannot be used.
+    Args:
+        groups: All cache groups.
+        ram_bytes: RAM for their tokens; further tokens are in files.
+        folder: Folder of the files, created if missing; leftovers in it are removed.
+        fs: File system.
+
+    Raises:
+        ConfigError: If the folder cannot be used.
     """
 
     def __init__(
@@ -71,208 +76,255 @@ class OffloadReader:
         groups: Sequence[CacheGroup],
         ram_bytes: int,
         folder: Path | None = None,
-        disk: FileSystem = REAL_FILE_SYSTEM,
+        fs: FileSystem = REAL_FILE_SYSTEM,
     ) -> None:
         self.plan = offload.token_offload.plan_offload(groups, ram_bytes)
-        where = folder or storage.filesystem.user_cache_dir("spill")
-        self.folder = where if self.plan.disk_bytes else None
+        target_folder = folder or storage.filesystem.user_cache_dir("offload")
+        self.folder = target_folder if self.plan.disk_bytes else None
         if self.folder is not None:
-            _prepare(self.folder, disk)
-        self._layers = {number: groups[number].layers for number in self.plan.shares}
-        self._pieces = {number: offload.token_offload.block_slices(groups[number]) for number in self.plan.shares}
-        self._heads = {number: groups[number].spec.num_kv_heads for number in self.plan.shares}
+            _prepare(self.folder, fs)
+        self._layers = {group_index: groups[group_index].layers for group_index in self.plan.shares}
+        self._slices = {
+            group_index: offload.token_offload.block_slices(groups[group_index]) for group_index in self.plan.shares
+        }
+        self._heads = {group_index: groups[group_index].spec.num_kv_heads for group_index in self.plan.shares}
         self._codecs: dict[int, tuple[ops.quantize.FormatCodec, ops.quantize.FormatCodec]] = {}
-        for number in self.plan.shares:
-            self._codecs[number] = (
-                ops.quantize.get_codec(groups[number].key_format),
-                ops.quantize.get_codec(groups[number].value_format),
+        for group_index in self.plan.shares:
+            self._codecs[group_index] = (
+                ops.quantize.get_codec(groups[group_index].key_format),
+                ops.quantize.get_codec(groups[group_index].value_format),
             )
-        self.spools: dict[int, offload.token_offload.OffloadFile] = {}
+        self.offload_files: dict[int, offload.token_offload.OffloadFile] = {}
         self._staging = [
             np.empty(self.plan.staging_bytes // offload.token_offload.NUM_TILES, np.uint8)
             for _ in range(offload.token_offload.NUM_TILES)
         ]
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvad-spill")
-        self._ahead: _ReadAhead | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvad-offload")
+        self._read_ahead: _ReadAhead | None = None
         try:
-            for number, share in self.plan.shares.items():
-                self.spools[number] = offload.token_offload.OffloadFile(share, where, str(number), disk)
+            for group_index, share in self.plan.shares.items():
+                self.offload_files[group_index] = offload.token_offload.OffloadFile(
+                    share, target_folder, str(group_index), fs
+                )
         except ConfigError:
             self.close()
             raise
 
     def close(self) -> None:
-        """Remove the files.  Nothing can be read afterwards."""
-        self._quiet()
-        for spool in self.spools.values():
-            spool.close()
+        """Remove the files. Nothing can be read afterwards."""
+        self._stop_reading()
+        for offload_file in self.offload_files.values():
+            offload_file.close()
         self._staging = []
         self._thread.shutdown()
 
     def stats(self) -> OffloadStats:
-        every = list(self.spools.values())
+        """Return the statistics of all offloaded levels."""
+        files = list(self.offload_files.values())
         return OffloadStats(
-            sum(spool.written for spool in every),
-            sum(spool.read_ram for spool in every),
-            sum(spool.read_disk for spool in every),
-            sum(spool.touched * spool.share.layers * spool.share.block_bytes for spool in every),
-            sum(spool.failures for spool in every),
+            sum(offload_file.written for offload_file in files),
+            sum(offload_file.read_ram for offload_file in files),
+            sum(offload_file.read_disk for offload_file in files),
+            sum(
+                offload_file.touched * offload_file.share.layers * offload_file.share.block_bytes
+                for offload_file in files
+            ),
+            sum(offload_file.failures for offload_file in files),
             self.folder,
         )
 
     # ------------------------------------------------------------ between two steps
 
     def write_blocks(
-        self, number: int, above: dict[int, tuple[LayerTensor, LayerTensor]], sources: Tensor, targets: Sequence[int]
+        self,
+        group_index: int,
+        upper: dict[int, tuple[LayerTensor, LayerTensor]],
+        sources: Tensor,
+        targets: Sequence[int],
     ) -> None:
-        """Whole blocks of the group above go out, in every layer."""
-        self._quiet()
-        spool, made = self.spools[number], self._pieces[number]
-        runs = spool.split_runs([target - RESERVED_BLOCKS for target in targets])
-        lines = torch.zeros((len(targets), spool.share.block_bytes), dtype=torch.uint8)
-        for layer, stores in above.items():
+        """Offload whole blocks of the upper level, in every layer."""
+        self._stop_reading()
+        offload_file, slices = self.offload_files[group_index], self._slices[group_index]
+        runs = offload_file.split_runs([target - RESERVED_BLOCKS for target in targets])
+        lines = torch.zeros((len(targets), offload_file.share.block_bytes), dtype=torch.uint8)
+        for layer, stores in upper.items():
             raw = [array for store in stores for array in store.take_blocks(sources)]
-            for piece, array in zip(made, raw, strict=True):
+            for array_slice, array in zip(slices, raw, strict=True):
                 flat = array.flatten(1).contiguous().view(torch.uint8)
-                lines[:, piece.offset : piece.offset + piece.nbytes] = flat.cpu()
-            spool.write(self._layers[number].index(layer), runs, lines.numpy())
+                lines[:, array_slice.offset : array_slice.offset + array_slice.nbytes] = flat.cpu()
+            offload_file.write(self._layers[group_index].index(layer), runs, lines.numpy())
 
     # ------------------------------------------------------------ a step
 
-    def open(self, step: ModelInput, positions: Sequence[Tensor]) -> dict[int, list[OffloadTile]]:
-        """What a step reads, by group; from now on it is read ahead.  ``positions``: columns, by group."""
-        self._quiet()
-        tiles = {number: list(self._tiles(number, step, positions[number])) for number in self.spools}
+    def open(self, model_input: ModelInput, positions: Sequence[Tensor]) -> dict[int, list[OffloadTile]]:
+        """Return the tiles that a step reads, by group, and start reading ahead.
+
+        Args:
+            model_input: Input of the step.
+            positions: Position columns by group.
+        """
+        self._stop_reading()
+        tiles = {
+            group_index: list(self._tiles(group_index, model_input, positions[group_index]))
+            for group_index in self.offload_files
+        }
         jobs = [
-            (layer, number, tile)
-            for number, every in tiles.items()
-            for layer in self._layers[number]
-            for tile in every
+            (layer, group_index, tile)
+            for group_index, group_tiles in tiles.items()
+            for layer in self._layers[group_index]
+            for tile in group_tiles
             if not tile.in_ram
         ]
         jobs.sort(key=lambda job: job[:1])
-        self._ahead = _ReadAhead(self, jobs)
+        self._read_ahead = _ReadAhead(self, jobs)
         return tiles
 
-    def _tiles(self, number: int, step: ModelInput, column: Tensor) -> Iterator[OffloadTile]:
-        share, size = self.spools[number].share, column.shape[1]
-        for lane, blocks in enumerate(step.slot_mappings[number].block_tables):
-            rows, per_row = blocks.shape
-            many = max(1, share.tile // rows)
-            for at in range(0, per_row, many):
-                cut = blocks[:, at : at + many]
-                table = BlockTable(cut, size, cut.shape[1] * size)
+    def _tiles(self, group_index: int, model_input: ModelInput, column: Tensor) -> Iterator[OffloadTile]:
+        """Yield the tiles of one group in reading order."""
+        share, size = self.offload_files[group_index].share, column.shape[1]
+        for sub_batch, blocks in enumerate(model_input.slot_mappings[group_index].block_tables):
+            num_seqs, per_row = blocks.shape
+            blocks_per_tile = max(1, share.tile // num_seqs)
+            for start in range(0, per_row, blocks_per_tile):
+                tile_blocks = blocks[:, start : start + blocks_per_tile]
+                table = BlockTable(tile_blocks, size, tile_blocks.shape[1] * size)
                 runs = [
-                    run._replace(tile_index=run.tile_index + row * cut.shape[1])
-                    for row, ids in enumerate(cut.tolist())
-                    for run in self.spools[number].split_runs(
-                        [block - RESERVED_BLOCKS if block != NULL_BLOCK else -1 for block in ids]
+                    run._replace(tile_index=run.tile_index + seq * tile_blocks.shape[1])
+                    for seq, block_ids in enumerate(tile_blocks.tolist())
+                    for run in self.offload_files[group_index].split_runs(
+                        [block - RESERVED_BLOCKS if block != NULL_BLOCK else -1 for block in block_ids]
                     )
                 ]
-                near = len(runs) <= FEW * rows and all(run.first < share.ram for run in runs)
-                yield OffloadTile(lane, table, TokenPositions(gather_metadata(column, table)), runs, near)
+                in_ram = len(runs) <= MAX_RUNS_IN_PLACE * num_seqs and all(run.first < share.ram for run in runs)
+                yield OffloadTile(sub_batch, table, TokenPositions(gather_metadata(column, table)), runs, in_ram)
 
-    def read(self, number: int, layer: int, tile: OffloadTile, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [R, K, S, D] and values [R, K, S, Dv] of the step's next tile, in the dtype and on the device of
-        ``like``."""
-        assert self._ahead is not None, "no step is open"
+    def read(self, group_index: int, layer: int, tile: OffloadTile, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys [R, K, S, D] and values [R, K, S, Dv] of the step's next tile.
+
+        Dtype and device are those of ``like``.
+        """
+        assert self._read_ahead is not None, "open must precede read"
         if tile.in_ram:
-            spool, place = self.spools[number], self._layers[number].index(layer)
-            found = [(run.tile_index, spool.ram_view(place, run)) for run in tile.runs]
-            lines = [(place, torch.from_numpy(there)) for place, there in found if there is not None]
+            offload_file, layer_index = self.offload_files[group_index], self._layers[group_index].index(layer)
+            views = [(run.tile_index, offload_file.ram_view(layer_index, run)) for run in tile.runs]
+            lines = [(layer_index, torch.from_numpy(view)) for layer_index, view in views if view is not None]
         else:
-            lines = [(0, self._ahead.take(layer, tile))]
-        rows, blocks = tile.table.rows, tile.table.per_row
-        shape = rows, self._heads[number], blocks, tile.table.block_size
+            lines = [(0, self._read_ahead.take(layer, tile))]
+        num_seqs, num_blocks = tile.table.rows, tile.table.per_row
+        shape = num_seqs, self._heads[group_index], num_blocks, tile.table.block_size
         raw: tuple[list[Tensor], list[Tensor]] = [], []
-        for piece in self._pieces[number]:
-            raw[piece.is_value].append(_arrays(lines, piece, shape, like.device))
+        for array_slice in self._slices[group_index]:
+            raw[array_slice.is_value].append(_arrays(lines, array_slice, shape, like.device))
         if not tile.in_ram:
-            self._ahead.done()
-        keys, values = self._codecs[number]
+            self._read_ahead.done()
+        keys, values = self._codecs[group_index]
         return keys.decode(raw[0], like.dtype), values.decode(raw[1], like.dtype)
 
-    def failed_rows(self, step_rows: Sequence[int]) -> dict[int, str]:
-        """Of the step that was opened last: which of its rows read what is not there, and why.  ``step_rows``: rows of
-        each lane."""
-        found = {} if self._ahead is None else self._ahead.lost
-        return {sum(step_rows[:lane]) + row: why for (lane, row), why in found.items()}
+    def failed_rows(self, seqs_per_sub_batch: Sequence[int]) -> dict[int, str]:
+        """Return the sequences of the last step with unreadable blocks, and the causes.
 
-    def _job(self, layer: int, number: int, tile: OffloadTile, buffer: int) -> dict[int, str]:
-        line = self.spools[number].share.block_bytes
+        Args:
+            seqs_per_sub_batch: Number of sequences of each sub-batch.
+        """
+        lost = {} if self._read_ahead is None else self._read_ahead.lost
+        return {sum(seqs_per_sub_batch[:sub_batch]) + seq: reason for (sub_batch, seq), reason in lost.items()}
+
+    def _job(self, layer: int, group_index: int, tile: OffloadTile, buffer: int) -> dict[int, str]:
+        block_bytes = self.offload_files[group_index].share.block_bytes
         count = tile.table.rows * tile.table.per_row
-        into = self._staging[buffer][: count * line].reshape(count, line)
-        return self.spools[number].read(self._layers[number].index(layer), tile.runs, into)
+        into = self._staging[buffer][: count * block_bytes].reshape(count, block_bytes)
+        return self.offload_files[group_index].read(self._layers[group_index].index(layer), tile.runs, into)
 
-    def _quiet(self) -> None:
-        """Nothing is being read when this returns."""
-        if self._ahead is not None:
-            self._ahead.stop()
-            self._ahead = None
+    def _stop_reading(self) -> None:
+        """Wait until no read is in progress."""
+        if self._read_ahead is not None:
+            self._read_ahead.stop()
+            self._read_ahead = None
 
 
 class _ReadAhead:
-    """One step's reads in their order, as many at a time as there are buffers."""
+    """Reads of one step in order, one per buffer at a time."""
 
-    def __init__(self, spill: OffloadReader, jobs: Sequence[tuple[int, int, OffloadTile]]) -> None:
+    def __init__(self, reader: OffloadReader, jobs: Sequence[tuple[int, int, OffloadTile]]) -> None:
         self.lost: dict[tuple[int, int], str] = {}
-        self._spill, self._jobs = spill, deque(jobs)
-        self._flying: deque[tuple[int, int, OffloadTile, int, Future[dict[int, str]]]] = deque()
+        self._reader, self._jobs = reader, deque(jobs)
+        self._in_flight: deque[tuple[int, int, OffloadTile, int, Future[dict[int, str]]]] = deque()
         for buffer in range(offload.token_offload.NUM_TILES):
             self._submit(buffer)
 
     def _submit(self, buffer: int) -> None:
         if self._jobs:
-            layer, number, tile = self._jobs.popleft()
-            future = self._spill._thread.submit(self._spill._job, layer, number, tile, buffer)
-            self._flying.append((layer, number, tile, buffer, future))
+            layer, group_index, tile = self._jobs.popleft()
+            future = self._reader._thread.submit(self._reader._job, layer, group_index, tile, buffer)
+            self._in_flight.append((layer, group_index, tile, buffer, future))
 
     def take(self, layer: int, tile: OffloadTile) -> Tensor:
-        """[n, line], the next tile: it stays until :meth:`done`."""
-        planned, number, next_tile, buffer, future = self._flying[0]
-        assert planned == layer and next_tile is tile, "tiles are read in the order of the layers"
-        for place, why in future.result().items():
-            self.lost.setdefault((tile.sub_batch, place // tile.table.per_row), why)
-        count, line = tile.table.rows * tile.table.per_row, self._spill.spools[number].share.block_bytes
-        return torch.from_numpy(self._spill._staging[buffer][: count * line]).view(count, line)
+        """Return the next tile, [n, block_bytes]; it is valid until :meth:`done`."""
+        planned_layer, group_index, next_tile, buffer, future = self._in_flight[0]
+        assert planned_layer == layer and next_tile is tile, "tiles must be read in layer order"
+        for tile_index, reason in future.result().items():
+            self.lost.setdefault((tile.sub_batch, tile_index // tile.table.per_row), reason)
+        count, block_bytes = (
+            tile.table.rows * tile.table.per_row,
+            self._reader.offload_files[group_index].share.block_bytes,
+        )
+        return torch.from_numpy(self._reader._staging[buffer][: count * block_bytes]).view(count, block_bytes)
 
     def done(self) -> None:
-        *_, buffer, _ = self._flying.popleft()
+        """Reuse the buffer of the tile that was taken."""
+        *_, buffer, _ = self._in_flight.popleft()
         self._submit(buffer)
 
     def stop(self) -> None:
+        """Cancel all reads and wait for running ones."""
         self._jobs.clear()
-        while self._flying:
-            *_, future = self._flying.popleft()
+        while self._in_flight:
+            *_, future = self._in_flight.popleft()
             if not future.cancel():
                 future.exception()
 
 
-def _prepare(folder: Path, disk: FileSystem) -> None:
+def _prepare(folder: Path, fs: FileSystem) -> None:
+    """Create the folder and remove leftovers."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        offload.token_offload.remove_offload_leftovers(folder, disk)
+        offload.token_offload.remove_offload_leftovers(folder, fs)
     except OSError as error:
-        raise ConfigError(f"cannot spill to {folder}: {error.strerror or error}", "give another --spill-dir") from None
+        raise ConfigError(
+            f"cache.offload_dir: cannot write to {folder}: {error.strerror or error}",
+            "Give another folder: --offload-dir.",
+        ) from None
 
 
 def _arrays(
     lines: Sequence[tuple[int, Tensor]],
-    piece: offload.token_offload.ArraySlice,
+    array_slice: offload.token_offload.ArraySlice,
     shape: tuple[int, int, int, int],
     device: torch.device,
 ) -> Tensor:
-    """(place, lines [n, bytes]) of a tile, of whole rows or of parts of one -> that array of all of them,
-    [R, K, P * block_size, width], a copy; ``shape``: R, K, P, block_size."""
-    rows, heads, blocks, size = shape
-    dtype: torch.dtype = getattr(torch, piece.dtype)
-    whole = sum(len(part) for _, part in lines) == rows * blocks
-    made = (torch.empty if whole else torch.zeros)((rows, heads, blocks, size, piece.width), dtype=dtype, device=device)
-    for place, part in lines:
-        there = part[:, piece.offset : piece.offset + piece.nbytes].view(dtype).view(-1, heads, size, piece.width)
-        if len(there) == rows * blocks:
-            made.copy_(there.view(rows, blocks, heads, size, piece.width).transpose(1, 2))
+    """Return one array of all blocks of a tile, [R, K, P * block_size, width], a copy.
+
+    Args:
+        lines: (tile index, lines [n, bytes]) of whole sequences or of parts of one.
+        array_slice: The array to return.
+        shape: R, K, P, block_size.
+        device: Device of the result.
+    """
+    num_seqs, num_heads, num_blocks, block_size = shape
+    dtype: torch.dtype = getattr(torch, array_slice.dtype)
+    is_complete = sum(len(part) for _, part in lines) == num_seqs * num_blocks
+    result = (torch.empty if is_complete else torch.zeros)(
+        (num_seqs, num_heads, num_blocks, block_size, array_slice.width), dtype=dtype, device=device
+    )
+    for tile_index, part in lines:
+        view = (
+            part[:, array_slice.offset : array_slice.offset + array_slice.nbytes]
+            .view(dtype)
+            .view(-1, num_heads, block_size, array_slice.width)
+        )
+        if len(view) == num_seqs * num_blocks:
+            result.copy_(view.view(num_seqs, num_blocks, num_heads, block_size, array_slice.width).transpose(1, 2))
         else:
-            at = place % blocks
-            made[place // blocks, :, at : at + len(there)] = there.transpose(0, 1)
-    return made.view(rows, heads, blocks * size, piece.width)
+            start = tile_index % num_blocks
+            result[tile_index // num_blocks, :, start : start + len(view)] = view.transpose(0, 1)
+    return result.view(num_seqs, num_heads, num_blocks * block_size, array_slice.width)

@@ -1,15 +1,15 @@
-"""A row's raw numbers out of a memory by slot, and into one: what lies in each array, in the row's own order.
+"""Slot-wise copies of a sequence's raw arrays between KVCache and host.
 
-An array is ``[blocks, K, block_size(, width)]`` and lies head by head, so seen as lines ``[K * blocks * block_size(,
-width)]`` a slot of a head is one of them, whatever the size of a block:
+An array ``[blocks, K, block_size(, width)]`` is stored head by head. Seen as lines ``[K * blocks * block_size(,
+width)]``, a slot of a head is one line, whatever the block size:
 
     3 blocks of 4, 2 heads, slots 5 6 9  ->  lines 5 17, 6 18, 9 21  ->  [3, K(, width)]
 
-Out of a memory that is one gather per array, without a copy beside it.  Into one it is a copy for each stretch of slots
-that ascend by one (all of a row's, in a pool with room; each block of it at worst), or one scatter where those are
-short.  Groups without slots (levels) go by whole blocks.
+Copying out is one gather per array without a second copy. Copying in is one copy per run of consecutive slots (in a
+pool with room, the whole sequence; at worst each block), or one scatter if runs are short. Groups without slots (lower
+levels) are copied in whole blocks.
 
-Bounds of blocks (``quest.py``) are never copied: they follow from the keys.
+Block bounds (``quest.py``) are not copied: they are recomputed from the keys.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from kvad.cache.device.quest import BlockKeyBounds
 from kvad.cache.device.tensors import split_slots
 from kvad.cache.groups import CacheGroup
 
-LONG_STRETCH = 64  # slots of a stretch, on the average, from which stretches are copied one by one
+MIN_RUN_LENGTH = 64  # mean slots per run from which runs are copied one by one
 BlockIndex = Sequence[Sequence[int]]
 SlotIndex = Sequence[Tensor | None]
 
 
 class RawArray(Protocol):
-    """``blocks`` [n] of ``array`` [blocks, ...]."""
+    """Blocks [n] of a named array [blocks, ...]."""
 
     @property
     def name(self) -> str: ...
@@ -43,7 +43,7 @@ class RawArray(Protocol):
 
 
 class SlotStorage(Protocol):
-    """A Memory, as this module sees it."""
+    """The part of KVCache that this module calls."""
 
     groups: tuple[CacheGroup, ...]
     block_bounds: dict[int, BlockKeyBounds]
@@ -53,57 +53,65 @@ class SlotStorage(Protocol):
     def clear(self, number: int, blocks: Sequence[int]) -> None: ...
 
 
-def copy_slots_out(memory: SlotStorage, blocks: BlockIndex, slots: SlotIndex) -> dict[str, Tensor]:
-    """Copies on the host, by the names of ``held``: of each group its ``slots`` [m] (block * block_size + offset) in
-    their order, [m, K, width] and positions [m]; where those are None, whole ``blocks`` [n, ...]."""
-    places = [None if each is None else _SlotPlan(each) for each in slots]
-    found = {}
-    for name, array, where in _all_arrays(memory, blocks):
-        at = places[int(name.partition(".")[0])]
-        found[name] = (array[where] if at is None else at.out(array)).cpu()
-    return found
+def copy_slots_out(kv_cache: SlotStorage, blocks: BlockIndex, slots: SlotIndex) -> dict[str, Tensor]:
+    """Copy a sequence's arrays to the host, by the names of ``iter_arrays``.
+
+    Args:
+        kv_cache: Cache to read.
+        blocks: Blocks of each group.
+        slots: Slots [m] of each group in token order (block * block_size + offset); None copies whole blocks.
+
+    Returns:
+        Arrays [m, K, width] and positions [m], or whole blocks [n, ...].
+    """
+    plans = [None if group_slots is None else _SlotPlan(group_slots) for group_slots in slots]
+    copies = {}
+    for name, array, block_ids in _all_arrays(kv_cache, blocks):
+        plan = plans[int(name.partition(".")[0])]
+        copies[name] = (array[block_ids] if plan is None else plan.out(array)).cpu()
+    return copies
 
 
-def copy_slots_in(memory: SlotStorage, blocks: BlockIndex, slots: SlotIndex, arrays: Mapping[str, Tensor]) -> None:
-    """The inverse, into ``blocks`` that changed hands; slots of theirs that are not named are empty."""
-    places = [None if each is None else _SlotPlan(each) for each in slots]
-    for number, at in enumerate(places):
-        if at is not None:
-            _clear(memory, number, blocks[number], at)
-    for name, array, where in _all_arrays(memory, blocks):
-        at, kept = places[int(name.partition(".")[0])], arrays[name].to(array.device)
-        if at is None:
-            array[where] = kept
+def copy_slots_in(kv_cache: SlotStorage, blocks: BlockIndex, slots: SlotIndex, arrays: Mapping[str, Tensor]) -> None:
+    """Write the arrays of :func:`copy_slots_out` into cleared ``blocks``."""
+    plans = [None if slots_of_group is None else _SlotPlan(slots_of_group) for slots_of_group in slots]
+    for group_index, plan in enumerate(plans):
+        if plan is not None:
+            _clear(kv_cache, group_index, blocks[group_index], plan)
+    for name, array, block_ids in _all_arrays(kv_cache, blocks):
+        plan, values = plans[int(name.partition(".")[0])], arrays[name].to(array.device)
+        if plan is None:
+            array[block_ids] = values
         else:
-            at.put(array, kept)
-    for group, every in zip(memory.groups, slots, strict=False):
-        if group.sparse_read_policy is None or every is None:
+            plan.put(array, values)
+    for group, group_slots in zip(kv_cache.groups, slots, strict=False):
+        if group.sparse_read_policy is None or group_slots is None:
             continue
         for layer in group.layers:
-            bounds = memory.block_bounds[layer]
-            bounds.update(*split_slots(every.to(bounds.key_min.device), group.block_size))
+            bounds = kv_cache.block_bounds[layer]
+            bounds.update(*split_slots(group_slots.to(bounds.key_min.device), group.block_size))
 
 
-def _clear(memory: SlotStorage, number: int, blocks: Sequence[int], places: _SlotPlan) -> None:
-    """Those of whose slots some are left empty; the others are written whole, but for their bounds."""
-    group = memory.groups[number]
-    filled = places.filled(group.block_size)
-    rest = [block for block in blocks if block not in filled]
-    if rest:
-        memory.clear(number, rest)
+def _clear(kv_cache: SlotStorage, group_index: int, blocks: Sequence[int], plan: _SlotPlan) -> None:
+    """Clear partially filled blocks; of full ones, only the bounds."""
+    group = kv_cache.groups[group_index]
+    filled = plan.filled(group.block_size)
+    partial_blocks = [block for block in blocks if block not in filled]
+    if partial_blocks:
+        kv_cache.clear(group_index, partial_blocks)
     for layer in group.layers if group.sparse_read_policy is not None and filled else ():
-        bounds = memory.block_bounds[layer]
+        bounds = kv_cache.block_bounds[layer]
         bounds.clear(torch.tensor(sorted(filled), device=bounds.key_min.device))
 
 
-def _all_arrays(memory: SlotStorage, blocks: BlockIndex) -> Iterator[tuple[str, Tensor, Tensor]]:
-    for each in memory.iter_arrays(blocks):
-        if each.name.split(".")[2:3] != ["bounds"]:
-            yield each.name, each.array, each.blocks
+def _all_arrays(kv_cache: SlotStorage, blocks: BlockIndex) -> Iterator[tuple[str, Tensor, Tensor]]:
+    for item in kv_cache.iter_arrays(blocks):
+        if item.name.split(".")[2:3] != ["block_bounds"]:
+            yield item.name, item.array, item.blocks
 
 
-class _Stretch(NamedTuple):
-    """Slots ``low .. low + size - 1``, which are the ``start``-th and those behind it."""
+class _SlotRun(NamedTuple):
+    """Consecutive slots ``low .. low + size - 1``, starting at index ``start`` of all slots."""
 
     low: int
     start: int
@@ -111,60 +119,60 @@ class _Stretch(NamedTuple):
 
 
 class _SlotPlan:
-    """Slots [m] of one group, as lines of whatever array of it."""
+    """Slots [m] of one group as line indices of its arrays."""
 
     def __init__(self, slots: Tensor) -> None:
         self._slots = slots
         self._lines: dict[tuple[int, int], Tensor] = {}
-        self._stretches = _stretches(slots)
+        self._runs = _slot_runs(slots)
 
     def filled(self, block_size: int) -> set[int]:
-        """Blocks of which every slot is among these."""
+        """Return the blocks all of whose slots are included."""
         blocks, counts = (self._slots // block_size).unique(return_counts=True)
         return set(blocks[counts == block_size].tolist())
 
     def out(self, array: Tensor) -> Tensor:
-        """[m, K, ...], of positions [m]."""
+        """Return the slots' values [m, K, ...]; positions [m]."""
         if array.dim() == 2:
             return array.view(-1)[self._slots.to(array.device)]
         heads = array.shape[1]
-        found = _plain(_by_row(array)).index_select(0, self._of(array))
-        return found.view(array.dtype).view(len(self._slots), heads, *array.shape[3:])
+        gathered = _plain(_by_row(array)).index_select(0, self._line_index(array))
+        return gathered.view(array.dtype).view(len(self._slots), heads, *array.shape[3:])
 
-    def put(self, array: Tensor, kept: Tensor) -> None:
-        """The inverse of :meth:`out`."""
+    def put(self, array: Tensor, values: Tensor) -> None:
+        """Write values [m, K, ...] into the slots."""
         if array.dim() == 2:
-            array.view(-1)[self._slots.to(array.device)] = kept
-        elif len(self._stretches) * LONG_STRETCH <= len(self._slots):
+            array.view(-1)[self._slots.to(array.device)] = values
+        elif len(self._runs) * MIN_RUN_LENGTH <= len(self._slots):
             lines = array.transpose(0, 1).view(array.shape[1], array.shape[0] * array.shape[2], *array.shape[3:])
-            for low, start, size in self._stretches:
-                lines[:, low : low + size] = kept[start : start + size].transpose(0, 1)
+            for low, start, size in self._runs:
+                lines[:, low : low + size] = values[start : start + size].transpose(0, 1)
         else:
-            _plain(_by_row(array)).index_copy_(0, self._of(array), _plain(kept.flatten(0, 1)))
+            _plain(_by_row(array)).index_copy_(0, self._line_index(array), _plain(values.flatten(0, 1)))
 
-    def _of(self, array: Tensor) -> Tensor:
-        """[m * K]: which lines, slot by slot."""
-        heads, every = array.shape[1], array.shape[0] * array.shape[2]
-        if (heads, every) not in self._lines:
-            first = torch.arange(0, heads * every, every)
-            self._lines[heads, every] = (self._slots.unsqueeze(1) + first).flatten().to(array.device)
-        return self._lines[heads, every]
+    def _line_index(self, array: Tensor) -> Tensor:
+        """Return the line index of each slot and head, [m * K]."""
+        heads, num_lines = array.shape[1], array.shape[0] * array.shape[2]
+        if (heads, num_lines) not in self._lines:
+            first = torch.arange(0, heads * num_lines, num_lines)
+            self._lines[heads, num_lines] = (self._slots.unsqueeze(1) + first).flatten().to(array.device)
+        return self._lines[heads, num_lines]
 
 
 def _by_row(array: Tensor) -> Tensor:
-    """A view."""
+    """Return a view of the array as lines."""
     return array.transpose(0, 1).view(array.shape[0] * array.shape[1] * array.shape[2], *array.shape[3:])
 
 
 def _plain(lines: Tensor) -> Tensor:
-    """Numbers of one byte as bytes: torch moves not all formats of eight bits."""
+    """View one-byte formats as uint8, because torch cannot index all of them."""
     return lines.view(torch.uint8) if lines.element_size() == 1 else lines
 
 
-def _stretches(slots: Tensor) -> list[_Stretch]:
+def _slot_runs(slots: Tensor) -> list[_SlotRun]:
     if not len(slots):
         return []
     starts = [0, *((slots.diff() != 1).nonzero().flatten() + 1).tolist()]
     lows = slots[starts].tolist()
     ends = [*starts[1:], len(slots)]
-    return [_Stretch(low, start, end - start) for low, start, end in zip(lows, starts, ends, strict=True)]
+    return [_SlotRun(low, start, end - start) for low, start, end in zip(lows, starts, ends, strict=True)]

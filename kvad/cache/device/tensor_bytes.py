@@ -1,6 +1,6 @@
-"""Tensors as bytes and back, without a copy: what the sections of an entry are made of and made into.
+"""Conversion between tensors and container sections without a copy.
 
-A number's bytes are the machine's own; ``entry.py`` says which machines write files that others can read.
+Numbers are in the machine's byte order; ``container.py`` defines the order in files.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from kvad.storage import Section
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host, writable as the tensor is."""
-    assert tensor.is_contiguous(), "a section is contiguous"
+    """Return the memory of a contiguous host tensor; writable if the tensor is."""
+    assert tensor.is_contiguous(), "a section must be contiguous"
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else memoryview(bytearray())
 
 
 def tensor_to_section(name: str, tensor: Tensor) -> Section:
+    """Return a tensor as a section that shares its memory."""
     return Section(name, f"{tensor.dtype}".removeprefix("torch."), tuple(tensor.shape), as_bytes(tensor))
 
 
 def section_to_tensor(section: Section) -> Tensor:
-    """The inverse of :func:`section_of`; the tensor lies in the section's own memory."""
+    """Return a section as a tensor that shares its memory."""
     dtype: torch.dtype = getattr(torch, section.dtype)
     if 0 in section.shape:
         return torch.empty(section.shape, dtype=dtype)

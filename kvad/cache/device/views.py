@@ -1,10 +1,10 @@
-"""What a layer sees of a Memory in one step: where its new tokens go, and what its queries read.
+"""Cache views: one layer's access to the KVCache in one step.
 
-Masks, tables and indices are made once per group and step (:class:`Shared`) and asked by each of its layers
-(:class:`RowView`); cross-attention reads what its source's step wrote (:class:`CrossView`).  What lies below a group,
-as levels or in a spool, is read as further parts of the same softmax.
+Masks, tables and indices are computed once per group and step (:class:`GroupStepPlan`) and shared by its layers
+(:class:`SelfAttentionView`); cross-attention reads the encoder input that was written earlier
+(:class:`CrossAttentionView`). Lower levels and offloaded tokens are further parts of the same softmax.
 
-Never: a choice of blocks; a gradient.
+Views do not choose blocks and support no gradients.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvad.model_input import (
 
 
 class KVCacheState(Protocol):
-    """A Memory, as its views see it."""
+    """The part of KVCache that its views read."""
 
     groups: tuple[CacheGroup, ...]
     positions: list[Tensor]
@@ -52,256 +52,290 @@ class KVCacheState(Protocol):
 
 
 class WriteIndex:
-    """Where a group's new tokens go; their positions are marked at once."""
+    """Slots of a group's new tokens; their positions are written immediately."""
 
-    def __init__(self, memory: KVCacheState, number: int, step: ModelInput, slot_mapping: SlotMapping) -> None:
-        assert slot_mapping.slots is not None, "this group's tokens have no slots"
-        self.blocks, self.offsets = split_slots(slot_mapping.slots, memory.groups[number].block_size)
-        memory.positions[number][self.blocks, self.offsets] = step.positions
+    def __init__(
+        self, kv_cache: KVCacheState, group_index: int, model_input: ModelInput, slot_mapping: SlotMapping
+    ) -> None:
+        assert slot_mapping.slots is not None, "the group's new tokens need slots"
+        self.blocks, self.offsets = split_slots(slot_mapping.slots, kv_cache.groups[group_index].block_size)
+        kv_cache.positions[group_index][self.blocks, self.offsets] = model_input.positions
 
 
 class ReadPlan:
-    """What a group's lanes read, and who sees what of it."""
+    """Tables and masks of a group's sub-batches in one step."""
 
     def __init__(
         self,
-        memory: KVCacheState,
-        number: int,
-        step: ModelInput,
+        kv_cache: KVCacheState,
+        group_index: int,
+        model_input: ModelInput,
         slot_mapping: SlotMapping,
         tiles: Mapping[int, Sequence[OffloadTile]] | None = None,
     ) -> None:
-        group = memory.groups[number]
+        group = kv_cache.groups[group_index]
         self.sub_batches: Sequence[SubBatch] = (
-            step.sub_batches if slot_mapping.sub_batches is None else slot_mapping.sub_batches
+            model_input.sub_batches if slot_mapping.sub_batches is None else slot_mapping.sub_batches
         )
         self.spans = ops.sub_batch.sub_batch_spans(self.sub_batches)
-        self.kernel, self.attention_hook = memory.kernel, memory.attention_hook
-        reach = AttentionPattern.from_spec(group.spec)
-        self.turning, self.exact = memory.rope_on_read, memory.exact_rope
-        self.tables, self.readings = [], []
-        self.columns, self.bounds, policy = memory.head_metadata, memory.block_bounds, group.eviction_policy
-        self.positions = memory.positions[number]
-        self.counts: list[Tensor | None] = []
+        self.kernel, self.attention_hook = kv_cache.kernel, kv_cache.attention_hook
+        pattern = AttentionPattern.from_spec(group.spec)
+        self.rotate_keys, self.exact_rope = kv_cache.rope_on_read, kv_cache.exact_rope
+        self.tables, self.masks = [], []
+        self.head_metadata, self.bounds, policy = kv_cache.head_metadata, kv_cache.block_bounds, group.eviction_policy
+        self.positions = kv_cache.positions[group_index]
+        self.query_counts: list[Tensor | None] = []
         self.lower: list[_LowerLevel | _OffloadedLevel] = [
-            _OffloadedLevel(memory, other, step, tiles[other])
-            if tiles and other in tiles
-            else _LowerLevel(memory, other, step)
-            for other in _levels_below(memory.groups, number)
-            if step.sub_batches
+            _OffloadedLevel(kv_cache, level, model_input, tiles[level])
+            if tiles and level in tiles
+            else _LowerLevel(kv_cache, level, model_input)
+            for level in _levels_below(kv_cache.groups, group_index)
+            if model_input.sub_batches
         ]
-        for lane, (low, high), blocks in zip(self.sub_batches, self.spans, slot_mapping.block_tables, strict=True):
-            table = BlockTable(blocks, group.block_size, lane.num_read_slots)
-            queries = TokenPositions(step.positions[low:high].view(lane.num_seqs, lane.num_new_tokens))
+        for sub_batch, (low, high), block_ids in zip(
+            self.sub_batches, self.spans, slot_mapping.block_tables, strict=True
+        ):
+            table = BlockTable(block_ids, group.block_size, sub_batch.num_read_slots)
+            queries = TokenPositions(model_input.positions[low:high].view(sub_batch.num_seqs, sub_batch.num_new_tokens))
             self.tables.append(table)
-            self.readings.append(
+            self.masks.append(
                 ops.attention.AttentionMask(
-                    queries, TokenPositions(gather_metadata(memory.positions[number], table)), reach
+                    queries, TokenPositions(gather_metadata(kv_cache.positions[group_index], table)), pattern
                 )
             )
-            counted = policy is not None and policy.observed_queries > 0
-            self.counts.append(count_queries(policy, queries.position) if policy is not None and counted else None)
+            observes = policy is not None and policy.observed_queries > 0
+            self.query_counts.append(
+                count_queries(policy, queries.position) if policy is not None and observes else None
+            )
 
-    def attend(self, layer: int, q: Tensor, keys: LayerTensor, values: LayerTensor, score: AttentionParams) -> Tensor:
-        outs = []
-        columns = self.columns.get(layer)
-        for number, lane in enumerate(self.sub_batches):
-            low, high = self.spans[number]
-            queries, at, table = (
-                q[low:high].unflatten(0, (lane.num_seqs, lane.num_new_tokens)),
+    def attend(self, layer: int, q: Tensor, keys: LayerTensor, values: LayerTensor, params: AttentionParams) -> Tensor:
+        """Return attention outputs [T, H, Dv] of one layer."""
+        outputs = []
+        metadata = self.head_metadata.get(layer)
+        for index, sub_batch in enumerate(self.sub_batches):
+            low, high = self.spans[index]
+            queries, span, table = (
+                q[low:high].unflatten(0, (sub_batch.num_seqs, sub_batch.num_new_tokens)),
                 slice(low, high),
-                self.tables[number],
+                self.tables[index],
             )
             bounds = self.bounds.get(layer)
             if bounds is not None and not bounds.reads_all(table):
-                part = self._chosen(bounds, queries, self.readings[number], table, keys, values)
-                seen = ops.sub_batch.attend_sub_batch(layer, number, part, score, self.kernel, self.attention_hook, at)
-                outs.append(seen.out.flatten(0, 1))
+                sparse_part = self._sparse_part(bounds, queries, self.masks[index], table, keys, values)
+                result = ops.sub_batch.attend_sub_batch(
+                    layer, index, sparse_part, params, self.kernel, self.attention_hook, span
+                )
+                outputs.append(result.out.flatten(0, 1))
                 continue
             k, v = keys.read(table, q.dtype), values.read(table, q.dtype)
-            reading, count = self.readings[number], self.counts[number]
-            turning = self.turning and score.rotary is not None
-            if columns is not None and (turning or score.bias is not None):  # else it does not matter where a key was
-                reading = ops.attention.AttentionMask(
-                    reading.queries, TokenPositions(columns.read(table)), reading.pattern
-                )
-            if turning:
-                assert score.rotary is not None
-                k = ops.rotary.rotate_rows(k, reading.keys.position, score.rotary, at, exact=self.exact)
-            first = ops.merge.AttentionPart(queries, k, v, reading)
-            others = [lower.parts(layer, number, queries, score, self, at) for lower in self.lower]
-            seen = ops.sub_batch.attend_sub_batch(
-                layer, number, first, score, self.kernel, self.attention_hook, at, count, below=chain(*others)
+            mask, counts = self.masks[index], self.query_counts[index]
+            rotate_keys = self.rotate_keys and params.rotary is not None
+            if metadata is not None and (rotate_keys or params.bias is not None):  # Otherwise only visibility matters.
+                mask = ops.attention.AttentionMask(mask.queries, TokenPositions(metadata.read(table)), mask.pattern)
+            if rotate_keys:
+                assert params.rotary is not None
+                k = ops.rotary.rotate_rows(k, mask.keys.position, params.rotary, span, exact=self.exact_rope)
+            first_part = ops.merge.AttentionPart(queries, k, v, mask)
+            lower_parts = [lower.parts(layer, index, queries, params, self, span) for lower in self.lower]
+            result = ops.sub_batch.attend_sub_batch(
+                layer,
+                index,
+                first_part,
+                params,
+                self.kernel,
+                self.attention_hook,
+                span,
+                counts,
+                lower_parts=chain(*lower_parts),
             )
-            if columns is not None and count is not None:
-                assert seen.mass is not None
-                columns.add(table, seen.mass[0])
-            outs.append(seen.out.flatten(0, 1))
-        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=0)
+            if metadata is not None and counts is not None:
+                assert result.mass is not None
+                metadata.add(table, result.mass[0])
+            outputs.append(result.out.flatten(0, 1))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=0)
 
-    def _chosen(
+    def _sparse_part(
         self,
         bounds: BlockKeyBounds,
         q: Tensor,
-        reading: ops.attention.AttentionMask,
+        mask: ops.attention.AttentionMask,
         table: BlockTable,
         keys: LayerTensor,
         values: LayerTensor,
     ) -> ops.merge.AttentionPart:
-        """What the queries choose to read: one query of a row gathers it, of several each has a mask."""
-        chosen = bounds.select_blocks(q, reading.queries.position, table)
+        """Return the attention part of sparsely read blocks.
+
+        With one query per sequence, its blocks are gathered; with several, each query has a mask.
+        """
+        selected = bounds.select_blocks(q, mask.queries.position, table)
         if q.shape[1] > 1:
-            made = SparseMask(reading.queries, reading.keys, reading.pattern, chosen, table.block_size)
-            return ops.merge.AttentionPart(q, keys.read(table, q.dtype), values.read(table, q.dtype), made)
-        blocks = bounds.selected_blocks(chosen, table)
-        few = ops.attention.AttentionMask(
-            reading.queries, TokenPositions(self.positions[blocks].flatten(2)), reading.pattern
+            sparse_mask = SparseMask(mask.queries, mask.keys, mask.pattern, selected, table.block_size)
+            return ops.merge.AttentionPart(q, keys.read(table, q.dtype), values.read(table, q.dtype), sparse_mask)
+        blocks = bounds.selected_blocks(selected, table)
+        mask_of_selected = ops.attention.AttentionMask(
+            mask.queries, TokenPositions(self.positions[blocks].flatten(2)), mask.pattern
         )
         return ops.merge.AttentionPart(
-            q, keys.read_per_head(blocks, q.dtype), values.read_per_head(blocks, q.dtype), few
+            q, keys.read_per_head(blocks, q.dtype), values.read_per_head(blocks, q.dtype), mask_of_selected
         )
 
 
 class _LowerLevel:
-    """What the lanes of a group read of a level that its tokens have descended to."""
+    """Tables and masks of a lower level in one step."""
 
-    def __init__(self, memory: KVCacheState, number: int, step: ModelInput) -> None:
-        group = memory.groups[number]
+    def __init__(self, kv_cache: KVCacheState, group_index: int, model_input: ModelInput) -> None:
+        group = kv_cache.groups[group_index]
         assert group.lower_level is not None
-        self.stores, self.weights = memory.stores[number], memory.weights[number]
-        reach, place = AttentionPattern.from_spec(group.spec), step.slot_mappings[number]
-        self.tables, self.readings = [], []
-        for lane, (low, high), blocks in zip(
-            step.sub_batches, ops.sub_batch.sub_batch_spans(step.sub_batches), place.block_tables, strict=True
+        self.stores, self.weights = kv_cache.stores[group_index], kv_cache.weights[group_index]
+        pattern, slot_mapping = AttentionPattern.from_spec(group.spec), model_input.slot_mappings[group_index]
+        self.tables, self.masks = [], []
+        for sub_batch, (low, high), blocks in zip(
+            model_input.sub_batches,
+            ops.sub_batch.sub_batch_spans(model_input.sub_batches),
+            slot_mapping.block_tables,
+            strict=True,
         ):
             table = BlockTable(blocks, group.block_size, blocks.shape[1] * group.block_size)
             queries, keys = (
-                TokenPositions(step.positions[low:high].view(lane.num_seqs, lane.num_new_tokens)),
-                memory.positions[number],
+                TokenPositions(model_input.positions[low:high].view(sub_batch.num_seqs, sub_batch.num_new_tokens)),
+                kv_cache.positions[group_index],
             )
             self.tables.append(table)
-            self.readings.append(
-                ops.attention.AttentionMask(queries, TokenPositions(gather_metadata(keys, table)), reach)
+            self.masks.append(
+                ops.attention.AttentionMask(queries, TokenPositions(gather_metadata(keys, table)), pattern)
             )
 
     def parts(
-        self, layer: int, lane: int, q: Tensor, score: AttentionParams, reads: ReadPlan, at: slice
+        self, layer: int, sub_batch: int, q: Tensor, params: AttentionParams, read_plan: ReadPlan, span: slice
     ) -> Iterator[ops.merge.AttentionPart]:
-        """The part of a lane; none where no row of it has anything here."""
-        table, reading = self.tables[lane], self.readings[lane]
+        """Yield the part of a sub-batch; none if no sequence has blocks in this level."""
+        table, mask = self.tables[sub_batch], self.masks[sub_batch]
         if table.per_row == 0:
             return
         keys, values = self.stores[layer]
         k, v = keys.read(table, q.dtype), values.read(table, q.dtype)
-        if reads.turning and score.rotary is not None:
-            k = ops.rotary.rotate_rows(k, reading.keys.position, score.rotary, at, exact=reads.exact)
+        if read_plan.rotate_keys and params.rotary is not None:
+            k = ops.rotary.rotate_rows(k, mask.keys.position, params.rotary, span, exact=read_plan.exact_rope)
         if layer in self.weights:
-            reading = reading.with_weight(gather_blocks(self.weights[layer].data, table).squeeze(-1))
-        yield ops.merge.AttentionPart(q, k, v, reading)
+            mask = mask.with_weight(gather_blocks(self.weights[layer].data, table).squeeze(-1))
+        yield ops.merge.AttentionPart(q, k, v, mask)
 
 
 class _OffloadedLevel:
-    """What the lanes of a group read of a level that lies in a spool: a part for each tile."""
+    """Tiles of an offloaded level in one step."""
 
-    def __init__(self, memory: KVCacheState, number: int, step: ModelInput, tiles: Sequence[OffloadTile]) -> None:
-        assert memory.offload_reader is not None
-        self.spill, self.number, self.reach = (
-            memory.offload_reader,
-            number,
-            AttentionPattern.from_spec(memory.groups[number].spec),
+    def __init__(
+        self, kv_cache: KVCacheState, group_index: int, model_input: ModelInput, tiles: Sequence[OffloadTile]
+    ) -> None:
+        assert kv_cache.offload_reader is not None
+        self.reader, self.group_index, self.pattern = (
+            kv_cache.offload_reader,
+            group_index,
+            AttentionPattern.from_spec(kv_cache.groups[group_index].spec),
         )
-        self.tiles = [[tile for tile in tiles if tile.sub_batch == lane] for lane in range(len(step.sub_batches))]
-        spans = zip(step.sub_batches, ops.sub_batch.sub_batch_spans(step.sub_batches), strict=True)
+        self.tiles = [
+            [tile for tile in tiles if tile.sub_batch == sub_batch] for sub_batch in range(len(model_input.sub_batches))
+        ]
+        spans = zip(model_input.sub_batches, ops.sub_batch.sub_batch_spans(model_input.sub_batches), strict=True)
         self.queries = [
-            TokenPositions(step.positions[low:high].view(lane.num_seqs, lane.num_new_tokens))
-            for lane, (low, high) in spans
+            TokenPositions(model_input.positions[low:high].view(sub_batch.num_seqs, sub_batch.num_new_tokens))
+            for sub_batch, (low, high) in spans
         ]
 
     def parts(
-        self, layer: int, lane: int, q: Tensor, score: AttentionParams, reads: ReadPlan, at: slice
+        self, layer: int, sub_batch: int, q: Tensor, params: AttentionParams, read_plan: ReadPlan, span: slice
     ) -> Iterator[ops.merge.AttentionPart]:
-        """Each is read when it is asked for; its masks are its own, for those of all would be as long as the row."""
-        for tile in self.tiles[lane]:
-            k, v = self.spill.read(self.number, layer, tile, q)
-            if reads.turning and score.rotary is not None:
-                k = ops.rotary.rotate_rows(k, tile.keys.position, score.rotary, at, exact=reads.exact)
+        """Yield one part per tile.
+
+        Each tile is read on demand and has its own mask, since a mask of all tiles would be as long as the sequence.
+        """
+        for tile in self.tiles[sub_batch]:
+            k, v = self.reader.read(self.group_index, layer, tile, q)
+            if read_plan.rotate_keys and params.rotary is not None:
+                k = ops.rotary.rotate_rows(k, tile.keys.position, params.rotary, span, exact=read_plan.exact_rope)
             yield ops.merge.AttentionPart(
-                q, k, v, ops.attention.AttentionMask(self.queries[lane], tile.keys, self.reach)
+                q, k, v, ops.attention.AttentionMask(self.queries[sub_batch], tile.keys, self.pattern)
             )
 
 
-def _levels_below(groups: Sequence[CacheGroup], number: int) -> list[int]:
-    """Oldest tokens first."""
+def _levels_below(groups: Sequence[CacheGroup], group_index: int) -> list[int]:
+    """Return the lower levels of a group, oldest tokens first."""
     return [
         i
         for i, group in reversed(list(enumerate(groups)))
-        if group.lower_level is not None and group.lower_level.token_group == number
+        if group.lower_level is not None and group.lower_level.token_group == group_index
     ]
 
 
 class GroupStepPlan:
-    """What the layers of one group share in one step."""
+    """Data shared by the layers of one group in one step."""
 
     def __init__(
         self,
-        memory: KVCacheState,
-        number: int,
-        step: ModelInput,
+        kv_cache: KVCacheState,
+        group_index: int,
+        model_input: ModelInput,
         slot_mapping: SlotMapping,
         angles: ops.rotary.RotaryCache,
         tiles: Mapping[int, Sequence[OffloadTile]],
     ) -> None:
-        self.angles, self.rotaries = angles, memory.rotaries
-        self.written = WriteIndex(memory, number, step, slot_mapping)
-        self.read = ReadPlan(memory, number, step, slot_mapping, tiles)
+        self.angles, self.rotaries = angles, kv_cache.rotaries
+        self.write_index = WriteIndex(kv_cache, group_index, model_input, slot_mapping)
+        self.read = ReadPlan(kv_cache, group_index, model_input, slot_mapping, tiles)
 
 
 class SelfAttentionView:
-    def __init__(self, shared: GroupStepPlan, layer: int, keys: LayerTensor, values: LayerTensor) -> None:
-        self._shared, self._layer, self._keys, self._values = shared, layer, keys, values
+    """View of one self-attention layer: writes the new tokens, then reads."""
 
-    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: AttentionParams) -> Tensor:
-        assert k is not None and v is not None, "self-attention brings its own keys and values"
-        shared, written = self._shared, self._shared.written
+    def __init__(self, group_plan: GroupStepPlan, layer: int, keys: LayerTensor, values: LayerTensor) -> None:
+        self._group_plan, self._layer, self._keys, self._values = group_plan, layer, keys, values
+
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
+        """Rotate and write q, k, v and return attention outputs [T, H, Dv]."""
+        assert k is not None and v is not None, "self-attention requires keys and values"
+        group_plan, write_index = self._group_plan, self._group_plan.write_index
         _check_no_gradients(q, k, v)
-        if score.rotary is not None:
-            shared.rotaries[self._layer] = score.rotary
-            q = shared.angles.rotate(q, score.rotary)
-            k = k if shared.read.turning else shared.angles.rotate(k, score.rotary)
-        self._keys.write(written.blocks, written.offsets, k)
-        self._values.write(written.blocks, written.offsets, v)
-        if self._layer in shared.read.bounds:
-            shared.read.bounds[self._layer].update(written.blocks, written.offsets)
-        return shared.read.attend(self._layer, q, self._keys, self._values, score)
+        if params.rotary is not None:
+            group_plan.rotaries[self._layer] = params.rotary
+            q = group_plan.angles.rotate(q, params.rotary)
+            k = k if group_plan.read.rotate_keys else group_plan.angles.rotate(k, params.rotary)
+        self._keys.write(write_index.blocks, write_index.offsets, k)
+        self._values.write(write_index.blocks, write_index.offsets, v)
+        if self._layer in group_plan.read.bounds:
+            group_plan.read.bounds[self._layer].update(write_index.blocks, write_index.offsets)
+        return group_plan.read.attend(self._layer, q, self._keys, self._values, params)
 
     def write(self, k: Tensor, v: Tensor) -> None:
-        raise AssertionError("self-attention reads no source")
+        """Not supported: self-attention writes in :meth:`attend`."""
+        raise AssertionError("self-attention has no encoder input")
 
 
 class CrossAttentionView:
-    """``written`` None: this step brings no source."""
+    """View of one cross-attention layer; ``write_index`` is None without encoder input."""
 
     def __init__(
-        self, written: WriteIndex | None, reads: ReadPlan, layer: int, keys: LayerTensor, values: LayerTensor
+        self, write_index: WriteIndex | None, read_plan: ReadPlan, layer: int, keys: LayerTensor, values: LayerTensor
     ) -> None:
-        self._written, self._reads = written, reads
+        self._write_index, self._read_plan = write_index, read_plan
         self._layer, self._keys, self._values = layer, keys, values
 
-    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: AttentionParams) -> Tensor:
-        assert k is None and v is None, "a source is written once, by write"
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
+        """Return attention outputs [T, H, Dv] over the stored encoder input."""
+        assert k is None and v is None, "an encoder input is written once, by write"
         _check_no_gradients(q)
-        return self._reads.attend(self._layer, q, self._keys, self._values, score)
+        return self._read_plan.attend(self._layer, q, self._keys, self._values, params)
 
     def write(self, k: Tensor, v: Tensor) -> None:
-        assert self._written is not None, "this step brings no source"
+        """Store keys and values of the encoder input."""
+        assert self._write_index is not None, "the step has no encoder input"
         _check_no_gradients(k, v)
-        self._keys.write(self._written.blocks, self._written.offsets, k)
-        self._values.write(self._written.blocks, self._written.offsets, v)
+        self._keys.write(self._write_index.blocks, self._write_index.offsets, k)
+        self._values.write(self._write_index.blocks, self._write_index.offsets, v)
 
 
 def _check_no_gradients(*tensors: Tensor) -> None:
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise CacheError(
-            "a Memory keeps no graph: no gradient can pass through its keys and values",
-            "train with kvad.model.no_cache.NoCache, or run this under torch.no_grad()",
+            "KVCache: gradients through cached keys and values are not supported",
+            "Train with kvad.model.no_cache.NoCache, or run under torch.no_grad().",
         )

@@ -1,4 +1,4 @@
-"""kvad.cache.manager"""
+"""Block pool, allocation, prefix cache, demotion and swapped sequences; integers only."""
 
 from __future__ import annotations
 

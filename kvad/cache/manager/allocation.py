@@ -1,15 +1,16 @@
-"""How rows get the blocks that their next tokens are written to: what is dropped, cut, cleared and copied for it.
+"""Block allocation for the next tokens of sequences: freeing, eviction, demotion, clearing and copy-on-write.
 
-Promises:
+Invariants:
 
-* a block that changes hands is in ``Moves.clear``, or is the target of a ``Moves.copy``;
-* a block that two rows count on, or that is published, is never written: the writer gets a copy (copy-on-write).
-  Slots behind the copied ones are empty; a writer that keeps a block after its sharer copied itself away may find
-  slots of *later* positions in it.  No query sees those before this row has written over them: queries are causal.
-  Where a policy sums up whole blocks (``policy.Quest``) it empties them before it writes;
-* :meth:`Growth.grow` gives every span its blocks or changes nothing: :meth:`Growth.balance` counts as it does.
+* A block that changes its owner is in ``BlockOps.clear``, or is the target of a ``BlockOps.copy``.
+* A shared or published block is never written: the writer gets a copy (copy-on-write). Slots behind the copied ones
+  are empty. A writer that keeps a block after another sequence copied it may find slots of *later* positions in it.
+  No query sees them before the sequence has overwritten them, because queries are causal. If blocks have key bounds
+  (``policy.Quest``), the block is cleared before it is written.
+* :meth:`BlockAllocator.allocate` gives every span its blocks or changes nothing;
+  :meth:`BlockAllocator.net_block_demand` counts exactly as it allocates.
 
-Integers only, no torch.
+No torch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kvad.model_input import BlockOps, EvictOp
 
 
 class TokenSpan(NamedTuple):
-    """Write the tokens at positions ``start .. start + count - 1`` of a row; ``start`` is the row's length."""
+    """New tokens at positions ``start .. start + num_tokens - 1``; ``start`` is the sequence's length."""
 
     seq_index: int
     start: int
@@ -36,131 +37,153 @@ TokenSpans = Sequence[TokenSpan] | Sequence[tuple[int, int, int]]
 
 
 class BlockAllocator:
-    """Of the rows in ``seats``.  ``pools``: of all groups; ``rules``: of those that take tokens, the first ones."""
+    """Allocates blocks to sequences.
+
+    Args:
+        mappings: Those of the groups that take tokens, which come first.
+        pools: Those of all groups.
+        sequences: The running sequences by their index.
+        demotion: Demotion to lower groups.
+    """
 
     def __init__(
         self,
         mappings: Sequence[BlockMapping],
         pools: Sequence[BlockPool],
         sequences: Sequence[SequenceBlocks | None],
-        descents: LevelDemotion,
+        demotion: LevelDemotion,
     ) -> None:
-        self._mappings, self._pools, self._sequences, self.descents = tuple(mappings), tuple(pools), sequences, descents
-        self._moved = any(each.eviction_policy or each.demotion_policy for each in mappings)
+        self._mappings, self._pools, self._sequences, self.demotion = tuple(mappings), tuple(pools), sequences, demotion
+        self._evicts_or_demotes = any(mapping.eviction_policy or mapping.demotion_policy for mapping in mappings)
 
     def allocate(self, spans: TokenSpans) -> BlockOps | None:
-        """Drop what windows have passed, then give every span the blocks that it writes; None: a pool is too full."""
-        moving = (
-            [(self._seat(row), start) for row, start, _ in spans]
-            if any(r.demotion_policy for r in self._mappings)
+        """Free blocks out of the window, evict and demote, then allocate the blocks that the spans write.
+
+        Returns:
+            The block operations, or None and no change if a pool is too full.
+        """
+        demoted = (
+            [(self._sequence(seq_index), start) for seq_index, start, _ in spans]
+            if any(mapping.demotion_policy for mapping in self._mappings)
             else []
         )
-        if not all(self._enough(index, spans) for index in range(len(self._mappings))):
+        if not all(self._has_blocks(index, spans) for index in range(len(self._mappings))):
             return None
-        if not self.descents.has_room(moving):
+        if not self.demotion.has_room(demoted):
             return None
         num_groups = len(self._pools)
         clears: list[tuple[int, ...]] = [()] * num_groups
         copies: list[tuple[tuple[int, int, int], ...]] = [()] * num_groups
-        compacts: list[tuple[EvictOp, ...]] = [()] * num_groups
-        done = DemotionOps(num_groups)
-        for index, rules in enumerate(self._mappings):
-            cuts = self._cut(index, spans) if rules.eviction_policy is not None else ()
-            for seat, start in moving:
-                self.descents.demote(index, seat, start, done)
+        evictions: list[tuple[EvictOp, ...]] = [()] * num_groups
+        demotion_ops = DemotionOps(num_groups)
+        for index, mapping in enumerate(self._mappings):
+            evictions_in_group = self._evict(index, spans) if mapping.eviction_policy is not None else ()
+            for sequence, start in demoted:
+                self.demotion.demote(index, sequence, start, demotion_ops)
             clear, copy = self._allocate(index, spans)
-            clears[index], copies[index], compacts[index] = tuple(clear), tuple(copy), tuple(cuts)
-        done.release()
-        moves = BlockOps(tuple(clears), tuple(copies))
-        return done.attach_to_ops(moves._replace(evict=tuple(compacts))) if self._moved else moves
+            clears[index], copies[index], evictions[index] = tuple(clear), tuple(copy), tuple(evictions_in_group)
+        demotion_ops.release()
+        block_ops = BlockOps(tuple(clears), tuple(copies))
+        return (
+            demotion_ops.attach_to_ops(block_ops._replace(evict=tuple(evictions)))
+            if self._evicts_or_demotes
+            else block_ops
+        )
 
-    def needs_blocks(self, row: int, count: int) -> bool:
-        """Do the row's next ``count`` tokens need blocks that it does not have?"""
-        seat = self._seat(row)
-        spans = [(row, seat.length, count)]
+    def needs_blocks(self, seq_index: int, count: int) -> bool:
+        """Return True if the next ``count`` tokens of a sequence need new blocks."""
+        sequence = self._sequence(seq_index)
+        spans = [(seq_index, sequence.length, count)]
         if any(self.net_block_demand(index, spans) > 0 for index in range(len(self._mappings))):
             return True
-        return any(self.descents.blocks_needed([(seat, seat.length)]))
+        return any(self.demotion.blocks_needed([(sequence, sequence.length)]))
 
     def net_block_demand(self, index: int, spans: TokenSpans) -> int:
-        """Blocks that :meth:`grow` would take of a group, less those it gives back first: it counts as that does, and
-        changes nothing."""
-        rules, pool, need, gain = self._mappings[index], self._pools[index], 0, 0
-        left: dict[int, int] = {}  # references after the releases counted so far
-        for row, start, _ in spans:
-            hold = self._seat(row).groups[index]
-            sinks = rules.num_sink_blocks
-            passed = rules.blocks_out_of_window(hold, start) or self.descents.num_leaving(index, hold, start)
-            for block in hold.blocks[sinks : sinks + passed]:
-                left[block] = left.get(block, pool.refs[block]) - 1
-                gain += left[block] == 0
-        for row, start, count in spans:
-            hold = self._seat(row).groups[index]
-            low, high = rules.written_blocks(hold, start, start + count)
-            kept = rules.num_slots_to_keep(hold, start)
-            if kept is not None:
-                stay = rules.num_blocks_to_keep(kept)
-                for place, block in enumerate(hold.blocks):
-                    left[block] = left.get(block, pool.refs[block]) - 1
-                    gain += left[block] == 0 and place >= stay
-                    need += left[block] > 0 and place < stay
-                need += 0 if rules.is_ring else max(0, rules.num_blocks_to_keep(kept + count) - stay)
+        """Return the number of blocks that :meth:`allocate` would take from a group, less those it frees first."""
+        mapping, pool, need, freed = self._mappings[index], self._pools[index], 0, 0
+        refs_left: dict[int, int] = {}  # references after the blocks counted so far are freed
+        for seq_index, start, _ in spans:
+            group_blocks = self._sequence(seq_index).groups[index]
+            sinks = mapping.num_sink_blocks
+            num_passed = mapping.blocks_out_of_window(group_blocks, start) or self.demotion.num_leaving(
+                index, group_blocks, start
+            )
+            for block in group_blocks.blocks[sinks : sinks + num_passed]:
+                refs_left[block] = refs_left.get(block, pool.refs[block]) - 1
+                freed += refs_left[block] == 0
+        for seq_index, start, count in spans:
+            group_blocks = self._sequence(seq_index).groups[index]
+            first, stop = mapping.written_blocks(group_blocks, start, start + count)
+            retained_slots = mapping.num_slots_to_keep(group_blocks, start)
+            if retained_slots is not None:
+                retained_blocks = mapping.num_blocks_to_keep(retained_slots)
+                for index_in_sequence, block in enumerate(group_blocks.blocks):
+                    refs_left[block] = refs_left.get(block, pool.refs[block]) - 1
+                    freed += refs_left[block] == 0 and index_in_sequence >= retained_blocks
+                    need += refs_left[block] > 0 and index_in_sequence < retained_blocks
+                need += (
+                    0
+                    if mapping.is_ring
+                    else max(0, mapping.num_blocks_to_keep(retained_slots + count) - retained_blocks)
+                )
                 continue
-            need += max(0, high - len(hold.blocks))
-            for block in hold.blocks[low:high]:
-                refs = left.get(block, pool.refs[block])
+            need += max(0, stop - len(group_blocks.blocks))
+            for block in group_blocks.blocks[first:stop]:
+                refs = refs_left.get(block, pool.refs[block])
                 if self.is_shared(pool, block, refs):
                     need += 1
-                    left[block] = refs - 1
-        return need - gain
+                    refs_left[block] = refs - 1
+        return need - freed
 
     def is_shared(self, pool: BlockPool, block: int, refs: int) -> bool:
-        """Must a writer copy this block first?  (Its own method, so that a test can break it.)"""
+        """Return True if a writer must copy this block first (a method, so that a test can break it)."""
         return refs > 1 or pool.prefixes[block] is not None
 
     # ------------------------------------------------------------ inside
 
-    def _seat(self, row: int) -> SequenceBlocks:
-        seat = self._sequences[row]
-        assert seat is not None, f"seat {row} is empty"
-        return seat
+    def _sequence(self, seq_index: int) -> SequenceBlocks:
+        sequence = self._sequences[seq_index]
+        assert sequence is not None, f"no sequence has index {seq_index}"
+        return sequence
 
-    def _enough(self, index: int, spans: TokenSpans) -> bool:
-        """Would :meth:`_grow` find enough blocks?"""
+    def _has_blocks(self, index: int, spans: TokenSpans) -> bool:
+        """Return True if :meth:`_allocate` would find enough blocks."""
         return self.net_block_demand(index, spans) <= self._pools[index].num_available
 
     def _allocate(self, index: int, spans: TokenSpans) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """(blocks to clear, copies to make) in one group."""
-        rules, pool = self._mappings[index], self._pools[index]
+        """Allocate in one group. Return the blocks to clear and the copies (source, target, slots)."""
+        mapping, pool = self._mappings[index], self._pools[index]
         clear: list[int] = []
         copy: list[tuple[int, int, int]] = []
-        sources: list[int] = []  # given back last: Moves clears before it copies, so no source may be handed on here
-        for row, start, _ in spans:
-            hold = self._seat(row).groups[index]
-            passed = rules.blocks_out_of_window(hold, start)
-            if passed:
-                sinks = rules.num_sink_blocks
-                for block in hold.blocks[sinks : sinks + passed]:
+        copied_blocks: list[
+            int
+        ] = []  # Freed last: BlockOps clears before it copies, so no source may be allocated again here.
+        for seq_index, start, _ in spans:
+            group_blocks = self._sequence(seq_index).groups[index]
+            num_passed = mapping.blocks_out_of_window(group_blocks, start)
+            if num_passed:
+                sinks = mapping.num_sink_blocks
+                for block in group_blocks.blocks[sinks : sinks + num_passed]:
                     pool.decref(block)
-                del hold.blocks[sinks : sinks + passed]
-                hold.num_skipped_blocks += passed
-        for row, start, count in spans:
-            seat = self._seat(row)
-            hold = seat.groups[index]
-            low, high = rules.written_blocks(hold, start, start + count)
-            for place in range(low, high):
-                if place == len(hold.blocks):
-                    hold.blocks.append(pool.allocate()[0])
-                    clear.append(hold.blocks[place])
+                del group_blocks.blocks[sinks : sinks + num_passed]
+                group_blocks.num_skipped_blocks += num_passed
+        for seq_index, start, count in spans:
+            sequence = self._sequence(seq_index)
+            group_blocks = sequence.groups[index]
+            first, stop = mapping.written_blocks(group_blocks, start, start + count)
+            for index_in_sequence in range(first, stop):
+                if index_in_sequence == len(group_blocks.blocks):
+                    group_blocks.blocks.append(pool.allocate()[0])
+                    clear.append(group_blocks.blocks[index_in_sequence])
                     continue
-                block = hold.blocks[place]
+                block = group_blocks.blocks[index_in_sequence]
                 shared = self.is_shared(pool, block, pool.refs[block])
-                if not shared and not (rules.has_block_bounds and seat.num_written > start):
+                if not shared and not (mapping.has_block_bounds and sequence.num_written > start):
                     continue
-                target = hold.blocks[place] = pool.allocate()[0] if shared else block
-                kept = rules.filled_slots(hold, start, place)
-                if kept:
-                    copy.append((block, target, kept))
+                target = group_blocks.blocks[index_in_sequence] = pool.allocate()[0] if shared else block
+                retained_slots = mapping.filled_slots(group_blocks, start, index_in_sequence)
+                if retained_slots:
+                    copy.append((block, target, retained_slots))
                 else:
                     clear.append(target)
                 if not shared:
@@ -168,32 +191,40 @@ class BlockAllocator:
                 if pool.refs[block] > 1:
                     pool.decref(block)
                 else:
-                    sources.append(block)
-        for block in sources:
+                    copied_blocks.append(block)
+        for block in copied_blocks:
             pool.decref(block)
         return clear, copy
 
-    def _cut(self, index: int, spans: TokenSpans) -> list[EvictOp]:
-        """Cut the rows that have reached a length at which the policy cuts; a block that others count on is theirs.
+    def _evict(self, index: int, spans: TokenSpans) -> list[EvictOp]:
+        """Evict from the sequences that reached a length at which the policy evicts; shared blocks are replaced.
 
-        What a cut leaves is free at once: its contents are moved before anything else is (``Moves``).
+        Blocks are freed at once: ``BlockOps`` moves their contents before any other operation.
         """
-        rules, pool, cut = self._mappings[index], self._pools[index], []
-        for row, start, _ in spans:
-            hold = self._seat(row).groups[index]
-            kept = rules.num_slots_to_keep(hold, start)
-            if kept is None:
+        mapping, pool, evicting = self._mappings[index], self._pools[index], []
+        for seq_index, start, _ in spans:
+            group_blocks = self._sequence(seq_index).groups[index]
+            retained_slots = mapping.num_slots_to_keep(group_blocks, start)
+            if retained_slots is None:
                 continue
-            stay = rules.num_blocks_to_keep(kept)
-            own = [block if pool.refs[block] == 1 else None for block in hold.blocks[:stay]]
-            for block, same in zip(hold.blocks, [*own, *[None] * (len(hold.blocks) - stay)], strict=True):
-                if same is None:
+            retained_blocks = mapping.num_blocks_to_keep(retained_slots)
+            reused = [block if pool.refs[block] == 1 else None for block in group_blocks.blocks[:retained_blocks]]
+            for block, reused_block in zip(
+                group_blocks.blocks, [*reused, *[None] * (len(group_blocks.blocks) - retained_blocks)], strict=True
+            ):
+                if reused_block is None:
                     pool.decref(block)
-            cut.append((row, start, hold, kept, own))
-        made = []
-        for row, start, hold, kept, own in cut:  # when all have given back: one may need what another leaves
-            held, blocks = start - hold.num_evicted_tokens, tuple(hold.blocks)
-            hold.blocks = [pool.allocate()[0] if block is None else block for block in own]
-            hold.num_evicted_tokens, hold.last_eviction_length = start - kept, start
-            made.append(EvictOp(row, start, blocks, held, kept, tuple(hold.blocks)))
-        return made
+            evicting.append((seq_index, start, group_blocks, retained_slots, reused))
+        ops = []
+        for (
+            seq_index,
+            start,
+            group_blocks,
+            retained_slots,
+            reused,
+        ) in evicting:  # after all have freed: one may need a block of another
+            num_held, blocks = start - group_blocks.num_evicted_tokens, tuple(group_blocks.blocks)
+            group_blocks.blocks = [pool.allocate()[0] if block is None else block for block in reused]
+            group_blocks.num_evicted_tokens, group_blocks.last_eviction_length = start - retained_slots, start
+            ops.append(EvictOp(seq_index, start, blocks, num_held, retained_slots, tuple(group_blocks.blocks)))
+        return ops

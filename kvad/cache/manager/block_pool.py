@@ -1,17 +1,17 @@
-"""Who owns which block: one :class:`BlockPool` per cache group, and the :class:`Prefixes` that its blocks may hold.
+"""Block ownership: one :class:`BlockPool` per cache group, and the :class:`PrefixIndex` of published blocks.
 
-The law, checked by :meth:`BlockPool.check` after every step of the tests::
+The invariant, checked by :meth:`BlockPool.check` after every step of the tests::
 
     free + evictable + live == total
 
-*live*: at least one row counts on it.  *evictable*: no row does, but it is published (it holds a known prefix that a
-later row may claim).  *free*: neither.  Free and evictable blocks stand in one list, the free list that is also the
-LRU list: free ones at its head, then the published ones, the least recently released first.  All operations are O(1).
+*Live*: referenced by at least one sequence. *Evictable*: not referenced, but published (it holds a known prefix that a
+later sequence may acquire). *Free*: neither. Free and evictable blocks form one list, the free list that is also the
+LRU list: free blocks at the head, then published blocks, the least recently released first. All operations are O(1).
 
-A :class:`Prefix` is the whole history up to the end of one full block: its own tokens and the prefix before it.  It is
-found by a chained digest, ``H(parent's digest + tokens)``, and *the digest is never trusted*: tokens and parent are
-compared on every hit, and there is at most one Prefix object per history, so that identity is equality.  With a hash
-of 8 bits the cache hits less often; it is never wrong (tests/cache/test_blocks.py).
+A :class:`PrefixNode` is the whole history up to the end of one full block: the tokens of the block and the node before
+it. It is found by a chained digest, ``H(parent's digest + tokens)``, but a digest is never trusted: tokens and parent
+are compared on every hit, and there is at most one node per history, so identity is equality. With a hash of 8 bits
+the cache hits less often, but is never wrong (tests/cache/test_blocks.py).
 
 After nano-vllm's ``engine/block_manager.py`` and vLLM's ``v1/core/block_pool.py``.
 """
@@ -34,7 +34,7 @@ def digest(data: bytes) -> bytes:
 
 
 class PrefixNode:
-    """A history that ends with a full block.  ``tokens``: that block's, packed as int64; ``depth``: blocks so far."""
+    """History that ends with a full block: ``tokens`` of that block as int64 bytes, ``depth`` blocks in all."""
 
     __slots__ = ("__weakref__", "depth", "digest", "full_digest", "parent", "tokens")
 
@@ -43,44 +43,47 @@ class PrefixNode:
         self.parent = parent
         self.tokens = tokens
         self.depth: int = parent.depth + 1 if parent is not None else 0
-        self.full_digest = b""  # for tiers, where it was asked for (deposits.py)
+        self.full_digest = b""  # computed on demand for block stores (prefix_offload.py)
 
 
 class PrefixIndex:
-    """The one Prefix of each history, found by digest.  It lives while a block, a longer prefix or a row holds it."""
+    """Weak index of the nodes by digest. A node lives while a block, a longer prefix or a sequence references it."""
 
-    def __init__(self, hasher: HashFn = digest) -> None:
-        self._hash = hasher
-        self._known: WeakValueDictionary[bytes, PrefixNode] = WeakValueDictionary()
+    def __init__(self, hash_fn: HashFn = digest) -> None:
+        self._hash = hash_fn
+        self._nodes: WeakValueDictionary[bytes, PrefixNode] = WeakValueDictionary()
 
     def root(self, name: bytes) -> PrefixNode | None:
-        """The empty history under ``name`` (weights, adapter, tenant ...); None: its digest is another's."""
+        """Return the empty history under ``name`` (weights, adapter, tenant ...), or None on a digest collision."""
         return self.extend(None, name)
 
     def find(self, parent: PrefixNode | None, tokens: bytes) -> PrefixNode | None:
-        """The history ``parent`` + ``tokens``, if it is known."""
-        return self._look(self._key(parent, tokens), parent, tokens)
+        """Return the node of ``parent`` + ``tokens``, or None if it is unknown."""
+        return self._lookup(self._key(parent, tokens), parent, tokens)
 
     def extend(self, parent: PrefixNode | None, tokens: bytes) -> PrefixNode | None:
-        """The same, made known.  None: its digest is another history's, so this one cannot be published."""
+        """Return the node of ``parent`` + ``tokens``, and create it if needed. None on a digest collision."""
         key = self._key(parent, tokens)
-        if key in self._known:
-            return self._look(key, parent, tokens)
-        prefix = self._known[key] = PrefixNode(key, parent, tokens)
+        if key in self._nodes:
+            return self._lookup(key, parent, tokens)
+        prefix = self._nodes[key] = PrefixNode(key, parent, tokens)
         return prefix
 
     def _key(self, parent: PrefixNode | None, tokens: bytes) -> bytes:
         return self._hash((parent.digest if parent is not None else b"root:") + tokens)
 
-    def _look(self, key: bytes, parent: PrefixNode | None, tokens: bytes) -> PrefixNode | None:
-        known = self._known.get(key)
-        if known is None or known.parent is not parent or known.tokens != tokens:
+    def _lookup(self, key: bytes, parent: PrefixNode | None, tokens: bytes) -> PrefixNode | None:
+        node = self._nodes.get(key)
+        if node is None or node.parent is not parent or node.tokens != tokens:
             return None
-        return known
+        return node
 
 
 class BlockPool:
-    """Blocks ``RESERVED_BLOCKS .. blocks - 1`` of one group: counted by ``refs``, published under a Prefix, or free."""
+    """Blocks ``RESERVED_BLOCKS .. blocks - 1`` of one group, with reference counts and published prefixes.
+
+    ``on_evict`` is called with a published block before it is reused.
+    """
 
     def __init__(self, blocks: int) -> None:
         self.total = blocks - RESERVED_BLOCKS
@@ -89,15 +92,13 @@ class BlockPool:
         self.evictable = 0
         self.evictions = 0
         self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(RESERVED_BLOCKS, blocks))
-        self._least = len(self._idle)
-        self._where: dict[PrefixNode, int] = {}
-        self.on_evict: Callable[[int, PrefixNode], None] | None = (
-            None  # told of a published block before it is handed on
-        )
+        self._min_idle = len(self._idle)
+        self._published: dict[PrefixNode, int] = {}
+        self.on_evict: Callable[[int, PrefixNode], None] | None = None
 
     @property
     def num_available(self) -> int:
-        """Blocks that :meth:`take` can give: free and evictable ones."""
+        """Number of blocks that :meth:`allocate` can return: free and evictable ones."""
         return len(self._idle)
 
     @property
@@ -110,16 +111,20 @@ class BlockPool:
 
     @property
     def peak(self) -> int:
-        """The most blocks that were live at once since :meth:`restart_peak`."""
-        return self.total - self._least
+        """Maximum number of live blocks since :meth:`reset_peak`."""
+        return self.total - self._min_idle
 
     def reset_peak(self) -> None:
-        self._least = len(self._idle)
+        self._min_idle = len(self._idle)
 
     def allocate(self) -> tuple[int, bool]:
-        """(the block at the head of the list, was it evicted).  Its contents are another row's: clear it."""
+        """Take the block at the head of the list.
+
+        Returns:
+            (block, True if it was evicted). Its contents belong to another sequence: clear it.
+        """
         block, _ = self._idle.popitem(last=False)
-        self._least = min(self._least, len(self._idle))
+        self._min_idle = min(self._min_idle, len(self._idle))
         self.refs[block] = 1
         prefix = self.prefixes[block]
         if prefix is None:
@@ -127,23 +132,23 @@ class BlockPool:
         if self.on_evict is not None:
             self.on_evict(block, prefix)
         self.prefixes[block] = None
-        del self._where[prefix]
+        del self._published[prefix]
         self.evictable -= 1
         self.evictions += 1
         return block, True
 
     def incref(self, block: int) -> None:
-        """One more row counts on a live or published block."""
+        """Add a reference to a live or published block."""
         if self.refs[block] == 0:
-            assert self.prefixes[block] is not None, f"block {block} is free: nobody may claim it"
+            assert self.prefixes[block] is not None, f"block {block} is free and cannot be acquired"
             del self._idle[block]
-            self._least = min(self._least, len(self._idle))
+            self._min_idle = min(self._min_idle, len(self._idle))
             self.evictable -= 1
         self.refs[block] += 1
 
     def decref(self, block: int) -> None:
-        """One row less.  The last one leaves it evictable (the list's end) if published, else free (its head)."""
-        assert self.refs[block] > 0, f"block {block} is released twice"
+        """Remove a reference. Without any, the block is evictable (end of the list) if published, else free (head)."""
+        assert self.refs[block] > 0, f"block {block} is freed twice"
         self.refs[block] -= 1
         if self.refs[block]:
             return
@@ -154,32 +159,32 @@ class BlockPool:
             self.evictable += 1
 
     def find(self, prefix: PrefixNode) -> int | None:
-        return self._where.get(prefix)
+        return self._published.get(prefix)
 
     def publish(self, block: int, prefix: PrefixNode) -> bool:
-        """Let later rows find ``block`` under ``prefix``.  False: another block holds it already."""
-        if prefix in self._where:
+        """Publish ``block`` under ``prefix``. Return False if another block already holds it."""
+        if prefix in self._published:
             return False
         assert self.refs[block] > 0 and self.prefixes[block] is None, f"block {block} cannot be published"
-        self._where[prefix] = block
+        self._published[prefix] = block
         self.prefixes[block] = prefix
         return True
 
     def unpublish(self, block: int) -> None:
-        """The inverse of :meth:`publish`: nobody finds it any more; rows that count on it keep it."""
+        """Undo :meth:`publish`. Sequences that reference the block keep it."""
         prefix = self.prefixes[block]
         assert prefix is not None, f"block {block} is not published"
-        del self._where[prefix]
+        del self._published[prefix]
         self.prefixes[block] = None
         if self.refs[block] == 0:
             self.evictable -= 1
             self._idle.move_to_end(block, last=False)
 
     def published(self) -> Iterable[int]:
-        return tuple(self._where.values())
+        return tuple(self._published.values())
 
     def check(self) -> None:
-        """Assert the law, and that every block is owned once, shared by count, or idle."""
+        """Assert the invariant, and that every block is either referenced or idle."""
         blocks = range(RESERVED_BLOCKS, len(self.refs))
         assert all(count == 0 for count in self.refs[:RESERVED_BLOCKS]), "a reserved block is owned"
         assert not any(block < RESERVED_BLOCKS for block in self._idle), "a reserved block is in the free list"
@@ -190,17 +195,17 @@ class BlockPool:
         for block in blocks:
             assert self.refs[block] >= 0, f"block {block} has {self.refs[block]} owners"
             assert (self.refs[block] == 0) == (block in self._idle), f"block {block} is both owned and idle, or neither"
-        holders = {prefix: block for block, prefix in enumerate(self.prefixes) if prefix is not None}
-        assert holders == self._where, "published blocks and their index differ"
+        expected = {prefix: block for block, prefix in enumerate(self.prefixes) if prefix is not None}
+        assert expected == self._published, "published blocks and their index differ"
         seen_published = False
         for block in self._idle:
             published = self.prefixes[block] is not None
-            assert published or not seen_published, "a free block stands behind an evictable one"
+            assert published or not seen_published, "a free block is behind an evictable one"
             seen_published = published
 
 
 class LowestFreeBlockPool(BlockPool):
-    """A pool that gives its lowest free block, and publishes none: of a spool, whose first blocks are the fastest."""
+    """Pool of offloaded blocks: allocates the lowest free block, because the first blocks are in RAM."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__(blocks)

@@ -1,10 +1,10 @@
-"""Rows whose older tokens descend to levels of their own (``policy.Hierarchy``): the host's half.  Integers only.
+"""Demotion of older tokens to lower groups (``policy.TieredPolicy``), on the host. No torch.
 
-When a row has reached a multiple of ``every``, the blocks that are no longer recent leave the group that takes tokens.
-They are packed into the blocks of the next level, or folded into a few slots of it; what a level holds beyond its share
-goes on to the one below, and at the end it is gone.
+When a sequence's length reaches a multiple of ``interval``, the blocks that are no longer recent leave the group that
+takes tokens. They are quantized into blocks of the next level, or merged into a few of its slots. What exceeds a
+level's size is demoted to the next one; after the last level it is dropped.
 
-    recent 8, packed 16, block size 4, a row of 32 tokens:  blocks 6 7 as they are | 2 3 4 5 packed | 0 1 folded or gone
+    recent 8, quantized 16, block size 4, 32 tokens:  blocks 6 7 unchanged | 2 3 4 5 quantized | 0 1 merged or dropped
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvad.model_input import BlockOps, MergeOp
 
 
 def max_blocks(group: CacheGroup, groups: Sequence[CacheGroup], length: int) -> int:
-    """Blocks that a row of ``length`` tokens holds in a group at most."""
+    """Return the maximum number of blocks that a sequence of ``length`` tokens holds in a group."""
     if group.lower_level is not None:
         policy = groups[group.lower_level.token_group].demotion_policy
         assert policy is not None
@@ -27,116 +27,138 @@ def max_blocks(group: CacheGroup, groups: Sequence[CacheGroup], length: int) -> 
 
 
 class DemotionOps:
-    """The moves of one step, per group, and what is released when all rows have moved."""
+    """Demotions of one step, per group, and the blocks that are freed after all sequences were demoted."""
 
     def __init__(self, groups: int) -> None:
         self.quantize: list[list[tuple[int, int]]] = [[] for _ in range(groups)]
         self.merge: list[list[MergeOp]] = [[] for _ in range(groups)]
-        self.passed: list[tuple[BlockPool, int]] = []
+        self.freed_later: list[tuple[BlockPool, int]] = []
 
     def release(self) -> None:
-        for pool, block in self.passed:
+        for pool, block in self.freed_later:
             pool.decref(block)
 
-    def attach_to_ops(self, moves: BlockOps) -> BlockOps:
-        return moves._replace(quantize=tuple(map(tuple, self.quantize)), merge=tuple(map(tuple, self.merge)))
+    def attach_to_ops(self, block_ops: BlockOps) -> BlockOps:
+        return block_ops._replace(quantize=tuple(map(tuple, self.quantize)), merge=tuple(map(tuple, self.merge)))
 
 
 class LevelDemotion:
-    """Of the first ``own`` groups, those that take tokens, to the levels behind them."""
+    """Demotes blocks from the first ``num_token_groups`` groups to the lower groups behind them."""
 
-    def __init__(self, groups: Sequence[CacheGroup], pools: Sequence[BlockPool], own: int) -> None:
-        self._groups, self._pools, self._own = tuple(groups), tuple(pools), own
-        levels = [(number, group.lower_level) for number, group in enumerate(groups) if group.lower_level is not None]
-        self.below = tuple(tuple(n for n, level in levels if level.token_group == index) for index in range(own))
-        self._count = len(levels)
+    def __init__(self, groups: Sequence[CacheGroup], pools: Sequence[BlockPool], num_token_groups: int) -> None:
+        self._groups, self._pools, self._num_token_groups = tuple(groups), tuple(pools), num_token_groups
+        lower_levels = [
+            (group_index, group.lower_level)
+            for group_index, group in enumerate(groups)
+            if group.lower_level is not None
+        ]
+        self.lower_groups = tuple(
+            tuple(group_index for group_index, level in lower_levels if level.token_group == index)
+            for index in range(num_token_groups)
+        )
+        self._count = len(lower_levels)
 
-    def num_leaving(self, index: int, hold: GroupBlocks, start: int) -> int:
-        """Blocks behind the sinks that leave group ``index``, of a row of length ``start``."""
+    def num_leaving(self, index: int, group_blocks: GroupBlocks, start: int) -> int:
+        """Return the number of blocks behind the sinks that leave group ``index`` at length ``start``."""
         group = self._groups[index]
         policy, size = group.demotion_policy, group.block_size
-        if policy is None or hold.last_eviction_length == start or start % policy.interval:
+        if policy is None or group_blocks.last_eviction_length == start or start % policy.interval:
             return 0
-        return max(0, (start - policy.recent) // size - policy.num_sinks // size - hold.num_skipped_blocks)
+        return max(0, (start - policy.recent) // size - policy.num_sinks // size - group_blocks.num_skipped_blocks)
 
-    def has_room(self, rows: Sequence[tuple[SequenceBlocks, int]]) -> bool:
-        """Would :meth:`descend` find enough blocks for rows of these lengths?  What it gives back is not counted on."""
+    def has_room(self, sequences: Sequence[tuple[SequenceBlocks, int]]) -> bool:
+        """Return True if :meth:`demote` would find enough blocks, those that it frees not counted."""
         return all(
-            n <= pool.num_available for n, pool in zip(self.blocks_needed(rows), self._pools[self._own :], strict=False)
+            count <= pool.num_available
+            for count, pool in zip(self.blocks_needed(sequences), self._pools[self._num_token_groups :], strict=False)
         )
 
-    def blocks_needed(self, rows: Sequence[tuple[SequenceBlocks, int]]) -> list[int]:
-        """Blocks that :meth:`descend` would take of each level."""
-        need = [0] * self._count
-        for index, numbers in enumerate(self.below):
-            for seat, start in rows if numbers else ():
-                moving = self.num_leaving(index, seat.groups[index], start)
-                for number in numbers:
-                    group, below = self._groups[number], seat.lower_levels[number - self._own]
+    def blocks_needed(self, sequences: Sequence[tuple[SequenceBlocks, int]]) -> list[int]:
+        """Return the number of blocks that :meth:`demote` would take from each lower group."""
+        num_needed = [0] * self._count
+        for index, lower_groups in enumerate(self.lower_groups):
+            for sequence, start in sequences if lower_groups else ():
+                num_demoted = self.num_leaving(index, sequence.groups[index], start)
+                for group_index in lower_groups:
+                    group, level_blocks = (
+                        self._groups[group_index],
+                        sequence.lower_levels[group_index - self._num_token_groups],
+                    )
                     assert group.lower_level is not None
                     if group.lower_level.ratio > 1:
-                        shared = self._shared(number, below) and moving > 0
-                        filled = below.num_used_slots + moving * group.block_size // group.lower_level.ratio
-                        need[number - self._own] += -(-filled // group.block_size) - len(below.blocks) + shared
+                        shared = self._is_shared(group_index, level_blocks) and num_demoted > 0
+                        filled = level_blocks.num_used_slots + num_demoted * group.block_size // group.lower_level.ratio
+                        num_needed[group_index - self._num_token_groups] += (
+                            -(-filled // group.block_size) - len(level_blocks.blocks) + shared
+                        )
                     else:
-                        need[number - self._own] += moving
-                        moving = max(0, len(below.blocks) + moving - group.lower_level.max_blocks)
-        return need
+                        num_needed[group_index - self._num_token_groups] += num_demoted
+                        num_demoted = max(0, len(level_blocks.blocks) + num_demoted - group.lower_level.max_blocks)
+        return num_needed
 
-    def demote(self, index: int, seat: SequenceBlocks, start: int, done: DemotionOps) -> None:
-        """Move one row.  What it leaves is free at once, for ``Moves.pack`` and ``fold`` read it before it is cleared;
-        what a level gives on is released by ``done``, for the pack of another row would overwrite it."""
-        hold, group = seat.groups[index], self._groups[index]
-        moving = self.num_leaving(index, hold, start)
-        if not moving:
+    def demote(self, index: int, sequence: SequenceBlocks, start: int, ops: DemotionOps) -> None:
+        """Demote the older blocks of one sequence.
+
+        Blocks that leave the group ``index`` are freed at once, because ``BlockOps.quantize`` and ``merge`` read them
+        before they are cleared. Blocks that leave a lower group are freed by ``ops.release``, because quantizing
+        another sequence's blocks would overwrite them.
+        """
+        group_blocks, group = sequence.groups[index], self._groups[index]
+        num_demoted = self.num_leaving(index, group_blocks, start)
+        if not num_demoted:
             return
         assert group.demotion_policy is not None
-        sinks, hold.last_eviction_length = group.demotion_policy.num_sinks // group.block_size, start
-        leaving = hold.blocks[sinks : sinks + moving]
-        del hold.blocks[sinks : sinks + moving]
-        hold.num_skipped_blocks += moving
+        sinks, group_blocks.last_eviction_length = group.demotion_policy.num_sinks // group.block_size, start
+        leaving = group_blocks.blocks[sinks : sinks + num_demoted]
+        del group_blocks.blocks[sinks : sinks + num_demoted]
+        group_blocks.num_skipped_blocks += num_demoted
         for block in leaving:
             self._pools[index].decref(block)
-        for number in self.below[index]:
-            level, below = self._groups[number].lower_level, seat.lower_levels[number - self._own]
+        for group_index in self.lower_groups[index]:
+            level, level_blocks = (
+                self._groups[group_index].lower_level,
+                sequence.lower_levels[group_index - self._num_token_groups],
+            )
             assert level is not None
             if level.ratio > 1:
-                self._fold(number, below, leaving, done)
+                self._merge(group_index, level_blocks, leaving, ops)
                 return
-            leaving = self._pack(number, below, leaving, done)
+            leaving = self._quantize(group_index, level_blocks, leaving, ops)
 
-    def _pack(self, number: int, below: LevelBlocks, blocks: Sequence[int], done: DemotionOps) -> list[int]:
-        """-> the blocks that go on."""
-        group, pool = self._groups[number], self._pools[number]
+    def _quantize(
+        self, group_index: int, level_blocks: LevelBlocks, blocks: Sequence[int], ops: DemotionOps
+    ) -> list[int]:
+        """Quantize blocks into a lower group. Return the blocks that leave it for the next one."""
+        group, pool = self._groups[group_index], self._pools[group_index]
         assert group.lower_level is not None
-        taken = [pool.allocate()[0] for _ in blocks]
-        done.quantize[number].extend(zip(blocks, taken, strict=True))
-        below.blocks.extend(taken)
-        gone = below.blocks[: max(0, len(below.blocks) - group.lower_level.max_blocks)]
-        del below.blocks[: len(gone)]
-        below.num_used_slots = len(below.blocks) * group.block_size
-        done.passed.extend((pool, block) for block in gone)
-        return gone
+        allocated = [pool.allocate()[0] for _ in blocks]
+        ops.quantize[group_index].extend(zip(blocks, allocated, strict=True))
+        level_blocks.blocks.extend(allocated)
+        dropped = level_blocks.blocks[: max(0, len(level_blocks.blocks) - group.lower_level.max_blocks)]
+        del level_blocks.blocks[: len(dropped)]
+        level_blocks.num_used_slots = len(level_blocks.blocks) * group.block_size
+        ops.freed_later.extend((pool, block) for block in dropped)
+        return dropped
 
-    def _fold(self, number: int, below: LevelBlocks, blocks: Sequence[int], done: DemotionOps) -> None:
-        group, pool = self._groups[number], self._pools[number]
+    def _merge(self, group_index: int, level_blocks: LevelBlocks, blocks: Sequence[int], ops: DemotionOps) -> None:
+        group, pool = self._groups[group_index], self._pools[group_index]
         assert group.lower_level is not None
         for block in blocks:
-            slot = below.num_used_slots % group.block_size
+            slot = level_blocks.num_used_slots % group.block_size
             if slot == 0:
-                below.blocks.append(pool.allocate()[0])
-            base = below.blocks[-1]
-            if self._shared(number, below):
-                below.blocks[-1] = pool.allocate()[0]
-                done.passed.append((pool, base))
-            done.merge[number].append(MergeOp(block, below.blocks[-1], slot, base))
-            below.num_used_slots += group.block_size // group.lower_level.ratio
-        gone = below.blocks[: max(0, len(below.blocks) - group.lower_level.max_blocks)]
-        del below.blocks[: len(gone)]
-        below.num_used_slots -= len(gone) * group.block_size
-        done.passed.extend((pool, block) for block in gone)
+                level_blocks.blocks.append(pool.allocate()[0])
+            source = level_blocks.blocks[-1]
+            if self._is_shared(group_index, level_blocks):
+                level_blocks.blocks[-1] = pool.allocate()[0]
+                ops.freed_later.append((pool, source))
+            ops.merge[group_index].append(MergeOp(block, level_blocks.blocks[-1], slot, source))
+            level_blocks.num_used_slots += group.block_size // group.lower_level.ratio
+        dropped = level_blocks.blocks[: max(0, len(level_blocks.blocks) - group.lower_level.max_blocks)]
+        del level_blocks.blocks[: len(dropped)]
+        level_blocks.num_used_slots -= len(dropped) * group.block_size
+        ops.freed_later.extend((pool, block) for block in dropped)
 
-    def _shared(self, number: int, below: LevelBlocks) -> bool:
-        """Whether another row counts on the block that is being filled."""
-        filling = below.num_used_slots % self._groups[number].block_size
-        return bool(filling) and self._pools[number].refs[below.blocks[-1]] > 1
+    def _is_shared(self, group_index: int, level_blocks: LevelBlocks) -> bool:
+        """Return True if another sequence references the block that is being filled."""
+        filling = level_blocks.num_used_slots % self._groups[group_index].block_size
+        return bool(filling) and self._pools[group_index].refs[level_blocks.blocks[-1]] > 1

@@ -1,11 +1,11 @@
-"""Which blocks hold a source: cross-attention's keys and values, written once and read by every row that shares them.
+"""Blocks of cross-attention: keys and values of encoder inputs, written once and shared by sequences.
 
-A source's k and v depend on all of its tokens (the encoder sees both ways), so its blocks are known under a root that
-*is* the whole source, never under a prefix of it: a hit is all of them, in every group, or none.
+The encoder is bidirectional, so keys and values depend on all tokens of the input. Its blocks are published under the
+whole input, never under a prefix of it: a hit covers all blocks in every group, or none.
 
-    bs = 4, source of 6 tokens, blocks [7, 3]:  source token 5 lies in slot 3*4 + 1; slots 14 and 15 stay empty
+    block size 4, input of 6 tokens, blocks [7, 3]:  token 5 is in slot 3*4 + 1; slots 14 and 15 stay empty
 
-Never written again: there is no copy on write.  Integers only, no torch.
+Blocks are never written again, so there is no copy-on-write. No torch.
 """
 
 from __future__ import annotations
@@ -20,15 +20,20 @@ from kvad.model_input import BlockOps
 
 
 class EncoderAllocation(NamedTuple):
-    """Where an encoder's step writes: ``slots`` per cross-attention group, one per source token, in the rows' order."""
+    """Slots that one encoder step writes."""
 
     block_ops: BlockOps
-    slots: tuple[list[int], ...]
+    slots: tuple[list[int], ...]  # per cross-attention group: one per encoder token, in the order of the sequences
 
 
 class EncoderSequence:
-    """One row's hold on a source.  ``blocks`` per group; ``written``: it has been encoded; ``name``: its root, None
-    where it is not to be found by others."""
+    """Cross-attention blocks of one sequence.
+
+    Attributes:
+        blocks: Blocks per group.
+        written: The input was encoded.
+        cache_key: Prefix node of the whole input; None if other sequences must not find it.
+    """
 
     __slots__ = ("blocks", "cache_key", "length", "tokens", "written")
 
@@ -39,7 +44,10 @@ class EncoderSequence:
 
 
 class EncoderBlocks:
-    """The pools of the cross-attention groups.  ``share``: sources are published, for later rows to find."""
+    """Manages the pools of the cross-attention groups.
+
+    With ``share``, encoded inputs are published and found by later sequences.
+    """
 
     def __init__(
         self, groups: Sequence[CacheGroup], pools: Sequence[BlockPool], prefixes: PrefixIndex, *, share: bool
@@ -50,87 +58,102 @@ class EncoderBlocks:
 
     @property
     def max_source_len(self) -> int:
-        """Tokens of the longest source; 0 where there is no cross-attention."""
+        """Maximum number of encoder tokens; 0 without cross-attention."""
         return min((min(g.num_usable_blocks, g.max_blocks_per_seq) * g.block_size for g in self.groups), default=0)
 
     def attach(self, tokens: Sequence[int], root: bytes) -> EncoderSequence | None:
-        """Hold this source: the blocks that have it, or new ones that are to be written.  None: there is no room."""
+        """Acquire the published blocks of an encoder input, or allocate new ones.
+
+        Returns:
+            The blocks, or None if a pool is too full.
+        """
         assert 0 < len(tokens) <= self.max_source_len, (
-            f"a source of {len(tokens)} tokens, at most {self.max_source_len}"
+            f"an encoder input of {len(tokens)} tokens exceeds {self.max_source_len}"
         )
-        packed = array("q", tokens).tobytes()
-        name = self._prefixes.root(b"source\0" + root + b"\0" + packed) if self._share else None
-        if name is not None:
-            found = [self._find(index, name, packed) for index in range(len(self.groups))]
-            whole = [blocks for blocks in found if blocks is not None]
-            if len(whole) == len(found):
-                for pool, blocks in zip(self.pools, whole, strict=True):
+        token_bytes = array("q", tokens).tobytes()
+        cache_key = self._prefixes.root(b"source\0" + root + b"\0" + token_bytes) if self._share else None
+        if cache_key is not None:
+            matches = [self._find(index, cache_key, token_bytes) for index in range(len(self.groups))]
+            complete = [blocks for blocks in matches if blocks is not None]
+            if len(complete) == len(matches):
+                for pool, blocks in zip(self.pools, complete, strict=True):
                     for block in blocks:
                         pool.incref(block)
                 self.hits += 1
-                source = EncoderSequence(tuple(tokens), name, tuple(whole))
-                source.written = True
-                return source
-        needs = [-(-len(tokens) // group.block_size) for group in self.groups]
-        if any(need > pool.num_available for need, pool in zip(needs, self.pools, strict=True)):
+                sequence = EncoderSequence(tuple(tokens), cache_key, tuple(complete))
+                sequence.written = True
+                return sequence
+        num_blocks = [-(-len(tokens) // group.block_size) for group in self.groups]
+        if any(count > pool.num_available for count, pool in zip(num_blocks, self.pools, strict=True)):
             return None
         self.misses += 1
-        taken = tuple([pool.allocate()[0] for _ in range(need)] for need, pool in zip(needs, self.pools, strict=True))
-        return EncoderSequence(tuple(tokens), name, taken)
+        blocks_per_group = tuple(
+            [pool.allocate()[0] for _ in range(count)] for count, pool in zip(num_blocks, self.pools, strict=True)
+        )
+        return EncoderSequence(tuple(tokens), cache_key, blocks_per_group)
 
-    def share(self, source: EncoderSequence) -> EncoderSequence:
-        """The same blocks for one more row."""
-        twin = EncoderSequence(source.tokens, source.cache_key, tuple(list(blocks) for blocks in source.blocks))
-        twin.written = source.written
-        for pool, blocks in zip(self.pools, source.blocks, strict=True):
+    def share(self, sequence: EncoderSequence) -> EncoderSequence:
+        """Share the blocks with one more sequence."""
+        copy = EncoderSequence(sequence.tokens, sequence.cache_key, tuple(list(blocks) for blocks in sequence.blocks))
+        copy.written = sequence.written
+        for pool, blocks in zip(self.pools, sequence.blocks, strict=True):
             for block in blocks:
                 pool.incref(block)
-        return twin
+        return copy
 
-    def allocate_slots(self, sources: Sequence[EncoderSequence], groups_before: int) -> EncoderAllocation:
-        """Slots for an encoder's step, whose blocks change hands; ``groups_before`` stand before these in Moves."""
+    def allocate_slots(self, sequences: Sequence[EncoderSequence], groups_before: int) -> EncoderAllocation:
+        """Compute the slots of one encoder step and the blocks to clear.
+
+        ``groups_before`` groups precede the cross-attention groups in BlockOps.
+        """
         clear: list[tuple[int, ...]] = [()] * groups_before
         slots: list[list[int]] = []
         for index, group in enumerate(self.groups):
-            size, where = group.block_size, list[int]()
-            for source in sources:
-                assert not source.written, "a source is written once"
-                blocks = source.blocks[index]
-                where.extend(blocks[at // size] * size + at % size for at in range(source.length))
-            clear.append(tuple(block for source in sources for block in source.blocks[index]))
-            slots.append(where)
+            size, group_slots = group.block_size, list[int]()
+            for sequence in sequences:
+                assert not sequence.written, "an encoder input is written once"
+                blocks = sequence.blocks[index]
+                group_slots.extend(
+                    blocks[position // size] * size + position % size for position in range(sequence.length)
+                )
+            clear.append(tuple(block for sequence in sequences for block in sequence.blocks[index]))
+            slots.append(group_slots)
         return EncoderAllocation(BlockOps(tuple(clear), ((),) * len(clear)), tuple(slots))
 
-    def commit(self, source: EncoderSequence) -> None:
-        """It is written, and what came out was finite: later rows may find it."""
-        source.written = True
-        if source.cache_key is None:
+    def commit(self, sequence: EncoderSequence) -> None:
+        """Mark an input as written with finite outputs, and publish its blocks."""
+        sequence.written = True
+        if sequence.cache_key is None:
             return
-        packed = array("q", source.tokens).tobytes()
+        token_bytes = array("q", sequence.tokens).tobytes()
         for index, pool in enumerate(self.pools):
-            for block, prefix in zip(source.blocks[index], self._names(index, source.cache_key, packed), strict=True):
+            for block, prefix in zip(
+                sequence.blocks[index], self._block_prefixes(index, sequence.cache_key, token_bytes), strict=True
+            ):
                 if prefix is not None:
                     pool.publish(block, prefix)
 
-    def release(self, source: EncoderSequence, *, publish: bool = True) -> None:
-        """One row less.  ``publish`` False: nobody is to find it any more (its numbers cannot be trusted)."""
-        for pool, blocks in zip(self.pools, source.blocks, strict=True):
+    def release(self, sequence: EncoderSequence, *, publish: bool = True) -> None:
+        """Free a sequence's blocks. With ``publish=False`` (a numerical error) they are also unpublished."""
+        for pool, blocks in zip(self.pools, sequence.blocks, strict=True):
             for block in reversed(blocks):
                 if not publish and pool.prefixes[block] is not None:
                     pool.unpublish(block)
                 pool.decref(block)
 
-    def _names(self, index: int, name: PrefixNode, packed: bytes) -> list[PrefixNode | None]:
-        """The name of each block: the root, the group's own size of blocks, and the block's number."""
+    def _block_prefixes(self, index: int, cache_key: PrefixNode, token_bytes: bytes) -> list[PrefixNode | None]:
+        """Return the prefix node of each block: the input's node, the group's block size and the block's index."""
         size = self.groups[index].block_size
-        count = -(-len(packed) // (size * 8))
-        return [self._prefixes.extend(name, b"%d/%d" % (number, size)) for number in range(count)]
+        count = -(-len(token_bytes) // (size * 8))
+        return [
+            self._prefixes.extend(cache_key, b"%d/%d" % (index_in_sequence, size)) for index_in_sequence in range(count)
+        ]
 
-    def _find(self, index: int, name: PrefixNode, packed: bytes) -> list[int] | None:
-        found = []
-        for prefix in self._names(index, name, packed):
+    def _find(self, index: int, cache_key: PrefixNode, token_bytes: bytes) -> list[int] | None:
+        matches = []
+        for prefix in self._block_prefixes(index, cache_key, token_bytes):
             block = None if prefix is None else self.pools[index].find(prefix)
             if block is None:
                 return None
-            found.append(block)
-        return found
+            matches.append(block)
+        return matches

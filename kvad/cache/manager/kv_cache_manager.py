@@ -1,28 +1,27 @@
-"""Which blocks a row may read and where it writes: the host face of the cache.  Integers only, no torch.
+"""KVCacheManager: the block tables and slots of all running sequences, on the host. No torch.
 
-A row sits in a seat (its index, kept for life).  Position p belongs to its logical block ``p // bs``.  In each cache
-group the row holds its blocks in order, but for a ``gap``: so many logical blocks, behind those that hold sinks, that
-no query can see any more.  A group with one block per row (contiguous) is a ring behind its sinks.
+A sequence has an index that is fixed while it runs. Position p belongs to logical block ``p // block_size``. In each
+cache group the sequence holds its blocks in order, except for the skipped blocks: logical blocks behind the sinks that
+no query can see any more. A group with one block per sequence (contiguous) is a ring behind its sinks.
 
-Where a policy ranks (``policy.Scored``), a row is *cut* when it has reached a length: of the slots that it holds it
-keeps a number, filled up from the front, so that position p lies where ``p - dropped`` would.  Which tokens they are is
-the device's to know.  Where it keeps levels, whole blocks descend (``descent.py``).
+Under an eviction policy (``policy.EvictionPolicy``) a sequence keeps a number of its slots at certain lengths. They
+are moved to the front, so position p is stored where ``p - num_evicted_tokens`` would be. Only the device knows which
+tokens they are. Under a tiered policy, whole blocks are demoted (``demotion.py``).
 
-    bs = 4, no sinks,  gap = 2, blocks = [7, 3]:     positions 8..11 in block 7, 12..15 in block 3;  13 = slot 3*4 + 1
-    bs = 4, 3 sinks,   gap = 2, blocks = [5, 7, 3]:  positions 0..3 in block 5, 12..15 in block 7, 16..19 in block 3
+    block size 4, no sinks, 2 skipped, blocks [7, 3]:    positions 8..11 in block 7, 12..15 in block 3 (13: slot 13)
+    block size 4, 3 sinks, 2 skipped, blocks [5, 7, 3]:  positions 0..3 in block 5, 12..15 in block 7, 16..19 in block 3
 
-What a group asks of its rows stands in ``rules.py``; what is known of their tokens in ``chains.py``; how they get
-blocks for what they write in ``growth.py``; rows that leave and come back in ``away.py``; their sources in
-``sources.py``.  The ledger seats rows, and is the one door to all of that.
+The parts: ``block_mapping.py`` maps positions to blocks, ``prefix_cache.py`` finds and publishes prefixes,
+``allocation.py`` allocates blocks, ``swapped.py`` records swapped sequences, ``encoder_blocks.py`` cross-attention.
 
-Promises:
+Invariants, in addition to those of the parts:
 
-* what those modules promise: blocks that change hands are told, shared ones are not written, prefixes are whole;
-* a row's source (cross-attention) is held from :meth:`attach` to :meth:`release`, and written once;
-* a windowed row keeps what the first query of its next span needs, and no block before that;
-* :meth:`Ledger.reserve` places all spans or changes nothing.
+* The encoder input of a sequence (cross-attention) is held from :meth:`KVCacheManager.attach_encoder_input` to
+  :meth:`KVCacheManager.free`, and written once.
+* A windowed sequence holds the blocks that the first query of its next span needs, and none before them.
+* :meth:`KVCacheManager.allocate_slots` places all spans or changes nothing.
 
-Never: a torch import, a decision about which request runs, a look at a key, a value or a score.
+The manager does not decide which request runs, and never reads a key, a value or a score.
 """
 
 from __future__ import annotations
@@ -50,40 +49,45 @@ from kvad.model_input import BlockOps
 
 
 class BlockAllocation(NamedTuple):
-    """Where a step's tokens go.
+    """Slots and block tables of one step.
 
-    ``slots``: per group that takes tokens, one slot per token, in span order.  ``tables``: per group (``below`` levels
-    behind those that take tokens, then those of cross-attention), per span, the blocks that the row may read after this
-    write; the ledger's own lists, valid until its next call: read, do not keep or change.
+    Block tables are the manager's own lists, valid until its next call: do not store or change them.
     """
 
     block_ops: BlockOps
-    slots: tuple[list[int], ...]
+    slots: tuple[list[int], ...]  # per group that takes tokens: one slot per token, in the order of the spans
+    # Per group (token groups, lower groups, cross-attention), per span: the blocks to read after this write.
     block_tables: tuple[list[list[int]], ...]
-    num_lower_levels: int = 0
+    num_lower_levels: int = 0  # number of lower groups
 
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Blocks per group: ``total`` = ``used`` + ``free`` + ``evictable``, evictions so far, ``peak``: the most in use at
-    once since :meth:`Ledger.restart_peak`, and ``watermark``: those that an admission leaves free.  Prefix cache:
-    admissions that hit and that did not, and the tokens that need no computing because of hits."""
+    """Block counts per group, and prefix cache statistics. ``total = used + free + evictable``."""
 
     total: tuple[int, ...]
     used: tuple[int, ...]
     free: tuple[int, ...]
     evictable: tuple[int, ...]
-    evictions: tuple[int, ...]
-    hits: int
-    misses: int
-    hit_tokens: int
-    peak: tuple[int, ...]
-    watermark: tuple[int, ...]
+    evictions: tuple[int, ...]  # published blocks that were reused so far
+    hits: int  # admissions with a cached prefix
+    misses: int  # admissions without
+    hit_tokens: int  # tokens that were not computed because of hits
+    peak: tuple[int, ...]  # maximum of used since KVCacheManager.reset_peak
+    watermark: tuple[int, ...]  # blocks that an admission leaves free
 
 
 class KVCacheManager:
-    """Owns one :class:`BlockPool` per group and the rows in ``seats`` seats.  ``watermark``: share of a pool, of what
-    rows grow in, that :meth:`fits` leaves free.  ``tier``: where published blocks go on beyond the pools."""
+    """Owns one :class:`BlockPool` per group and the block records of up to ``max_num_seqs`` sequences.
+
+    Args:
+        groups: Token groups first, then lower groups, then cross-attention groups.
+        prefix_caching: Share blocks of equal prefixes, if the groups allow it.
+        max_num_seqs: Maximum number of running sequences.
+        hash_fn: Hash of a block's history.
+        watermark: Fraction of each pool that :meth:`can_allocate` leaves free.
+        block_store: Store of published blocks beyond the pools.
+    """
 
     def __init__(
         self,
@@ -95,263 +99,311 @@ class KVCacheManager:
         watermark: float = 0.0,
         block_store: BlockStoreProtocol | None = None,
     ) -> None:
-        self.groups = tuple(groups)  # those that take tokens first, then their levels, then those of sources
-        own = [group for group in self.groups if not group.spec.is_cross_attention and group.lower_level is None]
-        below = [group for group in self.groups if group.lower_level is not None]
-        assert self.groups[: len(own)] == tuple(own), "what takes tokens stands before all others"
-        assert self.groups[len(own) : len(own) + len(below)] == tuple(below), "levels stand before cross-attention"
-        self.token_groups, self.lower_groups = tuple(own), tuple(below)
-        self._kept = len(own) + len(below)
+        self.groups = tuple(groups)
+        lower_groups = [group for group in self.groups if group.lower_level is not None]
+        upper_groups = [group for group in self.groups if group.lower_level is None]
+        token_groups = [group for group in upper_groups if not group.spec.is_cross_attention]
+        assert self.groups[: len(token_groups)] == tuple(token_groups), "token groups must come first"
+        assert self.groups[len(token_groups) : len(token_groups) + len(lower_groups)] == tuple(lower_groups), (
+            "lower groups must precede cross-attention"
+        )
+        self.token_groups, self.lower_groups = tuple(token_groups), tuple(lower_groups)
+        self._num_block_groups = len(token_groups) + len(lower_groups)
         self.watermark_blocks = tuple(
-            math.ceil(watermark * group.num_usable_blocks) for group in self.groups[: self._kept]
+            math.ceil(watermark * group.num_usable_blocks) for group in self.groups[: self._num_block_groups]
         )
-        self.pools = tuple(_pool(group) for group in self.groups)
-        self._pools = self.pools[: len(own)]
-        self.num_frees = 0  # grows when a row gives its blocks back: a reason to try an admission again
-        self._max_num_seqs: list[SequenceBlocks | None] = [None] * max_num_seqs
+        self.pools = tuple(_build_pool(group) for group in self.groups)
+        self._pools = self.pools[: len(token_groups)]
+        self.num_frees = 0  # Grows when blocks are freed. Retry admission only after that.
+        self._sequences: list[SequenceBlocks | None] = [None] * max_num_seqs
         self.block_mappings = tuple(map(BlockMapping, self.token_groups))
-        descents = LevelDemotion(self.groups, self.pools, len(own))
-        self._growth = BlockAllocator(self.block_mappings, self.pools, self._max_num_seqs, descents)
-        # A preempted row is parked, never computed again.
+        demotion = LevelDemotion(self.groups, self.pools, len(token_groups))
+        self._allocator = BlockAllocator(self.block_mappings, self.pools, self._sequences, demotion)
+        # A preempted sequence is swapped out, never recomputed.
         self.uses_offload = any(isinstance(group.demotion_policy, OffloadPolicy) for group in self.token_groups)
-        self.lossy = not self.uses_offload and any(
-            group.eviction_policy or group.demotion_policy for group in self.token_groups
-        )
-        self._watched = any(
-            group.eviction_policy is not None and group.eviction_policy.observed_queries for group in self.token_groups
-        )
-        # A row of one block can share no full block and leave one token to compute: nothing to publish.
-        # Nor are blocks of a row that spills: they leave its table, and whoever found them would have no room for all.
-        rings = any(rules.is_ring for rules in self.block_mappings)
-        self.prefix_caching = (
-            prefix_caching and bool(self.token_groups) and not (rings or self.uses_offload or self.lossy)
-        )
-        assert not self.prefix_caching or len({rules.block_size for rules in self.block_mappings}) == 1, (
-            "prefix reuse needs one block size"
-        )
-        deposits = (
-            PrefixOffload(block_store, len(self.groups)) if block_store is not None and self.prefix_caching else None
-        )
-        if deposits is not None:
+        is_lossy = any(group.eviction_policy or group.demotion_policy for group in self.token_groups)
+        self.lossy = is_lossy and not self.uses_offload
+        evictions = [group.eviction_policy for group in self.token_groups if group.eviction_policy is not None]
+        self._observes_attention = any(policy.observed_queries for policy in evictions)
+        # A sequence of one block can share no full block and leave one token to compute: nothing to publish.
+        # Blocks of an offloading sequence leave its table, and another sequence would have no room for all of them.
+        has_rings = any(mapping.is_ring for mapping in self.block_mappings)
+        can_share = bool(self.token_groups) and not (has_rings or self.uses_offload or self.lossy)
+        self.prefix_caching = prefix_caching and can_share
+        block_sizes = {mapping.block_size for mapping in self.block_mappings}
+        assert not self.prefix_caching or len(block_sizes) == 1, "prefix reuse needs one block size"
+        prefix_offload = None
+        if block_store is not None and self.prefix_caching:
+            prefix_offload = PrefixOffload(block_store, len(self.groups))
             for index, pool in enumerate(self._pools):
-                pool.on_evict = partial(deposits.on_evicted, index)
+                pool.on_evict = partial(prefix_offload.on_evicted, index)
         prefixes = PrefixIndex(hash_fn)
-        self._chains = PrefixCache(self.block_mappings, self._pools, prefixes, deposits)
-        self._away = SwappedSequences(self.pools[: self._kept], len(own))
-        firsts = [next((self.groups[number] for number in levels), None) for levels in descents.below]
-        longest = [rules.max_length(first) for rules, first in zip(self.block_mappings, firsts, strict=True)]
-        self.capacity = min(longest, default=sys.maxsize)
-        kept = self._kept
-        self._sources = EncoderBlocks(self.groups[kept:], self.pools[kept:], prefixes, share=self.prefix_caching)
+        self._prefix_cache = PrefixCache(self.block_mappings, self._pools, prefixes, prefix_offload)
+        self._swapped = SwappedSequences(self.pools[: self._num_block_groups], len(token_groups))
+        first_lower_groups = [
+            next((self.groups[group_index] for group_index in levels), None) for levels in demotion.lower_groups
+        ]
+        max_lengths = [
+            mapping.max_length(first) for mapping, first in zip(self.block_mappings, first_lower_groups, strict=True)
+        ]
+        self.capacity = min(max_lengths, default=sys.maxsize)
+        cross = slice(self._num_block_groups, None)
+        self._encoder = EncoderBlocks(self.groups[cross], self.pools[cross], prefixes, share=self.prefix_caching)
 
     @property
     def prefix_offload(self) -> PrefixOffload | None:
-        """What is said to the tiers, where there are any and prefixes are shared."""
-        return self._chains.offload
+        """Connection to the block store, or None."""
+        return self._prefix_cache.offload
 
-    # ------------------------------------------------------------ rows come and go
+    # ------------------------------------------------------------ add, fork, free, swap
 
     def add_sequence(
         self,
-        row: int,
-        tokens: Sequence[int],
-        root: bytes,
-        most: int | None = None,
-        fetch: PrefetchRequest | None = None,
+        seq_index: int,
+        token_ids: Sequence[int],
+        prefix_root: bytes,
+        max_tokens: int | None = None,
+        prefetched: PrefetchRequest | None = None,
     ) -> int | None:
-        """Seat a row and claim the longest known prefix of ``tokens``; returns its length, None if the seat is taken.
+        """Add a sequence and acquire its longest cached prefix.
 
-        A hit is a multiple of the block size and covers at most ``len(tokens) - 1`` tokens (one is left to compute),
-        at most ``most`` where given.  A group with a window needs only the blocks of the last ``window - 1`` tokens.
-        ``fetch``, which is ready: what of these tokens the tiers gave back; it stands in the pools after the next step.
+        A hit is a multiple of the block size and leaves at least one token to compute. A group with a window needs
+        only the blocks of the last ``window - 1`` tokens.
+
+        Args:
+            seq_index: Index of the new sequence.
+            token_ids: Its tokens.
+            prefix_root: Bytes that separate prefixes of different weights, adapters, tenants, ...
+            max_tokens: Maximum length of the hit.
+            prefetched: A finished request; its blocks are filled in the next step.
+
+        Returns:
+            The length of the cached prefix, or None if the index is in use.
         """
-        if self._max_num_seqs[row] is not None:
+        if self._sequences[seq_index] is not None:
             return None
-        seat = SequenceBlocks(
+        sequence = SequenceBlocks(
             len(self.token_groups),
             len(self.lower_groups),
-            self._chains.prefixes.root(root) if self.prefix_caching else None,
+            self._prefix_cache.prefixes.root(prefix_root) if self.prefix_caching else None,
         )
-        self._max_num_seqs[row] = seat
-        if seat.root is None:
+        self._sequences[seq_index] = sequence
+        if sequence.root is None:
             return 0
-        seat.length = seat.num_written = self._chains.acquire_longest(row, seat, tokens, _longest(tokens, most), fetch)
-        return seat.length
+        sequence.length = sequence.num_written = self._prefix_cache.acquire_longest(
+            seq_index, sequence, token_ids, _max_hit(token_ids, max_tokens), prefetched
+        )
+        return sequence.length
 
-    def prefetch(self, tokens: Sequence[int], root: bytes, most: int | None = None) -> PrefetchRequest:
-        """What the tiers have of these tokens and no pool does (``chains.py``); nothing moves before it is started."""
-        return self._chains.prefetch(tokens, root, _longest(tokens, most))
+    def prefetch(self, token_ids: Sequence[int], prefix_root: bytes, max_tokens: int | None = None) -> PrefetchRequest:
+        """Build a request for blocks that are in the block store and in no pool. The caller starts it."""
+        return self._prefix_cache.prefetch(token_ids, prefix_root, _max_hit(token_ids, max_tokens))
 
-    def block_keys(self, tokens: Sequence[int], root: bytes) -> list[str]:
-        """Under which keys the tiers have the whole blocks of these tokens."""
-        return self._chains.block_keys(tokens, root)
+    def block_keys(self, token_ids: Sequence[int], prefix_root: bytes) -> list[str]:
+        """Return the block store keys of the full blocks of these tokens."""
+        return self._prefix_cache.block_keys(token_ids, prefix_root)
 
-    def fork(self, row: int, child: int, length: int) -> bool:
-        """Seat ``child`` on the first ``length`` tokens of ``row``: blocks are shared until one of them writes.
+    def fork(self, seq_index: int, child: int, length: int) -> bool:
+        """Add ``child`` with the first ``length`` tokens of a sequence. Blocks are shared until one of them writes.
 
-        False, and nothing changed: a window of ``row`` has moved past what a query at ``length`` needs, or a cut has
-        dropped it, or a policy watches the attention that blocks get, which is a row's own; or ``row`` is about to
-        wake or to be loaded, and its blocks are empty until its next step.
+        Returns:
+            False, and no change, if a window or an eviction has dropped what a query at ``length`` needs, if a policy
+            accumulates attention per sequence, or if the sequence's blocks are filled only in its next step.
         """
-        seat = self._seat(row)
-        if self._watched or self.is_loading(row) or any(hold.last_eviction_length > length for hold in seat.groups):
-            return False
-        assert self._max_num_seqs[child] is None and 0 <= length <= seat.length, (row, child, length, seat.length)
-        if not self._window_held(seat, length):
-            return False
-        twin = SequenceBlocks(len(self.token_groups), len(self.lower_groups), seat.root)
-        for pool, old_below, new_below in zip(
-            self.pools[len(self.token_groups) :], seat.lower_levels, twin.lower_levels, strict=False
+        sequence = self._sequence(seq_index)
+        if (
+            self._observes_attention
+            or self.is_loading(seq_index)
+            or any(group_blocks.last_eviction_length > length for group_blocks in sequence.groups)
         ):
-            new_below.blocks, new_below.num_used_slots = list(old_below.blocks), old_below.num_used_slots
-            for block in new_below.blocks:
+            return False
+        assert self._sequences[child] is None and 0 <= length <= sequence.length, (
+            seq_index,
+            child,
+            length,
+            sequence.length,
+        )
+        if not self._window_held(sequence, length):
+            return False
+        forked = SequenceBlocks(len(self.token_groups), len(self.lower_groups), sequence.root)
+        for pool, old_level, new_level in zip(
+            self.pools[len(self.token_groups) :], sequence.lower_levels, forked.lower_levels, strict=False
+        ):
+            new_level.blocks, new_level.num_used_slots = list(old_level.blocks), old_level.num_used_slots
+            for block in new_level.blocks:
                 pool.incref(block)
-        twin.encoder_sequence = None if seat.encoder_sequence is None else self._sources.share(seat.encoder_sequence)
-        for rules, pool, old, new in zip(self.block_mappings, self._pools, seat.groups, twin.groups, strict=True):
-            rules.copy_for_fork(old, new, length)
+        forked.encoder_sequence = (
+            None if sequence.encoder_sequence is None else self._encoder.share(sequence.encoder_sequence)
+        )
+        for mapping, pool, old, new in zip(
+            self.block_mappings, self._pools, sequence.groups, forked.groups, strict=True
+        ):
+            mapping.copy_for_fork(old, new, length)
             for block in new.blocks:
                 pool.incref(block)
-        one = any(rules.is_ring for rules in self.block_mappings)
-        end = seat.num_written if one else self.block_mappings[0].num_blocks(length) * self.block_mappings[0].block_size
-        twin.length, twin.num_written = length, max(length, min(seat.num_written, end))
-        twin.last_block, twin.tail_tokens = self._chains.history(seat, length)
-        seat.fast_path_start = NEVER
-        self._max_num_seqs[child] = twin
+        is_ring = any(mapping.is_ring for mapping in self.block_mappings)
+        end = (
+            sequence.num_written
+            if is_ring
+            else self.block_mappings[0].num_blocks(length) * self.block_mappings[0].block_size
+        )
+        forked.length, forked.num_written = length, max(length, min(sequence.num_written, end))
+        forked.last_block, forked.tail_tokens = self._prefix_cache.history(sequence, length)
+        sequence.fast_path_start = NEVER
+        self._sequences[child] = forked
         return True
 
-    def truncate(self, row: int, length: int) -> int:
-        """Drop the tokens from ``length`` on; returns the length kept.
+    def truncate(self, seq_index: int, length: int) -> int:
+        """Drop the tokens from ``length`` on.
 
-        It is 0 when a window has moved past what a query at ``length`` needs: the row is then empty, compute it anew.
+        Returns:
+            The new length. It is 0 if a window has passed what a query at ``length`` needs: recompute the sequence.
         """
-        seat = self._seat(row)
-        assert not self.is_loading(row), "what was parked or stored comes back whole: rewind it after its next step"
-        if length >= seat.length:
-            return seat.length
+        sequence = self._sequence(seq_index)
+        assert not self.is_loading(seq_index), "truncate a swapped or loaded sequence after its next step"
+        if length >= sequence.length:
+            return sequence.length
         if (
             length == 0
-            or not self._window_held(seat, length)
-            or any(hold.last_eviction_length > length for hold in seat.groups)
+            or not self._window_held(sequence, length)
+            or any(group_blocks.last_eviction_length > length for group_blocks in sequence.groups)
         ):
-            self._release_all(seat)
-            seat.reset()
+            self._free_all(sequence)
+            sequence.reset()
             self.num_frees += 1
             return 0
-        for rules, pool, hold in zip(self.block_mappings, self._pools, seat.groups, strict=True):
-            keep = rules.blocks_after_truncate(hold, length)
-            _release(pool, hold.blocks[keep:])
-            hold.blocks = hold.blocks[:keep]
-            if keep <= rules.num_sink_blocks and not rules.is_ring and rules.eviction_policy is None:
-                hold.num_skipped_blocks = min(
-                    hold.num_skipped_blocks, max(0, length // rules.block_size - rules.num_sink_blocks)
+        for mapping, pool, group_blocks in zip(self.block_mappings, self._pools, sequence.groups, strict=True):
+            num_blocks = mapping.blocks_after_truncate(group_blocks, length)
+            _decref_all(pool, group_blocks.blocks[num_blocks:])
+            group_blocks.blocks = group_blocks.blocks[:num_blocks]
+            if num_blocks <= mapping.num_sink_blocks and not mapping.is_ring and mapping.eviction_policy is None:
+                group_blocks.num_skipped_blocks = min(
+                    group_blocks.num_skipped_blocks, max(0, length // mapping.block_size - mapping.num_sink_blocks)
                 )
-        seat.last_block, seat.tail_tokens = self._chains.history(seat, length)
-        seat.length = length
-        seat.fast_path_start = NEVER
+        sequence.last_block, sequence.tail_tokens = self._prefix_cache.history(sequence, length)
+        sequence.length = length
+        sequence.fast_path_start = NEVER
         self.num_frees += 1
         return length
 
-    def free(self, row: int, publish: bool = True) -> None:
-        """The row leaves its seat.  Blocks go back in reverse, so that the ends of prefixes are evicted first.
+    def free(self, seq_index: int, publish: bool = True) -> None:
+        """Free a sequence. Blocks are freed in reverse order, so that the ends of prefixes are evicted first.
 
-        ``publish=False`` (a fault: its numbers cannot be trusted, and chunks of it were committed before anybody
-        looked at a logit) withdraws every prefix on this row's way, its own and those it claimed: nobody finds them
-        again.  Rows that already count on such a block keep it.
+        With ``publish=False`` (a numerical error; chunks were committed before a logit was checked) every prefix of the
+        sequence is unpublished, including acquired ones. Sequences that already reference such a block keep it.
         """
-        seat = self._seat(row)
-        fetched = None if self.prefix_offload is None else self.prefix_offload.on_released(row)
+        sequence = self._sequence(seq_index)
+        loaded = None if self.prefix_offload is None else self.prefix_offload.on_released(seq_index)
         if not publish:
-            self._chains.invalidate(seat.last_block)
-            self._chains.invalidate(fetched)
-        self._release_all(seat)
-        if seat.encoder_sequence is not None:
-            self._sources.release(seat.encoder_sequence, publish=publish)
-        self._max_num_seqs[row] = None
-        self._away.pending_swap_ins.pop(row, None)  # it was about to wake: what is parked stays parked
+            self._prefix_cache.invalidate(sequence.last_block)
+            self._prefix_cache.invalidate(loaded)
+        self._free_all(sequence)
+        if sequence.encoder_sequence is not None:
+            self._encoder.release(sequence.encoder_sequence, publish=publish)
+        self._sequences[seq_index] = None
+        self._swapped.pending_swap_ins.pop(seq_index, None)  # a pending swap-in: its copy remains
         self.num_frees += 1
 
-    def swap_out(self, row: int) -> SwappedSequence:
-        """A row leaves its seat and will have its blocks as they are again: they are copied out, then freed."""
-        seat = self._seat(row)
-        assert row in self._away.pending_swap_ins or not self.is_loading(row), (
-            "a row that waits for its blocks has nothing to copy"
+    def swap_out(self, seq_index: int) -> SwappedSequence:
+        """Swap out a sequence: its blocks are copied out by the next BlockOps, then freed."""
+        sequence = self._sequence(seq_index)
+        assert seq_index in self._swapped.pending_swap_ins or not self.is_loading(seq_index), (
+            "a sequence whose blocks are loading has nothing to copy"
         )
-        assert not self.uses_offload, "what is spilled is not copied out: such a row is computed again"
-        parked = self._away.swap_out(row, seat)
-        self.free(row)
-        return parked
+        assert not self.uses_offload, "offloading sequences are not swapped: they are recomputed"
+        swapped = self._swapped.swap_out(seq_index, sequence)
+        self.free(seq_index)
+        return swapped
 
-    def swap_in(self, row: int, parked: SwappedSequence) -> bool:
-        """Seat a parked row where it stood; False, and no change: there is no room now."""
-        assert self._max_num_seqs[row] is None, f"seat {row} is taken"
-        seat = self._max_num_seqs[row] = self._away.swap_in(row, parked)
-        return seat is not None
+    def swap_in(self, seq_index: int, swapped: SwappedSequence) -> bool:
+        """Restore a swapped sequence. Return False, and no change, if a pool is too full."""
+        assert self._sequences[seq_index] is None, f"index {seq_index} is in use"
+        sequence = self._sequences[seq_index] = self._swapped.swap_in(seq_index, swapped)
+        return sequence is not None
 
-    def export_layout(self, row: int) -> SequenceLayout | None:
-        """What the row holds, and where, for whoever reads it before the next step; None: it is not there yet."""
-        if self.is_loading(row):
+    def export_layout(self, seq_index: int) -> SequenceLayout | None:
+        """Return the blocks of a sequence, valid until the next step; None if they are not filled yet."""
+        if self.is_loading(seq_index):
             return None
-        seat, groups = self._seat(row), self.token_groups
-        holds = tuple(
-            (held_range(group, hold, seat.length, seat.num_written), hold.num_skipped_blocks, tuple(hold.blocks))
-            for group, hold in zip(groups, seat.groups, strict=True)
+        sequence = self._sequence(seq_index)
+        groups = tuple(
+            (
+                held_range(group, group_blocks, sequence.length, sequence.num_written),
+                group_blocks.num_skipped_blocks,
+                tuple(group_blocks.blocks),
+            )
+            for group, group_blocks in zip(self.token_groups, sequence.groups, strict=True)
         )
-        below = tuple((each.num_used_slots, tuple(each.blocks)) for each in seat.lower_levels)
-        source = seat.encoder_sequence
-        tokens, crossed = (None, ()) if source is None else (source.tokens, tuple(map(tuple, source.blocks)))
-        return SequenceLayout(seat.length, holds, below, tokens, crossed)
+        lower_levels = tuple((level.num_used_slots, tuple(level.blocks)) for level in sequence.lower_levels)
+        encoder_sequence = sequence.encoder_sequence
+        encoder_tokens, encoder_blocks = (
+            (None, ())
+            if encoder_sequence is None
+            else (encoder_sequence.tokens, tuple(map(tuple, encoder_sequence.blocks)))
+        )
+        return SequenceLayout(sequence.length, groups, lower_levels, encoder_tokens, encoder_blocks)
 
     def import_sequence(
         self,
-        tokens: Sequence[int],
-        root: bytes,
-        laid: Sequence[GroupLayout],
-        below: Sequence[tuple[int, int]],
+        token_ids: Sequence[int],
+        prefix_root: bytes,
+        layouts: Sequence[GroupLayout],
+        lower_levels: Sequence[tuple[int, int]],
         *,
-        source: bool,
+        has_encoder_blocks: bool,
     ) -> SwappedSequence:
-        """A row of these ``tokens`` from elsewhere, as if it had been parked here: ``laid`` per group that takes
-        tokens, (blocks, filled slots) per level; ``source``: its source's keys and values come with it.  Its full
-        blocks are published under ``root`` when it has gone on, where that is done."""
-        begin = self._chains.prefixes.root(root) if self.prefix_caching else None
-        return self._away.import_sequence(tokens, begin, laid, below, source=source)
+        """Register a sequence from another cache as if it had been swapped out here.
 
-    def drop_swapped(self, parked: SwappedSequence) -> None:
-        """A parked row will not come back."""
-        self._away.drop(parked)
+        Its full blocks are published under ``prefix_root`` after its next step, if prefixes are shared.
+
+        Args:
+            token_ids: Tokens of the sequence.
+            prefix_root: As for :meth:`add_sequence`.
+            layouts: Layout per token group.
+            lower_levels: (blocks, filled slots) per lower group.
+            has_encoder_blocks: Cross-attention keys and values are imported too.
+        """
+        root = self._prefix_cache.prefixes.root(prefix_root) if self.prefix_caching else None
+        return self._swapped.import_sequence(
+            token_ids, root, layouts, lower_levels, has_encoder_blocks=has_encoder_blocks
+        )
+
+    def drop_swapped(self, swapped: SwappedSequence) -> None:
+        """Drop a swapped sequence that will not return."""
+        self._swapped.drop(swapped)
 
     @property
     def pending_swap_outs(self) -> list[int]:
-        """Keys of parked rows that have yet to be copied out: with the next moves."""
-        return [key for key, _ in self._away.pending_swap_outs]
+        """Keys of swapped sequences that the next BlockOps copy out."""
+        return [key for key, _ in self._swapped.pending_swap_outs]
 
     @property
     def pending_swap_ins(self) -> list[int]:
-        """Keys of parked rows that are seated again, and have yet to be copied in: with the next moves of their own."""
-        return [each.sequence.key for each in self._away.pending_swap_ins.values()]
+        """Keys of swapped-in sequences that the BlockOps of their next step copy in."""
+        return [swap_in.sequence.key for swap_in in self._swapped.pending_swap_ins.values()]
 
-    def num_blocks(self, row: int) -> list[int]:
-        """Blocks that the row holds in each group, those of sources apart."""
-        return [len(each.blocks) for each in self._seat(row).all_groups]
+    def num_blocks(self, seq_index: int) -> list[int]:
+        """Return the number of blocks per group, cross-attention not included."""
+        return [len(group_blocks.blocks) for group_blocks in self._sequence(seq_index).all_groups]
 
-    def retained_prefix_length(self, row: int) -> int:
-        """Tokens from the row's start on that would still be known if it gave its blocks back: others hold them."""
-        return self._chains.retained_prefix_length(self._seat(row))
+    def retained_prefix_length(self, seq_index: int) -> int:
+        """Return the length of the prefix that other sequences reference too."""
+        return self._prefix_cache.retained_prefix_length(self._sequence(seq_index))
 
-    def cached_prefix_length(self, tokens: Sequence[int], root: bytes) -> int:
-        """Tokens of which an admission would find the blocks now."""
-        start = self._chains.prefixes.root(root) if self.prefix_caching else None
+    def cached_prefix_length(self, token_ids: Sequence[int], prefix_root: bytes) -> int:
+        """Return the length of the prefix that an admission would find now."""
+        start = self._prefix_cache.prefixes.root(prefix_root) if self.prefix_caching else None
         return (
             0
             if start is None
-            else len(self._chains.find(start, tokens, len(tokens) - 1)) * self.block_mappings[0].block_size
+            else len(self._prefix_cache.find(start, token_ids, len(token_ids) - 1)) * self.block_mappings[0].block_size
         )
 
-    def tokens_until_eviction(self, row: int) -> int:
-        """Tokens until the row is cut next: no span goes further."""
-        length = self._seat(row).length
+    def tokens_until_eviction(self, seq_index: int) -> int:
+        """Return the number of tokens until the next eviction or demotion. A span must end there."""
+        length = self._sequence(seq_index).length
         policies = [
-            policy for rules in self.block_mappings for policy in (rules.eviction_policy, rules.demotion_policy)
+            policy for mapping in self.block_mappings for policy in (mapping.eviction_policy, mapping.demotion_policy)
         ]
         return (
             min((policy.next_trigger_length(length) for policy in policies if policy is not None), default=NEVER)
@@ -359,164 +411,185 @@ class KVCacheManager:
         )
 
     def reset_prefix_cache(self) -> None:
-        """Forget every published block (the weights changed); rows that are seated or parked now publish no more."""
-        self._away.drop_prefixes()
+        """Unpublish every block (the weights changed). Running and swapped sequences publish no more."""
+        self._swapped.drop_prefixes()
         for pool in self.pools:
             for block in pool.published():
                 pool.unpublish(block)
         if self.prefix_offload is not None:
             self.prefix_offload.forget()
-        for seat in self._max_num_seqs:
-            if seat is not None:
-                seat.root = seat.last_block = None
-                if seat.encoder_sequence is not None:
-                    seat.encoder_sequence.cache_key = None
+        for sequence in self._sequences:
+            if sequence is not None:
+                sequence.root = sequence.last_block = None
+                if sequence.encoder_sequence is not None:
+                    sequence.encoder_sequence.cache_key = None
 
-    # ------------------------------------------------------------ sources
+    # ------------------------------------------------------------ cross-attention
 
     @property
     def max_source_len(self) -> int:
-        """Tokens of the longest source; 0 for a model without cross-attention."""
-        return self._sources.max_source_len
+        """Maximum number of encoder tokens; 0 without cross-attention."""
+        return self._encoder.max_source_len
 
-    def attach_encoder_input(self, row: int, tokens: Sequence[int], root: bytes) -> bool | None:
-        """Give a seated row its source.  True: it is encoded already; False: it is to be; None: there is no room."""
-        seat = self._seat(row)
-        assert seat.encoder_sequence is None, f"row {row} has a source"
-        seat.encoder_sequence = self._sources.attach(tokens, root)
-        return None if seat.encoder_sequence is None else seat.encoder_sequence.written
+    def attach_encoder_input(self, seq_index: int, token_ids: Sequence[int], prefix_root: bytes) -> bool | None:
+        """Attach an encoder input.
 
-    def restore_encoder_blocks(self, row: int) -> None:
-        """The source of a row that is about to wake comes back with it, and need not be encoded.  Others do not find
-        it: it is not there before the row's next step."""
-        source = self._source(row)
-        assert not source.written, "a source is written once"
-        self._away.restore_encoder_blocks(row, source.blocks)
-        source.written, source.cache_key = True, None
+        Returns:
+            True if it is encoded already, False if it must be encoded, None if a pool is too full.
+        """
+        sequence = self._sequence(seq_index)
+        assert sequence.encoder_sequence is None, f"sequence {seq_index} has an encoder input"
+        sequence.encoder_sequence = self._encoder.attach(token_ids, prefix_root)
+        return None if sequence.encoder_sequence is None else sequence.encoder_sequence.written
 
-    def share_encoder_blocks(self, row: int, child: int) -> None:
-        """Give ``child``, a seated row, the source of ``row``."""
-        source, seat = self._seat(row).encoder_sequence, self._seat(child)
-        assert source is not None and seat.encoder_sequence is None, (row, child)
-        seat.encoder_sequence = self._sources.share(source)
+    def restore_encoder_blocks(self, seq_index: int) -> None:
+        """Restore the cross-attention blocks of a swapped-in sequence. Other sequences do not find them."""
+        encoder_sequence = self._encoder_sequence(seq_index)
+        assert not encoder_sequence.written, "an encoder input is written once"
+        self._swapped.restore_encoder_blocks(seq_index, encoder_sequence.blocks)
+        encoder_sequence.written, encoder_sequence.cache_key = True, None
 
-    def allocate_encoder_slots(self, rows: Sequence[int]) -> EncoderAllocation:
-        """Where the encoder writes the sources of these rows, in their order."""
-        return self._sources.allocate_slots([self._source(row) for row in rows], self._kept)
+    def share_encoder_blocks(self, seq_index: int, child: int) -> None:
+        """Attach the encoder input of a sequence to ``child`` too."""
+        encoder_sequence, sequence = self._sequence(seq_index).encoder_sequence, self._sequence(child)
+        assert encoder_sequence is not None and sequence.encoder_sequence is None, (seq_index, child)
+        sequence.encoder_sequence = self._encoder.share(encoder_sequence)
 
-    def commit_encoder_blocks(self, row: int) -> None:
-        """The row's source is written, and what came out was finite."""
-        self._sources.commit(self._source(row))
+    def allocate_encoder_slots(self, seq_indices: Sequence[int]) -> EncoderAllocation:
+        """Return the slots that the encoder writes for these sequences, in their order."""
+        return self._encoder.allocate_slots(
+            [self._encoder_sequence(seq_index) for seq_index in seq_indices], self._num_block_groups
+        )
 
-    def _source(self, row: int) -> EncoderSequence:
-        source = self._seat(row).encoder_sequence
-        assert source is not None, f"row {row} has no source"
-        return source
+    def commit_encoder_blocks(self, seq_index: int) -> None:
+        """Mark the encoder input of a sequence as written with finite outputs."""
+        self._encoder.commit(self._encoder_sequence(seq_index))
+
+    def _encoder_sequence(self, seq_index: int) -> EncoderSequence:
+        encoder_sequence = self._sequence(seq_index).encoder_sequence
+        assert encoder_sequence is not None, f"sequence {seq_index} has no encoder input"
+        return encoder_sequence
 
     # ------------------------------------------------------------ a step
 
     def allocate_slots(self, spans: TokenSpans) -> BlockAllocation | None:
-        """Room for every span, or None and no change: a pool is too full.  At most one span per row."""
-        seats = self._max_num_seqs
-        slow = []
+        """Allocate slots for every span, at most one per sequence. None and no change if a pool is too full."""
+        sequences = self._sequences
+        slow_spans = []
         for span in spans:
-            seat = seats[span[0]]
-            assert seat is not None and span[1] == seat.length, f"span {span} does not start at its row's end"
-            if span[2] != 1 or not seat.fast_path_start <= span[1] < seat.fast_path_end:
-                slow.append(span)
-        moves = self._growth.allocate(slow) if slow else self._no_moves()
-        if moves is None:
+            sequence = sequences[span[0]]
+            assert sequence is not None and span[1] == sequence.length, (
+                f"span {span} does not start at its sequence's end"
+            )
+            if span[2] != 1 or not sequence.fast_path_start <= span[1] < sequence.fast_path_end:
+                slow_spans.append(span)
+        block_ops = self._allocator.allocate(slow_spans) if slow_spans else self._empty_ops()
+        if block_ops is None:
             return None
-        moves = self._away.attach_to_ops(moves, [span[0] for span in spans])
+        block_ops = self._swapped.attach_to_ops(block_ops, [span[0] for span in spans])
         if self.prefix_offload is not None and self.prefix_offload.pending:
-            moves = moves._replace(store=self.prefix_offload.take_stores(), load=self.prefix_offload.take_loads())
+            block_ops = block_ops._replace(
+                store=self.prefix_offload.take_stores(), load=self.prefix_offload.take_loads()
+            )
         slots: tuple[list[int], ...] = tuple([] for _ in self.token_groups)
         tables: tuple[list[list[int]], ...] = tuple([] for _ in self.groups)
-        pairs = [(where.append, table.append) for where, table in zip(slots, tables, strict=False)]
-        lower, crossed = tables[len(self.token_groups) : self._kept], tables[self._kept :]
-        for row, start, count in spans:
-            seat = seats[row]
-            assert seat is not None
-            if count == 1 and seat.fast_path_start <= start < seat.fast_path_end:
-                for hold, (put, show) in zip(seat.groups, pairs, strict=True):
-                    put(hold.slot_offset + start)
-                    show(hold.blocks)
-            else:
-                self._place(seat, start, start + count, slots, tables)
-            for table, below in zip(lower, seat.lower_levels, strict=True):
-                table.append(below.blocks)
-            if crossed:
-                for table, blocks in zip(crossed, self._source(row).blocks, strict=True):
-                    table.append(blocks)
-            if start + count > seat.num_written:
-                seat.num_written = start + count
-        return BlockAllocation(moves, slots, tables, len(self.lower_groups))
-
-    def commit(self, row: int, tokens: Sequence[int], sure: int | None = None) -> None:
-        """The row's next ``tokens`` are computed: prompt and generated ones alike.
-
-        Full blocks are published, those within the row's first ``sure`` tokens where given: finite logits have been
-        seen at or behind their last token.  The others wait for a later commit.
-        """
-        seat = self._seat(row)
-        seat.length += len(tokens)
-        assert seat.length <= seat.num_written, (
-            f"row {row} commits {seat.length} tokens, {seat.num_written} were reserved"
+        pairs = [(group_slots.append, table.append) for group_slots, table in zip(slots, tables, strict=False)]
+        lower_tables, cross_tables = (
+            tables[len(self.token_groups) : self._num_block_groups],
+            tables[self._num_block_groups :],
         )
-        if seat.length < seat.num_written:
-            seat.fast_path_start = NEVER  # later tokens stand where the next one goes
-        if seat.last_block is not None:
-            if seat.republish:
-                self._chains.republish(seat)
-            seat.tail_tokens.extend(tokens)
-            if len(seat.tail_tokens) >= self.block_mappings[0].block_size:
-                self._chains.publish(seat, seat.length if sure is None else sure)
+        for seq_index, start, count in spans:
+            sequence = sequences[seq_index]
+            assert sequence is not None
+            if count == 1 and sequence.fast_path_start <= start < sequence.fast_path_end:
+                for group_blocks, (add_slot, add_table) in zip(sequence.groups, pairs, strict=True):
+                    add_slot(group_blocks.slot_offset + start)
+                    add_table(group_blocks.blocks)
+            else:
+                self._place_tokens(sequence, start, start + count, slots, tables)
+            for table, level in zip(lower_tables, sequence.lower_levels, strict=True):
+                table.append(level.blocks)
+            if cross_tables:
+                for table, blocks in zip(cross_tables, self._encoder_sequence(seq_index).blocks, strict=True):
+                    table.append(blocks)
+            if start + count > sequence.num_written:
+                sequence.num_written = start + count
+        return BlockAllocation(block_ops, slots, tables, len(self.lower_groups))
+
+    def commit(self, seq_index: int, token_ids: Sequence[int], num_sure: int | None = None) -> None:
+        """Commit computed tokens, prompt and generated ones alike, and publish full blocks.
+
+        Args:
+            seq_index: Index of the sequence.
+            token_ids: The computed tokens.
+            num_sure: Publish only blocks within the first ``num_sure`` tokens: logits at or behind their last token
+                were finite. The others are published by a later commit.
+        """
+        sequence = self._sequence(seq_index)
+        sequence.length += len(token_ids)
+        assert sequence.length <= sequence.num_written, (
+            f"sequence {seq_index} commits {sequence.length} tokens, {sequence.num_written} were allocated"
+        )
+        if sequence.length < sequence.num_written:
+            sequence.fast_path_start = NEVER  # later tokens occupy the next slot
+        if sequence.last_block is not None:
+            if sequence.republish:
+                self._prefix_cache.republish(sequence)
+            sequence.tail_tokens.extend(token_ids)
+            if len(sequence.tail_tokens) >= self.block_mappings[0].block_size:
+                self._prefix_cache.publish(sequence, sequence.length if num_sure is None else num_sure)
         if self.prefix_offload is not None:
-            self.prefix_offload.on_released(row)
+            self.prefix_offload.on_released(seq_index)
 
     def flush_offload(self) -> BlockOps | None:
-        """What is to be copied out, where no step is about to do it; None: nothing."""
+        """Return pending copies to the block store when no step will make them, or None."""
         if self.prefix_offload is None or not self.prefix_offload.pending:
             return None
         stores = self.prefix_offload.take_stores()
-        return self._no_moves()._replace(store=stores) if stores else None
+        return self._empty_ops()._replace(store=stores) if stores else None
 
-    # ------------------------------------------------------------ questions
+    # ------------------------------------------------------------ queries
 
-    def seq_len(self, row: int) -> int:
-        return self._seat(row).length
+    def seq_len(self, seq_index: int) -> int:
+        return self._sequence(seq_index).length
 
-    def is_loading(self, row: int) -> bool:
-        """Are the row's blocks still empty?  It is about to wake, or to be given what the tiers had: with its step."""
-        return row in self._away.pending_swap_ins or (
-            self.prefix_offload is not None and self.prefix_offload.is_loading(row)
+    def is_loading(self, seq_index: int) -> bool:
+        """Return True if the sequence's next step will fill its blocks: it is swapped in or loading."""
+        return seq_index in self._swapped.pending_swap_ins or (
+            self.prefix_offload is not None and self.prefix_offload.is_loading(seq_index)
         )
 
-    def has_capacity(self, rows: int, length: int) -> bool:
-        """Do ``rows`` rows of ``length`` tokens have room, if nothing else is there and they share nothing?"""
+    def has_capacity(self, num_seqs: int, length: int) -> bool:
+        """Return True if ``num_seqs`` sequences of ``length`` tokens fit into empty pools without sharing."""
         return all(
-            rows * max_blocks(group, self.groups, length) <= group.num_usable_blocks
-            for group in self.groups[: self._kept]
+            num_seqs * max_blocks(group, self.groups, length) <= group.num_usable_blocks
+            for group in self.groups[: self._num_block_groups]
         )
 
-    def can_allocate(self, row: int, length: int, others: Sequence[tuple[int, int]] = ()) -> bool:
-        """Could this row grow to ``length`` tokens with what is free or evictable now, above the watermark, and
-        ``others`` (row, length) to theirs?"""
-        rows = [(self._seat(row), length), *((self._seat(other), most) for other, most in others)]
-        for index, (group, pool) in enumerate(zip(self.groups[: self._kept], self.pools, strict=False)):
-            need = sum(
-                max(0, max_blocks(group, self.groups, most) - len(s.all_groups[index].blocks)) for s, most in rows
+    def can_allocate(self, seq_index: int, length: int, others: Sequence[tuple[int, int]] = ()) -> bool:
+        """Return True if available blocks above the watermark let a sequence grow to ``length`` tokens.
+
+        ``others`` are (sequence index, length) of sequences that must be able to grow at the same time.
+        """
+        targets = [
+            (self._sequence(seq_index), length),
+            *((self._sequence(other), other_length) for other, other_length in others),
+        ]
+        for index, (group, pool) in enumerate(zip(self.groups[: self._num_block_groups], self.pools, strict=False)):
+            num_needed = sum(
+                max(0, max_blocks(group, self.groups, target) - len(sequence.all_groups[index].blocks))
+                for sequence, target in targets
             )
-            if need > pool.num_available - self.watermark_blocks[index]:
+            if num_needed > pool.num_available - self.watermark_blocks[index]:
                 return False
         return True
 
-    def needs_blocks(self, row: int, count: int) -> bool:
-        """Do the row's next ``count`` tokens need blocks that it does not have?"""
-        return self._growth.needs_blocks(row, count)
+    def needs_blocks(self, seq_index: int, count: int) -> bool:
+        """Return True if the next ``count`` tokens of a sequence need new blocks."""
+        return self._allocator.needs_blocks(seq_index, count)
 
     def reset_peak(self) -> None:
-        """Count :attr:`LedgerStats.peak` from what is in use now."""
+        """Restart :attr:`CacheStats.peak` from the blocks in use now."""
         for pool in self.pools:
             pool.reset_peak()
 
@@ -528,94 +601,110 @@ class KVCacheManager:
             free=tuple(pool.num_free for pool in pools),
             evictable=tuple(pool.evictable for pool in pools),
             evictions=tuple(pool.evictions for pool in pools),
-            hits=self._chains.hits,
-            misses=self._chains.misses,
-            hit_tokens=self._chains.hit_tokens,
+            hits=self._prefix_cache.hits,
+            misses=self._prefix_cache.misses,
+            hit_tokens=self._prefix_cache.hit_tokens,
             peak=tuple(pool.peak for pool in pools),
             watermark=self.watermark_blocks + (0,) * (len(pools) - len(self.watermark_blocks)),
         )
 
     def check(self) -> None:
-        """Assert the block law of every pool, and that rows own exactly what the pools count, where they need it."""
+        """Assert the invariant of every pool, and that reference counts equal the sequences' blocks."""
         for index, pool in enumerate(self.pools):
             pool.check()
             refs = [0] * len(pool.refs)
-            for number, seat in enumerate(self._max_num_seqs):
-                if seat is None:
+            for seq_index, sequence in enumerate(self._sequences):
+                if sequence is None:
                     continue
                 if index < len(self.token_groups):
-                    self._check_hold(index, number, seat)
-                    blocks = seat.groups[index].blocks
-                elif index < self._kept:
-                    blocks = seat.lower_levels[index - len(self.token_groups)].blocks
+                    self._check_group_blocks(index, seq_index, sequence)
+                    blocks = sequence.groups[index].blocks
+                elif index < self._num_block_groups:
+                    blocks = sequence.lower_levels[index - len(self.token_groups)].blocks
                     assert len(blocks) <= self.groups[index].max_blocks_per_seq, f"group {index}: too many blocks"
                 else:
-                    blocks = [] if seat.encoder_sequence is None else seat.encoder_sequence.blocks[index - self._kept]
+                    blocks = (
+                        []
+                        if sequence.encoder_sequence is None
+                        else sequence.encoder_sequence.blocks[index - self._num_block_groups]
+                    )
                 for block in blocks:
                     refs[block] += 1
-            assert refs == pool.refs, f"group {index}: rows count on other blocks than the pool says"
+            assert refs == pool.refs, f"group {index}: the sequences' blocks differ from the reference counts"
 
     # ------------------------------------------------------------ inside
 
-    def _seat(self, row: int) -> SequenceBlocks:
-        seat = self._max_num_seqs[row]
-        assert seat is not None, f"seat {row} is empty"
-        return seat
+    def _sequence(self, seq_index: int) -> SequenceBlocks:
+        sequence = self._sequences[seq_index]
+        assert sequence is not None, f"no sequence has index {seq_index}"
+        return sequence
 
-    def _release_all(self, seat: SequenceBlocks) -> None:
-        for hold, pool in zip(seat.all_groups, self.pools, strict=False):
-            _release(pool, hold.blocks)
+    def _free_all(self, sequence: SequenceBlocks) -> None:
+        for group_blocks, pool in zip(sequence.all_groups, self.pools, strict=False):
+            _decref_all(pool, group_blocks.blocks)
 
-    def _no_moves(self) -> BlockOps:
+    def _empty_ops(self) -> BlockOps:
         nothing: tuple[()] = ()
         empty = (nothing,) * len(self.groups)
         return BlockOps(empty, empty)
 
-    def _window_held(self, seat: SequenceBlocks, length: int) -> bool:
-        """Does every group still hold the keys that a query at position ``length`` needs?"""
-        if length < seat.min_truncate_length:
+    def _window_held(self, sequence: SequenceBlocks, length: int) -> bool:
+        """Return True if every group still holds the keys that a query at position ``length`` needs."""
+        if length < sequence.min_truncate_length:
             return False
-        holds = zip(self.block_mappings, seat.groups, strict=True)
-        return all(rules.has_window(hold, seat.num_written, length) for rules, hold in holds)
+        groups = zip(self.block_mappings, sequence.groups, strict=True)
+        return all(mapping.has_window(group_blocks, sequence.num_written, length) for mapping, group_blocks in groups)
 
-    def _place(
+    def _place_tokens(
         self,
-        seat: SequenceBlocks,
+        sequence: SequenceBlocks,
         start: int,
         end: int,
         slots: tuple[list[int], ...],
         tables: tuple[list[list[int]], ...],
     ) -> None:
-        """Slots of positions start .. end - 1, and how long the next tokens may take the fast way."""
-        fast = NEVER
-        for rules, hold, into, table in zip(self.block_mappings, seat.groups, slots, tables, strict=False):
-            most = rules.group.max_blocks_per_seq
-            assert len(hold.blocks) <= most, f"a row outgrows its {most} blocks"
-            fast = min(fast, rules.slots(hold, start, end, into))
-            table.append(hold.blocks)
-        seat.fast_path_start, seat.fast_path_end = end, fast
+        """Append the slots of positions start .. end - 1, and compute the end of the fast path."""
+        fast_path_end = NEVER
+        for mapping, group_blocks, group_slots, table in zip(
+            self.block_mappings, sequence.groups, slots, tables, strict=False
+        ):
+            max_tokens = mapping.group.max_blocks_per_seq
+            assert len(group_blocks.blocks) <= max_tokens, f"a sequence outgrows its {max_tokens} blocks"
+            fast_path_end = min(fast_path_end, mapping.slots(group_blocks, start, end, group_slots))
+            table.append(group_blocks.blocks)
+        sequence.fast_path_start, sequence.fast_path_end = end, fast_path_end
 
-    def _check_hold(self, index: int, row: int, seat: SequenceBlocks) -> None:
-        hold, rules, where = seat.groups[index], self.block_mappings[index], f"group {index}, row {row}"
-        rules.check(hold, seat, where)
-        if rules.is_ring or rules.eviction_policy is not None:
+    def _check_group_blocks(self, index: int, seq_index: int, sequence: SequenceBlocks) -> None:
+        group_blocks, mapping, label = (
+            sequence.groups[index],
+            self.block_mappings[index],
+            f"group {index}, sequence {seq_index}",
+        )
+        mapping.check(group_blocks, sequence, label)
+        if mapping.is_ring or mapping.eviction_policy is not None:
             return
-        for place, block in enumerate(hold.blocks):
-            logical = place if place < rules.num_sink_blocks else place + hold.num_skipped_blocks
+        for index_in_sequence, block in enumerate(group_blocks.blocks):
+            logical = (
+                index_in_sequence
+                if index_in_sequence < mapping.num_sink_blocks
+                else index_in_sequence + group_blocks.num_skipped_blocks
+            )
             prefix = self.pools[index].prefixes[block]
-            assert prefix is None or prefix.depth == logical + 1, f"{where}: block {block} is published elsewhere"
+            assert prefix is None or prefix.depth == logical + 1, (
+                f"{label}: block {block} is published at another depth"
+            )
 
 
-def _longest(tokens: Sequence[int], most: int | None) -> int:
-    """Tokens that a hit covers at most: one is left to compute."""
-    return len(tokens) - 1 if most is None else min(most, len(tokens) - 1)
+def _max_hit(token_ids: Sequence[int], max_tokens: int | None) -> int:
+    """Return the maximum length of a hit: at least one token is left to compute."""
+    return len(token_ids) - 1 if max_tokens is None else min(max_tokens, len(token_ids) - 1)
 
 
-def _release(pool: BlockPool, blocks: list[int]) -> None:
+def _decref_all(pool: BlockPool, blocks: list[int]) -> None:
     for block in reversed(blocks):
         pool.decref(block)
 
 
-def _pool(group: CacheGroup) -> BlockPool:
-    spilled = group.lower_level is not None and group.lower_level.is_offloaded
-    return LowestFreeBlockPool(group.num_blocks) if spilled else BlockPool(group.num_blocks)
+def _build_pool(group: CacheGroup) -> BlockPool:
+    is_offloaded = group.lower_level is not None and group.lower_level.is_offloaded
+    return LowestFreeBlockPool(group.num_blocks) if is_offloaded else BlockPool(group.num_blocks)

@@ -1,14 +1,15 @@
-"""Which of a row's tokens a group holds, said in no layout: what is taken out of one ledger and laid into another.
+"""Layout-independent description of a sequence's cached tokens, to move a sequence between caches.
 
-A group holds the positions ``0 .. sunk - 1`` and ``first .. length - 1`` of a row (both whole where nothing left it:
-``sunk == first == 0``), or, where a policy ranks, ``length - dropped`` slots in their order.  A ledger's blocks, sizes
-and rings are one way of holding them; :func:`lay` finds another group's way, and :func:`slots_of` where each lies.
+A group holds the positions ``0 .. num_sink_tokens - 1`` and ``first_position .. length - 1`` of a sequence (both are 0
+if nothing was freed), or, under an eviction policy, ``length - num_evicted`` slots in their order. The blocks, block
+sizes and rings of one cache are one way to store them; :func:`fit_layout` computes the layout in another group, and
+:func:`held_slots` the slot of each token.
 
-    a window of 6, blocks of 4, a row of 18:   gap 3, blocks [7, 3]       ->  sunk 0, first 12
-    the same in a ring of 9 slots:             positions 12 .. 17         ->  slots 3 4 5 6 7 8
-    with 3 sinks, blocks of 4, a row of 18:    blocks [5, 7, 3], gap 2    ->  sunk 4, first 12
+    window 6, block size 4, 18 tokens:          3 skipped blocks, blocks [7, 3]     ->  num_sink_tokens 0, first 12
+    the same in a ring of 9 slots:              positions 12 .. 17                  ->  slots 3 4 5 6 7 8
+    with 3 sinks, block size 4, 18 tokens:      blocks [5, 7, 3], 2 skipped blocks  ->  num_sink_tokens 4, first 12
 
-Integers only, no torch.
+No torch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from kvad.model_input import AttentionPattern
 
 
 class HeldRange(NamedTuple):
-    """What a group holds of a row; ``dropped``, ``cut``: as of :class:`~kvad.cache.manager.sequence_blocks.GroupBlocks`."""
+    """Tokens that a group holds of a sequence.
+
+    ``num_evicted`` and ``last_eviction_length`` are those of :class:`~kvad.cache.manager.sequence_blocks.GroupBlocks`.
+    """
 
     num_sink_tokens: int = 0
     first_position: int = 0
@@ -30,143 +34,158 @@ class HeldRange(NamedTuple):
     last_eviction_length: int = 0
 
     def slots(self, length: int) -> int:
-        """How many there are."""
+        """Return the number of filled slots of a sequence of ``length`` tokens."""
         return length - self.num_evicted if self.num_evicted else self.num_sink_tokens + length - self.first_position
 
 
 class SequenceLayout(NamedTuple):
-    """A row as a ledger holds it now.  Per group that takes tokens: (marks, gap, blocks); per level below: (slots that
-    are filled, blocks); of cross-attention: the source's tokens, and its blocks per group."""
+    """Blocks of a sequence as a KVCacheManager holds them now."""
 
     length: int
-    groups: tuple[tuple[HeldRange, int, tuple[int, ...]], ...]
-    lower_levels: tuple[tuple[int, tuple[int, ...]], ...]
-    encoder_tokens: tuple[int, ...] | None
-    encoder_blocks: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[HeldRange, int, tuple[int, ...]], ...]  # token groups: (held range, skipped blocks, blocks)
+    lower_levels: tuple[tuple[int, tuple[int, ...]], ...]  # per lower group: (filled slots, blocks)
+    encoder_tokens: tuple[int, ...] | None  # of cross-attention
+    encoder_blocks: tuple[tuple[int, ...], ...]  # per cross-attention group
 
 
 class GroupLayout(NamedTuple):
-    """How a group will hold a row: so many blocks behind a gap, and what of the marks lies in them.  ``whole``: every
-    slot that the ledger takes for filled is, so that rows may be cut short and blocks be shared."""
+    """Layout of a sequence in a group that will import it."""
 
-    count: int  # type: ignore[assignment]  # hides tuple.count
+    count: int  # type: ignore[assignment]  # number of blocks; hides tuple.count
     num_skipped_blocks: int
-    held_range: HeldRange
-    whole: bool
+    held_range: HeldRange  # the part of the held tokens that these blocks store
+    whole: bool  # every slot counted as filled is filled: the sequence may be truncated, its blocks shared
 
 
-def held_range(group: CacheGroup, hold: GroupBlocks, length: int, reach: int) -> HeldRange:
-    """What a seat's hold has of its row; ``reach``: the end of its furthest write."""
+def held_range(group: CacheGroup, group_blocks: GroupBlocks, length: int, num_written: int) -> HeldRange:
+    """Return the tokens that a group holds of a sequence; ``num_written`` is the end of its furthest write."""
     if group.eviction_policy is not None:
-        return HeldRange(num_evicted=hold.num_evicted_tokens, last_eviction_length=hold.last_eviction_length)
-    size, sinks = group.block_size, _sinks(group)
-    if _ring(group):
-        first = reach - (size - sinks) if reach > size else 0
+        return HeldRange(
+            num_evicted=group_blocks.num_evicted_tokens, last_eviction_length=group_blocks.last_eviction_length
+        )
+    size, sinks = group.block_size, _num_sinks(group)
+    if _is_ring(group):
+        first = num_written - (size - sinks) if num_written > size else 0
         return HeldRange(min(sinks, length), min(first, length)) if first else HeldRange()
-    if not hold.num_skipped_blocks:
-        return HeldRange(last_eviction_length=hold.last_eviction_length)
-    blocks = _ceil(sinks, size)
+    if not group_blocks.num_skipped_blocks:
+        return HeldRange(last_eviction_length=group_blocks.last_eviction_length)
+    blocks = _ceil_div(sinks, size)
     return HeldRange(
-        min(blocks * size, length), min((hold.num_skipped_blocks + blocks) * size, length), 0, hold.last_eviction_length
+        min(blocks * size, length),
+        min((group_blocks.num_skipped_blocks + blocks) * size, length),
+        0,
+        group_blocks.last_eviction_length,
     )
 
 
-def is_reusable(group: CacheGroup, marks: HeldRange, length: int, wanted: int) -> bool:
-    """Whether a row of ``length`` tokens can be taken for one of its first ``wanted``: what is ranked or has descended
-    cannot, and a window must still hold what a query behind them needs."""
-    if wanted == length:
+def is_reusable(group: CacheGroup, held: HeldRange, length: int, new_length: int) -> bool:
+    """Return True if the cached state of ``length`` tokens can serve its first ``new_length`` tokens.
+
+    A state under an eviction or tiered policy cannot, and a window must still hold the keys that the next query needs.
+    """
+    if new_length == length:
         return True
     if group.eviction_policy is not None or group.demotion_policy is not None:
         return False
-    reach = AttentionPattern.from_spec(group.spec)
-    needed = reach.first_visible(wanted)
-    sunk = marks.first_position == 0 or marks.num_sink_tokens >= min(reach.num_sinks, wanted)
-    return sunk and (needed >= wanted or marks.first_position <= max(needed, marks.num_sink_tokens))
+    pattern = AttentionPattern.from_spec(group.spec)
+    needed = pattern.first_visible(new_length)
+    has_sinks = held.first_position == 0 or held.num_sink_tokens >= min(pattern.num_sinks, new_length)
+    return has_sinks and (needed >= new_length or held.first_position <= max(needed, held.num_sink_tokens))
 
 
-def fit_layout(group: CacheGroup, marks: HeldRange, length: int) -> GroupLayout | None:
-    """How ``group`` holds a row of ``length`` tokens of which there is what ``marks`` say; None: it cannot."""
+def fit_layout(group: CacheGroup, held: HeldRange, length: int) -> GroupLayout | None:
+    """Compute how ``group`` stores a sequence of ``length`` tokens of which ``held`` exist; None if it cannot."""
     size = group.block_size
     if group.eviction_policy is not None:
-        return _check_capacity(group, GroupLayout(_ceil(length - marks.num_evicted, size), 0, marks, True))
-    sinks = _sinks(group)
-    if _ring(group):
-        return _fit_ring(group, marks, length, sinks)
-    blocks, stop = _ceil(sinks, size), _ceil(length, size)
+        return _check_capacity(group, GroupLayout(_ceil_div(length - held.num_evicted, size), 0, held, True))
+    sinks = _num_sinks(group)
+    if _is_ring(group):
+        return _fit_ring(group, held, length, sinks)
+    blocks, stop = _ceil_div(sinks, size), _ceil_div(length, size)
     first = max(
-        marks.first_position // size if group.demotion_policy is not None else _first_needed(group, length), blocks
+        held.first_position // size if group.demotion_policy is not None else _first_needed(group, length), blocks
     )
-    count, gap = min(blocks, stop) + max(0, stop - first), first - blocks
+    count, num_skipped = min(blocks, stop) + max(0, stop - first), first - blocks
     if count <= blocks:
-        gap = max(0, length // size - blocks)
-    if not gap:
-        kept = marks._replace(
-            num_sink_tokens=min(marks.num_sink_tokens, length), first_position=min(marks.first_position, length)
+        num_skipped = max(0, length // size - blocks)
+    if not num_skipped:
+        new_range = held._replace(
+            num_sink_tokens=min(held.num_sink_tokens, length), first_position=min(held.first_position, length)
         )
-        return _check_capacity(group, GroupLayout(count, 0, kept, marks.first_position <= marks.num_sink_tokens))
-    front = min(blocks * size, length)
-    sunk = front if marks.first_position <= marks.num_sink_tokens else min(marks.num_sink_tokens, front)
-    kept = marks._replace(num_sink_tokens=sunk, first_position=min(max(marks.first_position, first * size), length))
+        return _check_capacity(group, GroupLayout(count, 0, new_range, held.first_position <= held.num_sink_tokens))
+    max_sink_tokens = min(blocks * size, length)
+    num_sink_tokens = (
+        max_sink_tokens if held.first_position <= held.num_sink_tokens else min(held.num_sink_tokens, max_sink_tokens)
+    )
+    new_range = held._replace(
+        num_sink_tokens=num_sink_tokens, first_position=min(max(held.first_position, first * size), length)
+    )
     return _check_capacity(
-        group, GroupLayout(count, gap, kept, sunk == front and kept.first_position == min(first * size, length))
+        group,
+        GroupLayout(
+            count,
+            num_skipped,
+            new_range,
+            num_sink_tokens == max_sink_tokens and new_range.first_position == min(first * size, length),
+        ),
     )
 
 
-def held_positions(marks: HeldRange, length: int) -> tuple[range, range]:
-    """Positions (of a row that a policy ranks: slots) in the order in which they are kept."""
-    if marks.num_evicted:
-        return range(0), range(length - marks.num_evicted)
-    return range(marks.num_sink_tokens), range(marks.first_position, length)
+def held_positions(held: HeldRange, length: int) -> tuple[range, range]:
+    """Return the held positions (under an eviction policy: slots) in the order in which they are stored."""
+    if held.num_evicted:
+        return range(0), range(length - held.num_evicted)
+    return range(held.num_sink_tokens), range(held.first_position, length)
 
 
-def held_slots(group: CacheGroup, blocks: Sequence[int], gap: int, marks: HeldRange, length: int) -> list[int]:
-    """Where they lie in ``blocks``, in that order: block * block_size + offset."""
-    size, sinks = group.block_size, _sinks(group)
-    ranked, ring, front = group.eviction_policy is not None, _ring(group), _ceil(sinks, size)
+def held_slots(group: CacheGroup, blocks: Sequence[int], num_skipped: int, held: HeldRange, length: int) -> list[int]:
+    """Return the slots of the held positions in that order: block * block_size + offset."""
+    size, sinks = group.block_size, _num_sinks(group)
+    is_ranked, is_ring, num_sink_blocks = group.eviction_policy is not None, _is_ring(group), _ceil_div(sinks, size)
     slots: list[int] = []
-    for span in held_positions(marks, length):
-        at, end = span.start, span.stop
-        while at < end:
-            if ring and not ranked:
-                base, stop = ring_offset(blocks[0], size, sinks, at)
+    for span in held_positions(held, length):
+        position, end = span.start, span.stop
+        while position < end:
+            if is_ring and not is_ranked:
+                offset, stop = ring_offset(blocks[0], size, sinks, position)
             else:
-                logical = at // size
-                place = logical if ranked or logical < front else logical - gap
-                base, stop = (blocks[place] - logical) * size, (logical + 1) * size
+                logical = position // size
+                index = logical if is_ranked or logical < num_sink_blocks else logical - num_skipped
+                offset, stop = (blocks[index] - logical) * size, (logical + 1) * size
             stop = min(stop, end)
-            slots.extend(range(base + at, base + stop))
-            at = stop
+            slots.extend(range(offset + position, offset + stop))
+            position = stop
     return slots
 
 
-def _fit_ring(group: CacheGroup, marks: HeldRange, length: int, sinks: int) -> GroupLayout | None:
+def _fit_ring(group: CacheGroup, held: HeldRange, length: int, sinks: int) -> GroupLayout | None:
     size = group.block_size
     if length <= size:
-        return GroupLayout(bool(length), 0, marks, marks.first_position <= marks.num_sink_tokens)
+        return GroupLayout(bool(length), 0, held, held.first_position <= held.num_sink_tokens)
     if group.spec.window is None:
-        return None  # everything stays, and it has no room for it
+        return None  # All tokens must be kept, and the ring is too small.
     first = length - (size - sinks)
-    kept = marks._replace(
-        num_sink_tokens=sinks if marks.first_position <= marks.num_sink_tokens else min(sinks, marks.num_sink_tokens),
-        first_position=max(first, marks.first_position),
+    new_range = held._replace(
+        num_sink_tokens=sinks if held.first_position <= held.num_sink_tokens else min(sinks, held.num_sink_tokens),
+        first_position=max(first, held.first_position),
     )
-    return GroupLayout(1, 0, kept, kept.num_sink_tokens == sinks and kept.first_position == first)
+    return GroupLayout(1, 0, new_range, new_range.num_sink_tokens == sinks and new_range.first_position == first)
 
 
-def _check_capacity(group: CacheGroup, laid: GroupLayout) -> GroupLayout | None:
-    return laid if laid.count <= min(group.num_usable_blocks, group.max_blocks_per_seq) else None
+def _check_capacity(group: CacheGroup, layout: GroupLayout) -> GroupLayout | None:
+    return layout if layout.count <= min(group.num_usable_blocks, group.max_blocks_per_seq) else None
 
 
 def _first_needed(group: CacheGroup, length: int) -> int:
     return AttentionPattern.from_spec(group.spec).first_visible(length) // group.block_size
 
 
-def _ring(group: CacheGroup) -> bool:
+def _is_ring(group: CacheGroup) -> bool:
     return group.max_blocks_per_seq == 1
 
 
-def _sinks(group: CacheGroup) -> int:
-    """Tokens that stay in front."""
+def _num_sinks(group: CacheGroup) -> int:
+    """Return the number of tokens that always stay at the start."""
     return (
         AttentionPattern.from_spec(group.spec).num_sinks
         if group.demotion_policy is None
@@ -174,5 +193,5 @@ def _sinks(group: CacheGroup) -> int:
     )
 
 
-def _ceil(a: int, b: int) -> int:
+def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)

@@ -1,18 +1,17 @@
-"""What is known of a row's tokens: chains of full blocks, found, claimed, published and withdrawn; and the tiers'.
+"""Prefix cache: chains of full blocks that are found, acquired, published and invalidated, in pools and block stores.
 
-A chain is a row of :class:`~kvad.cache.manager.block_pool.PrefixNode`, each the history of the one before and a block more.  A row may
-begin with the longest one that every group can serve: without a window all of its blocks must be there, with one those
-of sinks and of the last ``window - 1`` tokens.
+A chain is a list of :class:`~kvad.cache.manager.block_pool.PrefixNode`, each the history of the previous one plus one
+block. A sequence starts with the longest chain that every group can serve: a group without a window needs all blocks,
+a group with a window those of the sinks and of the last ``window - 1`` tokens.
 
-Promises:
+Invariants:
 
-* a block is published when finite logits have been seen at or behind its last token, and found under its whole history
-  (tokens are compared, no digest is trusted);
-* what the tiers gave back is claimed with blocks of its own, and published when its row commits, as if it had computed
-  it;
-* what is withdrawn is found by nobody again, here or in the tiers; rows that count on it keep it.
+* A block is published after finite logits at or behind its last token, and found under its whole history (tokens are
+  compared, no digest is trusted).
+* Loaded blocks are copied into newly allocated blocks, and published when their sequence commits, like computed ones.
+* Invalidated blocks are not found again, in pools or block stores. Sequences that reference them keep them.
 
-Integers only, no torch.
+No torch.
 """
 
 from __future__ import annotations
@@ -27,206 +26,236 @@ from kvad.cache.manager.sequence_blocks import NEVER, SequenceBlocks, block_inde
 
 
 class PrefixCache:
-    """Of the groups that take tokens, all of one block size.  ``deposits``: what they say to the tiers, if there are
-    any.  ``hits``, ``misses``: admissions that found something known and that did not; ``hit_tokens``: what of them
-    needed no computing."""
+    """Prefix cache of the groups that take tokens, which have equal block sizes.
+
+    Attributes:
+        offload: The connection to the block store, or None.
+        hits: Admissions that found a cached prefix.
+        misses: Admissions that found none.
+        hit_tokens: Tokens that were not computed because of hits.
+    """
 
     def __init__(
         self,
-        rules: Sequence[BlockMapping],
+        mappings: Sequence[BlockMapping],
         pools: Sequence[BlockPool],
         prefixes: PrefixIndex,
         offload: PrefixOffload | None,
     ) -> None:
-        self._rules, self._pools, self.prefixes, self.offload = tuple(rules), tuple(pools), prefixes, offload
-        self._size = rules[0].block_size if rules else 1
+        self._mappings, self._pools, self.prefixes, self.offload = tuple(mappings), tuple(pools), prefixes, offload
+        self._size = mappings[0].block_size if mappings else 1
         self.hits = self.misses = self.hit_tokens = 0
 
-    # ------------------------------------------------------------ found
+    # ------------------------------------------------------------ find
 
     def find(
-        self, root: PrefixNode, tokens: Sequence[int], longest: int, fetch: PrefetchRequest | None = None
+        self, root: PrefixNode, tokens: Sequence[int], max_tokens: int, prefetched: PrefetchRequest | None = None
     ) -> list[PrefixNode]:
-        """The longest chain of known blocks of ``tokens`` that every group can serve, at most ``longest`` tokens."""
+        """Return the longest cached chain of ``tokens`` that every group can serve, at most ``max_tokens`` tokens."""
         size = self._size
         stride = size * 8
-        packed = array("q", tokens[: longest - longest % size]).tobytes() if longest > 0 else b""
-        full = [index for index, rules in enumerate(self._rules) if rules.window == NEVER]
+        token_bytes = array("q", tokens[: max_tokens - max_tokens % size]).tobytes() if max_tokens > 0 else b""
+        unwindowed = [index for index, mapping in enumerate(self._mappings) if mapping.window == NEVER]
         chain: list[PrefixNode] = []
         prefix: PrefixNode | None = root
-        named = () if fetch is None else fetch.chain
-        for at in range(0, len(packed), stride):
-            if len(chain) < len(named):  # its digest is known
-                prefix = named[len(chain)]
+        prefetched_chain = () if prefetched is None else prefetched.chain
+        for start in range(0, len(token_bytes), stride):
+            if len(chain) < len(prefetched_chain):  # the digest was computed before
+                prefix = prefetched_chain[len(chain)]
             else:
-                prefix = self.prefixes.find(prefix, packed[at : at + stride])
-            if prefix is None or not all(self._there(index, prefix, fetch) for index in full):
+                prefix = self.prefixes.find(prefix, token_bytes[start : start + stride])
+            if prefix is None or not all(self._is_available(index, prefix, prefetched) for index in unwindowed):
                 break
             chain.append(prefix)
-        return chain[: self._served(chain, lambda index, prefix: self._there(index, prefix, fetch))]
+        return chain[: self._usable_depth(chain, lambda index, prefix: self._is_available(index, prefix, prefetched))]
 
-    def retained_prefix_length(self, seat: SequenceBlocks) -> int:
-        """Tokens from the row's start on that would still be known if it gave its blocks back: others hold them."""
-        prefix, chain = seat.last_block, list[PrefixNode]()
+    def retained_prefix_length(self, sequence: SequenceBlocks) -> int:
+        """Return the length of the sequence's prefix that other sequences reference too."""
+        prefix, chain = sequence.last_block, list[PrefixNode]()
         while prefix is not None and prefix.depth:
             chain.append(prefix)
             prefix = prefix.parent
-        full = [pool for pool, rules in zip(self._pools, self._rules, strict=True) if rules.window == NEVER]
+        unwindowed = [
+            pool for pool, mapping in zip(self._pools, self._mappings, strict=True) if mapping.window == NEVER
+        ]
         count = 0
         for prefix in reversed(chain):
-            blocks = [pool.find(prefix) for pool in full]
-            if any(block is None or pool.refs[block] < 2 for block, pool in zip(blocks, full, strict=True)):
+            blocks = [pool.find(prefix) for pool in unwindowed]
+            if any(block is None or pool.refs[block] < 2 for block, pool in zip(blocks, unwindowed, strict=True)):
                 break
             count += 1
         return count * self._size
 
     def block_keys(self, tokens: Sequence[int], root: bytes) -> list[str]:
-        """Under which keys the tiers have the whole blocks of these tokens."""
-        made, size, at = list[PrefixNode](), self._size, self.prefixes.root(root)
+        """Return the block store keys of the full blocks of these tokens."""
+        nodes, size, parent = list[PrefixNode](), self._size, self.prefixes.root(root)
         for start in range(0, len(tokens) - size + 1, size):
-            at = None if at is None else self.prefixes.extend(at, array("q", tokens[start : start + size]).tobytes())
-            if at is None:
+            parent = (
+                None
+                if parent is None
+                else self.prefixes.extend(parent, array("q", tokens[start : start + size]).tobytes())
+            )
+            if parent is None:
                 break
-            made.append(at)
-        return [prefix.digest.hex() for prefix in made]
+            nodes.append(parent)
+        return [prefix.digest.hex() for prefix in nodes]
 
-    def prefetch(self, tokens: Sequence[int], root: bytes, longest: int) -> PrefetchRequest:
-        """What the tiers have of the first ``longest`` tokens and no pool does; nothing moves before it is started.
+    def prefetch(self, tokens: Sequence[int], root: bytes, max_tokens: int) -> PrefetchRequest:
+        """Build a request for the blocks of ``tokens`` that are in the block store and in no pool.
 
-        A group with a window is fetched the blocks that the longest known prefix needs, and no others.
+        Nothing is loaded before the request is started. For a group with a window it contains only the blocks that
+        the longest cached prefix needs.
         """
-        at = self.prefixes.root(root) if self.offload is not None else None
-        if at is None or self.offload is None or longest < self._size:
+        parent = self.prefixes.root(root) if self.offload is not None else None
+        if parent is None or self.offload is None or max_tokens < self._size:
             return PrefetchRequest(None, (), {})
-        tier, size, missed = self.offload.block_store, self._size, ""
-        packed = array("q", tokens[: longest - longest % size]).tobytes()
+        block_store, size, missed = self.offload.block_store, self._size, ""
+        token_bytes = array("q", tokens[: max_tokens - max_tokens % size]).tobytes()
         chain: list[PrefixNode] = []
         stored: set[PrefixNode] = set()
-        for start in range(0, len(packed), size * 8):
-            prefix = self.prefixes.extend(at, packed[start : start + size * 8])
+        for start in range(0, len(token_bytes), size * 8):
+            prefix = self.prefixes.extend(parent, token_bytes[start : start + size * 8])
             if prefix is None:
                 missed = "collision"
                 break
-            lacks = [index for index, pool in enumerate(self._pools) if pool.find(prefix) is None]
-            if lacks and tier.has(prefix.digest.hex()):
+            missing_from = [index for index, pool in enumerate(self._pools) if pool.find(prefix) is None]
+            if missing_from and block_store.has(prefix.digest.hex()):
                 stored.add(prefix)
-            elif any(self._rules[index].window == NEVER for index in lacks):
+            elif any(self._mappings[index].window == NEVER for index in missing_from):
                 missed = "unknown"
                 break
             chain.append(prefix)
-            at = prefix
-        depth = self._served(chain, lambda index, prefix: prefix in stored or self._there(index, prefix, None))
-        missed = missed or ("unknown" if depth < len(packed) // (size * 8) else "")
-        wanted: dict[PrefixNode, tuple[int, ...]] = {}
-        for index, pool in enumerate(self._pools):
-            for prefix in self._needs(index, chain[:depth])[1]:
-                if pool.find(prefix) is None:
-                    wanted[prefix] = (*wanted.get(prefix, ()), index)
-        fetch = PrefetchRequest(
-            tier, chain[:depth], {prefix: wanted[prefix] for prefix in chain[:depth] if prefix in wanted}
+            parent = prefix
+        depth = self._usable_depth(
+            chain, lambda index, prefix: prefix in stored or self._is_available(index, prefix, None)
         )
-        fetch.missed = missed
-        return fetch
+        missed = missed or ("unknown" if depth < len(token_bytes) // (size * 8) else "")
+        missing_groups: dict[PrefixNode, tuple[int, ...]] = {}
+        for index, pool in enumerate(self._pools):
+            for prefix in self._needed_blocks(index, chain[:depth])[1]:
+                if pool.find(prefix) is None:
+                    missing_groups[prefix] = (*missing_groups.get(prefix, ()), index)
+        prefetched = PrefetchRequest(
+            block_store,
+            chain[:depth],
+            {prefix: missing_groups[prefix] for prefix in chain[:depth] if prefix in missing_groups},
+        )
+        prefetched.missed = missed
+        return prefetched
 
-    # ------------------------------------------------------------ claimed
+    # ------------------------------------------------------------ acquire
 
     def acquire_longest(
-        self, row: int, seat: SequenceBlocks, tokens: Sequence[int], longest: int, fetch: PrefetchRequest | None
+        self,
+        seq_index: int,
+        sequence: SequenceBlocks,
+        tokens: Sequence[int],
+        max_tokens: int,
+        prefetched: PrefetchRequest | None,
     ) -> int:
-        """Let a new row hold the longest known chain; returns its tokens."""
-        assert seat.root is not None, "this row shares nothing"
-        chain, why = self.find(seat.root, tokens, longest, fetch), ""
-        if fetch is not None and not self._room_for(chain):
-            chain, why = self.find(seat.root, tokens, longest), "no room"
-        if longest >= self._size:
+        """Give a new sequence the longest cached chain. Return its number of tokens."""
+        assert sequence.root is not None, "this sequence shares no prefix"
+        chain, miss_reason = self.find(sequence.root, tokens, max_tokens, prefetched), ""
+        if prefetched is not None and not self._has_room(chain):
+            chain, miss_reason = self.find(sequence.root, tokens, max_tokens), "no room"
+        if max_tokens >= self._size:
             self.hits += bool(chain)
             self.misses += not chain
         if chain:
-            self._hold(row, seat, chain, tokens, fetch)
-        if self.offload is not None and fetch is not None:
-            short = len(chain) < longest // self._size
-            self.offload.on_admitted(row, (why or fetch.miss_reason() or "moved") if short else "")
+            self._acquire(seq_index, sequence, chain, tokens, prefetched)
+        if self.offload is not None and prefetched is not None:
+            short = len(chain) < max_tokens // self._size
+            self.offload.on_admitted(seq_index, (miss_reason or prefetched.miss_reason() or "moved") if short else "")
         length = len(chain) * self._size
         self.hit_tokens += length
         return length
 
-    def _room_for(self, chain: Sequence[PrefixNode]) -> bool:
-        """Are there blocks for what of a chain was fetched, beside those that it claims?"""
+    def _has_room(self, chain: Sequence[PrefixNode]) -> bool:
+        """Return True if the pools have room for the loaded blocks in addition to those acquired from the pools."""
         for index, pool in enumerate(self._pools):
-            found = [pool.find(prefix) for prefix in self._needs(index, chain)[1]]
-            idle = sum(block is not None and pool.refs[block] == 0 for block in found)
-            if found.count(None) > pool.num_available - idle:
+            blocks = [pool.find(prefix) for prefix in self._needed_blocks(index, chain)[1]]
+            num_idle = sum(block is not None and pool.refs[block] == 0 for block in blocks)
+            if blocks.count(None) > pool.num_available - num_idle:
                 return False
         return True
 
-    def _hold(
+    def _acquire(
         self,
-        row: int,
-        seat: SequenceBlocks,
+        seq_index: int,
+        sequence: SequenceBlocks,
         chain: Sequence[PrefixNode],
         tokens: Sequence[int],
-        fetch: PrefetchRequest | None,
+        prefetched: PrefetchRequest | None,
     ) -> None:
-        """Hold the blocks of a chain: those in the pools are claimed before any is taken for those that were
-        fetched."""
+        """Acquire the blocks of a chain from the pools first, then allocate blocks for the loaded ones."""
         missing: dict[PrefixNode, dict[int, int]] = {}
-        for claimed in (True, False):
-            for index, (hold, pool) in enumerate(zip(seat.groups, self._pools, strict=True)):
-                first, needed = self._needs(index, chain)
-                if claimed:
-                    hold.num_skipped_blocks = first - self._rules[index].num_sink_blocks
-                    found = [pool.find(prefix) for prefix in needed]
-                    for block in found:
+        for from_pool in (True, False):
+            for index, (group_blocks, pool) in enumerate(zip(sequence.groups, self._pools, strict=True)):
+                first, needed = self._needed_blocks(index, chain)
+                if from_pool:
+                    group_blocks.num_skipped_blocks = first - self._mappings[index].num_sink_blocks
+                    blocks = [pool.find(prefix) for prefix in needed]
+                    for block in blocks:
                         if block is not None:
                             pool.incref(block)
-                    hold.blocks = [0 if block is None else block for block in found]
+                    group_blocks.blocks = [0 if block is None else block for block in blocks]
                     continue
-                for place, prefix in enumerate(needed):
-                    if not hold.blocks[place]:
-                        hold.blocks[place] = missing.setdefault(prefix, {})[index] = pool.allocate()[0]
-        sure = next((at for at, prefix in enumerate(chain) if prefix in missing), len(chain))
-        seat.last_block = chain[sure - 1] if sure else seat.root
-        seat.tail_tokens = list(tokens[sure * self._size : len(chain) * self._size])
+                for index_in_sequence, prefix in enumerate(needed):
+                    if not group_blocks.blocks[index_in_sequence]:
+                        group_blocks.blocks[index_in_sequence] = missing.setdefault(prefix, {})[index] = (
+                            pool.allocate()[0]
+                        )
+        num_sure = next((index for index, prefix in enumerate(chain) if prefix in missing), len(chain))
+        sequence.last_block = chain[num_sure - 1] if num_sure else sequence.root
+        sequence.tail_tokens = list(tokens[num_sure * self._size : len(chain) * self._size])
         if missing:
-            assert fetch is not None and self.offload is not None
-            passed = 0 if any(hold.num_skipped_blocks == 0 for hold in seat.groups) else sure
-            self.offload.on_acquired(row, fetch, missing, chain[-1], self._size, passed)
+            assert prefetched is not None and self.offload is not None
+            num_skipped = (
+                0 if any(group_blocks.num_skipped_blocks == 0 for group_blocks in sequence.groups) else num_sure
+            )
+            self.offload.on_acquired(seq_index, prefetched, missing, chain[-1], self._size, num_skipped)
 
-    # ------------------------------------------------------------ published, and not any more
+    # ------------------------------------------------------------ publish and invalidate
 
-    def publish(self, seat: SequenceBlocks, sure: int) -> None:
-        """The row's full blocks within its first ``sure`` tokens."""
-        size, tail, at = self._size, seat.tail_tokens, 0
-        assert seat.last_block is not None
-        for _ in range(sure // size - seat.last_block.depth):
-            tip = self.prefixes.extend(seat.last_block, array("q", tail[at : at + size]).tobytes())
-            if tip is None:  # its digest is another history's: this row publishes no more
-                seat.last_block, seat.tail_tokens = None, []
+    def publish(self, sequence: SequenceBlocks, num_sure: int) -> None:
+        """Publish the full blocks within the sequence's first ``num_sure`` tokens."""
+        size, tail_tokens, start = self._size, sequence.tail_tokens, 0
+        assert sequence.last_block is not None
+        for _ in range(num_sure // size - sequence.last_block.depth):
+            node = self.prefixes.extend(sequence.last_block, array("q", tail_tokens[start : start + size]).tobytes())
+            if node is None:  # Digest collision: this sequence publishes no more.
+                sequence.last_block, sequence.tail_tokens = None, []
                 return
             stored = {}
-            for index, (hold, pool, rules) in enumerate(zip(seat.groups, self._pools, self._rules, strict=True)):
-                place = block_index(tip.depth - 1, rules.num_sink_blocks, hold.num_skipped_blocks)
-                if place is not None:
-                    pool.publish(hold.blocks[place], tip)
-                    stored[index] = hold.blocks[place]
+            for index, (group_blocks, pool, mapping) in enumerate(
+                zip(sequence.groups, self._pools, self._mappings, strict=True)
+            ):
+                index_in_sequence = block_index(
+                    node.depth - 1, mapping.num_sink_blocks, group_blocks.num_skipped_blocks
+                )
+                if index_in_sequence is not None:
+                    pool.publish(group_blocks.blocks[index_in_sequence], node)
+                    stored[index] = group_blocks.blocks[index_in_sequence]
             if self.offload is not None:
-                self.offload.on_published(tip, stored)
-            seat.last_block = tip
-            at += size
-        del tail[:at]
+                self.offload.on_published(node, stored)
+            sequence.last_block = node
+            start += size
+        del tail_tokens[:start]
 
-    def republish(self, seat: SequenceBlocks) -> None:
-        """What a woken row had published before it was parked, where nobody else has it."""
-        seat.republish, prefix = False, seat.last_block
+    def republish(self, sequence: SequenceBlocks) -> None:
+        """Publish again what a sequence had published before it was swapped out, unless another block holds it."""
+        sequence.republish, prefix = False, sequence.last_block
         while prefix is not None and prefix.depth:
-            for hold, pool, rules in zip(seat.groups, self._pools, self._rules, strict=True):
-                place = block_index(prefix.depth - 1, rules.num_sink_blocks, hold.num_skipped_blocks)
-                if place is not None and pool.prefixes[hold.blocks[place]] is None:
-                    pool.publish(hold.blocks[place], prefix)
+            for group_blocks, pool, mapping in zip(sequence.groups, self._pools, self._mappings, strict=True):
+                index_in_sequence = block_index(
+                    prefix.depth - 1, mapping.num_sink_blocks, group_blocks.num_skipped_blocks
+                )
+                if index_in_sequence is not None and pool.prefixes[group_blocks.blocks[index_in_sequence]] is None:
+                    pool.publish(group_blocks.blocks[index_in_sequence], prefix)
             prefix = prefix.parent
 
     def invalidate(self, prefix: PrefixNode | None) -> None:
-        """A whole history, from its end to its root: its numbers cannot be trusted."""
+        """Unpublish a whole history, from its end to its root, after a numerical error."""
         while prefix is not None:
             for pool in self._pools:
                 block = pool.find(prefix)
@@ -236,41 +265,41 @@ class PrefixCache:
                 self.offload.on_invalidated(prefix)
             prefix = prefix.parent
 
-    def history(self, seat: SequenceBlocks, length: int) -> tuple[PrefixNode | None, list[int]]:
-        """(tip, tail) of the row's first ``length`` tokens."""
-        tip = seat.last_block
-        if tip is None:
+    def history(self, sequence: SequenceBlocks, length: int) -> tuple[PrefixNode | None, list[int]]:
+        """Return (last block, tail tokens) of the sequence's first ``length`` tokens."""
+        node = sequence.last_block
+        if node is None:
             return None, []
         size = self._size
         depth, rest = divmod(length, size)
-        if depth >= tip.depth:
-            return tip, seat.tail_tokens[: length - tip.depth * size]
-        while tip.depth > depth + 1:
-            assert tip.parent is not None
-            tip = tip.parent
-        return tip.parent, array("q", tip.tokens).tolist()[:rest]
+        if depth >= node.depth:
+            return node, sequence.tail_tokens[: length - node.depth * size]
+        while node.depth > depth + 1:
+            assert node.parent is not None
+            node = node.parent
+        return node.parent, array("q", node.tokens).tolist()[:rest]
 
     # ------------------------------------------------------------ inside
 
-    def _there(self, index: int, prefix: PrefixNode, fetch: PrefetchRequest | None) -> bool:
-        """Is this block of group ``index`` in its pool, or fetched?"""
-        return self._pools[index].find(prefix) is not None or (fetch is not None and fetch.has(prefix, index))
+    def _is_available(self, index: int, prefix: PrefixNode, prefetched: PrefetchRequest | None) -> bool:
+        """Return True if this block of group ``index`` is in its pool or was loaded."""
+        return self._pools[index].find(prefix) is not None or (prefetched is not None and prefetched.has(prefix, index))
 
-    def _needs(self, index: int, chain: Sequence[PrefixNode]) -> tuple[int, list[PrefixNode]]:
-        """(the first one behind those of sinks, all) of the blocks of a chain that a row in group ``index`` holds."""
-        rules = self._rules[index]
-        first = rules.first_needed(len(chain) * self._size)
-        return first, [*chain[: rules.num_sink_blocks], *chain[first:]]
+    def _needed_blocks(self, index: int, chain: Sequence[PrefixNode]) -> tuple[int, list[PrefixNode]]:
+        """Return (the first index behind the sinks, all blocks) of a chain that a sequence holds in group ``index``."""
+        mapping = self._mappings[index]
+        first = mapping.first_needed(len(chain) * self._size)
+        return first, [*chain[: mapping.num_sink_blocks], *chain[first:]]
 
-    def _served(self, chain: Sequence[PrefixNode], there: Callable[[int, PrefixNode], bool]) -> int:
-        """How many blocks of a chain, each of which is there in the groups without a window, all groups can serve."""
+    def _usable_depth(self, chain: Sequence[PrefixNode], is_available: Callable[[int, PrefixNode], bool]) -> int:
+        """Return how many blocks of a chain all groups can serve. Groups without a window have every block of it."""
         usable = [True] * (len(chain) + 1)
-        for index, rules in enumerate(self._rules):
-            if rules.window != NEVER:
-                run = 0  # blocks present without a gap, up to here
-                rooted = True  # so are those of sinks
+        for index, mapping in enumerate(self._mappings):
+            if mapping.window != NEVER:
+                run = 0  # consecutive available blocks up to here
+                rooted = True  # the blocks of the sinks are available
                 for depth, prefix in enumerate(chain, 1):
-                    run = run + 1 if there(index, prefix) else 0
-                    rooted &= depth > rules.num_sink_blocks or run == depth
-                    usable[depth] &= rooted and run >= depth - rules.first_needed(depth * self._size)
+                    run = run + 1 if is_available(index, prefix) else 0
+                    rooted &= depth > mapping.num_sink_blocks or run == depth
+                    usable[depth] &= rooted and run >= depth - mapping.first_needed(depth * self._size)
         return max(depth for depth, ok in enumerate(usable) if ok)

@@ -1,17 +1,15 @@
-"""The ledger's side of the tiers: which blocks are copied out under which name, and which a waiting row is fetched.
+"""Connection of the prefix cache to the block store: copies of published blocks, and loads for waiting sequences.
 
-A published block is *deposited* under the name of its history: a key (the ledger's digest, for finding), the block's
-own tokens, and a proof of all that stands before it, a digest of 256 bits that is not the ledger's.  What a tier gives
-back is used only if tokens and proof are those of the row that asks: with keys of 8 bits it hits less often, and is
-never wrong.
+A published block is stored under the key of its history: a digest of the prefix cache to find it, the tokens of the
+block, and a separate 256-bit digest of the whole history before it. A loaded block is used only if tokens and digest
+are equal to those of the requesting sequence: with keys of 8 bits the store hits less often, but is never wrong.
 
-``fetch`` asks the tiers for what of a row's blocks is in no pool; it is a plain value that is polled, and what it
-brings stays in host memory until the row is admitted.  Only then are blocks taken and filled, in the same moves as
-everything else (``step.Moves.load``): a request that ends while its blocks are still on their way leaves nothing
-behind, and what comes late comes into memory that is nobody's.
+A :class:`PrefetchRequest` loads the blocks of a sequence that are in no pool; it is polled. Loaded bytes stay in host
+memory until the sequence is admitted. Only then are blocks allocated and filled, in the same BlockOps as everything
+else (``BlockOps.load``): a request that ends while its blocks are loading leaves nothing behind, and late loads write
+to an unreferenced buffer.
 
-Blocks that were loaded are published when the row commits, like those that it computed: what comes out must be finite
-first.  Integers only, no torch.
+Loaded blocks are published when the sequence commits, like computed ones: its outputs must be finite first. No torch.
 """
 
 from __future__ import annotations
@@ -29,21 +27,26 @@ from kvad.cache.manager.block_pool import PrefixNode
 from kvad.errors import ConfigError
 
 
-def check_shareable(cache: CacheConfig, placed: Sequence[CacheGroup]) -> None:
-    """ConfigError: the cache is to have tiers, and none of its blocks is one that another request could use."""
+def check_shareable(cache: CacheConfig, groups: Sequence[CacheGroup]) -> None:
+    """Check that a cache with a block store has blocks that another request can use.
+
+    Raises:
+        ConfigError: If no block can be shared.
+    """
     if cache.prefix_cache_dir is None and cache.prefix_cache_ram is None:
         return
-    own = [group for group in placed if not group.spec.is_cross_attention and group.lower_level is None]
-    if not own or any(group.eviction_policy is not None or group.demotion_policy is not None for group in own):
-        what = f"under policy {cache.resolved_policy} each row keeps its own" if own else "an encoder keeps nothing"
+    token_groups = [group for group in groups if not group.spec.is_cross_attention and group.lower_level is None]
+    if not token_groups or any(
+        group.eviction_policy is not None or group.demotion_policy is not None for group in token_groups
+    ):
+        reason = f"policy {cache.resolved_policy} shares no blocks" if token_groups else "an encoder has no cache"
         raise ConfigError(
-            f"cache.prefix_cache_dir: {what}: there is no block that another request could use", "leave it out"
+            f"cache.prefix_cache_dir: {reason}, so there is nothing to store for other requests", "leave it out"
         )
 
 
 class BlockKey(NamedTuple):
-    """Of a stored block: ``key`` finds it, ``parent`` and ``tokens`` (int64, packed) must be equal before it is
-    used."""
+    """Key of a stored block: ``key`` finds it; ``parent_digest`` and ``tokens`` (int64 bytes) must also be equal."""
 
     key: str
     parent_digest: str
@@ -51,8 +54,14 @@ class BlockKey(NamedTuple):
 
 
 class LoadHandle:
-    """One block on its way: ``pieces`` by group when it came, ``why`` not where it did not; ``place``: from where,
-    ``packed``: where it lay packed."""
+    """One block that is being loaded.
+
+    Attributes:
+        buffers: Bytes by group; None until the load is complete, and after a failure.
+        miss_reason: Reason of a failure.
+        location: "ram" or "disk".
+        was_compressed: The block was compressed in RAM.
+    """
 
     __slots__ = ("__weakref__", "buffers", "done", "groups", "location", "miss_reason", "name", "was_compressed")
 
@@ -62,258 +71,267 @@ class LoadHandle:
         self.was_compressed = False
         self.buffers: Mapping[int, storage.filesystem.Buffer] | None = None
 
-    def complete(self, pieces: Mapping[int, storage.filesystem.Buffer], place: str) -> None:
-        self.buffers, self.location = pieces, place
+    def complete(self, buffers: Mapping[int, storage.filesystem.Buffer], location: str) -> None:
+        self.buffers, self.location = buffers, location
         self.done = True
 
-    def fail(self, why: str) -> None:
-        self.buffers, self.miss_reason = None, why
+    def fail(self, miss_reason: str) -> None:
+        self.buffers, self.miss_reason = None, miss_reason
         self.done = True
 
 
 class BlockStoreProtocol(Protocol):
-    """What keeps blocks outside the pools (``tiers.py``; a fake in the tests).  Nothing here waits for a disk."""
+    """Store of blocks beyond the pools (``offload/block_store.py``, a fake in tests). No method waits for a disk."""
 
     def has(self, key: str) -> bool: ...
 
     def load(self, name: BlockKey, groups: tuple[int, ...]) -> LoadHandle: ...
 
     def request_copy(self, name: BlockKey, groups: tuple[int, ...], *, evicted: bool) -> int | None:
-        """The number under which Memory will hand over the block; None: it is not wanted."""
+        """Return the id under which KVCache will copy the block out, or None if it is not required."""
         ...
 
-    def cancel(self, number: int) -> None:
-        """What was wanted will not come, or what was lent is not asked for."""
+    def cancel(self, copy_id: int) -> None:
+        """Cancel a requested copy or a staged load."""
         ...
 
-    def stage_load(self, pieces: Mapping[int, storage.filesystem.Buffer]) -> int:
-        """The number under which Memory will ask for these."""
+    def stage_load(self, buffers: Mapping[int, storage.filesystem.Buffer]) -> int:
+        """Return the id under which KVCache will read these buffers."""
         ...
 
     def drop(self, key: str) -> None:
-        """It cannot be trusted: nobody is to find it again."""
+        """Delete a block after a numerical error."""
         ...
 
 
 def prefix_digest(prefix: PrefixNode) -> bytes:
-    """A digest of the whole history; that of each prefix is computed once."""
+    """Return a digest of the whole history; each prefix computes its own once."""
     pending = []
-    at: PrefixNode | None = prefix
-    while at is not None and not at.full_digest:
-        pending.append(at)
-        at = at.parent
-    for each in reversed(pending):
-        before = b"root" if each.parent is None else each.parent.full_digest
-        each.full_digest = blake2b(before + each.tokens, digest_size=32).digest()
+    node: PrefixNode | None = prefix
+    while node is not None and not node.full_digest:
+        pending.append(node)
+        node = node.parent
+    for ancestor in reversed(pending):
+        parent_digest = b"root" if ancestor.parent is None else ancestor.parent.full_digest
+        ancestor.full_digest = blake2b(parent_digest + ancestor.tokens, digest_size=32).digest()
     return prefix.full_digest
 
 
 def block_key(prefix: PrefixNode) -> BlockKey:
+    """Return the block store key of a full block."""
     assert prefix.parent is not None, "a root is no block"
     return BlockKey(prefix.digest.hex(), prefix_digest(prefix.parent).hex(), prefix.tokens)
 
 
 class PrefetchRequest:
-    """What a row that waits is fetched: the next blocks of its chain, behind those that stand in the pools.
+    """Loads of the blocks of a waiting sequence that are in no pool.
 
-    ``chain``: every known block of its tokens, which it holds on to.  Nothing moves before :meth:`start`."""
+    ``chain`` references every known block of its tokens. Nothing is loaded before :meth:`start`.
+    """
 
     def __init__(
         self,
         block_store: BlockStoreProtocol | None,
         chain: Sequence[PrefixNode],
-        max_blocks: Mapping[PrefixNode, tuple[int, ...]],
+        missing_groups: Mapping[PrefixNode, tuple[int, ...]],
     ) -> None:
-        self._block_store, self.chain, self._max_blocks = block_store, tuple(chain), dict(max_blocks)
-        self.tickets: dict[PrefixNode, LoadHandle] = {}
-        self._left: list[LoadHandle] = []  # that were not done when it was asked last
-        self.missed = ""  # why the chain is not longer
+        self._block_store, self.chain, self._missing_groups = block_store, tuple(chain), dict(missing_groups)
+        self.handles: dict[PrefixNode, LoadHandle] = {}
+        self._unfinished: list[LoadHandle] = []  # as of the last call of ready
+        self.missed = ""  # reason why the chain is not longer
 
     @property
     def started(self) -> bool:
-        return len(self.tickets) == len(self._max_blocks)
+        return len(self.handles) == len(self._missing_groups)
 
     def start(self) -> None:
         if self._block_store is not None and not self.started:
-            self.tickets = {
-                prefix: self._block_store.load(block_key(prefix), own) for prefix, own in self._max_blocks.items()
+            self.handles = {
+                prefix: self._block_store.load(block_key(prefix), token_groups)
+                for prefix, token_groups in self._missing_groups.items()
             }
-            self._left = list(self.tickets.values())
+            self._unfinished = list(self.handles.values())
 
     def ready(self) -> bool:
-        while self._left and self._left[-1].done:  # they come in their order: the last one is asked first
-            self._left.pop()
-        return self.started and not self._left
+        while self._unfinished and self._unfinished[-1].done:  # Loads finish in order: test the last one first.
+            self._unfinished.pop()
+        return self.started and not self._unfinished
 
     @property
     def in_flight(self) -> bool:
-        """Is it on its way?"""
+        """True while blocks are loading."""
         return self.started and not self.ready()
 
     def has(self, prefix: PrefixNode, group: int) -> bool:
-        ticket = self.tickets.get(prefix)
-        return ticket is not None and ticket.buffers is not None and group in ticket.buffers
+        handle = self.handles.get(prefix)
+        return handle is not None and handle.buffers is not None and group in handle.buffers
 
     def miss_reason(self) -> str:
-        """Why the first block that did not come did not."""
-        return next((each.miss_reason for each in self.tickets.values() if each.miss_reason), self.missed)
+        """Return the reason of the first failed load, or why the chain is not longer."""
+        return next((handle.miss_reason for handle in self.handles.values() if handle.miss_reason), self.missed)
 
 
 @dataclass
 class OffloadHits:
-    """Tokens that rows took from each place ("ram", "disk"; the others of a hit were in the pool), and admissions whose
-    chain ended early, by reason."""
+    """Statistics of loaded prefixes."""
 
-    tokens: Counter[str] = field(default_factory=Counter)
-    misses: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)  # loaded tokens by location: "ram", "disk"
+    misses: Counter[str] = field(default_factory=Counter)  # admissions with a shorter chain, by reason
 
 
 class LoadedBlock(NamedTuple):
-    """A block that a tier gave back: the ``depth``-th of its row, of these groups; ``place``: "ram", "packed" (in
-    RAM) or "disk"."""
+    """Block that was loaded for a sequence."""
 
-    depth: int
+    depth: int  # index in the sequence, from 1
     groups: tuple[int, ...]
-    location: str
+    location: str  # "ram", "packed" (compressed in RAM) or "disk"
     nbytes: int
 
 
 class PrefetchResult(NamedTuple):
-    """What a row was admitted with of the tiers.  ``passed``: so many blocks before those, which a window has passed;
-    ``why`` its chain is not longer: "" where there is no more of it."""
+    """Blocks that were loaded for an admitted sequence."""
 
     blocks: tuple[LoadedBlock, ...] = ()
-    num_skipped: int = 0
-    miss_reason: str = ""
+    num_skipped: int = 0  # blocks before them that a window does not need
+    miss_reason: str = ""  # why the chain is not longer; "" if the prompt has no more blocks
 
 
 class PendingLoad(NamedTuple):
-    """One block that a row waits for: its bytes, and where they go, per group."""
+    """Loaded bytes of one block and their target blocks, both by group."""
 
     buffers: Mapping[int, storage.filesystem.Buffer]
     blocks: dict[int, int]
 
 
 class PrefixOffload:
-    """What the next moves, which name ``num_groups`` groups, are to copy out and in."""
+    """Copies to and loads from the block store that the next BlockOps will contain.
+
+    ``results`` is None, or the PrefetchResult of each admission by sequence index until its first commit.
+    """
 
     def __init__(self, block_store: BlockStoreProtocol, num_groups: int) -> None:
         self.block_store, self._num_groups = block_store, num_groups
-        self._take_stores: dict[int, tuple[str, dict[int, int]]] = {}  # number -> key, blocks by group
-        self._take_loads: dict[
-            int, tuple[list[PendingLoad], PrefixNode]
-        ] = {}  # by row; and the furthest block that it was fetched
-        self.take_ops: dict[int, PrefixNode] = {}  # by row: loaded, and not committed yet
+        self._pending_stores: dict[int, tuple[str, dict[int, int]]] = {}  # copy id -> key, blocks by group
+        # By sequence index: loads that the next BlockOps contain, and the last block of the chain.
+        self._pending_loads: dict[int, tuple[list[PendingLoad], PrefixNode]] = {}
+        self.uncommitted_loads: dict[int, PrefixNode] = {}  # by sequence index: loaded, but not committed
         self.hits = OffloadHits()
-        self.found: dict[int, PrefetchResult] | None = (
-            None  # by row, of its admission, until it commits; None: nobody asks
-        )
+        self.results: dict[int, PrefetchResult] | None = None
 
     # ------------------------------------------------------------ out
 
     def on_published(self, prefix: PrefixNode, blocks: dict[int, int]) -> None:
-        """A block that others may find from now on, in these groups."""
+        """Store a block that was published in these groups."""
         self._store(prefix, blocks, evicted=False)
 
     def on_evicted(self, index: int, block: int, prefix: PrefixNode) -> None:
-        """A pool hands the block on; its contents stand until the next moves."""
+        """Store a block that a pool evicts; its contents are unchanged until the next BlockOps."""
         self._store(prefix, {index: block}, evicted=True)
 
     def on_invalidated(self, prefix: PrefixNode) -> None:
-        """Its numbers cannot be trusted."""
+        """Cancel and delete the copies of a block after a numerical error."""
         if prefix.parent is None:
             return
         key = prefix.digest.hex()
-        for number in [number for number, (other, _) in self._take_stores.items() if other == key]:
-            self.block_store.cancel(number)
-            del self._take_stores[number]
+        for copy_id in [copy_id for copy_id, (other, _) in self._pending_stores.items() if other == key]:
+            self.block_store.cancel(copy_id)
+            del self._pending_stores[copy_id]
         self.block_store.drop(key)
 
     def forget(self) -> None:
-        """Nothing that stands in the pools is to be stored any more (the weights changed)."""
-        for number in self._take_stores:
-            self.block_store.cancel(number)
-        self._take_stores.clear()
+        """Cancel all pending copies (the weights changed)."""
+        for copy_id in self._pending_stores:
+            self.block_store.cancel(copy_id)
+        self._pending_stores.clear()
 
     def _store(self, prefix: PrefixNode, blocks: dict[int, int], *, evicted: bool) -> None:
         if prefix.parent is None:
             return
-        number = self.block_store.request_copy(block_key(prefix), tuple(blocks), evicted=evicted)
-        if number is not None:
-            self._take_stores[number] = prefix.digest.hex(), blocks
+        copy_id = self.block_store.request_copy(block_key(prefix), tuple(blocks), evicted=evicted)
+        if copy_id is not None:
+            self._pending_stores[copy_id] = prefix.digest.hex(), blocks
 
     # ------------------------------------------------------------ in
 
     def on_acquired(
         self,
-        row: int,
-        fetch: PrefetchRequest,
+        seq_index: int,
+        prefetched: PrefetchRequest,
         missing: Mapping[PrefixNode, dict[int, int]],
-        last: PrefixNode,
-        size: int,
-        passed: int,
+        last_prefix: PrefixNode,
+        block_size: int,
+        num_skipped: int,
     ) -> None:
-        """A row has taken blocks of ``size`` (by prefix, then by group) for what it was fetched, up to ``last``;
-        ``passed``: so many blocks before those need not be there."""
+        """Schedule the loads of an admitted sequence.
+
+        Args:
+            seq_index: Index of the sequence.
+            prefetched: The finished request.
+            missing: Newly allocated blocks, by prefix, then by group.
+            last_prefix: Last block of the chain.
+            block_size: Tokens per block.
+            num_skipped: Blocks before the loaded ones that no group needs.
+        """
         loads = []
         for prefix, blocks in missing.items():
-            ticket = fetch.tickets[prefix]
-            assert ticket.buffers is not None, "a block that never came is claimed"
-            loads.append(PendingLoad(ticket.buffers, blocks))
-            self.hits.tokens[ticket.location] += size
-        if passed:  # a window has passed what comes before: whatever brought the rest made it free
-            self.hits.tokens[fetch.tickets[next(iter(missing))].location] += passed * size
-        self._take_loads[row] = loads, last
-        if self.found is not None:
-            came = (_loaded_block(prefix, fetch.tickets[prefix], tuple(blocks)) for prefix, blocks in missing.items())
-            self.found[row] = PrefetchResult(tuple(came), passed)
+            handle = prefetched.handles[prefix]
+            assert handle.buffers is not None, "a block that was not loaded is acquired"
+            loads.append(PendingLoad(handle.buffers, blocks))
+            self.hits.tokens[handle.location] += block_size
+        if num_skipped:  # A window does not need these blocks: they count for the location of the first loaded one.
+            self.hits.tokens[prefetched.handles[next(iter(missing))].location] += num_skipped * block_size
+        self._pending_loads[seq_index] = loads, last_prefix
+        if self.results is not None:
+            loaded_blocks = (
+                _loaded_block(prefix, prefetched.handles[prefix], tuple(blocks)) for prefix, blocks in missing.items()
+            )
+            self.results[seq_index] = PrefetchResult(tuple(loaded_blocks), num_skipped)
 
-    def on_admitted(self, row: int, why: str) -> None:
-        """The tiers were asked for a row, and its chain is as long as it will be; ``why`` it is not longer."""
-        if why:
-            self.hits.misses[why] += 1
-        if self.found is not None:
-            self.found[row] = self.found.get(row, PrefetchResult())._replace(miss_reason=why)
+    def on_admitted(self, seq_index: int, miss_reason: str) -> None:
+        """Record the admission of a prefetched sequence, and the reason why its chain is not longer."""
+        if miss_reason:
+            self.hits.misses[miss_reason] += 1
+        if self.results is not None:
+            self.results[seq_index] = self.results.get(seq_index, PrefetchResult())._replace(miss_reason=miss_reason)
 
-    def is_loading(self, row: int) -> bool:
-        """Are the row's blocks still empty?"""
-        return row in self._take_loads
+    def is_loading(self, seq_index: int) -> bool:
+        """Return True if the sequence's blocks are not filled yet."""
+        return seq_index in self._pending_loads
 
-    def on_released(self, row: int) -> PrefixNode | None:
-        """The row gives its blocks back, or has committed: the furthest block that it was fetched and nobody has seen
-        come out right."""
-        if self.found is not None:
-            self.found.pop(row, None)
-        waiting = self._take_loads.pop(row, None)
-        return self.take_ops.pop(row, None if waiting is None else waiting[1])
+    def on_released(self, seq_index: int) -> PrefixNode | None:
+        """Drop the records of a freed or committed sequence. Return its last uncommitted loaded block, if any."""
+        if self.results is not None:
+            self.results.pop(seq_index, None)
+        pending = self._pending_loads.pop(seq_index, None)
+        return self.uncommitted_loads.pop(seq_index, None if pending is None else pending[1])
 
-    # ------------------------------------------------------------ the moves
+    # ------------------------------------------------------------ block ops
 
     @property
     def pending(self) -> bool:
-        return bool(self._take_stores or self._take_loads)
+        return bool(self._pending_stores or self._pending_loads)
 
     def take_stores(self) -> tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]:
-        """What is to be copied out, told once: (number, per group its block or nothing)."""
-        stores = tuple((number, self._by_group(blocks)) for number, (_, blocks) in self._take_stores.items())
-        self._take_stores.clear()
+        """Return and clear the copies to make: (copy id, per group its block or nothing)."""
+        stores = tuple((copy_id, self._by_group(blocks)) for copy_id, (_, blocks) in self._pending_stores.items())
+        self._pending_stores.clear()
         return stores
 
     def take_loads(self) -> tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]:
-        """What is to be copied in, told once."""
-        told = []
-        for row, (loads, last) in self._take_loads.items():
-            self.take_ops[row] = last
+        """Return and clear the loads to make."""
+        loads_by_group = []
+        for seq_index, (loads, last_prefix) in self._pending_loads.items():
+            self.uncommitted_loads[seq_index] = last_prefix
             for load in loads:
-                told.append((self.block_store.stage_load(load.buffers), self._by_group(load.blocks)))
-        self._take_loads.clear()
-        return tuple(told)
+                loads_by_group.append((self.block_store.stage_load(load.buffers), self._by_group(load.blocks)))
+        self._pending_loads.clear()
+        return tuple(loads_by_group)
 
     def _by_group(self, blocks: dict[int, int]) -> tuple[tuple[int, ...], ...]:
         return tuple((blocks[index],) if index in blocks else () for index in range(self._num_groups))
 
 
-def _loaded_block(prefix: PrefixNode, ticket: LoadHandle, groups: tuple[int, ...]) -> LoadedBlock:
-    assert ticket.buffers is not None
-    nbytes = sum(memoryview(ticket.buffers[group]).nbytes for group in groups)
-    return LoadedBlock(prefix.depth, groups, "packed" if ticket.was_compressed else ticket.location, nbytes)
+def _loaded_block(prefix: PrefixNode, handle: LoadHandle, groups: tuple[int, ...]) -> LoadedBlock:
+    assert handle.buffers is not None
+    nbytes = sum(memoryview(handle.buffers[group]).nbytes for group in groups)
+    return LoadedBlock(prefix.depth, groups, "packed" if handle.was_compressed else handle.location, nbytes)

@@ -1,4 +1,4 @@
-"""What a ledger keeps of one row: its blocks in every group, and how positions become slots.  Integers only."""
+"""Records of one sequence's blocks in every cache group, and the mapping of positions to slots. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NEVER = 1 << 62
 
 
 class GroupBlocks:
-    """One row's blocks in one group."""
+    """Blocks of one sequence in one group that takes tokens."""
 
     __slots__ = ("blocks", "last_eviction_length", "num_evicted_tokens", "num_skipped_blocks", "slot_offset")
 
@@ -21,14 +21,14 @@ class GroupBlocks:
 
     def clear(self) -> None:
         self.blocks = []
-        self.num_skipped_blocks = 0  # logical blocks that are held no more
-        self.num_evicted_tokens = 0  # tokens that cuts have dropped
-        self.last_eviction_length = 0  # the length of the last cut
-        self.slot_offset = 0  # position + base = slot, within the block that is being written
+        self.num_skipped_blocks = 0  # logical blocks behind the sinks that were freed
+        self.num_evicted_tokens = 0  # tokens that evictions dropped
+        self.last_eviction_length = 0  # length of the sequence at the last eviction or demotion
+        self.slot_offset = 0  # slot = position + slot_offset in the block that is being written
 
 
 class LevelBlocks:
-    """One row's blocks in a group that its tokens descend to; ``used``: slots that are filled, of the blocks held."""
+    """Blocks of one sequence in a lower group, and the number of their filled slots."""
 
     __slots__ = ("blocks", "num_used_slots")
 
@@ -38,34 +38,42 @@ class LevelBlocks:
 
 
 class PublishedPrefix(NamedTuple):
-    """What a row had published, and the tokens behind it; of no use when ``epoch`` has passed (``drop_prefixes``)."""
+    """Published prefix of a swapped sequence."""
 
     root: PrefixNode
-    last_block: PrefixNode | None
-    tail_tokens: tuple[int, ...]
-    epoch: int
+    last_block: PrefixNode | None  # last full block
+    tail_tokens: tuple[int, ...]  # tokens behind the last full block
+    epoch: int  # number of prefix cache resets so far; the prefix is invalid after the next reset
 
 
 class SwappedSequence(NamedTuple):
-    """A row that gave its blocks back and will have them again: ``key`` names what the device copied out.  Per group
-    that takes tokens: (blocks, gap, dropped, cut); per level below: (blocks, used).  ``known`` None: it will publish
-    nothing; ``floor``: as of :class:`Seat`; ``source``: that of cross-attention was copied, too."""
+    """Block counts of a swapped-out sequence, from which it is restored."""
 
-    key: int
+    key: int  # names the copy in the swap space
     length: int
+    # Per group that takes tokens: (blocks, skipped blocks, evicted tokens, length at the last eviction).
     groups: tuple[tuple[int, int, int, int], ...]
-    lower_levels: tuple[tuple[int, int], ...]
-    published: PublishedPrefix | None = None
-    min_truncate_length: int = 0
-    has_encoder_blocks: bool = False
+    lower_levels: tuple[tuple[int, int], ...]  # per lower group: (blocks, filled slots)
+    published: PublishedPrefix | None = None  # None: the sequence will publish nothing
+    min_truncate_length: int = 0  # as in SequenceBlocks
+    has_encoder_blocks: bool = False  # the cross-attention blocks were copied too
 
 
 class SequenceBlocks:
-    """One row.  ``length``: committed tokens.  ``tip``, ``tail``: the last full block's Prefix and the tokens after
-    it (tip None: this row publishes nothing).  ``reach``: the end of the furthest write, committed or not.  One token
-    at a position in ``since .. fast - 1`` is written at ``position + base`` in every group, with nothing else to do.
-    ``again``: it was woken, and what it had published is to be found in its new blocks, once they are filled;
-    ``floor``: blocks have holes that only queries from there on do not look into (a row from elsewhere)."""
+    """Blocks of one running sequence.
+
+    Attributes:
+        length: Number of committed tokens.
+        num_written: End of the furthest write, committed or not.
+        last_block: Prefix of the last full block; None if the sequence publishes nothing.
+        tail_tokens: Tokens behind the last full block.
+        fast_path_start: A single token at a position in ``fast_path_start .. fast_path_end - 1`` is written at
+            ``position + slot_offset`` in every group, and nothing else has to be done for it.
+        fast_path_end: See ``fast_path_start``.
+        republish: The sequence was swapped in; its published prefix is published again once its blocks are filled.
+        min_truncate_length: Shortest length to truncate to. Blocks of an imported sequence have empty slots that
+            only queries from this position on do not read.
+    """
 
     __slots__ = (
         "encoder_sequence",
@@ -91,35 +99,39 @@ class SequenceBlocks:
 
     @property
     def all_groups(self) -> tuple[GroupBlocks | LevelBlocks, ...]:
-        """In the order of groups."""
+        """Blocks in the order of the groups, lower groups last."""
         return *self.groups, *self.lower_levels
 
     def reset(self) -> None:
+        """Make the sequence empty. The caller has freed its blocks."""
         self.length = self.num_written = self.fast_path_end = self.min_truncate_length = 0
         self.fast_path_start = NEVER
         self.republish = False
         self.last_block = self.root
         self.tail_tokens: list[int] = []
-        for hold in self.groups:
-            hold.clear()
-        for below in self.lower_levels:
-            below.blocks, below.num_used_slots = [], 0
+        for group_blocks in self.groups:
+            group_blocks.clear()
+        for level_blocks in self.lower_levels:
+            level_blocks.blocks, level_blocks.num_used_slots = [], 0
 
 
-def block_index(logical: int, sinks: int, gap: int) -> int | None:
-    """Where a logical block stands among those of its row; None where it is held no more."""
-    if logical < sinks:
+def block_index(logical: int, num_sinks: int, num_skipped_blocks: int) -> int | None:
+    """Return the index of a logical block in its sequence's list, or None if it was freed."""
+    if logical < num_sinks:
         return logical
-    return None if logical < sinks + gap else logical - gap
+    return None if logical < num_sinks + num_skipped_blocks else logical - num_skipped_blocks
 
 
-def ring_offset(block: int, size: int, sinks: int, at: int) -> tuple[int, int]:
-    """(base, stop): positions from ``at`` to ``stop`` lie at ``base + position`` of a row of one block.
+def ring_offset(block: int, block_size: int, num_sinks: int, position: int) -> tuple[int, int]:
+    """Map positions to slots in a ring, the only block of a contiguous sequence.
 
-    size 8, 2 sinks: 0 1 | 2 3 4 5 6 7, then 8..13 where 2..7 were
+        size 8, 2 sinks:  0 1 | 2 3 4 5 6 7, then 8..13 overwrite 2..7
+
+    Returns:
+        (offset, stop): positions from ``position`` to ``stop - 1`` are stored at ``offset + position``.
     """
-    if at < sinks:
-        return block * size, size
-    turn = size - sinks
-    rounds = (at - sinks) // turn
-    return block * size - rounds * turn, sinks + (rounds + 1) * turn
+    if position < num_sinks:
+        return block * block_size, block_size
+    ring_size = block_size - num_sinks
+    rounds = (position - num_sinks) // ring_size
+    return block * block_size - rounds * ring_size, num_sinks + (rounds + 1) * ring_size

@@ -1,12 +1,14 @@
-"""Rows that left their seats and will have their blocks back as they were, and rows from elsewhere that come likewise.
+"""Swapped-out sequences, and sequences imported from another cache.
 
-    park   blocks are copied out, then freed       wake     as many are taken, and filled with the row's next step
-    adopt  a row that was never here, as if it had been parked                 forget   it will not come back
+    swap_out         blocks are copied to the host, then freed
+    swap_in          as many blocks are allocated, and filled in the sequence's next step
+    import_sequence  a sequence from another cache is treated as if it had been swapped out here
+    drop             a swapped sequence will not return
 
-What is to be copied and dropped is told with the next moves (:meth:`Away.told`), a waking row's with those of its own
-step: a step that fails ends its rows, so none goes on with blocks that were never filled.
+Copies and drops are added to the next BlockOps (:meth:`SwappedSequences.attach_to_ops`); a swap-in is added to those of
+the sequence's own step. A step that fails ends its sequences, so none continues with blocks that were never filled.
 
-Invariant: a key is used once.  Integers only, no torch.
+Invariant: a key is used once. No torch.
 """
 
 from __future__ import annotations
@@ -19,106 +21,142 @@ from kvad.cache.manager.portable_layout import GroupLayout
 from kvad.cache.manager.sequence_blocks import PublishedPrefix, SequenceBlocks, SwappedSequence
 from kvad.model_input import BlockOps
 
-SwapCopy = tuple[int, tuple[tuple[int, ...], ...]]  # a key, and blocks per group
+SwapCopy = tuple[int, tuple[tuple[int, ...], ...]]  # (key, blocks per group)
 
 
 class PendingSwapIn(NamedTuple):
-    """A row that is seated again: as it was parked, and what its next step fills."""
+    """Swapped sequence that has new blocks, which its next step fills."""
 
     sequence: SwappedSequence
     blocks: tuple[tuple[int, ...], ...]
 
 
 class SwappedSequences:
-    """``pools``: of the groups that a row's tokens are in, ``own`` that take tokens, then their levels."""
+    """Records of swapped sequences.
 
-    def __init__(self, pools: Sequence[BlockPool], own: int) -> None:
-        self._pools, self._own = tuple(pools), own
-        self._keys = self._epoch = 0  # keys so far; times that all prefixes were forgotten
-        self.pending_swap_outs: list[SwapCopy] = []  # told with the next moves
-        self.pending_swap_ins: dict[int, PendingSwapIn] = {}  # by row
-        self.drop_next: list[int] = []
+    ``pools`` are those of the ``num_token_groups`` groups that take tokens, then those of their lower groups.
+    """
 
-    def swap_out(self, row: int, seat: SequenceBlocks) -> SwappedSequence:
-        """What the row's blocks are known by when it has left its seat, which it is about to do."""
-        if row in self.pending_swap_ins:  # it has not moved since it was to wake
-            return self.pending_swap_ins[row].sequence
-        key = self._key()
-        self.pending_swap_outs.append((key, tuple(tuple(hold.blocks) for hold in seat.all_groups)))
-        holds = tuple(
-            (len(hold.blocks), hold.num_skipped_blocks, hold.num_evicted_tokens, hold.last_eviction_length)
-            for hold in seat.groups
+    def __init__(self, pools: Sequence[BlockPool], num_token_groups: int) -> None:
+        self._pools, self._num_token_groups = tuple(pools), num_token_groups
+        self._num_keys = self._epoch = 0  # keys so far; prefix cache resets so far
+        self.pending_swap_outs: list[SwapCopy] = []  # for the next BlockOps
+        self.pending_swap_ins: dict[int, PendingSwapIn] = {}  # by sequence index
+        self.pending_drops: list[int] = []
+
+    def swap_out(self, seq_index: int, sequence: SequenceBlocks) -> SwappedSequence:
+        """Record the blocks of a sequence that is about to be freed, and schedule their copy."""
+        if seq_index in self.pending_swap_ins:  # It has not run since it was swapped in: its copy still exists.
+            return self.pending_swap_ins[seq_index].sequence
+        key = self._next_key()
+        self.pending_swap_outs.append((key, tuple(tuple(group_blocks.blocks) for group_blocks in sequence.all_groups)))
+        groups = tuple(
+            (
+                len(group_blocks.blocks),
+                group_blocks.num_skipped_blocks,
+                group_blocks.num_evicted_tokens,
+                group_blocks.last_eviction_length,
+            )
+            for group_blocks in sequence.groups
         )
-        below = tuple((len(each.blocks), each.num_used_slots) for each in seat.lower_levels)
-        known = (
+        lower_levels = tuple((len(level.blocks), level.num_used_slots) for level in sequence.lower_levels)
+        published = (
             None
-            if seat.root is None
-            else PublishedPrefix(seat.root, seat.last_block, tuple(seat.tail_tokens), self._epoch)
+            if sequence.root is None
+            else PublishedPrefix(sequence.root, sequence.last_block, tuple(sequence.tail_tokens), self._epoch)
         )
-        return SwappedSequence(key, seat.length, holds, below, known, seat.min_truncate_length)
+        return SwappedSequence(key, sequence.length, groups, lower_levels, published, sequence.min_truncate_length)
 
-    def swap_in(self, row: int, parked: SwappedSequence) -> SequenceBlocks | None:
-        """The row's new seat, with blocks that its next step fills; None, and no change: there is no room now."""
-        counts = [count for count, *_ in (*parked.groups, *parked.lower_levels)]
+    def swap_in(self, seq_index: int, swapped: SwappedSequence) -> SequenceBlocks | None:
+        """Allocate blocks that the next step fills. None and no change if a pool is too full."""
+        counts = [count for count, *_ in (*swapped.groups, *swapped.lower_levels)]
         if any(count > pool.num_available for count, pool in zip(counts, self._pools, strict=True)):
             return None
-        known = parked.published if parked.published is not None and parked.published.epoch == self._epoch else None
-        seat = SequenceBlocks(self._own, len(self._pools) - self._own, None if known is None else known.root)
-        if known is not None:
-            seat.last_block, seat.tail_tokens, seat.republish = known.last_block, list(known.tail_tokens), True
-        seat.length = seat.num_written = parked.length
-        seat.min_truncate_length = parked.min_truncate_length
-        for hold, (_, *marks) in zip(seat.groups, parked.groups, strict=True):
-            hold.num_skipped_blocks, hold.num_evicted_tokens, hold.last_eviction_length = marks
-        for level, (_, used) in zip(seat.lower_levels, parked.lower_levels, strict=True):
-            level.num_used_slots = used
-        for each, pool, count in zip(seat.all_groups, self._pools, counts, strict=True):
-            each.blocks = [pool.allocate()[0] for _ in range(count)]
-        self.pending_swap_ins[row] = PendingSwapIn(parked, tuple(tuple(hold.blocks) for hold in seat.all_groups))
-        return seat
+        published = (
+            swapped.published if swapped.published is not None and swapped.published.epoch == self._epoch else None
+        )
+        sequence = SequenceBlocks(
+            self._num_token_groups,
+            len(self._pools) - self._num_token_groups,
+            None if published is None else published.root,
+        )
+        if published is not None:
+            sequence.last_block, sequence.tail_tokens, sequence.republish = (
+                published.last_block,
+                list(published.tail_tokens),
+                True,
+            )
+        sequence.length = sequence.num_written = swapped.length
+        sequence.min_truncate_length = swapped.min_truncate_length
+        for group_blocks, (_, *counters) in zip(sequence.groups, swapped.groups, strict=True):
+            group_blocks.num_skipped_blocks, group_blocks.num_evicted_tokens, group_blocks.last_eviction_length = (
+                counters
+            )
+        for level, (_, num_used_slots) in zip(sequence.lower_levels, swapped.lower_levels, strict=True):
+            level.num_used_slots = num_used_slots
+        for record, pool, count in zip(sequence.all_groups, self._pools, counts, strict=True):
+            record.blocks = [pool.allocate()[0] for _ in range(count)]
+        self.pending_swap_ins[seq_index] = PendingSwapIn(
+            swapped, tuple(tuple(group_blocks.blocks) for group_blocks in sequence.all_groups)
+        )
+        return sequence
 
     def import_sequence(
         self,
         tokens: Sequence[int],
-        begin: PrefixNode | None,
-        laid: Sequence[GroupLayout],
-        below: Sequence[tuple[int, int]],
+        root: PrefixNode | None,
+        layouts: Sequence[GroupLayout],
+        lower_levels: Sequence[tuple[int, int]],
         *,
-        source: bool,
+        has_encoder_blocks: bool,
     ) -> SwappedSequence:
-        """As :meth:`Ledger.adopt <kvad.cache.manager.kv_cache_manager.KVCacheManager.import_sequence>`; ``begin``: the root under which it may publish."""
+        """Record an imported sequence, as KVCacheManager.import_sequence does; ``root`` is its prefix root, if any."""
         length = len(tokens)
-        holds = tuple(
-            (each.count, each.num_skipped_blocks, each.held_range.num_evicted, each.held_range.last_eviction_length)
-            for each in laid
+        groups = tuple(
+            (
+                layout.count,
+                layout.num_skipped_blocks,
+                layout.held_range.num_evicted,
+                layout.held_range.last_eviction_length,
+            )
+            for layout in layouts
         )
-        floor = 0 if all(each.whole for each in laid) else length
-        known = None if begin is None or floor else PublishedPrefix(begin, begin, tuple(tokens), self._epoch)
-        return SwappedSequence(self._key(), length, holds, tuple(below), known, floor, source)
+        min_truncate_length = 0 if all(layout.whole for layout in layouts) else length
+        published = (
+            None if root is None or min_truncate_length else PublishedPrefix(root, root, tuple(tokens), self._epoch)
+        )
+        return SwappedSequence(
+            self._next_key(), length, groups, tuple(lower_levels), published, min_truncate_length, has_encoder_blocks
+        )
 
-    def drop(self, parked: SwappedSequence) -> None:
-        """It will not come back."""
-        self.drop_next.append(parked.key)
+    def drop(self, swapped: SwappedSequence) -> None:
+        """Drop a swapped sequence: its copy is deleted with the next BlockOps."""
+        self.pending_drops.append(swapped.key)
 
     def drop_prefixes(self) -> None:
-        """Rows that are away publish no more."""
+        """Let swapped sequences publish nothing when they return."""
         self._epoch += 1
 
-    def restore_encoder_blocks(self, row: int, blocks: Sequence[Sequence[int]]) -> None:
-        """A waking row's source comes back with it."""
-        parked, own = self.pending_swap_ins[row]
-        self.pending_swap_ins[row] = PendingSwapIn(parked, (*own, *map(tuple, blocks)))
+    def restore_encoder_blocks(self, seq_index: int, blocks: Sequence[Sequence[int]]) -> None:
+        """Add cross-attention blocks to a pending swap-in."""
+        swapped, group_blocks = self.pending_swap_ins[seq_index]
+        self.pending_swap_ins[seq_index] = PendingSwapIn(swapped, (*group_blocks, *map(tuple, blocks)))
 
-    def attach_to_ops(self, moves: BlockOps, rows: Collection[int]) -> BlockOps:
-        """With what was parked and given up since moves were last told, and those of these ``rows`` that wake."""
-        if not (self.pending_swap_outs or self.pending_swap_ins or self.drop_next):
-            return moves
-        woken = [self.pending_swap_ins.pop(row) for row in sorted(set(rows) & self.pending_swap_ins.keys())]
-        wake = tuple((parked.key, blocks) for parked, blocks in woken)
-        moves = moves._replace(swap_out=tuple(self.pending_swap_outs), swap_in=wake, drop_swapped=tuple(self.drop_next))
-        self.pending_swap_outs, self.drop_next = [], []
-        return moves
+    def attach_to_ops(self, block_ops: BlockOps, seq_indices: Collection[int]) -> BlockOps:
+        """Add pending swap-outs and drops, and the swap-ins of these sequences."""
+        if not (self.pending_swap_outs or self.pending_swap_ins or self.pending_drops):
+            return block_ops
+        swapped_in = [
+            self.pending_swap_ins.pop(seq_index)
+            for seq_index in sorted(set(seq_indices) & self.pending_swap_ins.keys())
+        ]
+        swap_in = tuple((swapped.key, blocks) for swapped, blocks in swapped_in)
+        block_ops = block_ops._replace(
+            swap_out=tuple(self.pending_swap_outs), swap_in=swap_in, drop_swapped=tuple(self.pending_drops)
+        )
+        self.pending_swap_outs, self.pending_drops = [], []
+        return block_ops
 
-    def _key(self) -> int:
-        self._keys += 1
-        return self._keys - 1
+    def _next_key(self) -> int:
+        self._num_keys += 1
+        return self._num_keys - 1

@@ -1,4 +1,4 @@
-"""kvad.cache.offload"""
+"""Block stores in RAM and on disk, swap space, offloaded tokens, pinned prefixes."""
 
 from __future__ import annotations
 

@@ -1,28 +1,28 @@
-"""A folder of entries by key, bounded in bytes: the disk tier, and what it promises when the disk does not.
+"""Disk store: a folder of containers by key, bounded in bytes, and its eviction orders.
 
-    FOLDER/shelf.lock            held by the one process that writes here (flock: it goes with its process)
-    FOLDER/KEY.kv                one entry (``entry.py``): hexadecimal digits and dashes
-    FOLDER/.KEY.kv.PID.x.tmp     being written; left by a dead writer it is swept away when the shelf is opened
-    FOLDER/NAME.pin              an entry of keys that are never evicted (``pins.py``)
+    FOLDER/prefix-cache.lock     locked by the one process that writes here (flock: released when the process ends)
+    FOLDER/KEY.kv                one container (``container.py``); KEY has hexadecimal digits and dashes
+    FOLDER/.KEY.kv.PID.x.tmp     being written; those of dead writers are removed when the store is opened
+    FOLDER/NAME.prefix           keys of blocks that are never evicted (``pinned.py``)
 
-The index is what the folder lists, names and sizes: a lost or a damaged index cannot be, and none of it is believed: an
-entry is checked when it is read.  Files of other names are not ours: not counted, not touched.
+The index is the folder's listing of names and sizes, so there is no index file to lose or damage. Entries are verified
+when they are read. Files with other names belong to others: they are not counted and not changed.
 
-When the disk fails, the caller never does.  A write that fails gives its entry up and *closes* the shelf to writing:
-one line is logged, what is there is still read.  A read that fails gives its entry up, and the ``FAILURES``-th closes
-the shelf altogether.  An entry that failed is never tried again.  No room (``reserve`` bytes stay free) is no failure.
+A disk failure never fails the caller. A failed write drops its entry and disables writing: one line is logged, stored
+entries can still be read. A failed read drops its entry, and the MAX_FAILURES-th disables the store. A failed entry is
+never tried again. Lack of space (``reserve`` bytes stay free) is not a failure.
 
-Not flushed unless asked (``durable``): after a power cut an entry is whole or refused by its checksums, and can be
-computed again.  Safe for several threads.  No torch.
+Writes are not flushed unless requested (``durable``): after a power cut an entry is complete, or refused by its
+checksums and recomputed. Thread-safe. No torch.
 
-Which entry of a full shelf goes first: the least recently used (:class:`Lru`), or :class:`Arc`, which also knows
-what was used more than once, so that a long text read once does not push out what everybody asks for.
+Eviction order: least recently used (:class:`LRUOrder`), or :class:`ARCOrder`, which also tracks entries used more than
+once, so that one long text does not evict the entries that many requests use.
 
-ARC after Megiddo and Modha 2003 (USENIX FAST, fig. 4), for entries of unequal size: where they count pages, this counts
-bytes.  Two lists of what is there (``once``, ``often``), two of what has just gone; a return of something that has just
-gone moves ``target``, the bytes that ``once`` may keep.
+ARC after Megiddo and Modha 2003 (USENIX FAST, fig. 4), for entries of unequal size: pages are replaced by bytes. There
+are two lists of stored entries (``once``, ``often``) and two of evicted ones; when a recently evicted entry is stored
+again, ``target``, the bytes for ``once``, is adjusted.
 
-Both know keys and sizes only; whoever holds the entries says when one is added, used, evicted or gone.
+Both orders store keys and sizes only; the store reports when an entry is added, used, evicted or removed.
 """
 
 from __future__ import annotations
@@ -44,33 +44,36 @@ from kvad.storage import REAL_FILE_SYSTEM, FileSystem, Section
 
 
 class LRUOrder:
-    """The order of a shelf of ``limit`` bytes; ``sizes``: what is there."""
+    """Least-recently-used order of a store of ``limit`` bytes; ``sizes`` has the stored entries."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.sizes: OrderedDict[str, int] = OrderedDict()
 
     def add(self, key: str, size: int) -> None:
+        """Add an entry as the most recently used."""
         self.sizes[key] = size
         self.sizes.move_to_end(key)
 
     def touch(self, key: str) -> None:
+        """Mark an entry as just used."""
         self.sizes.move_to_end(key)
 
     def remove(self, key: str) -> None:
-        """It was taken away, not evicted."""
+        """Remove an entry that was deleted, not evicted."""
         del self.sizes[key]
 
     def evict(self, key: str) -> None:
+        """Remove an evicted entry."""
         del self.sizes[key]
 
     def victims(self) -> Iterator[str]:
-        """What goes first, first."""
+        """Yield the keys in eviction order."""
         yield from self.sizes
 
 
 class _Queue(OrderedDict[str, int]):
-    """Keys in the order of their last use, and their bytes."""
+    """Keys in the order of their last use, with their sizes."""
 
     total = 0
 
@@ -85,6 +88,8 @@ class _Queue(OrderedDict[str, int]):
 
 
 class ARCOrder(LRUOrder):
+    """Adaptive replacement (ARC): recency and frequency of use."""
+
     def __init__(self, limit: int) -> None:
         super().__init__(limit)
         self.once, self.often, self.left_once, self.left_often = (_Queue() for _ in range(4))
@@ -92,7 +97,7 @@ class ARCOrder(LRUOrder):
 
     def add(self, key: str, size: int) -> None:
         super().add(key, size)
-        if key in self.left_once:  # it went too early: more room for what was used once
+        if key in self.left_once:  # It was evicted too early: entries used once get more room.
             more = max(size, size * self.left_often.total // max(1, self.left_once.total))
             self.target = min(self.limit, self.target + more)
             self.left_once.drop(key)
@@ -104,37 +109,37 @@ class ARCOrder(LRUOrder):
             self.often.put(key, size)
         else:
             self.once.put(key, size)
-        self._forget()
+        self._trim_history()
 
     def touch(self, key: str) -> None:
         super().touch(key)
-        self.often.put(key, self._out(key))
+        self.often.put(key, self._pop(key))
         self.often.move_to_end(key)
 
     def remove(self, key: str) -> None:
         super().remove(key)
-        self._out(key)
+        self._pop(key)
 
     def evict(self, key: str) -> None:
         super().evict(key)
         left = self.left_once if key in self.once else self.left_often
-        left.put(key, self._out(key))
-        self._forget()
+        left.put(key, self._pop(key))
+        self._trim_history()
 
     def victims(self) -> Iterator[str]:
         first, then = (self.once, self.often) if self.once.total > self.target else (self.often, self.once)
         yield from first
         yield from then
 
-    def _out(self, key: str) -> int:
+    def _pop(self, key: str) -> int:
         return (self.once if key in self.once else self.often).drop(key)
 
-    def _forget(self) -> None:
-        """What has gone is remembered for as many bytes as the shelf holds."""
+    def _trim_history(self) -> None:
+        """Limit the history of evicted entries to the size of the store."""
         while self.left_once and self.once.total + self.left_once.total > self.limit:
             self.left_once.drop(next(iter(self.left_once)))
-        every = (self.once, self.often, self.left_once, self.left_often)
-        while self.left_often and sum(each.total for each in every) > 2 * self.limit:
+        queues = (self.once, self.often, self.left_once, self.left_often)
+        while self.left_often and sum(queue.total for queue in queues) > 2 * self.limit:
             self.left_often.drop(next(iter(self.left_often)))
 
 
@@ -142,37 +147,49 @@ EvictionOrder = LRUOrder
 EVICTION_ORDERS: Mapping[str, type[LRUOrder]] = {"lru": LRUOrder, "arc": ARCOrder}
 
 
-LOCK_NAME = "shelf.lock"
+LOCK_NAME = "prefix-cache.lock"
 KEY_PATTERN = re.compile(r"[0-9a-f][0-9a-f-]{0,127}")
 FILE_SUFFIX = ".kv"
 RESERVED_BYTES = 256 << 20  # bytes that stay free on the disk
-MAX_FAILURES = 3  # reads
-HEADER = 1024  # bytes of an entry beside its sections, about
+MAX_FAILURES = 3  # failed reads that disable the store
+HEADER = 1024  # approximate bytes of an entry besides its sections
 LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class DiskStoreStats:
-    """``off``: why nothing is written, or read, any more; "" where all is well.  ``misses``: by reason."""
+    """Statistics of a disk store."""
 
     bytes: int = 0
     num_blocks: int = 0
-    limit: int = 0
-    pinned: int = 0
+    limit: int = 0  # bytes
+    pinned: int = 0  # blocks
     hits: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
     evictions: int = 0
-    num_refused: int = 0  # not written: larger than the shelf, or no room
-    failures: int = 0
-    num_removed: int = 0
-    misses: Mapping[str, int] = field(default_factory=dict)
-    disabled_reason: str = ""
+    num_refused: int = 0  # not written: larger than the store, or no room
+    failures: int = 0  # operations that the disk refused
+    num_removed: int = 0  # leftovers of dead writers
+    misses: Mapping[str, int] = field(default_factory=dict)  # by reason
+    disabled_reason: str = ""  # why writes, or all accesses, stopped; "" while enabled
 
 
 class DiskBlockStore:
-    """Open ``folder``, made if need be; ``pinned`` is asked under its lock for the keys that are never evicted, before
-    any is.  BlockingIOError: another process has it; OSError as the disk says it."""
+    """Stores blocks in the files of a folder, which it creates and locks.
+
+    Args:
+        folder: Folder of the store.
+        max_bytes: Size of all entries.
+        replacement: Name of the eviction order, "lru" or "arc".
+        reserve: Bytes that stay free on the disk.
+        pinned: Called under the folder's lock, before any eviction; returns the keys that are never evicted.
+        fs: File system.
+
+    Raises:
+        BlockingIOError: If another process has locked the folder.
+        OSError: If the disk fails.
+    """
 
     def __init__(
         self,
@@ -182,40 +199,44 @@ class DiskBlockStore:
         replacement: str = "lru",
         reserve: int = RESERVED_BYTES,
         pinned: Callable[[], Iterable[str]] = tuple,
-        disk: FileSystem = REAL_FILE_SYSTEM,
+        fs: FileSystem = REAL_FILE_SYSTEM,
     ) -> None:
         if max_bytes < 1:
             raise ConfigError(
-                f"tier_bytes: a tier of {max_bytes} bytes holds nothing", "leave the tier out, or give it more"
+                f"cache.prefix_cache_size: must be at least 1 byte, got {max_bytes}",
+                "Omit cache.prefix_cache_dir, or give a larger size.",
             )
         if replacement not in EVICTION_ORDERS:
-            raise ConfigError(f"replacement: {replacement!r}", suggest(replacement, EVICTION_ORDERS))
-        self.folder, self.max_bytes, self._reserve, self._disk = folder, max_bytes, reserve, disk
+            raise ConfigError(
+                f"cache.prefix_cache_eviction: must be {' or '.join(EVICTION_ORDERS)}, got {replacement!r}",
+                suggest(replacement, EVICTION_ORDERS),
+            )
+        self.folder, self.max_bytes, self._reserve, self._fs = folder, max_bytes, reserve, fs
         self._eviction_order = EVICTION_ORDERS[replacement](max_bytes)
         self._lock = threading.RLock()
         self._bytes = self._hits = self._read = self._written = 0
-        self._evictions = self._refused = self._failures = self._bad_reads = self._swept = 0
+        self._evictions = self._refused = self._failures = self._bad_reads = self._num_removed = 0
         self._misses: Counter[str] = Counter()
-        self._off, self._closed = "", False
-        disk.make_dir(folder)
-        file = disk.lock(folder / LOCK_NAME)
-        self.release = weakref.finalize(self, _close, disk, file)  # another process may have it from then on
+        self._disabled_reason, self._closed = "", False
+        fs.make_dir(folder)
+        lock_file = fs.lock(folder / LOCK_NAME)
+        self.release = weakref.finalize(self, _close, fs, lock_file)  # Then another process may lock the folder.
         try:
-            self._swept = remove_leftovers(folder, disk)
-            found = sorted(disk.list_files(folder), key=lambda each: (each.used_ns, each.name))
+            self._num_removed = remove_leftovers(folder, fs)
+            files = sorted(fs.list_files(folder), key=lambda file: (file.used_ns, file.name))
             self._pinned = frozenset(pinned())
         except BaseException:
             self.release()
             raise
-        for each in found:
-            key = each.name.removesuffix(FILE_SUFFIX)
-            if key != each.name and KEY_PATTERN.fullmatch(key):
-                self._eviction_order.add(key, each.size)
-                self._bytes += each.size
+        for file in files:
+            key = file.name.removesuffix(FILE_SUFFIX)
+            if key != file.name and KEY_PATTERN.fullmatch(key):
+                self._eviction_order.add(key, file.size)
+                self._bytes += file.size
         self._evict(0)
 
     def eviction_order(self) -> tuple[str, ...]:
-        """Of all that is there, the next to go first."""
+        """Return all keys, the next victim first."""
         with self._lock:
             return tuple(self._eviction_order.victims())
 
@@ -224,36 +245,44 @@ class DiskBlockStore:
 
     @property
     def writable(self) -> bool:
-        """Is what is stored from now on written?"""
-        return not self._off
+        """True if new entries are written."""
+        return not self._disabled_reason
 
     def pin(self, keys: Sequence[str]) -> None:
-        """Pin these beside those that are, and flush them.  EntryError: one is not there; OSError as the disk says
-        it."""
+        """Pin more keys and flush their files.
+
+        Raises:
+            StorageError: If an entry is missing.
+            OSError: If the disk fails.
+        """
         with self._lock:
             missing = [key for key in keys if key not in self]
             if missing:
-                why = self._off or "there is no room"
+                reason = self._disabled_reason or "there is no room"
                 raise StorageError(
-                    f"{self.folder}: {len(missing)} of {len(keys)} blocks are not stored: {why}",
-                    "give it more bytes (--tier-bytes), or another folder (--tier)",
+                    f"{self.folder}: {len(missing)} of {len(keys)} blocks are not stored: {reason}",
+                    "give it more bytes (--prefix-cache-size), or another folder (--prefix-cache-dir)",
                     reason="missing",
                 )
             self._pinned |= frozenset(keys)
         for key in keys:
-            file = self._disk.open(self._path(key))
+            file = self._fs.open(self._path(key))
             try:
-                self._disk.sync(file)
+                self._fs.sync(file)
             finally:
-                self._disk.close(file)
-        self._disk.sync_dir(self.folder)
+                self._fs.close(file)
+        self._fs.sync_dir(self.folder)
 
     def get(self, key: str, read: Callable[[storage.container.Header, Callable[[str], memoryview]], Any]) -> Any:
-        """What ``read(header, section)`` makes of an entry.  EntryError (its ``why`` is counted) where it cannot be
-        read whole: a damaged entry is removed; OSError: the disk failed, and the entry is given up."""
+        """Return ``read(header, section)`` of an entry.
+
+        Raises:
+            StorageError: If the entry cannot be used; its reason is counted. A damaged entry is removed.
+            OSError: If the disk fails; the entry is dropped.
+        """
         try:
-            with storage.container.open_container(self._path(key), self._disk, whole=True) as entry:
-                answer = read(entry.header, entry.read)
+            with storage.container.open_container(self._path(key), self._fs, whole=True) as entry:
+                result = read(entry.header, entry.read)
                 count = entry.header.nbytes
         except StorageError as error:
             self._missed(key, error.reason)
@@ -266,30 +295,34 @@ class DiskBlockStore:
             self._read += count
             if key in self._eviction_order.sizes:
                 self._eviction_order.touch(key)
-        with suppress(OSError):  # it is only an order
-            self._disk.touch(self._path(key))
-        return answer
+        with suppress(OSError):  # Only the eviction order is affected.
+            self._fs.touch(self._path(key))
+        return result
 
     def put(
         self,
         key: str,
         kind: str,
-        identity: Mapping[str, str],
-        facts: Mapping[str, Any],
+        fingerprint: Mapping[str, str],
+        metadata: Mapping[str, Any],
         sections: Sequence[Section],
         *,
         durable: bool = False,
     ) -> bool:
-        """Write an entry, for which others may have to go.  False: it was not written, and why is counted."""
+        """Write an entry and evict others if needed.
+
+        Returns:
+            False if it was not written; the cause is counted.
+        """
         assert KEY_PATTERN.fullmatch(key), key
-        if self._off or key in self:
+        if self._disabled_reason or key in self:
             return False
-        size = sum(memoryview(each.data).nbytes for each in sections) + HEADER
+        size = sum(memoryview(section.data).nbytes for section in sections) + HEADER
         try:
-            if not self._room(size):
+            if not self._make_room(size):
                 return False
             size = storage.container.write_container(
-                self._path(key), kind, identity, facts, sections, durable=durable, disk=self._disk
+                self._path(key), kind, fingerprint, metadata, sections, durable=durable, fs=self._fs
             )
         except OSError as error:
             self._fail("writing", error)
@@ -302,17 +335,18 @@ class DiskBlockStore:
         return True
 
     def drop(self, key: str) -> None:
-        """Nobody finds it any more.  (On a disk that refuses to remove it, until the shelf is opened again.)"""
+        """Remove an entry. If the disk refuses, it is ignored until the store is opened again."""
         with self._lock:
-            self._unlist(key)
+            self._remove_from_index(key)
         try:
-            self._disk.remove(self._path(key))
+            self._fs.remove(self._path(key))
         except FileNotFoundError:
             pass
         except OSError as error:
             self._fail("removing", error)
 
     def stats(self) -> DiskStoreStats:
+        """Return the statistics of the store."""
         with self._lock:
             return DiskStoreStats(
                 bytes=self._bytes,
@@ -325,38 +359,38 @@ class DiskBlockStore:
                 evictions=self._evictions,
                 num_refused=self._refused,
                 failures=self._failures,
-                num_removed=self._swept,
+                num_removed=self._num_removed,
                 misses=dict(self._misses),
-                disabled_reason=self._off,
+                disabled_reason=self._disabled_reason,
             )
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}{FILE_SUFFIX}"
 
-    def _room(self, size: int) -> bool:
-        """Evict until there is room for so many bytes; False: there cannot be."""
-        if size <= self.max_bytes and self._evict(size) and self._disk.free_bytes(self.folder) - size >= self._reserve:
+    def _make_room(self, size: int) -> bool:
+        """Evict until ``size`` more bytes fit; return False if they cannot."""
+        if size <= self.max_bytes and self._evict(size) and self._fs.free_bytes(self.folder) - size >= self._reserve:
             return True
         with self._lock:
             self._refused += 1
-            first = self._refused == 1
-        if first:
-            LOG.warning("%s: no room for another block; serving goes on without it", self.folder)
+            is_first = self._refused == 1
+        if is_first:
+            LOG.warning("%s: no room for another block; the engine continues without storing it", self.folder)
         return False
 
     def _evict(self, size: int, keep: str = "") -> bool:
-        """Take away what goes first until ``size`` more bytes fit; False: what is pinned leaves no room."""
+        """Evict until ``size`` more bytes fit; return False if pinned entries prevent it."""
         while self._bytes + size > self.max_bytes:
             with self._lock:
-                able = (key for key in self._eviction_order.victims() if key not in self._pinned and key != keep)
-                victim = next(able, None)
+                candidates = (key for key in self._eviction_order.victims() if key not in self._pinned and key != keep)
+                victim = next(candidates, None)
                 if victim is None:
                     return False
                 self._bytes -= self._eviction_order.sizes[victim]
                 self._eviction_order.evict(victim)
                 self._evictions += 1
             try:
-                self._disk.remove(self._path(victim))
+                self._fs.remove(self._path(victim))
             except FileNotFoundError:
                 pass
             except OSError as error:
@@ -364,16 +398,16 @@ class DiskBlockStore:
                 return False
         return True
 
-    def _missed(self, key: str, why: str) -> None:
+    def _missed(self, key: str, reason: str) -> None:
         with self._lock:
-            self._misses[why] += 1
-            if why == "alien":  # not removed, and not in the way of the one that has this name by right
-                self._unlist(key)
-        if why in ("torn", "missing"):
-            LOG.info("%s: entry %s is %s", self.folder, key, why)
+            self._misses[reason] += 1
+            if reason == "foreign":  # The file stays, and put may replace it.
+                self._remove_from_index(key)
+        if reason in ("damaged", "missing"):
+            LOG.info("%s: entry %s is %s", self.folder, key, reason)
             self.drop(key)
 
-    def _unlist(self, key: str) -> None:
+    def _remove_from_index(self, key: str) -> None:
         if key in self._eviction_order.sizes:
             self._bytes -= self._eviction_order.sizes[key]
             self._eviction_order.remove(key)
@@ -383,27 +417,29 @@ class DiskBlockStore:
             self._misses["failed"] += 1
             self._failures += 1
             self._bad_reads += 1
-            self._unlist(key)  # never tried again, as if it were clean
+            self._remove_from_index(key)  # A failed entry is never tried again.
             if self._bad_reads < MAX_FAILURES or self._closed:
                 return
             self._closed = True
-            self._off = self._off or f"reading failed: {error}"
-        LOG.warning("%s: reading failed (%s); serving goes on without this tier", self.folder, error)
+            self._disabled_reason = self._disabled_reason or f"reading failed: {error}"
+        LOG.warning("%s: reading failed (%s); the engine continues without the disk store", self.folder, error)
 
-    def _fail(self, what: str, error: OSError) -> None:
+    def _fail(self, operation: str, error: OSError) -> None:
         with self._lock:
             self._failures += 1
-            if self._off:
+            if self._disabled_reason:
                 return
-            self._off = f"{what} failed: {error}"
-        LOG.warning("%s: %s failed (%s); serving goes on, nothing more is stored there", self.folder, what, error)
+            self._disabled_reason = f"{operation} failed: {error}"
+        LOG.warning(
+            "%s: %s failed (%s); the engine continues and stores no more blocks there", self.folder, operation, error
+        )
 
 
-def remove_leftovers(folder: Path, disk: FileSystem = REAL_FILE_SYSTEM) -> int:
-    """Remove what writers that have died left half written; how many.  Names that are not ours stay."""
-    return storage.filesystem.remove_temp_files(folder, lambda name: name.endswith((FILE_SUFFIX, ".pin")), disk)
+def remove_leftovers(folder: Path, fs: FileSystem = REAL_FILE_SYSTEM) -> int:
+    """Remove unfinished files of dead writers; returns their number."""
+    return storage.filesystem.remove_temp_files(folder, lambda name: name.endswith((FILE_SUFFIX, ".prefix")), fs)
 
 
-def _close(disk: FileSystem, file: int) -> None:
+def _close(fs: FileSystem, file: int) -> None:
     with suppress(OSError):
-        disk.close(file)
+        fs.close(file)

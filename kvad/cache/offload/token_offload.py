@@ -1,29 +1,26 @@
-"""How many bytes spilled tokens take, and where: pure integers, asked by the real spool and by ``kvad plan`` alike.
+"""Token offload: sizes and files of offloaded levels.
 
-A *spilled level* (``policy.Spilled``) has block numbers as any level has, but no pool: a block of one layer is a
-*line* of bytes, the raw arrays of its keys and values one behind the other.  The first ``ram`` blocks of a level lie in
-host memory, all others on disk, in one file per layer, each at the place that its number says.  The ledger gives the
-lowest free number (``blocks.LowestFirst``).
+An *offloaded level* (``OffloadPolicy``) has block ids like any level, but no pool: a block of one layer is a *line* of
+bytes, the raw arrays of its keys and values concatenated. The first ``ram`` blocks of a level are in RAM, all others on
+disk, in one file per layer, each at the offset of its id. The KVCacheManager allocates the lowest free id.
 
-A decode step reads every spilled block of a row once, in the same order as the step before.  In such a cycle whoever
-keeps what was read last has always just dropped what comes next, and no choice is better than a fixed one: so what
-lies in memory stays there, and nothing is moved up or down.
+A decode step reads every offloaded block of a sequence once, in the same order as the step before. In such a cycle an
+LRU cache has always just dropped the block that is read next, and no policy is better than a fixed assignment. So
+blocks never move between RAM and disk.
 
-    budget 1000 bytes, 2 layers, lines of 96 bytes:  1000 // 192 = 5 blocks in memory, 960 bytes
+    budget 1000 bytes, 2 layers, lines of 96 bytes:  1000 // 192 = 5 blocks in RAM, 960 bytes
 
-What is read goes through two *tiles* of staging, of about :data:`TILE` bytes each.  No torch.
+Blocks on disk are read through two *tiles* of staging memory of about :data:`TILE` bytes each.
 
-Lines of bytes by (layer, number): the first ones of each layer in host memory, the others in a file per layer.
+:meth:`OffloadFile.read` returns what :meth:`OffloadFile.write` stored, or the lines for which it cannot, with the
+cause. A line from disk is verified with its checksum, which stays in RAM, so lost writes, misplaced lines and stale
+lines are detected as well as changed bits. A failed write raises nothing: its line is unreadable until it is written
+again. RAM lines are not locked: a writer waits for the reader.
 
-Promises: what :meth:`Spool.read` gives is what :meth:`Spool.write` was given, or it says of which lines it is not, and
-why.  A line from disk is held against its checksum, which stays in memory, so that a lost write, a line in the wrong
-place and a line of before are found as well as a changed bit.  A failed write raises nothing: it makes its line
-unreadable until it is written again.  Memory cannot be written while it is read: one who writes waits for the reader.
+The files are private to this process. They have temporary names (``temp_paths.py``) and are removed by
+:meth:`OffloadFile.close`, at the end of the process, or after its death by the next :func:`remove_offload_leftovers`.
 
-The files are private to this process and worth nothing without it.  They are named as what is not finished
-(``aside.py``), removed by :meth:`Spool.close` or at the process's end, and after its death by the next :func:`sweep`.
-
-No torch: lines are NumPy's bytes, which a thread of another mode than the model's may write.
+``kvad plan`` uses the sizes. No torch: lines are NumPy bytes, which a thread may write in another inference mode.
 """
 
 from __future__ import annotations
@@ -45,92 +42,103 @@ from kvad.cache.groups import CacheGroup
 from kvad.errors import ConfigError
 from kvad.storage import REAL_FILE_SYSTEM, FileSystem
 
-ALIGN = 16  # bytes: every array of a line starts at a multiple
-TILE = 1 << 21  # bytes of a tile, but for a block of each row at least
-NUM_TILES = 2  # one is read while the other is attended to
-CHECKSUM_BYTES = 4  # bytes of a line's checksum
+ALIGN = 16  # Every array of a line starts at a multiple of this.
+TILE = 1 << 21  # bytes of a tile; at least one block per sequence
+NUM_TILES = 2  # One is read while the other is attended to.
+CHECKSUM_BYTES = 4  # of a line
 
 
 class ArraySlice(NamedTuple):
-    """One raw array of a line: of keys (side 0) or values (1), ``width`` numbers of ``dtype`` per head and slot, from
-    byte ``offset`` on."""
+    """One raw array of a line."""
 
-    is_value: int
+    is_value: int  # 0: of the keys, 1: of the values
     dtype: str
-    width: int
-    offset: int
+    width: int  # numbers per head and slot
+    offset: int  # bytes from the start of the line
     nbytes: int
 
 
 def block_slices(group: CacheGroup) -> tuple[ArraySlice, ...]:
-    """The arrays of a line in their order; formats by channel never come here (``CacheConfig.kept``)."""
-    made, offset = [], 0
-    for side, (form, dim) in enumerate(group.tensor_formats):
-        for array in form.arrays(dim):
-            assert array.granularity == "slot", "what is spilled is a row of slots"
-            nbytes = array.nbytes * group.spec.num_kv_heads * group.block_size
-            made.append(ArraySlice(side, array.dtype, array.width, offset, nbytes))
+    """Return the arrays of a line in order; per-channel formats never occur here."""
+    slices, offset = [], 0
+    for is_value, (tensor_format, dim) in enumerate(group.tensor_formats):
+        for part in tensor_format.arrays(dim):
+            assert part.granularity == "slot", "offloaded formats must be per token"
+            nbytes = part.nbytes * group.spec.num_kv_heads * group.block_size
+            slices.append(ArraySlice(is_value, part.dtype, part.width, offset, nbytes))
             offset += -(-nbytes // ALIGN) * ALIGN
-    return tuple(made)
+    return tuple(slices)
 
 
 class LevelLayout(NamedTuple):
-    """One level's part: ``line`` bytes of a block of one layer; blocks in host memory, and on disk at most."""
+    """Size of one offloaded level."""
 
-    layers: int
-    block_bytes: int
-    ram: int
-    disk: int
+    layers: int  # number of layers
+    block_bytes: int  # of one layer: a line
+    ram: int  # blocks in RAM
+    disk: int  # maximum number of blocks on disk
     tile: int  # blocks of a tile
 
 
 @dataclass(frozen=True)
 class OffloadLayout:
-    """``shares``: by the number of the level's group."""
+    """Sizes of all offloaded levels; ``shares`` by the group index of the level."""
 
     shares: dict[int, LevelLayout]
 
     @property
     def ram_bytes(self) -> int:
-        """Bytes of host memory that hold tokens."""
+        """Bytes of RAM for tokens."""
         return sum(share.layers * share.block_bytes * share.ram for share in self.shares.values())
 
     @property
     def staging_bytes(self) -> int:
+        """Bytes of all tiles."""
         return NUM_TILES * max((share.block_bytes * share.tile for share in self.shares.values()), default=0)
 
     @property
     def checksum_bytes(self) -> int:
-        """Checksums of what lies on disk."""
+        """Bytes of the checksums of lines on disk."""
         return sum(CHECKSUM_BYTES * share.layers * share.disk for share in self.shares.values())
 
     @property
     def host_bytes(self) -> int:
-        """All that is allocated."""
+        """All bytes of RAM that are allocated."""
         return self.ram_bytes + self.staging_bytes + self.checksum_bytes
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of files when all rows are at their longest."""
+        """Bytes of the files if all sequences have their maximum length."""
         return sum(share.layers * share.block_bytes * share.disk for share in self.shares.values())
 
 
-def plan_offload(groups: Sequence[CacheGroup], budget: int) -> OffloadLayout:
-    """``budget``: bytes of host memory for tokens, shared out by what the levels take at their longest."""
+def plan_offload(groups: Sequence[CacheGroup], ram_budget: int) -> OffloadLayout:
+    """Divide RAM among the offloaded levels, in proportion to their maximum sizes.
+
+    Args:
+        groups: All cache groups.
+        ram_budget: Bytes of RAM for tokens.
+    """
     levels = {
-        number: group
-        for number, group in enumerate(groups)
+        group_index: group
+        for group_index, group in enumerate(groups)
         if group.lower_level is not None and group.lower_level.is_offloaded
     }
-    lines = {number: _line(group) for number, group in levels.items()}
-    whole = {number: len(group.layers) * lines[number] * group.num_usable_blocks for number, group in levels.items()}
+    block_bytes = {group_index: _line(group) for group_index, group in levels.items()}
+    total_bytes = {
+        group_index: len(group.layers) * block_bytes[group_index] * group.num_usable_blocks
+        for group_index, group in levels.items()
+    }
     shares = {}
-    for number, group in levels.items():
-        line, layers = lines[number], len(group.layers)
-        ram = min(group.num_usable_blocks, budget * whole[number] // sum(whole.values()) // (layers * line))
-        rows = group.num_usable_blocks // group.max_blocks_per_seq
-        tile = min(group.num_usable_blocks, max(rows, TILE // line))
-        shares[number] = LevelLayout(layers, line, ram, group.num_usable_blocks - ram, tile)
+    for group_index, group in levels.items():
+        line_bytes, num_layers = block_bytes[group_index], len(group.layers)
+        ram = min(
+            group.num_usable_blocks,
+            ram_budget * total_bytes[group_index] // sum(total_bytes.values()) // (num_layers * line_bytes),
+        )
+        max_num_seqs = group.num_usable_blocks // group.max_blocks_per_seq
+        tile = min(group.num_usable_blocks, max(max_num_seqs, TILE // line_bytes))
+        shares[group_index] = LevelLayout(num_layers, line_bytes, ram, group.num_usable_blocks - ram, tile)
     return OffloadLayout(shares)
 
 
@@ -141,11 +149,11 @@ def _line(group: CacheGroup) -> int:
 
 BlockBytes = NDArray[np.uint8]  # [n, line]
 
-FILE_PREFIX = "spill-"
+FILE_PREFIX = "offload-"
 
 
 class BlockRun(NamedTuple):
-    """``lines`` lines from number ``first`` on, at ``place`` of a tile; ``first`` -1: nothing lies there."""
+    """Consecutive blocks: ``num_blocks`` from id ``first`` at ``tile_index``; -1 means no block."""
 
     tile_index: int
     first: int
@@ -153,49 +161,54 @@ class BlockRun(NamedTuple):
 
 
 def split_runs(numbers: Sequence[int], split: int) -> list[BlockRun]:
-    """Neighbours together, but for those on two sides of number ``split``.
+    """Join consecutive ids, except across id ``split``.
 
     4 5 6 -1 -1 9, split 6  ->  4 5 | 6 | -1 -1 | 9
     """
-    made: list[BlockRun] = []
-    for place, number in enumerate(numbers):
-        if made:
-            _, first, count = made[-1]
-            follows = number == first + count and number != split if first >= 0 else number < 0
+    runs: list[BlockRun] = []
+    for tile_index, block in enumerate(numbers):
+        if runs:
+            _, first, count = runs[-1]
+            follows = block == first + count and block != split if first >= 0 else block < 0
             if follows:
-                made[-1] = made[-1]._replace(num_blocks=count + 1)
+                runs[-1] = runs[-1]._replace(num_blocks=count + 1)
                 continue
-        made.append(BlockRun(place, number, 1))
-    return made
+        runs.append(BlockRun(tile_index, block, 1))
+    return runs
 
 
-def remove_offload_leftovers(folder: Path, disk: FileSystem = REAL_FILE_SYSTEM) -> int:
-    """Remove what dead processes left; returns how many files."""
-    return storage.filesystem.remove_temp_files(folder, lambda name: name.startswith(FILE_PREFIX), disk)
+def remove_offload_leftovers(folder: Path, fs: FileSystem = REAL_FILE_SYSTEM) -> int:
+    """Remove files of dead processes; returns their number."""
+    return storage.filesystem.remove_temp_files(folder, lambda name: name.startswith(FILE_PREFIX), fs)
 
 
 class OffloadFile:
-    """One level's lines.  ConfigError: ``folder`` cannot take its files."""
+    """Lines of one offloaded level, in RAM and in one file per layer.
 
-    def __init__(self, share: LevelLayout, folder: Path, name: str, disk: FileSystem = REAL_FILE_SYSTEM) -> None:
-        self.share, self.disk = share, disk
+    Raises:
+        ConfigError: If the files cannot be created.
+    """
+
+    def __init__(self, share: LevelLayout, folder: Path, name: str, fs: FileSystem = REAL_FILE_SYSTEM) -> None:
+        self.share, self.fs = share, fs
         self.written = self.read_ram = self.read_disk = self.failures = 0  # bytes, and operations that failed
-        self.touched = 0  # lines of a layer that its file has reached
+        self.touched = 0  # lines of a layer that its file contains
         self._ram = np.empty((share.layers, share.ram, share.block_bytes), np.uint8)
-        self._sums = array("I", bytes(4 * share.layers * share.disk))
-        self._lost: dict[tuple[int, int], str] = {}
+        self._checksums = array("I", bytes(4 * share.layers * share.disk))
+        self._unreadable: dict[tuple[int, int], str] = {}
         self._files: list[int] = []
         paths: list[Path] = []
-        self._end = weakref.finalize(self, _remove, disk, self._files, paths)
+        self._end = weakref.finalize(self, _remove, fs, self._files, paths)
         try:
             for layer in range(share.layers if share.disk else 0):
                 path = storage.temp_paths.temp_path(folder / f"{FILE_PREFIX}{name}.{layer}", "tmp")
-                self._files.append(disk.create(path))
+                self._files.append(fs.create(path))
                 paths.append(path)
         except OSError as error:
             self._end()
             raise ConfigError(
-                f"cannot spill to {folder}: {error.strerror or error}", "give another --spill-dir"
+                f"cache.offload_dir: cannot write to {folder}: {error.strerror or error}",
+                "Give another folder: --offload-dir.",
             ) from None
         self.paths = tuple(paths)
 
@@ -206,12 +219,12 @@ class OffloadFile:
     def split_runs(self, numbers: Sequence[int]) -> list[BlockRun]:
         return split_runs(numbers, self.share.ram)
 
-    # ------------------------------------------------------------ in
+    # ------------------------------------------------------------ writing
 
     def write(self, layer: int, runs: Sequence[BlockRun], lines: BlockBytes) -> None:
-        """lines [n, line], contiguous."""
-        for place, first, count in runs:
-            part = lines[place : place + count]
+        """Write lines [n, line_bytes], contiguous."""
+        for tile_index, first, count in runs:
+            part = lines[tile_index : tile_index + count]
             self.written += part.nbytes
             if first < self.share.ram:
                 self._ram[layer, first : first + count] = part
@@ -220,41 +233,45 @@ class OffloadFile:
 
     def _write(self, layer: int, first: int, lines: BlockBytes) -> None:
         data, size, at = lines.reshape(-1).data, self.share.block_bytes, first - self.share.ram
-        why = ""
+        reason = ""
         try:
-            self.disk.write_at(self._files[layer], data, at * size)
+            self.fs.write_at(self._files[layer], data, at * size)
         except OSError as error:
-            why, self.failures = f"it could not be written: {error.strerror or error}", self.failures + 1
+            reason, self.failures = f"could not be written: {error.strerror or error}", self.failures + 1
         self.touched = max(self.touched, at + len(lines))
-        for number in range(len(lines)):
-            self._sums[layer * self.share.disk + at + number] = zlib.crc32(data[number * size : (number + 1) * size])
-            if why:
-                self._lost[layer, first + number] = why
+        for index in range(len(lines)):
+            self._checksums[layer * self.share.disk + at + index] = zlib.crc32(data[index * size : (index + 1) * size])
+            if reason:
+                self._unreadable[layer, first + index] = reason
             else:
-                self._lost.pop((layer, first + number), None)
+                self._unreadable.pop((layer, first + index), None)
 
-    # ------------------------------------------------------------ out
+    # ------------------------------------------------------------ reading
 
     def read(self, layer: int, runs: Sequence[BlockRun], into: BlockBytes) -> dict[int, str]:
-        """Into lines [n, line], contiguous; returns the places that hold nothing (zeros), and why."""
+        """Read into lines [n, line_bytes], contiguous.
+
+        Returns:
+            The causes of unreadable lines by tile index; these lines are zero.
+        """
         lost: dict[int, str] = {}
-        for place, first, count in runs:
-            part = into[place : place + count]
+        for tile_index, first, count in runs:
+            part = into[tile_index : tile_index + count]
             if first < 0:
                 part[:] = 0
             elif first < self.share.ram:
                 part[:] = self._ram[layer, first : first + count]
                 self.read_ram += part.nbytes
             else:
-                found = self._read(layer, first, part)
+                lost_lines = self._read(layer, first, part)
                 self.read_disk += part.nbytes
-                for number, why in found.items():
-                    part[number] = 0
-                    lost[place + number] = why
+                for index, reason in lost_lines.items():
+                    part[index] = 0
+                    lost[tile_index + index] = reason
         return lost
 
     def ram_view(self, layer: int, run: BlockRun) -> BlockBytes | None:
-        """The lines of a run that lies in memory: a view.  None: it does not."""
+        """Return a view of a run in RAM, or None if it is on disk."""
         _, first, count = run
         if not 0 <= first < self.share.ram:
             return None
@@ -263,31 +280,33 @@ class OffloadFile:
 
     def _read(self, layer: int, first: int, into: BlockBytes) -> dict[int, str]:
         data, size, at = into.reshape(-1).data, self.share.block_bytes, first - self.share.ram
-        lost = {n: self._lost[layer, first + n] for n in range(len(into)) if (layer, first + n) in self._lost}
+        lost = {
+            n: self._unreadable[layer, first + n] for n in range(len(into)) if (layer, first + n) in self._unreadable
+        }
         try:
-            got = self.disk.read(self._files[layer], data, at * size)
+            num_read = self.fs.read(self._files[layer], data, at * size)
         except OSError as error:
             self.failures += 1
-            return {n: lost.get(n, f"reading it failed: {error.strerror or error}") for n in range(len(into))}
-        for number in range(len(into)):
-            begin, end = number * size, (number + 1) * size
-            if number in lost:
+            return {n: lost.get(n, f"could not be read: {error.strerror or error}") for n in range(len(into))}
+        for index in range(len(into)):
+            begin, end = index * size, (index + 1) * size
+            if index in lost:
                 continue
-            if end > got:
-                lost[number] = "its file was cut"
-            elif zlib.crc32(data[begin:end]) != self._sums[layer * self.share.disk + at + number]:
-                lost[number] = "its bytes are not those that were written"
+            if end > num_read:
+                lost[index] = "its file is truncated"
+            elif zlib.crc32(data[begin:end]) != self._checksums[layer * self.share.disk + at + index]:
+                lost[index] = "its checksum is wrong"
         self.failures += bool(lost)
         return lost
 
 
-def _remove(disk: FileSystem, files: list[int], paths: list[Path]) -> None:
-    """What cannot be removed is left to the next sweep."""
+def _remove(fs: FileSystem, files: list[int], paths: list[Path]) -> None:
+    """Close and remove the files; what fails is left to the next cleanup."""
     for file in files:
         with contextlib.suppress(OSError):
-            disk.close(file)
+            fs.close(file)
     for path in paths:
         with contextlib.suppress(OSError):
-            disk.remove(path)
+            fs.remove(path)
     files.clear()
     paths.clear()

@@ -1,4 +1,4 @@
-"""kvad.cache.sessions.directory"""
+"""A sequence's cache as a value, its file, and the directory of sessions."""
 
 from __future__ import annotations
 

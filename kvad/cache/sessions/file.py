@@ -1,12 +1,12 @@
-"""A session: a row's state in one file that stands for itself, for an engine that may have other blocks or layout.
+"""Session files: a sequence's state in one file, independent of block size and layout.
 
-An entry (``entry.py``) of the kind "session", durable when written.  Sections: "tokens" (those of the state),
-"history" (all of the session's, which may go on behind them), "source" where an encoder read one,
-"N.layer.kind.number" for the arrays of group N (``state.py``), and "rotary.layer".  ``facts``: the groups' marks, and
-under "said" what the caller has to say of it.
+A durable container (``container.py``) of kind "session". Sections: "tokens" (of the state), "history" (all tokens of
+the session; it may be longer), "source" (encoder input, if any), "N.layer.kind.number" for the arrays of group N
+(``state.py``), and "rotary.layer". The metadata has the held ranges of the groups and, under "writer", the metadata of
+the caller.
 
-Reading is all or nothing: what it belongs to is compared first, then every section is read and its checksum compared,
-and only then is there a state.  The pool is not touched: that happens when a request resumes from the state.
+Reading is all or nothing: the fingerprint is compared first, then every section is read and verified, and only then a
+state is returned. The pool is not changed until a request resumes from the state.
 """
 
 from __future__ import annotations
@@ -31,127 +31,175 @@ from kvad.storage import REAL_FILE_SYSTEM, CacheFingerprint, ContainerFile, File
 
 @dataclass(frozen=True)
 class LoadedSession:
-    """A session as it was read.  ``history``: all of its tokens; ``said``: the writer's own facts."""
+    """A session read from a file."""
 
     state: SequenceState
-    history: tuple[int, ...]
-    metadata: Mapping[str, Any]
-    nbytes: int
+    history: tuple[int, ...]  # all tokens of the session
+    metadata: Mapping[str, Any]  # of the writer
+    nbytes: int  # size of the file
 
 
 def save_session(
     path: Path,
     state: SequenceState,
-    identity: CacheFingerprint,
+    fingerprint: CacheFingerprint,
     history: Sequence[int],
-    said: Mapping[str, Any],
-    disk: FileSystem = REAL_FILE_SYSTEM,
+    writer: Mapping[str, Any],
+    fs: FileSystem = REAL_FILE_SYSTEM,
 ) -> int:
-    """Write ``path``, whole and durable, or leave what was there; returns its bytes.  OSError as the disk says it."""
+    """Write a session atomically and durably; on failure the previous file stays.
+
+    Args:
+        path: File to write.
+        state: State of the sequence.
+        fingerprint: Model and cache of the state.
+        history: All tokens of the session.
+        writer: Metadata of the caller, plain JSON.
+        fs: File system.
+
+    Returns:
+        The size of the file in bytes.
+
+    Raises:
+        OSError: If the disk fails.
+    """
     sections = [_section("tokens", torch.tensor(state.tokens)), _section("history", torch.tensor(list(history)))]
     if state.encoder_tokens is not None:
         sections.append(_section("source", torch.tensor(state.encoder_tokens)))
-    for number, part in enumerate(state.groups):
-        sections += [_section(f"{number}.{name}", array) for name, array in part.arrays.items()]
+    for group_index, group in enumerate(state.groups):
+        sections += [_section(f"{group_index}.{name}", array) for name, array in group.arrays.items()]
     sections += [_section(f"rotary.{layer}", rotary.inv_freq) for layer, rotary in state.rotaries.items()]
-    facts = {
+    metadata = {
         "length": state.length,
         "history": len(history),
-        "regime": state.regime,
-        "salt": state.salt,
+        "rope_regime": state.regime,
+        "cache_salt": state.salt,
         "groups": [
-            {"about": dict(each.signature), "marks": list(each.held_range), "used": each.num_used_slots}
-            for each in state.groups
+            {
+                "signature": dict(group.signature),
+                "held_range": list(group.held_range),
+                "num_used_slots": group.num_used_slots,
+            }
+            for group in state.groups
         ],
-        "rotaries": [[layer, each.interleaved, each.factor] for layer, each in state.rotaries.items()],
-        "said": dict(said),
+        "rotaries": [[layer, rotary.interleaved, rotary.factor] for layer, rotary in state.rotaries.items()],
+        "writer": dict(writer),
     }
     return storage.container.write_container(
-        path, CONTAINER_KIND, identity.parts, facts, sections, durable=True, disk=disk
+        path, CONTAINER_KIND, fingerprint.parts, metadata, sections, durable=True, fs=fs
     )
 
 
 def load_session(
     path: Path,
-    identity: Callable[[str, str], CacheFingerprint],
-    memory: KVCache,
-    home: object,
-    disk: FileSystem = REAL_FILE_SYSTEM,
+    fingerprint_for: Callable[[str, str], CacheFingerprint],
+    kv_cache: KVCache,
+    engine_id: object,
+    fs: FileSystem = REAL_FILE_SYSTEM,
 ) -> LoadedSession:
-    """Read ``path``, all of it, for the engine ``home`` with this memory; ``identity``: its own, of (regime, salt).
+    """Read and verify a session.
 
-    EntryError: it is missing, damaged, no session, or of another model, tokenizer, template, policy, ...: it says
-    which.  OSError as the disk says it.
+    Args:
+        path: File to read.
+        fingerprint_for: Returns the engine's fingerprint for (rotary regime, salt).
+        kv_cache: Cache that must be able to hold the state.
+        engine_id: Engine that the state is compared with.
+        fs: File system.
+
+    Raises:
+        StorageError: If the file is missing, damaged, not a session, or of another model, tokenizer, policy, ...
+        OSError: If the disk fails.
     """
-    with storage.container.open_container(path, disk) as entry:
-        header = entry.header
+    with storage.container.open_container(path, fs) as container:
+        header = container.header
         if header.kind != CONTAINER_KIND:
-            raise StorageError(f"{path}: it is a {header.kind}, no session", "it is left as it is", reason="alien")
+            raise StorageError(
+                f"{path}: a {header.kind}, not a session", "The file is left unchanged.", reason="foreign"
+            )
         try:
-            regime, salt = str(header.metadata["regime"]), str(header.metadata["salt"])
-            different = list(identity(regime, salt).differences(header.fingerprint))
-            if different:
-                raise _other(path, "; ".join(different), header.metadata.get("said", {}).get("model"))
-            return _read(entry, memory, regime, salt, home)
+            regime, salt = str(header.metadata["rope_regime"]), str(header.metadata["cache_salt"])
+            differences = list(fingerprint_for(regime, salt).differences(header.fingerprint))
+            if differences:
+                raise _mismatch_error(path, "; ".join(differences), header.metadata.get("writer", {}).get("model"))
+            return _read(container, kv_cache, regime, salt, engine_id)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise StorageError(
-                f"{path}: no session of this version ({error!r})", "it is left as it is", reason="alien"
+                f"{path}: not a session of this version ({error!r})",
+                storage.container.rewrite_hint(path),
+                reason="foreign",
             ) from None
 
 
-def _read(entry: ContainerFile, memory: KVCache, regime: str, salt: str, home: object) -> LoadedSession:
-    facts, sections = entry.header.metadata, entry.header.sections
-    described, parts = facts["groups"], []
-    for number, each in enumerate(described):
-        names = [name for name in sections if name.startswith(f"{number}.")]
-        marks, used = manager.portable_layout.HeldRange(*map(_count, each["marks"])), _count(each["used"])
-        parts.append(
-            GroupState(each["about"], marks, used, {name.partition(".")[2]: _shaped(entry, name) for name in names})
+def _read(container: ContainerFile, kv_cache: KVCache, regime: str, salt: str, engine_id: object) -> LoadedSession:
+    metadata, sections = container.header.metadata, container.header.sections
+    descriptions, groups = metadata["groups"], []
+    for group_index, group in enumerate(descriptions):
+        names = [name for name in sections if name.startswith(f"{group_index}.")]
+        held_range, num_used_slots = (
+            manager.portable_layout.HeldRange(*map(_count, group["held_range"])),
+            _count(group["num_used_slots"]),
         )
-    source = None if "source" not in sections else sections["source"].shape[0]
+        groups.append(
+            GroupState(
+                group["signature"],
+                held_range,
+                num_used_slots,
+                {name.partition(".")[2]: _shaped(container, name) for name in names},
+            )
+        )
+    num_encoder_tokens = None if "source" not in sections else sections["source"].shape[0]
     _check(
-        entry.path,
+        container.path,
         SequenceState(
-            (0,) * _count(facts["length"]), (0,) * source if source else None, regime, salt, tuple(parts), {}
+            (0,) * _count(metadata["length"]),
+            (0,) * num_encoder_tokens if num_encoder_tokens else None,
+            regime,
+            salt,
+            tuple(groups),
+            {},
         ),
-        memory,
+        kv_cache,
     )
-    for number, part in enumerate(parts):
-        for name, array in part.arrays.items():
-            part.arrays[name] = _filled(entry, f"{number}.{name}", array)
-    tokens, history = _integers(entry, "tokens"), _integers(entry, "history")
-    if len(tokens) != facts["length"] or not tokens:
+    for group_index, group_state in enumerate(groups):
+        for name, array in group_state.arrays.items():
+            group_state.arrays[name] = _filled(container, f"{group_index}.{name}", array)
+    tokens, history = _integers(container, "tokens"), _integers(container, "history")
+    if len(tokens) != metadata["length"] or not tokens:
         raise ValueError("tokens")
     rotaries = {
         int(layer): Rotary(
-            _filled(entry, f"rotary.{layer}", _shaped(entry, f"rotary.{layer}")), bool(crossed), float(by)
+            _filled(container, f"rotary.{layer}", _shaped(container, f"rotary.{layer}")),
+            bool(interleaved),
+            float(factor),
         )
-        for layer, crossed, by in facts["rotaries"]
+        for layer, interleaved, factor in metadata["rotaries"]
     }
-    read = None if source is None else _integers(entry, "source")
-    state = SequenceState(tokens, read, regime, salt, tuple(parts), rotaries, home)
-    return LoadedSession(state, history, facts["said"], entry.header.nbytes)
+    encoder_tokens = None if num_encoder_tokens is None else _integers(container, "source")
+    state = SequenceState(tokens, encoder_tokens, regime, salt, tuple(groups), rotaries, engine_id)
+    return LoadedSession(state, history, metadata["writer"], container.header.nbytes)
 
 
-def _check(path: Path, state: SequenceState, memory: KVCache) -> None:
-    """Before a section is read: could this memory hold it?"""
-    fitted = fit_state(state, memory.all_groups, state.length)
-    if isinstance(fitted, str):
-        raise _other(path, fitted)
-    for number, part in enumerate(state.groups):
-        expected = state_shapes(memory, state, number)
-        found = {name: (tuple(array.shape), array.dtype) for name, array in part.arrays.items()}
-        if found != expected:
-            raise StorageError(f"{path}: the arrays of group {number} are not what its marks say", reason="alien")
+def _check(path: Path, state: SequenceState, kv_cache: KVCache) -> None:
+    """Check that the cache could hold the state, before sections are read."""
+    fit = fit_state(state, kv_cache.all_groups, state.length)
+    if isinstance(fit, str):
+        raise _mismatch_error(path, fit)
+    for group_index, group_state in enumerate(state.groups):
+        expected = state_shapes(kv_cache, state, group_index)
+        stored_shapes = {name: (tuple(array.shape), array.dtype) for name, array in group_state.arrays.items()}
+        if stored_shapes != expected:
+            raise StorageError(
+                f"{path}: the arrays of group {group_index} do not match its held range", reason="foreign"
+            )
 
 
-def _other(path: Path, what: str, model: object = None) -> StorageError:
-    """``model``: where it was loaded from, as its writer says."""
-    with_what = f": the model was {model}" if model else ""
+def _mismatch_error(path: Path, difference: str, model: object = None) -> StorageError:
+    """Build the error for a session of another model or cache; ``model`` is its origin."""
+    origin = f": the model was {model}" if model else ""
     return StorageError(
-        f"{path}: it does not belong to this model and cache: {what}",
-        f"open it with what it was made with{with_what}",
-        reason="other",
+        f"{path}: does not belong to this model and cache: {difference}",
+        f"Open it with the model and the cache that wrote it{origin}.",
+        reason="mismatch",
     )
 
 
@@ -159,26 +207,26 @@ def _section(name: str, array: Tensor) -> Section:
     return device.tensor_bytes.tensor_to_section(name, array.detach().cpu().contiguous())
 
 
-def _shaped(entry: ContainerFile, name: str) -> Tensor:
-    """An array without contents, as the header describes it."""
-    stored = entry.header.sections[name]
+def _shaped(container: ContainerFile, name: str) -> Tensor:
+    """Return a meta tensor of a section's shape and dtype."""
+    stored = container.header.sections[name]
     return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
 
 
-def _filled(entry: ContainerFile, name: str, shaped: Tensor) -> Tensor:
-    array = torch.empty(shaped.shape, dtype=shaped.dtype)
-    entry.read(name, device.tensor_bytes.as_bytes(array))
+def _filled(container: ContainerFile, name: str, meta: Tensor) -> Tensor:
+    array = torch.empty(meta.shape, dtype=meta.dtype)
+    container.read(name, device.tensor_bytes.as_bytes(array))
     return array
 
 
-def _integers(entry: ContainerFile, name: str) -> tuple[int, ...]:
-    shaped = _shaped(entry, name)
-    if shaped.dtype != torch.int64 or shaped.dim() != 1:
+def _integers(container: ContainerFile, name: str) -> tuple[int, ...]:
+    meta = _shaped(container, name)
+    if meta.dtype != torch.int64 or meta.dim() != 1:
         raise ValueError(name)
-    return tuple(_filled(entry, name, shaped).tolist())
+    return tuple(_filled(container, name, meta).tolist())
 
 
 def _count(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value

@@ -1,12 +1,12 @@
-"""What a row leaves in a cache, on the host: its keys and values in the row's own order, in the formats they lie in.
+"""A sequence's cache on the host: keys and values in token order, in their stored formats.
 
-:func:`take` copies it out of a memory; :class:`Laid` writes it into another one of the same model and policy, with
-other blocks, another layout or on another device.  Nothing is decoded, so nothing is rounded: what comes back is, bit
-for bit, what was there.  Of groups that take tokens, and of sources, the arrays are by slot ([m, K, width]; positions
-[m]); of levels they are whole blocks, for blocks were packed and summed up whole, and so they need the same block size.
-Bounds of blocks (``quest.py``) are made anew.
+:func:`capture` copies it out of a KVCache; :class:`PendingRestore` writes it into another one of the same model and
+policy, with other blocks, another layout or on another device. Nothing is decoded, so nothing is rounded: a restored
+state is equal bit for bit. Arrays of groups that take tokens, and of encoder inputs, are by slot ([m, K, width];
+positions [m]). Arrays of lower levels are whole blocks, because blocks were quantized and merged whole, so they require
+the same block size. Block bounds (``quest.py``) are recomputed.
 
-Never: a guess.  :func:`fit` says why a state cannot be used, or how much of it can.
+:func:`fit_state` returns why a state cannot be used, or how much of it can.
 """
 
 from __future__ import annotations
@@ -25,161 +25,170 @@ from kvad.model_input import AttentionPattern, Rotary
 
 
 class GroupState(NamedTuple):
-    """One group's share.  ``about``: which group (:func:`about`); ``marks``: what it has of the row, where it takes
-    tokens; ``used``: slots that are filled, of a level's blocks; ``arrays``: by "layer.kind.number" and "positions"."""
+    """State of one cache group."""
 
-    signature: Mapping[str, Any]
-    held_range: manager.portable_layout.HeldRange
-    num_used_slots: int
-    arrays: dict[str, Tensor]
+    signature: Mapping[str, Any]  # identifies the group (:func:`group_signature`)
+    held_range: manager.portable_layout.HeldRange  # cached positions, if the group takes tokens
+    num_used_slots: int  # filled slots of a lower level's blocks
+    arrays: dict[str, Tensor]  # by "layer.kind.number" and "positions"
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceState:
-    """``tokens``: those whose keys and values are here; ``source``: what the encoder read, where there is one.
-    ``regime`` and ``salt``: as of ``cache/identity.py``.  ``home``: the engine that it was made in, or compared with.
-    ``rotaries``: how the keys of layers that make summaries are rotated."""
+    """Cached keys and values of a sequence, independent of blocks and layout."""
 
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # tokens whose keys and values are included
     encoder_tokens: tuple[int, ...] | None
-    regime: str
+    regime: str  # rotary regime (``fingerprint.py``)
     salt: str
     groups: tuple[GroupState, ...]
-    rotaries: Mapping[int, Rotary]
-    engine_id: object = None
+    rotaries: Mapping[int, Rotary]  # by layer: rotation of the keys of layers with summaries
+    engine_id: object = None  # engine that made the state, or was compared with it
 
     @property
     def length(self) -> int:
+        """Number of cached tokens."""
         return len(self.tokens)
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for part in self.groups for array in part.arrays.values())
+        """Bytes of all arrays."""
+        return sum(array.nbytes for group in self.groups for array in group.arrays.values())
 
 
 class FittedState(NamedTuple):
-    """The first ``length`` tokens of a state as a ledger would hold them: per group that takes tokens how, and per
-    level (blocks, slots that are filled)."""
+    """The layout of the first ``length`` tokens of a state in other cache groups."""
 
     length: int
-    layouts: tuple[manager.portable_layout.GroupLayout, ...]
-    lower_levels: tuple[tuple[int, int], ...]
+    layouts: tuple[manager.portable_layout.GroupLayout, ...]  # per group that takes tokens
+    lower_levels: tuple[tuple[int, int], ...]  # per level: blocks, filled slots
 
 
-def group_signature(groups: Sequence[CacheGroup], number: int) -> dict[str, Any]:
-    """What has to be equal of two groups, in words: their layers, what they see, and how they keep it.  ``blocks``: the
-    size of a block, where that decides what is kept or read."""
-    group = groups[number]
-    mixer, level = group.spec, group.lower_level
+def group_signature(groups: Sequence[CacheGroup], group_index: int) -> dict[str, Any]:
+    """Return the properties that must be equal for a group to use another's state.
+
+    They are its layers, its attention pattern and its cache configuration. ``blocks`` is the block size if it decides
+    what is cached or read, else 0.
+    """
+    group = groups[group_index]
+    spec, level = group.spec, group.lower_level
     owner = group if level is None else groups[level.token_group]
     policy = owner.eviction_policy or owner.demotion_policy or group.sparse_read_policy
-    by_blocks = owner.demotion_policy is not None or group.sparse_read_policy is not None
-    role = "source" if mixer.is_cross_attention else "tokens" if level is None else f"level {level.ratio}"
+    depends_on_blocks = owner.demotion_policy is not None or group.sparse_read_policy is not None
+    role = "source" if spec.is_cross_attention else "tokens" if level is None else f"level {level.ratio}"
     return {
         "role": role,
         "layers": list(group.layers),
-        "heads": [mixer.num_kv_heads, mixer.head_dim, mixer.value_dim],
-        "sees": str(AttentionPattern.from_spec(mixer)),
+        "heads": [spec.num_kv_heads, spec.head_dim, spec.value_dim],
+        "sees": str(AttentionPattern.from_spec(spec)),
         "policy": "" if policy is None else str(policy),
         "formats": [group.key_format, group.value_format],
-        "blocks": group.block_size if by_blocks else 0,
+        "blocks": group.block_size if depends_on_blocks else 0,
     }
 
 
-# ---------------------------------------------------------------- out of a memory
+# ---------------------------------------------------------------- capture
 
 
 @torch.inference_mode()
 def capture(
-    memory: KVCache,
-    standing: manager.portable_layout.SequenceLayout,
+    kv_cache: KVCache,
+    layout: manager.portable_layout.SequenceLayout,
     tokens: Sequence[int],
     *,
     regime: str,
     salt: str,
-    home: object,
+    engine_id: object,
 ) -> SequenceState:
-    """Copy a row out.  Its blocks may be handed on afterwards."""
-    groups = memory.all_groups
+    """Copy a sequence's cache to the host. Its blocks may be freed afterwards."""
+    groups = kv_cache.all_groups
     blocks = [
-        *(where for _, _, where in standing.groups),
-        *(where for _, where in standing.lower_levels),
-        *standing.encoder_blocks,
+        *(block_ids for _, _, block_ids in layout.groups),
+        *(block_ids for _, block_ids in layout.lower_levels),
+        *layout.encoder_blocks,
     ]
-    slots = [_slots_held(groups, number, standing) for number in range(len(blocks))]
+    slots = [_held_slots(groups, group_index, layout) for group_index in range(len(blocks))]
     arrays: list[dict[str, Tensor]] = [{} for _ in blocks]
-    for name, array in memory.copy_out(blocks, slots).items():
-        number, _, kind = name.partition(".")
-        arrays[int(number)][kind] = array
-    marks = [each for each, _, _ in standing.groups] + [manager.portable_layout.HeldRange()] * (
-        len(blocks) - len(standing.groups)
+    for name, array in kv_cache.copy_out(blocks, slots).items():
+        group_index, _, kind = name.partition(".")
+        arrays[int(group_index)][kind] = array
+    held_ranges = [item for item, _, _ in layout.groups] + [manager.portable_layout.HeldRange()] * (
+        len(blocks) - len(layout.groups)
     )
-    used = [0] * len(standing.groups) + [each for each, _ in standing.lower_levels] + [0] * len(standing.encoder_blocks)
-    parts = tuple(GroupState(group_signature(groups, i), marks[i], used[i], arrays[i]) for i in range(len(blocks)))
-    return SequenceState(tuple(tokens), standing.encoder_tokens, regime, salt, parts, memory.summary_rotaries(), home)
+    num_used_slots = (
+        [0] * len(layout.groups) + [item for item, _ in layout.lower_levels] + [0] * len(layout.encoder_blocks)
+    )
+    group_states = tuple(
+        GroupState(group_signature(groups, i), held_ranges[i], num_used_slots[i], arrays[i]) for i in range(len(blocks))
+    )
+    return SequenceState(
+        tuple(tokens), layout.encoder_tokens, regime, salt, group_states, kv_cache.summary_rotaries(), engine_id
+    )
 
 
-def _slots_held(
-    groups: Sequence[CacheGroup], number: int, standing: manager.portable_layout.SequenceLayout
+def _held_slots(
+    groups: Sequence[CacheGroup], group_index: int, layout: manager.portable_layout.SequenceLayout
 ) -> Tensor | None:
-    """Slots of a group in the order of a state; None: whole blocks."""
-    group = groups[number]
+    """Return the slots of a group in the order of the state; None for whole blocks."""
+    group = groups[group_index]
     if group.lower_level is not None:
         return None
     if group.spec.is_cross_attention:
-        where = standing.encoder_blocks[number - len(standing.groups) - len(standing.lower_levels)]
-        assert standing.encoder_tokens is not None
-        return torch.tensor(_source_slots(group, where, len(standing.encoder_tokens)), dtype=torch.int64)
-    marks, gap, blocks = standing.groups[number]
+        block_ids = layout.encoder_blocks[group_index - len(layout.groups) - len(layout.lower_levels)]
+        assert layout.encoder_tokens is not None
+        return torch.tensor(_source_slots(group, block_ids, len(layout.encoder_tokens)), dtype=torch.int64)
+    held_range, num_skipped_blocks, blocks = layout.groups[group_index]
     return torch.tensor(
-        manager.portable_layout.held_slots(group, blocks, gap, marks, standing.length), dtype=torch.int64
+        manager.portable_layout.held_slots(group, blocks, num_skipped_blocks, held_range, layout.length),
+        dtype=torch.int64,
     )
 
 
 def _source_slots(group: CacheGroup, blocks: Sequence[int], length: int) -> list[int]:
     size = group.block_size
-    return [blocks[at // size] * size + at % size for at in range(length)]
+    return [blocks[position // size] * size + position % size for position in range(length)]
 
 
-# ---------------------------------------------------------------- into a memory
+# ---------------------------------------------------------------- restore
 
 
 def common_prefix_length(state: SequenceState, tokens: Sequence[int]) -> int:
-    """How many of the first tokens are the same."""
-    most = min(state.length, len(tokens))
-    if state.tokens[:most] == tuple(tokens[:most]):
-        return most
-    return next(at for at in range(most) if state.tokens[at] != tokens[at])
+    """Return the number of equal first tokens."""
+    max_length = min(state.length, len(tokens))
+    if state.tokens[:max_length] == tuple(tokens[:max_length]):
+        return max_length
+    return next(index for index in range(max_length) if state.tokens[index] != tokens[index])
 
 
-def fit_state(state: SequenceState, groups: Sequence[CacheGroup], wanted: int) -> FittedState | str:
-    """How these groups would hold the first ``wanted`` tokens of a state, or why they cannot."""
+def fit_state(state: SequenceState, groups: Sequence[CacheGroup], length: int) -> FittedState | str:
+    """Return how these groups would store ``length`` tokens of a state, or why they cannot."""
     if len(groups) != len(state.groups):
-        return f"policy: {len(groups)} groups of layers here, {len(state.groups)} there"
-    lays, below = [], []
-    for number, (group, part) in enumerate(zip(groups, state.groups, strict=True)):
-        other = _differs(group_signature(groups, number), part.signature)
-        if other:
-            return other
+        return f"policy: {len(groups)} cache groups here, {len(state.groups)} there"
+    layouts, lower_levels = [], []
+    for group_index, (group, group_state) in enumerate(zip(groups, state.groups, strict=True)):
+        difference = _differs(group_signature(groups, group_index), group_state.signature)
+        if difference:
+            return difference
         if group.lower_level is not None:
-            count = len(part.arrays["positions"])
+            count = len(group_state.arrays["positions"])
             if count > min(group.num_usable_blocks, group.max_blocks_per_seq):
-                return f"context: {count} blocks of a level there, room for {group.max_blocks_per_seq} here"
-            below.append((count, part.num_used_slots))
+                return f"max_seq_len: {count} blocks of a level there, room for {group.max_blocks_per_seq} here"
+            lower_levels.append((count, group_state.num_used_slots))
         elif not group.spec.is_cross_attention:
-            if not manager.portable_layout.is_reusable(group, part.held_range, state.length, wanted):
-                return _too_short(group, state.length, wanted)
-            laid = manager.portable_layout.fit_layout(group, part.held_range, wanted)
-            if laid is None:
-                return f"context: {wanted} tokens there, no room for so many here"
-            lays.append(laid)
-    return FittedState(wanted, tuple(lays), tuple(below))
+            if not manager.portable_layout.is_reusable(group, group_state.held_range, state.length, length):
+                return _too_short(group, state.length, length)
+            layout = manager.portable_layout.fit_layout(group, group_state.held_range, length)
+            if layout is None:
+                return f"max_seq_len: {length} tokens there, no room for them here"
+            layouts.append(layout)
+    return FittedState(length, tuple(layouts), tuple(lower_levels))
 
 
-def _too_short(group: CacheGroup, length: int, wanted: int) -> str:
+def _too_short(group: CacheGroup, length: int, num_common: int) -> str:
     if group.eviction_policy is not None or group.demotion_policy is not None:
-        return f"tokens: they agree for {wanted} of {length}, and what {group.eviction_policy or group.demotion_policy} keeps is of all"
-    return f"tokens: they agree for {wanted} of {length}, and the window before them is held no more"
+        policy = group.eviction_policy or group.demotion_policy
+        return f"tokens: equal for {num_common} of {length}, and {policy} depends on all tokens"
+    return f"tokens: equal for {num_common} of {length}, and the window before them is no longer cached"
 
 
 def _differs(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
@@ -192,73 +201,79 @@ def _differs(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class PendingRestore:
-    """A state on its way into a memory (``memory.Pieces``)."""
+    """A state that is written into a KVCache by the next BlockOps (a ``RestorableState``)."""
 
     state: SequenceState
     fitted: FittedState
 
     @torch.inference_mode()
-    def restore(self, memory: KVCache, blocks: Sequence[Sequence[int]]) -> None:
-        """Into ``blocks`` per group; those of sources are left out where theirs is known already."""
-        memory.set_summary_rotaries(self.state.rotaries)
+    def restore(self, kv_cache: KVCache, blocks: Sequence[Sequence[int]]) -> None:
+        """Write the state into ``blocks`` per group; shared encoder blocks are left out."""
+        kv_cache.set_summary_rotaries(self.state.rotaries)
         slots, arrays = [], {}
-        for number, where in enumerate(blocks):
-            at, picks = self._places(memory.all_groups, number, where)
-            slots.append(at)
-            for kind, kept in self.state.groups[number].arrays.items():
-                arrays[f"{number}.{kind}"] = kept if at is None else _selected(kept, picks)
-        memory.copy_in(blocks, slots, arrays)
+        for group_index, block_ids in enumerate(blocks):
+            group_slots, picks = self._target_slots(kv_cache.all_groups, group_index, block_ids)
+            slots.append(group_slots)
+            for kind, array in self.state.groups[group_index].arrays.items():
+                arrays[f"{group_index}.{kind}"] = array if group_slots is None else _selected(array, picks)
+        kv_cache.copy_in(blocks, slots, arrays)
 
-    def _places(
-        self, groups: Sequence[CacheGroup], number: int, blocks: Sequence[int]
+    def _target_slots(
+        self, groups: Sequence[CacheGroup], group_index: int, blocks: Sequence[int]
     ) -> tuple[Tensor | None, list[slice]]:
-        """The slots of a group that are written, and which of the state's they get; None: whole blocks."""
-        group, part = groups[number], self.state.groups[number]
+        """Return a group's slots to write and the state's slices for them; None for whole blocks."""
+        group, group_state = groups[group_index], self.state.groups[group_index]
         if group.lower_level is not None:
             return None, []
         if group.spec.is_cross_attention:
             length = len(self.state.encoder_tokens or ())
             return torch.tensor(_source_slots(group, blocks, length), dtype=torch.int64), [slice(0, length)]
-        laid = self.fitted.layouts[number]
-        at = manager.portable_layout.held_slots(
-            group, blocks, laid.num_skipped_blocks, laid.held_range, self.fitted.length
+        layout = self.fitted.layouts[group_index]
+        slots = manager.portable_layout.held_slots(
+            group, blocks, layout.num_skipped_blocks, layout.held_range, self.fitted.length
         )
-        return torch.tensor(at, dtype=torch.int64), _select_slots(part.held_range, laid.held_range, self.fitted.length)
+        return torch.tensor(slots, dtype=torch.int64), _select_slots(
+            group_state.held_range, layout.held_range, self.fitted.length
+        )
 
 
 def _select_slots(
-    state: manager.portable_layout.HeldRange, laid: manager.portable_layout.HeldRange, length: int
+    state: manager.portable_layout.HeldRange, held_range: manager.portable_layout.HeldRange, length: int
 ) -> list[slice]:
-    """Where the positions of ``laid`` lie among those of a state."""
+    """Return where the positions of ``held_range`` are among those of a state."""
     picks = []
-    for span in manager.portable_layout.held_positions(laid, length):
+    for span in manager.portable_layout.held_positions(held_range, length):
         if span:
-            back = (
+            offset = (
                 0
                 if state.num_evicted or span.start < state.num_sink_tokens
                 else state.first_position - state.num_sink_tokens
             )
-            picks.append(slice(span.start - back, span.stop - back))
+            picks.append(slice(span.start - offset, span.stop - offset))
     return picks
 
 
-def _selected(kept: Tensor, picks: Sequence[slice]) -> Tensor:
-    return kept[picks[0]] if len(picks) == 1 else torch.cat([kept[pick] for pick in picks]) if picks else kept[:0]
+def _selected(array: Tensor, picks: Sequence[slice]) -> Tensor:
+    return array[picks[0]] if len(picks) == 1 else torch.cat([array[pick] for pick in picks]) if picks else array[:0]
 
 
-def state_shapes(memory: KVCache, state: SequenceState, number: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every array that a state has of a group."""
-    group, part = memory.all_groups[number], state.groups[number]
-    slots = len(state.encoder_tokens or ()) if group.spec.is_cross_attention else part.held_range.slots(state.length)
-    count = len(part.arrays["positions"])
-    found = {}
-    for name, array in memory.array_specs().items():
-        which, _, kind = name.partition(".")
-        if int(which) != number or kind.split(".")[1:2] == ["bounds"]:
+def state_shapes(
+    kv_cache: KVCache, state: SequenceState, group_index: int
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and dtype of every array of a state's group."""
+    group, group_state = kv_cache.all_groups[group_index], state.groups[group_index]
+    num_slots = (
+        len(state.encoder_tokens or ()) if group.spec.is_cross_attention else group_state.held_range.slots(state.length)
+    )
+    num_blocks = len(group_state.arrays["positions"])
+    shapes = {}
+    for name, array in kv_cache.array_specs().items():
+        index, _, kind = name.partition(".")
+        if int(index) != group_index or kind.split(".")[1:2] == ["block_bounds"]:
             continue
         shape = array.shape
         if group.lower_level is not None:
-            found[kind] = (count, *shape[1:]), array.dtype
+            shapes[kind] = (num_blocks, *shape[1:]), array.dtype
         else:
-            found[kind] = (slots, *shape[1:2], *shape[3:]) if len(shape) > 2 else (slots,), array.dtype
-    return found
+            shapes[kind] = (num_slots, *shape[1:2], *shape[3:]) if len(shape) > 2 else (num_slots,), array.dtype
+    return shapes

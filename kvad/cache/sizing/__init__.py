@@ -1,4 +1,4 @@
-"""kvad.cache.groups"""
+"""Bytes of weights, cache and activations, computed in advance."""
 
 from __future__ import annotations
 

@@ -1,70 +1,65 @@
-"""An upper bound of what comes and goes within a step, from shapes alone: scratch and activations.  No torch.
+"""Upper bound of a step's temporary memory, from shapes alone: scratch and activations.
 
-Two kinds of step are bounded, and the larger number of each kind counts:
+Two kinds of steps are bounded, and the maximum of each number counts:
 
-* a decoder's: ``T = min(budget, rows * chunk)`` new tokens, every row at its longest;
-* an encoder's: whole sources, as many as the budget allows and at least one: ``T = min(max(budget, S), rows * S)`` of
-  sources of S tokens.  An encoder has no other: what it computes is not kept.
+* decoder: ``T = min(max_num_batched_tokens, sequences * chunk)`` new tokens, every sequence at its maximum length;
+* encoder: whole inputs, at least one: ``T = min(max(max_num_batched_tokens, S), sequences * S)`` for inputs of S
+  tokens. An encoder caches nothing.
 
-They are seen in a process's peak, not in what it holds between two steps.  A test holds the bound against what torch
-really makes.  Letters as in ``step.py``; ``c`` is the bytes of a computed value, ``e`` of a cached one with its
-share of scales, F an MLP's hidden width; rows, T and S of the step, or of the source that is attended to.
+The memory appears in a process's peak, not between two steps. A test compares the bound with torch's allocations.
+Letters as in ``model_input.py``; ``c`` is the bytes of a computed value, ``e`` of a cached one with its share of
+scales, F the intermediate size of an MLP, rows the number of sequences, T and S of the step, or of the encoder input.
 
-scratch: ``cache/scratch.py``, for one layer at a time.
+Activations: the maximum over these moments, W the input width of the head:
 
-activations, the largest of these moments, W the width of what a head's matrix reads:
-
-    attention   c T (4 E + 4 (H D + K D) + 2 K Dv + 3 H Dv)   stream, norm; q, k while they turn, v; outputs
-    MLP         c T (5 E + 3 F), gated 4 F                    stream before and after attention, norm; up, gate, product
+    attention   c T (4 E + 4 (H D + K D) + 2 K Dv + 3 H Dv)   residual, norm; q, k during rotation; v; outputs
+    MLP         c T (5 E + 3 F), gated 4 F                    two residuals, norm; up, gate, product
     experts     c T (8 E + 6 F + 3 count)                     all tokens may choose one expert
-    sources     c T (E + 2 K (D + Dv)) + e T K (D + Dv)       what cross-attention will read, while it is written
-    logits      c T E + rows V (c + 3 * 4)                    one per row, and the sampler's float32 copies
-                c T (E + 3 W + n V) + S V (c + 3)             of an encoder: of every token (n = 1, and 1 if they are
-                                                              scaled, 2 if capped), and a row of them looked over
+    sources     c T (E + 2 K (D + Dv)) + e T K (D + Dv)       cross-attention keys and values while they are written
+    logits      c T E + rows V (c + 3 * 4)                    one per sequence, and the sampler's float32 copies
+                c T (E + 3 W + n V) + S V (c + 3)             of an encoder: of every token (n = 1, plus 1 if scaled,
+                                                              2 if capped), and checks of one sequence's logits
 
-The same bits in any batch take tiles beside that: c T max(E + (H + K) D + K Dv, E + H Dv, E + 3 F), of whole tiles, and
-of the logits' rows E + 2 V.
+Batch-invariant computation adds tiles: c T max(E + (H + K) D + K Dv, E + H Dv, E + 3 F) of whole tiles, and E + 2 V per
+row of logits.
 
-Scratch: what a step makes beside its activations, for one layer at a time.  An upper bound, from shapes; no torch.
+Scratch: temporary memory besides activations, of one layer at a time. Per *part* of what a sequence reads
+(``ops/merge.py``: full tokens, quantized tokens, summaries), all at once:
 
-Letters as in ``step.py``; ``c`` is the bytes of a computed value, ``e`` of a cached one with its share of scales.  Per
-*part*, a piece of what a row reads (``ops/merge.py``: tokens as they are, packed ones, summaries); all lie there at
-once:
-
-    gather   rows S K (D + Dv) e      keys and values of the blocks of all rows, side by side; nothing where a single
-                                      contiguous row is read where it lies, or in an encoder, which reads what it made
-    widen    rows S K D c             where the format of the keys is not the computed dtype; of the values, Dv
-             rows S K D 3             bits moved into place, where it is a packed one
-             rows S K D 4             and float32 on its way to half precision
-             rows S K (D + Dv) 4      where half precision meets a kernel that computes in float32
-    turn     rows S K D (3 c + 16)    keys that lie unrotated, or sinks that are numbered anew, and their angles
-    encode   13 T K D                 new keys in float32, where their format is a packed one; of the values, Dv
+    gather   rows S K (D + Dv) e      keys and values of the blocks of all sequences; none for a single contiguous
+                                      sequence, read in place, or an encoder, which reads its own output
+    widen    rows S K D c             if the keys' format is not the computed dtype; for values, Dv
+             rows S K D 3             shifted bits of an integer format
+             rows S K D 4             and float32 on the way to half precision
+             rows S K (D + Dv) 4      half precision with a kernel that computes in float32
+    turn     rows S K D (3 c + 16)    keys stored unrotated, or renumbered sinks, and their angles
+    encode   13 T K D                 new keys in float32, if their format is an integer one; for values, Dv
 
 and of the part that is attended to, one after the other:
 
-    mask     12 M                     M = min(T S, max(MASK_BUDGET, rows S)) pairs made at a time; times K where heads
-                                      keep, or choose, other tokens; twice where sinks are numbered anew
+    mask     12 M                     M = min(T S, max(MASK_BUDGET, rows S)) pairs at a time; times K if heads retain
+                                      or choose different tokens; twice for renumbered sinks
     scores   4 * 4 Q (8 in float64)   Q = min(H T S, max(SCORE_BUDGET, H rows S)): only with softcap, sink logits,
-                                      biases or values of another width, in float16 and of summaries; else the fused
-                                      kernel makes none
-             6 * 4 Q                  where a policy watches
-             48 Q / H                 distances and buckets of a T5 bias (48 Q where heads keep other tokens)
-    merge    T H (5 Dv + 4) 4         answers of parts and their denominators, where there are several
-    choose   T P (12 H + 64 K)        bounds of P blocks, ranked
+                                      biases, values of another width, in float16 and for summaries; otherwise the
+                                      fused kernel stores none
+             6 * 4 Q                  if a policy observes attention
+             48 Q / H                 distances and buckets of a T5 bias (48 Q if heads retain different tokens)
+    merge    T H (5 Dv + 4) 4         outputs and denominators of several parts
+    choose   T P (12 H + 64 K)        bounds of P blocks, sorted
 
-and kept until the step ends, for each part:
+and until the end of the step, for each part:
 
              T S + 8 rows S           booleans (small masks only), positions
-             c H T S                  for each table of biases or slopes (4 bytes of these), where it is small
+             c H T S                  for each small table of biases or slopes (4 bytes for slopes)
 
-Of a level that is spilled (``spilled.py``) S is of one tile, and up to three tiles are there at once: two that are
-merged, and the next while it is unpacked.  Only its positions are kept for all of it.
+For an offloaded level (``token_offload.py``) S is that of one tile, and up to three tiles exist at once: two that are
+merged, and the next being decoded. Only positions are stored for all of it.
 
-The same bits in any batch (``ops/aligned.py``) make scores for all that is attended to, in tiles of keys and of
-queries: ``_in_tiles``; that is where the smallest tile of products has :data:`TILE` rows, as :mod:`kvad.ops.batch_invariant`
-found it on every machine so far.  Where it finds a larger one, an engine makes more.
+Batch-invariant attention (``ops/batch_invariant_attention.py``) computes scores for everything it reads, in tiles of
+keys and queries (``_tiled_bytes``), if the smallest tile of products has :data:`TILE` rows, as
+:mod:`kvad.ops.batch_invariant` measured on every machine so far. If it measures a larger tile, an engine uses more.
 
-Between two steps, when nothing of that is there, a policy moves tokens: ``_moved``.
+Between two steps, when none of that exists, a policy moves tokens: ``_move_bytes``. No torch.
 """
 
 from __future__ import annotations
@@ -97,72 +92,69 @@ from kvad.config import (
     head_input_size,
 )
 
-MASK_BUDGET = 1 << 22  # ops/attend.py's, which imports torch; a test holds them equal
+MASK_BUDGET = 1 << 22  # of ops/attention.py, which imports torch; a test compares them
 SCORE_BUDGET = 1 << 24
-TILES, KEYS, NARROW = (8, 32, 128), 128, 16  # ops/invariant.py's, in the same way
+TILES, KEYS, NARROW = (8, 32, 128), 128, 16  # of ops/batch_invariant.py, compared by a test
 TILE = TILES[0]
-ENCODE_BYTES = 13  # bytes of a number while it is encoded: three float32 and what is stored
-DEMOTE_BYTES = 40  # of a number of what descends: as stored, in float32, turned, and encoded anew
-MERGE_TILES = 2  # tiles of a spilled level that wait, unpacked, while the next is
-SUMMARIZER_COPIES = 12  # more of each, where a compressor looks at it; and of its units
-SCORE_BYTES = 80  # of a token that is ranked, per head: its rank in float64, sorted, and their indices
+ENCODE_BYTES = 13  # bytes per number while encoding: three float32 and the result
+DEMOTE_BYTES = 40  # bytes per demoted number: stored, float32, rotated, encoded
+MERGE_TILES = 2  # decoded tiles of an offloaded level while the next is read
+SUMMARIZER_COPIES = 12  # additional copies of keys, values and hidden units for a summarizer
+SCORE_BYTES = 80  # bytes per token and head for eviction: float64 scores, sorted scores, indices
 
 
 @dataclass(frozen=True)
 class AttentionRead:
-    """Layers that share masks, in one step: ``tokens`` queries of ``rows`` rows, each of ``slots`` keys.
+    """One read of attention layers that share masks, in one step."""
 
-    ``mixers`` by what their biases are shared under; ``spec``: (K, D, Dv) of the keys and values; ``keys``: how many of
-    them; ``group``: where they lie, None for what was just made; ``gathered``: they are copied out of it;
-    ``unrotated``: RoPE turns them as they are read; ``below``: what lies in the levels of the same layers; ``whole``:
-    of what is read a tile at a time, the slots of a row in all tiles (0: it is read at once).  ``hidden``: units of
-    what makes summaries, 0 for means; ``tiled``: positions of a row where it is attended to in tiles, else 0.
-    """
-
-    specs: Mapping[str, AttentionConfig]
-    spec: tuple[int, int, int]
-    tokens: int
-    rows: int
-    slots: int
-    keys: int
-    group: CacheGroup | None = None
-    gathered: bool = False
-    unrotated: bool = False
+    specs: Mapping[str, AttentionConfig]  # by the name under which biases are shared
+    spec: tuple[int, int, int]  # (K, D, Dv)
+    tokens: int  # queries
+    rows: int  # sequences
+    slots: int  # keys of each sequence
+    keys: int  # keys of all sequences
+    group: CacheGroup | None = None  # None: keys of the step itself
+    gathered: bool = False  # Blocks are copied out of the group.
+    unrotated: bool = False  # RoPE is applied at read time.
     lower_levels: tuple[AttentionRead, ...] = ()
-    whole: int = 0
-    hidden: int = 0
-    tiled: int = 0
+    whole: int = 0  # slots of a sequence in all tiles, if read by tiles
+    hidden: int = 0  # hidden size of the summarizer; 0 for means
+    tiled: int = 0  # positions of a sequence, if batch-invariant
 
     @property
     def values(self) -> int:
+        """Numbers of all keys and values."""
         kv_heads, dim, value_dim = self.spec
         return self.keys * kv_heads * (dim + value_dim)
 
     @property
     def heads(self) -> int:
-        return max(mixer.num_heads for mixer in self.specs.values())
+        """Maximum number of query heads."""
+        return max(spec_config.num_heads for spec_config in self.specs.values())
 
     @property
     def per_head(self) -> bool:
-        """Whether positions are read by head: where they are, it matters where a key was."""
-        own = any(
-            not (mixer.position is None or isinstance(mixer.position, RopeConfig)) for mixer in self.specs.values()
+        """True if heads have different positions and these affect logits."""
+        has_bias = any(
+            not (spec_config.position is None or isinstance(spec_config.position, RopeConfig))
+            for spec_config in self.specs.values()
         )
-        return self.group is not None and self.group.eviction_policy is not None and (self.unrotated or own)
+        return self.group is not None and self.group.eviction_policy is not None and (self.unrotated or has_bias)
 
     @property
     def masks(self) -> int:
-        """Masks of a pair of query and key."""
+        """Masks per pair of query and key."""
         chooses = self.group is not None and self.group.sparse_read_policy is not None
         return self.spec[0] if self.per_head or chooses else 1
 
     @property
     def renumbered(self) -> bool:
+        """True if sink positions are renumbered."""
         return self.group is not None and self.group.spec.renumber_positions
 
     @property
     def watched(self) -> bool:
-        """Whether every query's weights are made: the attention that a token gets decides what stays."""
+        """True if all attention weights are computed because eviction depends on them."""
         return (
             self.group is not None
             and self.group.eviction_policy is not None
@@ -171,54 +163,57 @@ class AttentionRead:
 
     @property
     def weighted(self) -> bool:
+        """True for summaries."""
         return self.group is not None and self.group.lower_level is not None and self.group.lower_level.ratio > 1
 
 
 def scratch_bytes(reads: Sequence[AttentionRead], computed: str) -> int:
-    """Of a step that reads so, whose layers follow one another; ``computed``: the dtype of what is computed."""
+    """Return the scratch bytes of consecutive layers; ``computed`` is the compute dtype."""
     size = config.DTYPE_BYTES[computed]
-    kept = sum(_retained_bytes(part, size) for read in reads for part in (read, *read.lower_levels))
-    read = kept + max((_scratch(read, computed) for read in reads), default=0)
+    retained = sum(_retained_bytes(part, size) for read in reads for part in (read, *read.lower_levels))
+    read = retained + max((_scratch(read, computed) for read in reads), default=0)
     return max(read, *(_move_bytes(read) for read in reads)) if reads else read
 
 
 def _retained_bytes(read: AttentionRead, size: int) -> int:
-    """Masks, positions and biases that live as long as the step."""
-    pairs, most = read.tokens * read.slots, min(read.tokens, read.rows) * MASK_BUDGET
-    kept = min(read.masks * pairs, most) + 8 * read.rows * max(read.slots, read.whole)
-    for mixer in read.specs.values():
-        if isinstance(mixer.position, (AlibiConfig, T5BiasConfig)):
-            width = size if isinstance(mixer.position, T5BiasConfig) else 4
-            kept += width * min(mixer.num_heads * pairs, most)
-    return kept
+    """Return the bytes of masks, positions and biases that exist until the end of the step."""
+    pairs, max_pairs = read.tokens * read.slots, min(read.tokens, read.rows) * MASK_BUDGET
+    retained = min(read.masks * pairs, max_pairs) + 8 * read.rows * max(read.slots, read.whole)
+    for spec_config in read.specs.values():
+        if isinstance(spec_config.position, (AlibiConfig, T5BiasConfig)):
+            width = size if isinstance(spec_config.position, T5BiasConfig) else 4
+            retained += width * min(spec_config.num_heads * pairs, max_pairs)
+    return retained
 
 
 def _scratch(read: AttentionRead, computed: str) -> int:
+    """Return the temporary bytes of one layer."""
     parts = (read, *read.lower_levels)
     wide = max(4, config.DTYPE_BYTES[computed])
     scratch = sum(_copy_bytes(part, computed) + _pending_bytes(part, computed) for part in parts)
     scratch += max(_attention_bytes(part, computed) for part in parts)
     if len(parts) > 1 or read.renumbered:
         scratch += read.tokens * read.heads * (5 * read.spec[2] + 4) * wide
-    if read.renumbered:  # queries turned back
+    if read.renumbered:  # queries rotated back
         scratch += read.tokens * read.heads * read.spec[1] * (3 * wide + 16)
     return scratch + _block_selection_bytes(read)
 
 
 def _pending_bytes(read: AttentionRead, computed: str) -> int:
+    """Return the bytes of decoded tiles that wait to be merged."""
     return MERGE_TILES * read.values * config.DTYPE_BYTES[computed] if read.whole else 0
 
 
 def _copy_bytes(read: AttentionRead, computed: str) -> int:
-    """Keys and values as attention takes them."""
+    """Return the bytes of gathered, decoded and rotated keys and values."""
     if read.group is None:
         return 0
     kv_heads, dim, value_dim = read.spec
     size = config.DTYPE_BYTES[computed]
-    both = read.group.key_format, read.group.value_format
-    copied = read.keys * kv_heads * slot_bytes(both, dim, value_dim, read.group.block_size) if read.gathered else 0
+    formats = read.group.key_format, read.group.value_format
+    copied = read.keys * kv_heads * slot_bytes(formats, dim, value_dim, read.group.block_size) if read.gathered else 0
     copied += sum(
-        _decode_bytes(read, name, width, computed) for name, width in zip(both, (dim, value_dim), strict=True)
+        _decode_bytes(read, name, width, computed) for name, width in zip(formats, (dim, value_dim), strict=True)
     )
     if read.unrotated or read.renumbered:
         angles = 16 * (kv_heads if read.per_head else 1)
@@ -227,7 +222,7 @@ def _copy_bytes(read: AttentionRead, computed: str) -> int:
 
 
 def slot_bytes(formats: tuple[str, str], dim: int, value_dim: int, block_size: int) -> int:
-    """Bytes of a slot of one head, with its share of what belongs to a block."""
+    """Return the bytes of a slot of one head, with its share of per-block scales."""
     keys, values = formats
     arrays = (*get_format(keys).arrays(dim), *get_format(values).arrays(value_dim))
     shared = sum(array.nbytes for array in arrays if array.granularity == "block")
@@ -235,7 +230,7 @@ def slot_bytes(formats: tuple[str, str], dim: int, value_dim: int, block_size: i
 
 
 def _decode_bytes(read: AttentionRead, name: str, dim: int, computed: str) -> int:
-    """What comes of keys or values of ``dim`` numbers while they are decoded, and while new ones are encoded."""
+    """Return the bytes of decoding keys or values of ``dim`` numbers and encoding new ones."""
     if name == computed:
         return 0
     count, size = read.keys * read.spec[0] * dim, config.DTYPE_BYTES[computed]
@@ -245,61 +240,66 @@ def _decode_bytes(read: AttentionRead, name: str, dim: int, computed: str) -> in
 
 
 def _attention_bytes(read: AttentionRead, computed: str) -> int:
+    """Return the bytes of masks, scores and merged outputs."""
     if read.tiled:
         return _tiled_bytes(read, computed)
     size, row = config.DTYPE_BYTES[computed], read.rows * read.slots
     masks = read.masks * min(read.tokens * read.slots, max(MASK_BUDGET, row))
-    made = 12 * masks * (2 if read.renumbered else 1)
+    total = 12 * masks * (2 if read.renumbered else 1)
     forced = read.weighted or read.watched
-    unfused = [mixer for mixer in read.specs.values() if forced or _makes_scores(mixer, read.spec, computed)]
+    unfused = [
+        spec_config for spec_config in read.specs.values() if forced or _makes_scores(spec_config, read.spec, computed)
+    ]
     if unfused:
-        heads = max(mixer.num_heads for mixer in unfused)
+        heads = max(spec_config.num_heads for spec_config in unfused)
         scores = min(heads * read.tokens * read.slots, max(SCORE_BUDGET, heads * row))
-        made += (6 if read.watched else 4) * max(4, size) * scores
-        made += 8 * read.tokens * heads * read.spec[1] if read.watched else 0  # queries, widened
-        made += read.values * 4 if size == 2 else 0
-        if any(isinstance(mixer.position, T5BiasConfig) for mixer in unfused):
-            made += 48 * scores // (1 if read.per_head else min(mixer.num_heads for mixer in unfused))
+        total += (6 if read.watched else 4) * max(4, size) * scores
+        total += 8 * read.tokens * heads * read.spec[1] if read.watched else 0  # queries, widened
+        total += read.values * 4 if size == 2 else 0
+        if any(isinstance(spec_config.position, T5BiasConfig) for spec_config in unfused):
+            total += 48 * scores // (1 if read.per_head else min(spec_config.num_heads for spec_config in unfused))
         elif read.per_head:
-            made += 24 * scores
-    return made + (16 * row * read.spec[0] if read.watched else 0)
+            total += 24 * scores
+    return total + (16 * row * read.spec[0] if read.watched else 0)
 
 
 def _tiled_bytes(read: AttentionRead, computed: str) -> int:
-    """Q scores of a block of queries of all rows, 5 times: products, their stack, scaled (and once more where they are
-    capped), hidden; weights.  Biases 4 times, and masks, of all that lies between the first position and the last.
-    Tiles of keys and values, the answer and its sums.
+    """Return the bytes of batch-invariant attention.
 
-    A block has queries of whole groups, as few as :data:`TILE` and as many as SCORE_BUDGET lets a tile hold.
+    Q scores of a block of queries of all sequences, 5 times: products, their stack, scaled (and once more if capped),
+    masked; weights. Biases 4 times, and masks, of everything between the first position and the last. Tiles of keys and
+    values, the output and its sums.
+
+    A block has queries of whole groups, at least :data:`TILE` and at most as many as SCORE_BUDGET allows for a tile.
     """
     kv_heads, dim, value_dim = read.spec
     wide, heads = max(4, config.DTYPE_BYTES[computed]), read.heads
-    least, most = (-(-rows // (heads // kv_heads)) for rows in (TILE, TILES[-1]))
+    min_queries, max_queries = (-(-rows // (heads // kv_heads)) for rows in (TILE, TILES[-1]))
     fitting = SCORE_BUDGET // (heads * read.slots)
-    queries = max(read.rows * least, min(read.rows * most, read.tokens + read.rows * least, fitting))
-    reach = None if read.group is None else read.group.spec
+    queries = max(read.rows * min_queries, min(read.rows * max_queries, read.tokens + read.rows * min_queries, fitting))
+    cache_spec = None if read.group is None else read.group.spec
     slots = spread = KEYS * (
-        -(-read.slots // KEYS) + (reach is not None and reach.window is not None)
-    )  # tiles at edges
-    if reach is not None and reach.num_sinks:
+        -(-read.slots // KEYS) + (cache_spec is not None and cache_spec.window is not None)
+    )  # partial tiles
+    if cache_spec is not None and cache_spec.num_sinks:
         spread = max(slots, KEYS * (-(-read.tiled // KEYS) + 1))
-    capped = any(mixer.logit_softcap is not None for mixer in read.specs.values())
-    made = (5 + capped) * wide * heads * queries * slots + 16 * queries * spread + 32 * read.rows * spread
-    if any(isinstance(mixer.position, (AlibiConfig, T5BiasConfig)) for mixer in read.specs.values()):
-        made += (4 * wide * heads + 48) * queries * spread
+    capped = any(spec_config.logit_softcap is not None for spec_config in read.specs.values())
+    total = (5 + capped) * wide * heads * queries * slots + 16 * queries * spread + 32 * read.rows * spread
+    if any(isinstance(spec_config.position, (AlibiConfig, T5BiasConfig)) for spec_config in read.specs.values()):
+        total += (4 * wide * heads + 48) * queries * spread
     tile = read.rows * kv_heads * KEYS * 3 * (max(dim, value_dim) + NARROW) * wide
-    answers = heads * (queries * (3 * dim + 5 * (value_dim + NARROW)) + 2 * read.tokens * value_dim) * wide
-    return made + tile + answers + 2 * read.keys * kv_heads * value_dim * config.DTYPE_BYTES[computed]
+    outputs = heads * (queries * (3 * dim + 5 * (value_dim + NARROW)) + 2 * read.tokens * value_dim) * wide
+    return total + tile + outputs + 2 * read.keys * kv_heads * value_dim * config.DTYPE_BYTES[computed]
 
 
-def _makes_scores(mixer: AttentionConfig, spec: tuple[int, int, int], computed: str) -> bool:
-    """Whether attention holds a matrix of scores: not in the fused kernel without biases."""
-    plain = (mixer.position is None or isinstance(mixer.position, RopeConfig)) and spec[1] == spec[2]
-    return not plain or mixer.logit_softcap is not None or mixer.sink_logits or computed == "float16"
+def _makes_scores(spec_config: AttentionConfig, spec: tuple[int, int, int], computed: str) -> bool:
+    """True if attention stores a score matrix, unlike the fused kernel without biases."""
+    plain = (spec_config.position is None or isinstance(spec_config.position, RopeConfig)) and spec[1] == spec[2]
+    return not plain or spec_config.logit_softcap is not None or spec_config.sink_logits or computed == "float16"
 
 
 def _block_selection_bytes(read: AttentionRead) -> int:
-    """Bounds of blocks, and which of them each query chooses."""
+    """Return the bytes of block bounds and of the blocks that each query selects."""
     if read.group is None or read.group.sparse_read_policy is None:
         return 0
     kv_heads, dim, _ = read.spec
@@ -311,7 +311,7 @@ def _block_selection_bytes(read: AttentionRead) -> int:
 
 
 def _move_bytes(read: AttentionRead) -> int:
-    """What is held while rows are cut, or descend: of one layer at a time."""
+    """Return the bytes of evicting or demoting tokens, of one layer at a time."""
     group = read.group
     if group is None:
         return 0
@@ -327,12 +327,12 @@ def _move_bytes(read: AttentionRead) -> int:
     if group.eviction_policy is None:
         return 0
     slot = kv_heads * (slot_bytes((group.key_format, group.value_format), dim, value_dim, group.block_size) + 12)
-    one = read.slots * kv_heads * (8 * 3 * max(dim, value_dim) + SCORE_BYTES)
-    return read.rows * min(group.eviction_policy.budget, read.slots) * slot + one
+    scoring = read.slots * kv_heads * (8 * 3 * max(dim, value_dim) + SCORE_BYTES)
+    return read.rows * min(group.eviction_policy.budget, read.slots) * slot + scoring
 
 
 class PeakBytes(NamedTuple):
-    """Bytes, at most."""
+    """Upper bounds in bytes."""
 
     scratch: int
     activations: int
@@ -343,40 +343,54 @@ def peak_memory(
     cache: CacheConfig,
     groups: Sequence[CacheGroup],
     computed: str,
-    budget: int,
+    max_num_batched_tokens: int,
     *,
     hidden: int = 0,
     deterministic: bool = False,
 ) -> PeakBytes:
-    """Of the largest step; ``computed``: the dtype that the model computes in; ``hidden``: units of a compressor."""
+    """Return the peak of the largest step.
+
+    Args:
+        config: Model configuration.
+        cache: Resolved cache configuration.
+        groups: Cache groups.
+        computed: Dtype of the computation.
+        max_num_batched_tokens: New tokens of a step, at most.
+        hidden: Hidden size of the summarizer; 0 for means.
+        deterministic: Batch-invariant computation.
+    """
     scratch = activations = 0
     span = cache.max_seq_len if deterministic else 0
     if config.decoder is not None:
-        tokens = max_decoder_tokens(cache, budget, groups)
-        reads = [_how(read, hidden, span) for read in _decoder_reads(config.decoder, cache, groups, tokens)]
+        tokens = max_decoder_tokens(cache, max_num_batched_tokens, groups)
+        reads = [_with_options(read, hidden, span) for read in _decoder_reads(config.decoder, cache, groups, tokens)]
         scratch = scratch_bytes(reads, computed)
-        more = _tiled(config, config.decoder, tokens, config.hidden_size) if deterministic else 0
-        activations = _decoding(config, config.decoder, cache, tokens, more, config_lib.DTYPE_BYTES[computed])
+        tile_values = _tile_values(config, config.decoder, tokens, config.hidden_size) if deterministic else 0
+        activations = _decoding(config, config.decoder, cache, tokens, tile_values, config_lib.DTYPE_BYTES[computed])
     if config.encoder is not None:
-        tokens = max_encoder_tokens(config, cache, budget)
-        reads = [_how(read, hidden, span) for read in _encoder_reads(config, config.encoder, cache, tokens)]
+        tokens = max_encoder_tokens(config, cache, max_num_batched_tokens)
+        reads = [_with_options(read, hidden, span) for read in _encoder_reads(config, config.encoder, cache, tokens)]
         scratch = max(scratch, scratch_bytes(reads, computed))
-        more = _tiled(config, config.encoder, tokens, encoder_hidden_size(config)) if deterministic else 0
+        tile_values = _tile_values(config, config.encoder, tokens, encoder_hidden_size(config)) if deterministic else 0
         activations = max(
             activations,
-            _encoding(config, config.encoder, cache, tokens, more, config_lib.DTYPE_BYTES[computed]),
+            _encoding(config, config.encoder, cache, tokens, tile_values, config_lib.DTYPE_BYTES[computed]),
         )
     return PeakBytes(scratch, activations)
 
 
-def _how(read: AttentionRead, hidden: int, tiled: int) -> AttentionRead:
+def _with_options(read: AttentionRead, hidden: int, tiled: int) -> AttentionRead:
+    """Set ``hidden`` and ``tiled`` in a read and its lower levels."""
     return replace(
-        read, hidden=hidden, tiled=tiled, lower_levels=tuple(_how(part, hidden, tiled) for part in read.lower_levels)
+        read,
+        hidden=hidden,
+        tiled=tiled,
+        lower_levels=tuple(_with_options(part, hidden, tiled) for part in read.lower_levels),
     )
 
 
-def max_decoder_tokens(cache: CacheConfig, budget: int, groups: Sequence[CacheGroup]) -> int:
-    """New tokens of a decoder's step, at most.  Rows that descend end their chunks where they do."""
+def max_decoder_tokens(cache: CacheConfig, max_num_batched_tokens: int, groups: Sequence[CacheGroup]) -> int:
+    """Return the maximum number of new tokens of a decoder step; chunks end at demotions."""
     chunk = min(
         [
             cache.prefill_chunk_size,
@@ -384,20 +398,20 @@ def max_decoder_tokens(cache: CacheConfig, budget: int, groups: Sequence[CacheGr
             *(group.demotion_policy.interval for group in groups if group.demotion_policy is not None),
         ]
     )
-    return min(budget, cache.max_num_seqs * chunk)
+    return min(max_num_batched_tokens, cache.max_num_seqs * chunk)
 
 
 def max_source_tokens(config: ModelConfig, cache: CacheConfig) -> int:
-    """Tokens of the longest text that the encoder reads; 0 where there is no encoder."""
+    """Return the maximum length of an encoder input; 0 without an encoder."""
     if config.encoder is None:
         return 0
     return cache.max_seq_len if config.decoder is None else cache.max_source_len
 
 
-def max_encoder_tokens(config: ModelConfig, cache: CacheConfig, budget: int) -> int:
-    """Tokens of an encoder's step, at most: sources are read whole."""
+def max_encoder_tokens(config: ModelConfig, cache: CacheConfig, max_num_batched_tokens: int) -> int:
+    """Return the maximum number of tokens of an encoder step; inputs are encoded whole."""
     longest = max_source_tokens(config, cache)
-    return min(max(budget, longest), cache.max_num_seqs * longest)
+    return min(max(max_num_batched_tokens, longest), cache.max_num_seqs * longest)
 
 
 # ---------------------------------------------------------------- scratch
@@ -406,74 +420,94 @@ def max_encoder_tokens(config: ModelConfig, cache: CacheConfig, budget: int) -> 
 def _decoder_reads(
     stack: StackConfig, cache: CacheConfig, groups: Sequence[CacheGroup], tokens: int
 ) -> Iterator[AttentionRead]:
-    below: dict[int, list[AttentionRead]] = {}
+    lower_levels: dict[int, list[AttentionRead]] = {}
     reads: list[tuple[int, AttentionRead]] = []
     shares = offload.token_offload.plan_offload(groups, cache.offload_ram).shares
-    for number, group in enumerate(groups):
-        mixers = dict(_named(stack, index) for index in group.layers)
+    for group_index, group in enumerate(groups):
+        spec_configs = dict(_spec_of_layer(stack, index) for index in group.layers)
         slots = group.max_blocks_per_seq * group.block_size
         spec = (group.spec.num_kv_heads, group.spec.head_dim, group.spec.value_dim)
-        copied = not (cache.layout == "contiguous" and cache.max_num_seqs == 1)
-        unrotated = cache.rope_at == "read" and any(isinstance(mixer.position, RopeConfig) for mixer in mixers.values())
-        read = AttentionRead(
-            mixers, spec, tokens, cache.max_num_seqs, slots, cache.max_num_seqs * slots, group, copied, unrotated
+        gathered = not (cache.layout == "contiguous" and cache.max_num_seqs == 1)
+        unrotated = cache.rope_at == "read" and any(
+            isinstance(spec_config.position, RopeConfig) for spec_config in spec_configs.values()
         )
-        if number in shares:
-            at_once = -(-shares[number].tile // cache.max_num_seqs) * group.block_size
-            read = replace(read, slots=min(slots, at_once), keys=cache.max_num_seqs * min(slots, at_once), whole=slots)
+        read = AttentionRead(
+            spec_configs,
+            spec,
+            tokens,
+            cache.max_num_seqs,
+            slots,
+            cache.max_num_seqs * slots,
+            group,
+            gathered,
+            unrotated,
+        )
+        if group_index in shares:
+            tile_slots = -(-shares[group_index].tile // cache.max_num_seqs) * group.block_size
+            read = replace(
+                read, slots=min(slots, tile_slots), keys=cache.max_num_seqs * min(slots, tile_slots), whole=slots
+            )
         if group.lower_level is not None:
-            below.setdefault(group.lower_level.token_group, []).append(read)
+            lower_levels.setdefault(group.lower_level.token_group, []).append(read)
         else:
-            reads.append((number, read))
-    for number, read in reads:
-        yield replace(read, lower_levels=tuple(below.get(number, ())))
+            reads.append((group_index, read))
+    for group_index, read in reads:
+        yield replace(read, lower_levels=tuple(lower_levels.get(group_index, ())))
 
 
 def _encoder_reads(config: ModelConfig, stack: StackConfig, cache: CacheConfig, tokens: int) -> Iterator[AttentionRead]:
     specs = encoder_attention_specs(config)
-    reaches: dict[tuple[bool, int | None], list[int]] = {}
+    layers_by_pattern: dict[tuple[bool, int | None], list[int]] = {}
     for index, spec in enumerate(specs):
-        reaches.setdefault((spec.causal, spec.window), []).append(index)
-    for layers in reaches.values():
+        layers_by_pattern.setdefault((spec.causal, spec.window), []).append(index)
+    for layers in layers_by_pattern.values():
         widest = max((specs[index] for index in layers), key=lambda s: s.num_kv_heads * (s.head_dim + s.value_dim))
-        mixers = dict(_named(stack, index) for index in layers)
+        spec_configs = dict(_spec_of_layer(stack, index) for index in layers)
         shape = (widest.num_kv_heads, widest.head_dim, widest.value_dim)
-        yield AttentionRead(mixers, shape, tokens, cache.max_num_seqs, max_source_tokens(config, cache), tokens)
+        yield AttentionRead(spec_configs, shape, tokens, cache.max_num_seqs, max_source_tokens(config, cache), tokens)
 
 
-def _named(stack: StackConfig, index: int) -> tuple[str, AttentionConfig]:
-    """What a layer's biases are shared under, and its attention; from ``stack.layers`` on: its cross-attention."""
+def _spec_of_layer(stack: StackConfig, index: int) -> tuple[str, AttentionConfig]:
+    """Return the name under which a layer's biases are shared, and its attention.
+
+    Indices from ``stack.num_layers`` on are cross-attention layers.
+    """
     if index >= stack.num_layers:
-        cross = stack.layer_config(index - stack.num_layers).cross_attention
-        assert cross is not None, "groups count cross-attention after all layers"
-        return f"cross {stack.layer_type(index - stack.num_layers)}", cross
-    mixer = stack.layer_config(index).attention
-    alone = isinstance(mixer.position, T5BiasConfig) and not mixer.position.shared
-    return (f"{index}" if alone else stack.layer_type(index)), mixer
+        cross_attention = stack.layer_config(index - stack.num_layers).cross_attention
+        assert cross_attention is not None, "cross-attention is counted after all layers"
+        return f"cross {stack.layer_type(index - stack.num_layers)}", cross_attention
+    spec_config = stack.layer_config(index).attention
+    is_separate = isinstance(spec_config.position, T5BiasConfig) and not spec_config.position.shared
+    return (f"{index}" if is_separate else stack.layer_type(index)), spec_config
 
 
 # ---------------------------------------------------------------- activations
 
 
-def _decoding(config: ModelConfig, stack: StackConfig, cache: CacheConfig, tokens: int, more: int, size: int) -> int:
-    """``more``: values that products of tiles make beside those of a moment."""
-    moments = list(_moments(config, stack, config.hidden_size))
+def _decoding(
+    config: ModelConfig, stack: StackConfig, cache: CacheConfig, tokens: int, tile_values: int, size: int
+) -> int:
+    """Return the activations of a decoder step; ``tile_values`` is for batch invariance."""
+    moments = list(_layer_moments(config, stack, config.hidden_size))
     logits = tokens * config.hidden_size * size + cache.max_num_seqs * config.vocab_size * (size + 3 * 4)
-    if more:
+    if tile_values:
         logits += _padded(cache.max_num_seqs) * (config.hidden_size + 2 * config.vocab_size) * size
-    return max(size * (tokens * max(moments) + more), logits)
+    return max(size * (tokens * max(moments) + tile_values), logits)
 
 
-def _encoding(config: ModelConfig, stack: StackConfig, cache: CacheConfig, tokens: int, more: int, size: int) -> int:
+def _encoding(
+    config: ModelConfig, stack: StackConfig, cache: CacheConfig, tokens: int, tile_values: int, size: int
+) -> int:
+    """Return the activations of an encoder step."""
     width = encoder_hidden_size(config)
-    most = size * (tokens * max(_moments(config, stack, width)) + more)
+    peak = size * (tokens * max(_layer_moments(config, stack, width)) + tile_values)
     if config.decoder is None:
-        answers = _answers(config, cache, tokens, size)
-        if more:
-            answers += size * 2 * _padded(tokens) * (2 * head_input_size(config) + _outputs(config))
-        return max(most, answers)
+        head_bytes = _head_bytes(config, cache, tokens, size)
+        if tile_values:
+            head_bytes += size * 2 * _padded(tokens) * (2 * head_input_size(config) + _outputs(config))
+        return max(peak, head_bytes)
     for layer in config.decoder.layer_types.values():
-        assert layer.cross_attention is not None, "each layer of an encoder-decoder attends to the source"
+        assert layer.cross_attention is not None, "each layer of an encoder-decoder has cross-attention"
         dim, kv_heads = (
             head_dim(config, layer.cross_attention),
             layer.cross_attention.num_kv_heads or layer.cross_attention.num_heads,
@@ -482,13 +516,13 @@ def _encoding(config: ModelConfig, stack: StackConfig, cache: CacheConfig, token
         stored = kv_heads * slot_bytes(
             cache.token_formats, dim, layer.cross_attention.value_dim or dim, cache.block_size
         )
-        packed = any(get_format(name).kind != "plain" for name in cache.token_formats)
-        most = max(most, tokens * (size * (width + 2 * values) + stored + packed * ENCODE_BYTES * values))
-    return most
+        is_quantized = any(get_format(name).kind != "plain" for name in cache.token_formats)
+        peak = max(peak, tokens * (size * (width + 2 * values) + stored + is_quantized * ENCODE_BYTES * values))
+    return peak
 
 
-def _answers(config: ModelConfig, cache: CacheConfig, tokens: int, size: int) -> int:
-    """An encoder's head: of every token, unless it answers for rows alone."""
+def _head_bytes(config: ModelConfig, cache: CacheConfig, tokens: int, size: int) -> int:
+    """Return the bytes of an encoder's head: per token, or per sequence if it pools."""
     head = config.head
     if config.pools_sequence:
         return size * (
@@ -498,35 +532,37 @@ def _answers(config: ModelConfig, cache: CacheConfig, tokens: int, size: int) ->
     copies = 1
     if isinstance(head, LanguageHeadConfig):
         copies += (head.logit_scale != 1.0) + 2 * (head.logit_softcap is not None)
-    made = size * tokens * (config.hidden_size + 3 * head_input_size(config) + copies * outputs)
-    return made + min(tokens, cache.max_seq_len) * outputs * (size + 3)
+    total = size * tokens * (config.hidden_size + 3 * head_input_size(config) + copies * outputs)
+    return total + min(tokens, cache.max_seq_len) * outputs * (size + 3)
 
 
 def _outputs(config: ModelConfig) -> int:
     return len(config.head.labels) if isinstance(config.head, ClassificationHeadConfig) else config.vocab_size
 
 
-def _tiled(config: ModelConfig, stack: StackConfig, tokens: int, width: int) -> int:
-    """Values of a product that is made in tiles (``ops/invariant.py``): its input, aligned, and its tiles, before they
-    are joined; and three of what an activation is given."""
-    most = 0
+def _tile_values(config: ModelConfig, stack: StackConfig, tokens: int, width: int) -> int:
+    """Return the numbers of a product in tiles (``ops/batch_invariant.py``).
+
+    They are its aligned input, its tiles before they are joined, and three inputs of an activation function.
+    """
+    peak = 0
     for layer in stack.layer_types.values():
-        for mixer in (layer.attention, layer.cross_attention):
-            if mixer is not None:
-                dim, kv_heads = head_dim(config, mixer), mixer.num_kv_heads or mixer.num_heads
-                value_dim = mixer.value_dim or dim
-                made = (mixer.num_heads + kv_heads) * dim + kv_heads * value_dim
-                most = max(most, width + made, width + mixer.num_heads * value_dim)
-        most = max(most, width + 3 * layer.mlp.intermediate_size)
-    return _padded(tokens) * most
+        for spec_config in (layer.attention, layer.cross_attention):
+            if spec_config is not None:
+                dim, kv_heads = head_dim(config, spec_config), spec_config.num_kv_heads or spec_config.num_heads
+                value_dim = spec_config.value_dim or dim
+                projected = (spec_config.num_heads + kv_heads) * dim + kv_heads * value_dim
+                peak = max(peak, width + projected, width + spec_config.num_heads * value_dim)
+        peak = max(peak, width + 3 * layer.mlp.intermediate_size)
+    return _padded(tokens) * peak
 
 
 def _padded(rows: int) -> int:
     return -(-rows // TILE) * TILE
 
 
-def _moments(config: ModelConfig, stack: StackConfig, width: int) -> Iterator[int]:
-    """Values per token, at each moment of a layer."""
+def _layer_moments(config: ModelConfig, stack: StackConfig, width: int) -> Iterator[int]:
+    """Yield the numbers per token at each moment of a layer."""
     for layer in stack.layer_types.values():
         yield _attention(config, layer.attention, width)
         yield _mlp(layer, width)
@@ -534,11 +570,11 @@ def _moments(config: ModelConfig, stack: StackConfig, width: int) -> Iterator[in
             yield _attention(config, layer.cross_attention, width)
 
 
-def _attention(config: ModelConfig, mixer: AttentionConfig, width: int) -> int:
-    dim, kv_heads = head_dim(config, mixer), mixer.num_kv_heads or mixer.num_heads
-    value_dim = mixer.value_dim or dim
-    turned = 4 * (mixer.num_heads + kv_heads) * dim
-    return 4 * width + turned + 2 * kv_heads * value_dim + 3 * mixer.num_heads * value_dim
+def _attention(config: ModelConfig, spec_config: AttentionConfig, width: int) -> int:
+    dim, kv_heads = head_dim(config, spec_config), spec_config.num_kv_heads or spec_config.num_heads
+    value_dim = spec_config.value_dim or dim
+    rotated = 4 * (spec_config.num_heads + kv_heads) * dim
+    return 4 * width + rotated + 2 * kv_heads * value_dim + 3 * spec_config.num_heads * value_dim
 
 
 def _mlp(layer: LayerConfig, width: int) -> int:

@@ -1,7 +1,7 @@
-"""How much memory this process may still take: the machine's, or what its control groups leave of it.
+"""Memory available to this process: the machine's, or less if its control groups limit it.
 
-Linux: ``MemAvailable`` of ``/proc/meminfo``, and for every memory control group around the process its limit minus what
-it uses, file cache that can be dropped given back.  Elsewhere what ``sysconf`` says, and None where nobody knows.
+Linux: ``MemAvailable`` of ``/proc/meminfo``, and for every memory control group of the process its limit minus its use
+plus the reclaimable file cache. Elsewhere the value of ``sysconf``, or None if unknown.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ _GROUPS = (
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes that can be allocated without swapping and without being killed; None where it cannot be known.
+    """Return the bytes that can be allocated without swapping or an out-of-memory kill.
 
-    ``root`` holds ``proc`` and ``sys`` (a test's are false ones).
+    Args:
+        root: Folder that contains ``proc`` and ``sys``; tests pass their own.
+
+    Returns:
+        The number of bytes, or None if unknown.
     """
-    found = [*_machine(root), *_control_groups(root)]
-    if found:
-        return max(0, min(found))
+    limits = [*_machine(root), *_control_groups(root)]
+    if limits:
+        return max(0, min(limits))
     for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"):
         with suppress(ValueError, OSError, AttributeError):
             pages = os.sysconf(name)
@@ -47,16 +51,16 @@ def _control_groups(root: Path) -> Iterator[int]:
             if names in controllers.split(","):
                 folder = root / mount
                 yield from _left(folder, limit, used, droppable)
-                for piece in Path(path.lstrip("/")).parts:  # a group is held by the limits of those around it
-                    folder = folder / piece
+                for part in Path(path.lstrip("/")).parts:  # The limits of all parent groups apply.
+                    folder = folder / part
                     yield from _left(folder, limit, used, droppable)
 
 
 def _left(folder: Path, limit: str, used: str, droppable: str) -> Iterator[int]:
-    with suppress(ValueError, IndexError):  # "max": no limit; no lines: no such file
-        most, now = int(_lines(folder / limit)[0]), int(_lines(folder / used)[0])
+    with suppress(ValueError, IndexError):  # "max" means no limit; no lines, no such file.
+        max_bytes, used_bytes = int(_lines(folder / limit)[0]), int(_lines(folder / used)[0])
         cache = [int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.split()[:1] == [droppable]]
-        yield most - now + sum(cache)
+        yield max_bytes - used_bytes + sum(cache)
 
 
 def _lines(path: Path) -> list[str]:

@@ -1,5 +1,8 @@
-"""Hugging Face families, one file each.  :data:`FAMILIES` says which file reads a ``model_type``; nothing is imported
-before it is asked for.  Families of one's own are named in the environment: ``KVAD_FAMILIES=parrot=parrot:FAMILY``."""
+"""Hugging Face families, one file each; :data:`FAMILIES` maps a ``model_type`` to its file.
+
+A family is imported when it is requested.  Custom families are named in an environment variable:
+``KVAD_FAMILIES=parrot=parrot:FAMILY``.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,7 @@ FAMILIES: dict[str, str] = {  # model_type -> file
     "xlm-roberta": "roberta",
 }
 
-UNSUPPORTED: dict[str, str] = {  # model_type -> why
+UNSUPPORTED: dict[str, str] = {  # model_type -> reason
     "longt5": "its encoder attends to blocks and to sums of blocks; t5, mt5 and umt5 are read",
     "nllb-moe": "its experts drop tokens beyond a capacity; the dense NLLB, m2m_100, is read",
     "switch_transformers": "its experts drop tokens beyond a capacity; t5, mt5 and umt5 are read",
@@ -80,23 +83,30 @@ UNSUPPORTED: dict[str, str] = {  # model_type -> why
 
 
 def find_family(model_type: str) -> Family:
-    """The family of a ``model_type``; CheckpointError offers the nearest known one."""
-    own = _own().get(model_type)
-    if own is not None:
-        family = config.plugins.load_plugin(own, ENV_VARIABLE)
-        if not isinstance(family, Family):
-            raise CheckpointError(f"{ENV_VARIABLE}: {own} is no Family")
-        return family
+    """Return the family of a ``model_type``.
+
+    Raises:
+        CheckpointError: If it is unknown or not supported; the hint is the most similar name, or the reason.
+    """
+    custom = _custom_families().get(model_type)
+    if custom is not None:
+        custom_family = config.plugins.load_plugin(custom, ENV_VARIABLE)
+        if not isinstance(custom_family, Family):
+            raise CheckpointError(f"{ENV_VARIABLE}: {custom} is not a Family")
+        return custom_family
     if model_type in UNSUPPORTED:
         raise CheckpointError(f"model_type {model_type!r} is not supported", UNSUPPORTED[model_type])
     if model_type not in FAMILIES:
         raise CheckpointError(f"model_type {model_type!r} is not known", suggest(model_type, FAMILIES))
-    found = importlib.import_module(f"kvad.checkpoint.families.{FAMILIES[model_type]}").FAMILY
-    assert isinstance(found, Family)
-    return found
+    family = importlib.import_module(f"kvad.checkpoint.families.{FAMILIES[model_type]}").FAMILY
+    assert isinstance(family, Family)
+    return family
 
 
-def _own() -> dict[str, str]:
-    """``parrot=parrot:FAMILY,...``: a family's code is named by the user, never by a file that was downloaded."""
-    said = [entry.partition("=") for entry in os.environ.get(ENV_VARIABLE, "").split(",") if entry.strip()]
-    return {name.strip(): where.strip() for name, _, where in said}
+def _custom_families() -> dict[str, str]:
+    """Parse ``parrot=parrot:FAMILY,...``.
+
+    Code of a family is named by the user, never by a downloaded file.
+    """
+    entries = [entry.partition("=") for entry in os.environ.get(ENV_VARIABLE, "").split(",") if entry.strip()]
+    return {name.strip(): target.strip() for name, _, target in entries}

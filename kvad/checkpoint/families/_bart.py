@@ -1,10 +1,10 @@
-"""The encoder-decoders that began in fairseq, ParlAI and Marian, and became one skeleton in transformers.
+"""Encoder-decoders with BART's skeleton, from fairseq, ParlAI and Marian.
 
-BART's names of tensors and of config fields; the families differ in :class:`Skeleton`: where norms stand, what gives
-positions, whether a norm follows the embedding and a bias the head (``final_logits_bias``: [1, V] on their side).
+They have BART's tensor names and config fields; :class:`BartFamily` has the differences: positions of norms, kind of
+positions, a norm after the embedding, a bias of the head (``final_logits_bias``: [1, V] in the file).
 
-Encoder, decoder and head share one table ``model.shared`` unless the config says otherwise; then each has its own, as
-transformers 5 reads it.  Copies of a shared table, which older files hold, must be equal to it.
+Encoder, decoder and head share one table ``model.shared`` unless the config separates them, as transformers 5 reads
+it.  Copies of a shared table in older files must be equal to it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _ROW = TensorTransform(
 )
 _ATTENTION = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "out_proj"}
 _LAYER = {
-    **{f"attention.{ours}": f"self_attn.{theirs}" for ours, theirs in _ATTENTION.items()},
-    **{f"cross_attention.{ours}": f"encoder_attn.{theirs}" for ours, theirs in _ATTENTION.items()},
+    **{f"attention.{kvad_name}": f"self_attn.{hf_name}" for kvad_name, hf_name in _ATTENTION.items()},
+    **{f"cross_attention.{kvad_name}": f"encoder_attn.{hf_name}" for kvad_name, hf_name in _ATTENTION.items()},
     "norm1": "self_attn_layer_norm",
     "norm_cross": "encoder_attn_layer_norm",
     "mlp.up": "fc1",
@@ -57,16 +57,16 @@ _DROPOUT = {
     "attention": "attention_dropout",
     "hidden": "activation_dropout",
 }
-_SIDES = {"encoder": "source", "decoder": "embed"}  # their side -> our embedding
+_SIDES = {"encoder": "encoder_embedding", "decoder": "embedding"}  # side in their file -> kvad's embedding
 
 
 def learned_positions(offset: int) -> Callable[[HFConfigReader, int], Positions]:
-    """A table with ``offset`` unused rows before the first position."""
-    return lambda fields, limit: LearnedPositionsConfig(limit + offset, offset)
+    """Build learned positions with ``offset`` unused rows before the first position."""
+    return lambda fields, max_seq_len: LearnedPositionsConfig(max_seq_len + offset, offset)
 
 
 def concat_tables(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """The sinusoidal tables [limit, E] that stand in their files."""
+    """Yield the sinusoidal tables [max_seq_len, E] that files of the family have."""
     table = model_lib.positions.sinusoidal_embedding(
         torch.arange(config.max_seq_len), config.hidden_size, SinusoidalPositionsConfig(form="concat")
     )
@@ -76,71 +76,69 @@ def concat_tables(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class BartFamily:
-    """What tells one family from another.
-
-    ``model``: their class; ``positions``: of a config and its limit.  ``pre``: norms before each half, and at the end.
-    ``early_norm``: the decoder's embedding is normalised before positions are added.  ``limit``, ``activation``,
-    ``scaled``: defaults of the config class.  ``extra``: see :class:`Family`.  ``two_vocabularies``: fields of Marian.
-    """
+    """Differences of one family; sizes and flags are defaults of its config class."""
 
     model_type: str
-    model: str
-    positions: Callable[[HFConfigReader, int], Positions]
-    pre_norm: bool = False
-    embed_norm: bool = False
-    norm_before_positions: bool = False
+    model: str  # class name in transformers
+    positions: Callable[[HFConfigReader, int], Positions]  # from config and max_seq_len
+    pre_norm: bool = False  # norms before each half of a layer and at the end
+    embed_norm: bool = False  # a norm after the embedding
+    norm_before_positions: bool = False  # the decoder's embedding is normalized before positions are added
     head_bias: bool = True
-    limit: int = 1024
+    max_seq_len: int = 1024
     activation: str = "gelu"
     scale_embedding: bool = False
-    two_vocabularies: bool = False
-    extra: Callable[[ModelConfig], Iterable[tuple[str, Tensor]]] | None = None
+    two_vocabularies: bool = False  # the config may have Marian's fields for two vocabularies
+    extra: Callable[[ModelConfig], Iterable[tuple[str, Tensor]]] | None = None  # see ``Family.extra``
 
     # ---------------------------------------------------------------- configs
 
     def read(self, fields: HFConfigReader) -> ModelConfig:
-        self._refuse(fields)
-        width, limit = fields.integer("d_model"), fields.integer("max_position_embeddings", default=self.limit)
-        vocab, target_vocab, apart = self._vocabularies(fields)
-        embed = EmbeddingConfig(
-            self.positions(fields, limit),
-            scale=math.sqrt(width) if fields.flag("scale_embedding", self.scale_embedding) else 1.0,
+        self._check_supported(fields)
+        hidden_size, max_seq_len = (
+            fields.integer("d_model"),
+            fields.integer("max_position_embeddings", default=self.max_seq_len),
+        )
+        vocab_size, target_vocab, separate = self._vocabularies(fields)
+        embedding = EmbeddingConfig(
+            self.positions(fields, max_seq_len),
+            scale=math.sqrt(hidden_size) if fields.flag("scale_embedding", self.scale_embedding) else 1.0,
             norm=_norm() if self.embed_norm else None,
         )
         return ModelConfig(
-            hidden_size=width,
+            hidden_size=hidden_size,
             vocab_size=target_vocab,
-            max_seq_len=limit,
+            max_seq_len=max_seq_len,
             encoder=self._stack(fields, "encoder"),
             decoder=self._stack(fields, "decoder"),
-            embedding=replace(embed, norm_first=self.norm_before_positions),
-            encoder_input=EncoderInputConfig(limit, embed, vocab if apart else None),
+            embedding=replace(embedding, norm_first=self.norm_before_positions),
+            encoder_input=EncoderInputConfig(max_seq_len, embedding, vocab_size if separate else None),
             head=LanguageHeadConfig(bias=self.head_bias),
             tie_embeddings=fields.flag("tie_word_embeddings", True),
             dropout=read_dropout(fields, **_DROPOUT),
         )
 
-    def _refuse(self, fields: HFConfigReader) -> None:
+    def _check_supported(self, fields: HFConfigReader) -> None:
         name, stem = fields.architecture, self.model.removesuffix("ForConditionalGeneration").removesuffix("MTModel")
         if name not in ("", f"{stem}Model") and not name.endswith(("ForConditionalGeneration", "MTModel")):
-            hint = f"of this family: {self.model}"
+            hint = f"The family's class is {self.model}."
             raise CheckpointError(f"{fields.where}: architectures {name!r} is not supported", hint)
-        fields.require_one_of("is_encoder_decoder", True, why="half of an encoder-decoder is another model")
-        fields.require_one_of("is_decoder", False, why="half of an encoder-decoder is another model")
-        fields.require_one_of("tie_encoder_decoder", False, why="encoder and decoder have weights of their own here")
+        fields.require_one_of("is_encoder_decoder", True, reason="Half of an encoder-decoder is another model.")
+        fields.require_one_of("is_decoder", False, reason="Half of an encoder-decoder is another model.")
+        fields.require_one_of("tie_encoder_decoder", False, reason="Encoder and decoder have separate weights in kvad.")
 
     def _vocabularies(self, fields: HFConfigReader) -> tuple[int, int, bool]:
-        """(of the source, of the target, whether each has a table of its own)."""
-        vocab = fields.integer("vocab_size")
+        """Return both vocabulary sizes (encoder, decoder), and whether their tables are separate."""
+        vocab_size = fields.integer("vocab_size")
         if not self.two_vocabularies:
-            return vocab, vocab, not fields.flag("tie_word_embeddings", True)
-        apart = not fields.flag("share_encoder_decoder_embeddings", True)
-        if not apart:
-            fields.require_one_of("decoder_vocab_size", vocab, why="a shared table has one size")
+            return vocab_size, vocab_size, not fields.flag("tie_word_embeddings", True)
+        separate = not fields.flag("share_encoder_decoder_embeddings", True)
+        if not separate:
+            fields.require_one_of("decoder_vocab_size", vocab_size, reason="A shared table has one size.")
             fields.require_one_of(
-                "tie_word_embeddings", True, why="transformers 4.57 and 5 disagree on what is then shared"
+                "tie_word_embeddings", True, reason="transformers 4.57 and 5 disagree on what is shared."
             )
-        return vocab, fields.integer("decoder_vocab_size", default=vocab), apart
+        return vocab_size, fields.integer("decoder_vocab_size", default=vocab_size), separate
 
     def _stack(self, fields: HFConfigReader, side: str) -> StackConfig:
         heads = fields.integer(f"{side}_attention_heads")
@@ -159,7 +157,7 @@ class BartFamily:
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         if config.encoder is None or config.decoder is None or config.encoder_input is None:
-            raise CheckpointError(f"{self.model_type} cannot express this model: it is an encoder-decoder")
+            raise CheckpointError(f"{self.model_type} cannot express this model: it must be an encoder-decoder")
         fields: dict[str, Any] = {
             "architectures": [self.model],
             "model_type": self.model_type,
@@ -179,7 +177,7 @@ class BartFamily:
             }
             fields["pad_token_id"] = (
                 min(fields["vocab_size"], config.vocab_size) - 1
-            )  # their class needs one that there is
+            )  # the class requires an id inside both vocabularies
         if isinstance(config.embedding.position, SinusoidalPositionsConfig) and config.embedding.position.offset:
             fields["pad_token_id"] = config.embedding.position.offset - 1
         return fields
@@ -203,11 +201,11 @@ class BartFamily:
         assert config.encoder_input is not None
         if config.encoder_input.vocab_size is None:
             yield tensor_rule("embedding.tokens", "model.shared")
-        for side, embed in _SIDES.items():
+        for side, embedding in _SIDES.items():
             if config.encoder_input.vocab_size is not None:
-                yield tensor_rule(f"{embed}.tokens", f"model.{side}.embed_tokens")
-            yield tensor_rule(f"{embed}.positions", f"model.{side}.embed_positions")
-            yield tensor_rule(f"{embed}.norm", f"model.{side}.layernorm_embedding")
+                yield tensor_rule(f"{embedding}.tokens", f"model.{side}.embed_tokens")
+            yield tensor_rule(f"{embedding}.positions", f"model.{side}.embed_positions")
+            yield tensor_rule(f"{embedding}.norm", f"model.{side}.layernorm_embedding")
             stack = config.encoder if side == "encoder" else config.decoder
             assert stack is not None
             for i in range(stack.num_layers):

@@ -1,4 +1,4 @@
-"""What many families' configs share: activations, rotary positions in both spellings, norms."""
+"""Shared parts of many families' configs: activations, rotary positions, dropout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvad.config import (
 )
 from kvad.errors import CheckpointError
 
-ACTIVATIONS = {  # theirs -> ours
+ACTIVATIONS = {  # Hugging Face -> kvad
     "gelu": "gelu",
     "gelu_python": "gelu",
     "gelu_new": "gelu_tanh",
@@ -33,8 +33,8 @@ ACTIVATIONS = {  # theirs -> ours
     "swish": "silu",
     "tanh": "tanh",
 }
-_BACK = {"gelu": "gelu", "gelu_tanh": "gelu_new", "quick_gelu": "quick_gelu", "relu": "relu", "relu2": "relu2"}
-FAIRSEQ_LAYER = {  # ours -> theirs, of a decoder's layer in fairseq's names
+_TO_HF = {"gelu": "gelu", "gelu_tanh": "gelu_new", "quick_gelu": "quick_gelu", "relu": "relu", "relu2": "relu2"}
+FAIRSEQ_LAYER = {  # kvad -> Hugging Face; a decoder's layer by fairseq's names
     "attention.q": "self_attn.q_proj",
     "attention.k": "self_attn.k_proj",
     "attention.v": "self_attn.v_proj",
@@ -46,71 +46,82 @@ FAIRSEQ_LAYER = {  # ours -> theirs, of a decoder's layer in fairseq's names
 }
 
 
-def hf_activation(ours: str) -> str:
-    """The name that transformers knows it by."""
-    return _BACK.get(ours, ours)
+def hf_activation(activation: str) -> str:
+    """Return transformers' name of an activation."""
+    return _TO_HF.get(activation, activation)
 
 
 def read_dropout(fields: HFConfigReader, **names: str) -> DropoutConfig:
-    """What training drops, by the names that a class has for it; a file that does not say drops nothing."""
-    shares = {ours: fields.number(theirs, default=0.0) for ours, theirs in names.items()}
-    for ours, share in shares.items():
+    """Read dropout probabilities by a class's field names; absent fields are 0."""
+    shares = {kvad_name: fields.number(hf_name, default=0.0) for kvad_name, hf_name in names.items()}
+    for kvad_name, share in shares.items():
         if not 0 <= share < 1:
-            raise CheckpointError(f"{fields.where}: {names[ours]}: expected a share below 1, found {share}")
+            raise CheckpointError(f"{fields.where}: {names[kvad_name]}: must be in [0, 1), got {share}")
     return DropoutConfig(**shares)
 
 
 def dropout_fields(config: ModelConfig, **names: str) -> dict[str, Any]:
-    """The inverse of :func:`dropout_of`; of two of ours that are one of theirs the last is said."""
-    return {theirs: getattr(config.dropout, ours) for ours, theirs in names.items()}
+    """Return the inverse of :func:`read_dropout`."""
+    return {hf_name: getattr(config.dropout, kvad_name) for kvad_name, hf_name in names.items()}
 
 
-def read_rope(fields: HFConfigReader, *, limit: int, layer_type: str | None = None, **changes: Any) -> RopeConfig:
-    """Rotary positions of a config of either spelling: ``rope_theta`` + ``rope_scaling`` (4.x), ``rope_parameters``
-    (5.x; nested by ``layer_type`` where layers differ).  ``changes`` are fields of :class:`Rope` that the family
-    decides, ``theta`` among them where its own default is not 10,000.  CheckpointError where a file has both spellings
-    and they disagree: each version of transformers would take another."""
-    given, older = fields.part("rope_parameters").content, fields.part("rope_scaling").content
-    if layer_type is not None and isinstance(given.get(layer_type), Mapping):
-        given, older = given[layer_type], {}
-    if any(isinstance(value, Mapping) for value in given.values()):
-        raise CheckpointError(f"{fields.where}: rope_parameters by type of layer are not supported")
-    if given and older and _scaling(fields, given, limit) != _scaling(fields, older, limit):
-        raise CheckpointError(f"{fields.where}: rope_parameters and rope_scaling disagree", "keep one of them")
-    stated = {name: value for name, value in (given or older).items() if value is not None}
-    values = HFConfigReader({**_older(fields), **stated}, fields.where)
+def read_rope(fields: HFConfigReader, *, max_seq_len: int, layer_type: str | None = None, **changes: Any) -> RopeConfig:
+    """Read the rotary positions of a config in either format.
+
+    transformers 4 has ``rope_theta`` and ``rope_scaling``, 5 has ``rope_parameters``, nested by ``layer_type`` if
+    layers differ.
+
+    Args:
+        fields: The config.
+        max_seq_len: Longest sequence of the model.
+        layer_type: Layer type to read.
+        changes: Fields of :class:`RopeConfig` that the family decides, or defaults of the class for ``theta`` and
+            ``partial_rotary_factor``.
+
+    Raises:
+        CheckpointError: If a file has both formats and they disagree, so that transformers' versions would differ.
+    """
+    current, legacy = fields.part("rope_parameters").content, fields.part("rope_scaling").content
+    if layer_type is not None and isinstance(current.get(layer_type), Mapping):
+        current, legacy = current[layer_type], {}
+    if any(isinstance(value, Mapping) for value in current.values()):
+        raise CheckpointError(f"{fields.where}: rope_parameters by layer type are not supported")
+    if current and legacy and _scaling(fields, current, max_seq_len) != _scaling(fields, legacy, max_seq_len):
+        raise CheckpointError(f"{fields.where}: rope_parameters and rope_scaling disagree", "Keep one of them.")
+    present = {name: value for name, value in (current or legacy).items() if value is not None}
+    values = HFConfigReader({**_legacy_fields(fields), **present}, fields.where)
     theta = values.number("rope_theta", default=changes.pop("theta", 10000.0))
-    fraction = values.number("partial_rotary_factor", default=changes.pop("fraction", 1.0))
+    fraction = values.number("partial_rotary_factor", default=changes.pop("partial_rotary_factor", 1.0))
     return RopeConfig(
-        theta=theta, partial_rotary_factor=fraction, scaling=_scaling(fields, given or older, limit), **changes
+        theta=theta, partial_rotary_factor=fraction, scaling=_scaling(fields, current or legacy, max_seq_len), **changes
     )
 
 
-def _older(fields: HFConfigReader) -> dict[str, Any]:
-    """What 4.x keeps beside the scaling."""
+def _legacy_fields(fields: HFConfigReader) -> dict[str, Any]:
+    """Return the fields that transformers 4 stores outside ``rope_scaling``."""
     names = ("rope_theta", "partial_rotary_factor")
     return {name: fields.get(name) for name in names}
 
 
-def _scaling(fields: HFConfigReader, given: Mapping[str, Any], limit: int) -> RopeScalingConfig | None:
-    values = HFConfigReader(given, f"{fields.where}: rope_scaling")
+def _scaling(fields: HFConfigReader, current: Mapping[str, Any], max_seq_len: int) -> RopeScalingConfig | None:
+    values = HFConfigReader(current, f"{fields.where}: rope_scaling")
     kind = values.get("rope_type", values.get("type", "default"))
     if kind == "default":
         return None
     if kind == "linear":
         return LinearScalingConfig(values.number("factor"))
-    original = _original(fields, values, limit)
+    original = _original_max_seq_len(fields, values, max_seq_len)
     if kind == "dynamic":
         values.require_one_of(
-            "original_max_position_embeddings", limit, why="transformers takes max_position_embeddings"
+            "original_max_position_embeddings", max_seq_len, reason="transformers uses max_position_embeddings."
         )
-        return DynamicScalingConfig(values.number("factor"), limit)
+        return DynamicScalingConfig(values.number("factor"), max_seq_len)
     if kind == "llama3":
         low, high = values.number("low_freq_factor"), values.number("high_freq_factor")
         return Llama3ScalingConfig(values.number("factor"), original, low, high)
     if kind == "yarn":
         return YarnScalingConfig(
-            factor=values.number("factor", default=limit / original),
+            factor=values.number("factor", default=max_seq_len / original),
             original_max_seq_len=original,
             beta_fast=values.number("beta_fast", default=32.0),
             beta_slow=values.number("beta_slow", default=1.0),
@@ -129,30 +140,32 @@ def _scaling(fields: HFConfigReader, given: Mapping[str, Any], limit: int) -> Ro
         )
         if scaling.attention_factor is None:
             values.require_one_of(
-                "factor", limit / original, why="transformers 4 takes max_position_embeddings / original"
+                "factor", max_seq_len / original, reason="transformers 4 uses max_position_embeddings / original."
             )
         return scaling
     raise CheckpointError(
-        f"{fields.where}: rope_type {kind!r} is not supported", "default, linear, dynamic, llama3, yarn or longrope"
+        f"{fields.where}: rope_type {kind!r} is not supported",
+        "Supported: default, linear, dynamic, llama3, yarn, longrope.",
     )
 
 
-def _original(fields: HFConfigReader, values: HFConfigReader, limit: int) -> int:
-    """The length that the model was first made for; some files say it twice."""
+def _original_max_seq_len(fields: HFConfigReader, values: HFConfigReader, max_seq_len: int) -> int:
+    """Return the length that the model was first trained for; some files have it twice."""
     name = "original_max_position_embeddings"
-    outer = fields.integer(name, default=values.integer(name, default=limit))
+    outer = fields.integer(name, default=values.integer(name, default=max_seq_len))
     inner = values.integer(name, default=outer)
     if inner != outer:
-        raise CheckpointError(f"{fields.where}: {name} is {outer}, and {inner} in rope_scaling", "keep one of them")
+        raise CheckpointError(f"{fields.where}: {name} is {outer}, and {inner} in rope_scaling", "Keep one of them.")
     return inner
 
 
 def optional(values: HFConfigReader, name: str) -> float | None:
+    """Return a number, or None if the field is absent."""
     return values.number(name) if name in values else None
 
 
 def rope_fields(position: RopeConfig, *, partial: bool = False) -> dict[str, Any]:
-    """The inverse of :func:`rope`, in both spellings, which both oracles read."""
+    """Return the inverse of :func:`read_rope`, in both formats."""
     scaling = position.scaling
     values: dict[str, Any] = {}
     if isinstance(scaling, LinearScalingConfig):
@@ -197,28 +210,32 @@ def rope_fields(position: RopeConfig, *, partial: bool = False) -> dict[str, Any
 
 
 def single_layer_type(config: ModelConfig | StackConfig, model_type: str) -> Any:
-    """The one kind of layer of a stack; CheckpointError where it has several and their class has not."""
-    kinds = list((config if isinstance(config, StackConfig) else config.stack).layer_types.values())
-    if len(kinds) != 1:
-        raise CheckpointError(f"{model_type} has one kind of layer, this model has {len(kinds)}")
-    return kinds[0]
+    """Return the only layer type of a stack.  Raises CheckpointError if it has several."""
+    layer_types = list((config if isinstance(config, StackConfig) else config.stack).layer_types.values())
+    if len(layer_types) != 1:
+        raise CheckpointError(f"{model_type} has one layer type, this model has {len(layer_types)}")
+    return layer_types[0]
 
 
 def check_expressible(model_type: str, **wrong: bool) -> None:
-    """CheckpointError naming the first thing that is true: their class has no place for it."""
-    for what, found in wrong.items():
-        if found:
-            raise CheckpointError(f"{model_type} cannot express this model: {what.replace('_', ' ')}")
+    """Check that a family can express a model.
+
+    Raises:
+        CheckpointError: If a condition is true; the message is the first one's name.
+    """
+    for label, is_wrong in wrong.items():
+        if is_wrong:
+            raise CheckpointError(f"{model_type} cannot express this model: {label.replace('_', ' ')}")
 
 
 def require_rope(position: object, model_type: str) -> RopeConfig:
-    """The same, if it is rotary; CheckpointError where their class knows no other positions."""
+    """Return ``position`` if it is rotary.  Raises CheckpointError if it is not."""
     if not isinstance(position, RopeConfig):
         raise CheckpointError(f"{model_type} cannot express this model: its positions are not rotary")
     return position
 
 
 def shortest_pattern(pattern: str) -> str:
-    """The shortest pattern that, repeated, is this one: GLGL -> GL."""
+    """Return the shortest pattern whose repetition is this one: GLGL -> GL."""
     lengths = range(1, len(pattern) + 1)
     return next(pattern[:n] for n in lengths if (pattern[:n] * len(pattern))[: len(pattern)] == pattern)

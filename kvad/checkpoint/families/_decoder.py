@@ -1,6 +1,6 @@
-"""What decoders in Llama's manner share: names of sizes and tensors, layers of several kinds, the way back.
+"""Shared parts of Llama-like decoders: sizes, tensors, layers of several types, writing.
 
-A file that says nothing of a size leaves it to their class, whose value the family states (:func:`known`).
+A size that is absent in a file has the default of its class, which the family states (:func:`with_defaults`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LAYER = {
     "norm2": "post_attention_layernorm",
 }
 QK_NORM = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
-STACKED = TensorTransform(  # one tensor of ours, along its first axis theirs
+STACKED = TensorTransform(  # one tensor of kvad's; the file has one per index of its first axis
     lambda tensors, shapes: [torch.stack(list(tensors))], lambda tensors, shapes: list(tensors[0].unbind())
 )
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -47,14 +47,14 @@ LayerRules = Callable[[str, str], Iterable[TensorRule]]
 
 
 def with_defaults(fields: HFConfigReader, **defaults: Any) -> HFConfigReader:
-    """The fields over what their class assumes where the file is silent.  A null stays null."""
-    fields.require_one_of("quantization_config", why="convert the weights to bfloat16 first")
+    """Return the fields over the defaults of their class.  Null stays null."""
+    fields.require_one_of("quantization_config", reason="Convert the weights to bfloat16 first.")
     return HFConfigReader({**defaults, **fields.content}, fields.where)
 
 
 def full_rope(fields: HFConfigReader, *, theta: float = 10000.0, **changes: Any) -> RopeConfig:
-    """Rotary positions over the whole head: their class knows no others."""
-    position = read_rope(fields, limit=fields.integer("max_position_embeddings"), theta=theta, **changes)
+    """Read rotary positions over the full head.  Raises CheckpointError for part of a head."""
+    position = read_rope(fields, max_seq_len=fields.integer("max_position_embeddings"), theta=theta, **changes)
     if position.partial_rotary_factor != 1:
         raise CheckpointError(
             f"{fields.where}: partial_rotary_factor {position.partial_rotary_factor} is not supported"
@@ -63,52 +63,58 @@ def full_rope(fields: HFConfigReader, *, theta: float = 10000.0, **changes: Any)
 
 
 def attention_config(fields: HFConfigReader, **changes: Any) -> AttentionConfig:
-    """Grouped attention of their sizes; the family says the rest."""
+    """Build grouped-query attention from the file's sizes and the family's ``changes``."""
     heads = fields.integer("num_attention_heads")
     dim = fields.integer("head_dim") if "head_dim" in fields else None
     return AttentionConfig(heads, fields.integer("num_key_value_heads", default=heads), dim, **changes)
 
 
 def rms_norm(fields: HFConfigReader, default: float = 1e-6, **changes: Any) -> NormConfig:
+    """Build an RMSNorm from ``rms_norm_eps``."""
     return NormConfig("rms", fields.number("rms_norm_eps", default=default), **changes)
 
 
 def read_window(fields: HFConfigReader) -> int | None:
-    """Visible tokens of a layer with a window; None where the file says null or nothing."""
+    """Return the number of visible tokens in layers with a window, or None if there is none."""
     return fields.integer("sliding_window") if "sliding_window" in fields else None
 
 
 def window_pattern(fields: HFConfigReader, sliding: Callable[[int], bool]) -> str:
-    """L for a layer with a window, G for one without: by ``layer_types``, or ``sliding`` (of the layer's index)."""
+    """Return L for layers with a window, G for others, by ``layer_types`` or ``sliding(index)``."""
     layers = fields.integer("num_hidden_layers")
     types = fields.get("layer_types") or [_SLIDING if sliding(index) else _FULL for index in range(layers)]
     if not isinstance(types, list) or len(types) != layers or not set(types) <= {_SLIDING, _FULL}:
-        raise CheckpointError(f"{fields.where}: layer_types {types!r} is not supported", f"{_SLIDING} or {_FULL}, each")
+        raise CheckpointError(
+            f"{fields.where}: layer_types {types!r} is not supported", f"Each must be {_SLIDING} or {_FULL}."
+        )
     if _SLIDING in types and read_window(fields) is None:
-        raise CheckpointError(f"{fields.where}: sliding_window is missing", "layer_types has layers with a window")
+        raise CheckpointError(f"{fields.where}: sliding_window is missing", "layer_types has layers with a window.")
     return "".join("L" if kind == _SLIDING else "G" for kind in types)
 
 
 def optional_window_pattern(fields: HFConfigReader, sliding: Callable[[int], bool]) -> str:
-    """The same where ``use_sliding_window`` says whether there are windows at all."""
+    """Return :func:`window_pattern` for a class where ``use_sliding_window`` enables windows."""
     used = fields.flag("use_sliding_window") and read_window(fields) is not None
-    found = window_pattern(fields, lambda index: used and sliding(index))
-    if "L" in found and not used:
+    pattern = window_pattern(fields, lambda index: used and sliding(index))
+    if "L" in pattern and not used:
         raise CheckpointError(f"{fields.where}: layer_types has layers with a window, use_sliding_window is false")
-    return found
+    return pattern
 
 
-def build_stack(kinds: Mapping[str, LayerConfig], pattern: str, **rest: Any) -> StackConfig:
-    """One letter per layer, in the shortest pattern; a single kind is L."""
+def build_stack(layer_types: Mapping[str, LayerConfig], pattern: str, **rest: Any) -> StackConfig:
+    """Build a stack from one letter per layer; the letter of a single layer type is L."""
     if len(set(pattern)) == 1:
-        return StackConfig(len(pattern), {"L": kinds[pattern[0]]}, **rest)
+        return StackConfig(len(pattern), {"L": layer_types[pattern[0]]}, **rest)
     return StackConfig(
-        len(pattern), {letter: kinds[letter] for letter in dict.fromkeys(pattern)}, shortest_pattern(pattern), **rest
+        len(pattern),
+        {letter: layer_types[letter] for letter in dict.fromkeys(pattern)},
+        shortest_pattern(pattern),
+        **rest,
     )
 
 
 def build_model_config(fields: HFConfigReader, decoder: StackConfig, *, tie: bool = False, **rest: Any) -> ModelConfig:
-    """The model around a stack.  ``tie``: what their class assumes."""
+    """Build a decoder; ``tie`` is the class's default of ``tie_word_embeddings``."""
     return ModelConfig(
         hidden_size=fields.integer("hidden_size"),
         vocab_size=fields.integer("vocab_size"),
@@ -123,7 +129,7 @@ def build_model_config(fields: HFConfigReader, decoder: StackConfig, *, tie: boo
 
 
 def layer_rules(config: ModelConfig, layer: LayerRules) -> Iterator[TensorRule]:
-    """``layer`` gives the rules of one layer, below two prefixes."""
+    """Yield the model's rules; ``layer`` returns those of one layer for two prefixes."""
     yield tensor_rule("embedding.tokens", "model.embed_tokens")
     for index in range(config.stack.num_layers):
         yield from layer(f"decoder.layers.{index}", f"model.layers.{index}")
@@ -132,16 +138,16 @@ def layer_rules(config: ModelConfig, layer: LayerRules) -> Iterator[TensorRule]:
 
 
 def decoder_rules(names: Mapping[str, str]) -> Callable[[ModelConfig], Iterator[TensorRule]]:
-    """For a family whose tensors are ours under other names."""
-    return lambda config: layer_rules(config, lambda ours, theirs: prefix_rules(ours, theirs, names))
+    """Build the rules of a family whose tensors differ only in their names."""
+    return lambda config: layer_rules(config, lambda kvad_name, hf_name: prefix_rules(kvad_name, hf_name, names))
 
 
 # ---------------------------------------------------------------- writing
 
 
 def size_fields(config: ModelConfig, model_type: str, architecture: str) -> dict[str, Any]:
-    """What every such config.json holds."""
-    mixer, mlp = config.stack.layer_config(0).attention, config.stack.layer_config(0).mlp
+    """Return the fields that every such config.json has."""
+    attention, mlp = config.stack.layer_config(0).attention, config.stack.layer_config(0).mlp
     out = {
         "architectures": [architecture],
         "model_type": model_type,
@@ -149,17 +155,17 @@ def size_fields(config: ModelConfig, model_type: str, architecture: str) -> dict
         "hidden_size": config.hidden_size,
         "intermediate_size": mlp.intermediate_size,
         "num_hidden_layers": config.stack.num_layers,
-        "num_attention_heads": mixer.num_heads,
-        "num_key_value_heads": mixer.num_kv_heads or mixer.num_heads,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads or attention.num_heads,
         "max_position_embeddings": config.max_seq_len,
         "tie_word_embeddings": config.tie_embeddings,
-        "pad_token_id": None,  # their own is beyond a small vocabulary
+        "pad_token_id": None,  # the class's default exceeds a small vocabulary
     }
-    return out if mixer.head_dim is None else {**out, "head_dim": mixer.head_dim}
+    return out if attention.head_dim is None else {**out, "head_dim": attention.head_dim}
 
 
 def write_layer_types(config: ModelConfig) -> dict[str, Any]:
-    """The window, and which layers have it."""
+    """Return the window, and the type of each layer."""
     windows = [config.stack.layer_config(index).attention.window for index in range(config.stack.num_layers)]
     return {
         "sliding_window": next((size for size in windows if size is not None), None),
@@ -168,17 +174,19 @@ def write_layer_types(config: ModelConfig) -> dict[str, Any]:
 
 
 def with_rope_type(fields: dict[str, Any], *names: str) -> dict[str, Any]:
-    """The same with ``type`` for ``rope_type`` in ``rope_scaling``, and of the rest ``names`` alone: some classes of
-    transformers 4 refuse whatever else is there."""
+    """Rename ``rope_type`` to ``type`` in ``rope_scaling``; retain only ``names`` besides it.
+
+    Some classes of transformers 4 refuse any other field.
+    """
     scaling = fields["rope_scaling"]
     if scaling is None:
         return fields
-    kept = {name: scaling[name] for name in names if name in scaling}
-    return {**fields, "rope_scaling": {"type": scaling["rope_type"], **kept}}
+    retained = {name: scaling[name] for name in names if name in scaling}
+    return {**fields, "rope_scaling": {"type": scaling["rope_type"], **retained}}
 
 
 def language_head(config: ModelConfig) -> LanguageHeadConfig:
-    """The head, or a plain one where it is of another kind: reading it back will tell."""
+    """Return the head, or a default one if it is of another kind, which reading back detects."""
     return config.head if isinstance(config.head, LanguageHeadConfig) else LanguageHeadConfig()
 
 
@@ -188,6 +196,7 @@ def decoder_family(
     rules: Callable[[ModelConfig], Iterable[TensorRule]],
     write: Callable[[ModelConfig], dict[str, Any]],
 ) -> Family:
+    """Build a family with Llama's prefix, ignored tensors and head."""
     return Family(
         types,
         read,

@@ -1,8 +1,8 @@
-"""What BERT's descendants share: task heads by ``architectures``, BERT's names, what a file says beyond its config.
+"""Shared parts of BERT's descendants: task heads, names, resolution by stored tensors.
 
-Files of one class differ in what they hold: a base model may come without its pooler, and sentence-transformers' files
-say *ForMaskedLM* of a base model.  :func:`settling` reads what is there; a pooler or a next-sentence head beside a task
-that does not use it is left out, as transformers does.
+Files of one class differ in their tensors: a base model may have no pooler, and files of sentence-transformers name
+*ForMaskedLM* for a base model.  :func:`head_resolver` reads what is stored; a pooler or a next-sentence head that the
+task does not use is left out, as in transformers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvad.config import (
 from kvad.errors import CheckpointError
 
 TaskHead = LanguageHeadConfig | ClassificationHeadConfig | PoolingHeadConfig
-DROPOUT = {  # theirs of a task's head is not known here
+DROPOUT = {  # dropout of a task head is not supported
     "embedding": "hidden_dropout_prob",
     "residual": "hidden_dropout_prob",
     "attention": "attention_probs_dropout_prob",
@@ -51,7 +51,10 @@ _EMBEDDING = {
     "embedding.norm": "embeddings.LayerNorm",
     "embedding.projection": "embeddings_project",
 }
-LEGACY_NORMS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}  # of files from TensorFlow
+LEGACY_NORMS = {
+    "LayerNorm.weight": "LayerNorm.gamma",
+    "LayerNorm.bias": "LayerNorm.beta",
+}  # in files converted from TensorFlow
 
 _BOTH = TensorTransform(lambda tensors, shapes: tensors[:1], lambda tensors, shapes: [tensors[0], tensors[0].clone()])
 
@@ -60,66 +63,71 @@ _BOTH = TensorTransform(lambda tensors, shapes: tensors[:1], lambda tensors, sha
 
 
 def encoder_only(fields: HFConfigReader) -> None:
-    """CheckpointError for what would make another model of the same tensors."""
-    fields.require_one_of("is_decoder", False, why="it is read as an encoder, which sees both sides")
+    """Raise CheckpointError for options that make the tensors another model."""
+    fields.require_one_of("is_decoder", False, reason="kvad reads it as a bidirectional encoder.")
     fields.require_one_of("is_encoder_decoder", False)
     fields.require_one_of("add_cross_attention", False)
-    fields.require_one_of("position_embedding_type", "absolute", why="relative keys (Shaw et al. 2018) are not known")
-    fields.require_one_of("pruned_heads", {}, why="save the pruned model with its own number of heads")
+    fields.require_one_of(
+        "position_embedding_type", "absolute", reason="Relative keys (Shaw et al. 2018) are not supported."
+    )
+    fields.require_one_of("pruned_heads", {}, reason="Save the pruned model with its reduced number of heads.")
 
 
 def base_model_config(fields: HFConfigReader, **changes: Any) -> HFConfigReader:
-    """The config of the base model below a class, for a family that reads its heads itself."""
+    """Return the config of the base model, for a family that reads its heads itself."""
     return with_changes(fields, architectures=["BertModel"], **changes)
 
 
 def with_changes(fields: HFConfigReader, **changes: Any) -> HFConfigReader:
-    """The same, but for what a family decides itself."""
+    """Return the fields with those that a family decides replaced."""
     return HFConfigReader({**fields.content, **changes}, fields.where)
 
 
 def read_labels(fields: HFConfigReader) -> tuple[str, ...]:
-    """The classes in the order of their numbers; transformers' own names where the config has none, or no use."""
+    """Return the class names in order, or transformers' default names."""
     names = fields.get("id2label")
     if names is None or "Classification" not in fields.architecture:
         return tuple(f"LABEL_{i}" for i in range(fields.integer("num_labels", default=2)))
     if not isinstance(names, Mapping) or sorted(names, key=str) != sorted(map(str, range(len(names)))):
-        raise CheckpointError(f"{fields.where}: id2label: expected names of 0, 1, 2, ..., found {names!r}")
+        raise CheckpointError(f"{fields.where}: id2label: must name 0, 1, 2, ..., got {names!r}")
     return tuple(str(names[str(i)]) for i in range(len(names)))
 
 
 def read_pooler(fields: HFConfigReader) -> PoolingHeadConfig:
-    """A base model's answer for a row.  ``add_pooling_layer`` is an argument of their classes, not of their configs:
-    kvad writes it of a model without a pooler, which :func:`settling` has seen in its file."""
+    """Return the head of a base model.
+
+    ``add_pooling_layer`` is an argument of transformers' classes, not of their configs; kvad writes it for a model
+    without a pooler, which :func:`head_resolver` detects in the file.
+    """
     return POOLER if fields.flag("add_pooling_layer", True) else PoolingHeadConfig()
 
 
 def read_task_head(fields: HFConfigReader, heads: Mapping[str, TaskHead]) -> TaskHead:
-    """The head of the class that wrote the file, by how its name ends; a masked language model's where it is unsaid."""
+    """Return the head by the suffix of the class name (default: masked language modeling)."""
     name = fields.architecture
-    found = re.search(r"(For[A-Z]\w*|LMHeadModel|Model)$", name)
+    match = re.search(r"(For[A-Z]\w*|LMHeadModel|Model)$", name)
     if not name:
         return heads["ForMaskedLM"]
-    if found is None or found[1] not in heads:
+    if match is None or match[1] not in heads:
         raise CheckpointError(
-            f"{fields.where}: architectures {name!r} is not supported", f"classes that end in {', '.join(heads)} are"
+            f"{fields.where}: architectures {name!r} is not supported", f"Supported classes end in {', '.join(heads)}."
         )
-    return heads[found[1]]
+    return heads[match[1]]
 
 
 def task_fields(config: ModelConfig, stem: str) -> dict[str, Any]:
-    """The inverse of :func:`task` and :func:`labels`."""
+    """Return the inverse of :func:`read_task_head` and :func:`read_labels`."""
     head = config.head
     if isinstance(head, ClassificationHeadConfig):
         ending = "ForTokenClassification" if head.level == "token" else "ForSequenceClassification"
-        numbered = {str(i): name for i, name in enumerate(head.labels)}
-        back = {name: i for i, name in enumerate(head.labels)}
-        return {"architectures": [stem + ending], "id2label": numbered, "label2id": back}
+        id2label = {str(i): name for i, name in enumerate(head.labels)}
+        label2id = {name: i for i, name in enumerate(head.labels)}
+        return {"architectures": [stem + ending], "id2label": id2label, "label2id": label2id}
     return {"architectures": [stem + ("ForMaskedLM" if isinstance(head, LanguageHeadConfig) else "Model")]}
 
 
 def bert_fields(config: ModelConfig, model_type: str, stem: str) -> dict[str, Any]:
-    """The fields that BERT's descendants have in common."""
+    """Return the fields that BERT's descendants have in common."""
     layer = single_layer_type(config, model_type)
     return {
         **task_fields(config, stem),
@@ -152,16 +160,18 @@ def bert_fields(config: ModelConfig, model_type: str, stem: str) -> dict[str, An
 def bert_rules(
     config: ModelConfig, base: str, side: str = "encoder", layer: Mapping[str, str] = BERT_LAYER
 ) -> Iterator[TensorRule]:
-    """Embeddings and layers by BERT's names, below ``base``."""
-    for mine, other in _EMBEDDING.items():
-        yield tensor_rule(mine, base + other)
+    """Yield embeddings and layers by BERT's names, below ``base``."""
+    for kvad_name, hf_name in _EMBEDDING.items():
+        yield tensor_rule(kvad_name, base + hf_name)
     for i in range(config.stack.num_layers):
         yield from prefix_rules(f"{side}.layers.{i}", f"{base}encoder.layer.{i}", layer)
 
 
 def head_bias(config: ModelConfig, decoder: str, bias: str) -> Iterator[TensorRule]:
-    """A language head whose bias stands beside its matrix.  Of an untied one transformers 5 reads ``decoder.bias``,
-    4.57 either."""
+    """Yield the rules of a language head whose bias is stored apart from its matrix.
+
+    For an untied head transformers 5 reads ``decoder.bias``, 4.57 either name.
+    """
     if not isinstance(config.head, LanguageHeadConfig):
         return
     yield tensor_rule("head.weight", f"{decoder}.weight")
@@ -173,7 +183,7 @@ def head_bias(config: ModelConfig, decoder: str, bias: str) -> Iterator[TensorRu
 
 
 def bias_rules(decoder: str, bias: str) -> dict[str, tuple[str, ...]]:
-    """The two names of a language head's bias: a file has either, or both."""
+    """Return the two names of a language head's bias: a file has either or both."""
     return {bias: (f"{decoder}.bias",), f"{decoder}.bias": (bias,)}
 
 
@@ -181,21 +191,25 @@ TensorLookup = Callable[[str], Tensor | None]
 
 
 def head_resolver(masked: str, pooler: str | None = None) -> Callable[[ModelConfig, TensorLookup], ModelConfig]:
-    """The head that a file holds.  ``masked``: the tensor without which there is no language head, ``pooler``: that of
-    the base model, where it may have one."""
+    """Build a function that selects the head by the stored tensors.
 
-    def settle(config: ModelConfig, look: TensorLookup) -> ModelConfig:
+    Args:
+        masked: Tensor that every language head has.
+        pooler: Tensor of the base model's pooler, if it may have one.
+    """
+
+    def resolve(config: ModelConfig, lookup: TensorLookup) -> ModelConfig:
         head = config.head
-        if isinstance(head, PoolingHeadConfig) or (isinstance(head, LanguageHeadConfig) and look(masked) is None):
-            head = PoolingHeadConfig() if pooler is None or look(pooler) is None else POOLER
+        if isinstance(head, PoolingHeadConfig) or (isinstance(head, LanguageHeadConfig) and lookup(masked) is None):
+            head = PoolingHeadConfig() if pooler is None or lookup(pooler) is None else POOLER
         return replace(config, head=head)
 
-    return settle
+    return resolve
 
 
-def tables_equal(found: Tensor, ours: Tensor) -> bool:
-    """Whether a file's table is ours, up to the rounding of its dtype."""
-    if found.shape != ours.shape:
+def tables_equal(stored: Tensor, computed: Tensor) -> bool:
+    """Return True if a stored table equals the computed one, up to the rounding of its dtype."""
+    if stored.shape != computed.shape:
         return False
-    rounding = max(1e-5, torch.finfo(found.dtype).eps)
-    return bool((found.float() - ours).abs().max() <= rounding)
+    rounding = max(1e-5, torch.finfo(stored.dtype).eps)
+    return bool((stored.float() - computed).abs().max() <= rounding)

@@ -1,6 +1,7 @@
-"""BART (Lewis et al. 2020): the Transformer of 2017 with learned positions behind two unused rows, and erf-gelu.
+"""BART (Lewis et al. 2020): the original Transformer with learned positions and erf-gelu.
 
-LayerNorm after each half of a layer and after the embedding, none at the end.  The target starts with ``</s>``.
+Two unused rows precede the positions.  LayerNorm follows each half of a layer and the embedding, none is at the end.
+The target starts with ``</s>``.
 """
 
 from __future__ import annotations

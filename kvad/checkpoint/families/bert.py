@@ -1,8 +1,9 @@
-"""BERT (Devlin et al. 2018): learned positions, token types and a norm in the embedding, LayerNorm after each half.
+"""BERT (Devlin et al. 2018).
 
-The masked language model's head transforms before the tied table and has a bias of its own.  A base model's answer for
-a row is its pooler's: a matrix and tanh on the first token; without one in the file, the mean.  Old files say gamma and
-beta of norms, and hold a next-sentence head that no class but ``BertForPreTraining`` reads.
+Learned positions, token types, LayerNorm after each half of a layer.  The embedding ends in a norm.  The masked
+language model's head has a transform before the tied table and a separate bias.  A base model's output is its
+pooler's: a matrix and tanh on the first token; without a pooler in the file, the mean.  Old files name norms gamma
+and beta, and have a next-sentence head that only ``BertForPreTraining`` reads.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ _DECODER, _BIAS = "cls.predictions.decoder", "cls.predictions.bias"
 
 def read(fields: HFConfigReader) -> ModelConfig:
     _encoder.encoder_only(fields)
-    limit = fields.integer("max_position_embeddings", default=512)
+    max_seq_len = fields.integer("max_position_embeddings", default=512)
     activation = fields.choice("hidden_act", ACTIVATIONS, "gelu")
     norm = NormConfig("layer", fields.number("layer_norm_eps", default=1e-12), bias=True)
-    mixer = AttentionConfig(
+    attention = AttentionConfig(
         fields.integer("num_attention_heads"), position=None, causal=False, qkv_bias=True, out_bias=True
     )
-    layer = LayerConfig(mixer, PlainMLPConfig(fields.integer("intermediate_size"), activation, bias=True), norm)
+    layer = LayerConfig(attention, PlainMLPConfig(fields.integer("intermediate_size"), activation, bias=True), norm)
     names = _encoder.read_labels(fields)
     heads: dict[str, _encoder.TaskHead] = {
         "ForMaskedLM": LanguageHeadConfig(bias=True, transform=HeadTransformConfig(activation, norm=norm)),
@@ -50,10 +51,10 @@ def read(fields: HFConfigReader) -> ModelConfig:
     return ModelConfig(
         hidden_size=fields.integer("hidden_size"),
         vocab_size=fields.integer("vocab_size"),
-        max_seq_len=limit,
+        max_seq_len=max_seq_len,
         encoder=StackConfig(fields.integer("num_hidden_layers"), {"L": layer}, norm_position="post", final_norm=False),
         embedding=EmbeddingConfig(
-            LearnedPositionsConfig(limit), norm=norm, num_token_types=fields.integer("type_vocab_size", default=2)
+            LearnedPositionsConfig(max_seq_len), norm=norm, num_token_types=fields.integer("type_vocab_size", default=2)
         ),
         head=_encoder.read_task_head(fields, heads),
         tie_embeddings=fields.flag("tie_word_embeddings", True),

@@ -1,5 +1,8 @@
-"""BioGPT (Luo et al. 2022): learned positions behind two unused rows, embeddings times sqrt(width), LayerNorm before
-each half.  transformers' class normalises with epsilon 1e-5 whatever ``layer_norm_eps`` says; that is followed."""
+"""BioGPT (Luo et al. 2022): a decoder with learned positions and LayerNorm before each half.
+
+Two unused rows precede the positions, and embeddings are multiplied by sqrt(hidden_size).  transformers' class
+normalizes with epsilon 1e-5 whatever ``layer_norm_eps`` is; kvad does the same.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +25,22 @@ from kvad.config import (
 
 
 def read(fields: HFConfigReader) -> ModelConfig:
-    fields.require_one_of("add_cross_attention", False, why="a decoder of an encoder-decoder is read with its encoder")
-    width, limit = fields.integer("hidden_size"), fields.integer("max_position_embeddings", default=1024)
-    mixer = AttentionConfig(fields.integer("num_attention_heads"), position=None, qkv_bias=True, out_bias=True)
+    fields.require_one_of(
+        "add_cross_attention", False, reason="A decoder of an encoder-decoder is read with its encoder."
+    )
+    hidden_size, max_seq_len = fields.integer("hidden_size"), fields.integer("max_position_embeddings", default=1024)
+    attention = AttentionConfig(fields.integer("num_attention_heads"), position=None, qkv_bias=True, out_bias=True)
     mlp = PlainMLPConfig(
         fields.integer("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS, "gelu"), bias=True
     )
-    layer = LayerConfig(mixer, mlp, NormConfig("layer", 1e-5, bias=True))
-    scale = math.sqrt(width) if fields.flag("scale_embedding", True) else 1.0
+    layer = LayerConfig(attention, mlp, NormConfig("layer", 1e-5, bias=True))
+    scale = math.sqrt(hidden_size) if fields.flag("scale_embedding", True) else 1.0
     return ModelConfig(
-        hidden_size=width,
+        hidden_size=hidden_size,
         vocab_size=fields.integer("vocab_size"),
-        max_seq_len=limit,
+        max_seq_len=max_seq_len,
         decoder=StackConfig(fields.integer("num_hidden_layers"), {"L": layer}),
-        embedding=EmbeddingConfig(LearnedPositionsConfig(limit + 2, offset=2), scale),
+        embedding=EmbeddingConfig(LearnedPositionsConfig(max_seq_len + 2, offset=2), scale),
         tie_embeddings=fields.flag("tie_word_embeddings", True),
     )
 

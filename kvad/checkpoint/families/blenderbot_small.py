@@ -1,6 +1,6 @@
 """Blenderbot 90M (Roller et al. 2020): BART with learned positions from row 0.
 
-Its decoder alone normalises the embedding before positions are added.
+Only its decoder normalizes the embedding before positions are added.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ FAMILY = BartFamily(
     learned_positions(0),
     embed_norm=True,
     norm_before_positions=True,
-    limit=512,
+    max_seq_len=512,
 ).family()

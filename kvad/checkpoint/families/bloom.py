@@ -1,7 +1,7 @@
-"""BLOOM (BigScience 2022): ALiBi, a norm behind the embedding, q, k and v fused by head, an MLP four times as wide.
+"""BLOOM (BigScience 2022): ALiBi, a norm after the embedding, q, k, v fused by head.
 
-``apply_residual_connection_post_layernorm`` adds each half to its normalised input.  No field limits the length:
-``seq_length``, which the published files have, is the length of training.
+The MLP is four times as wide as the model.  ``apply_residual_connection_post_layernorm`` adds each half to its
+normalized input.  No field limits the length: ``seq_length``, which published files have, is the training length.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _LAYER = {
 
 
 def read(fields: HFConfigReader) -> ModelConfig:
-    width = fields.integer("n_embed", "hidden_size", default=64)
+    hidden_size = fields.integer("n_embed", "hidden_size", default=64)
     norm = NormConfig("layer", fields.number("layer_norm_epsilon", default=1e-5), bias=True)
     heads = fields.integer("n_head", "num_attention_heads", default=8)
     layer = LayerConfig(
         AttentionConfig(heads, position=AlibiConfig(), qkv_bias=True, out_bias=True),
-        PlainMLPConfig(4 * width, "gelu_tanh", bias=True),
+        PlainMLPConfig(4 * hidden_size, "gelu_tanh", bias=True),
         norm,
     )
     normed = fields.flag("apply_residual_connection_post_layernorm")
     layers = fields.integer("n_layer", "num_hidden_layers", default=2)
     return ModelConfig(
-        hidden_size=width,
+        hidden_size=hidden_size,
         vocab_size=fields.integer("vocab_size"),
         max_seq_len=fields.integer("seq_length", default=2048),
         decoder=StackConfig(layers, {"L": layer}, norm_position="normed" if normed else "pre"),
@@ -56,11 +56,11 @@ def rules(config: ModelConfig) -> Iterator[TensorRule]:
     yield tensor_rule("embedding.tokens", "transformer.word_embeddings")
     yield tensor_rule("embedding.norm", "transformer.word_embeddings_layernorm")
     for i in range(config.stack.num_layers):
-        ours, theirs = f"decoder.layers.{i}", f"transformer.h.{i}"
+        kvad_prefix, hf_prefix = f"decoder.layers.{i}", f"transformer.h.{i}"
         by_head = grouped_transform(config.stack.layer_config(i).attention.num_heads)
-        qkv = tuple(f"{ours}.attention.{part}" for part in "qkv")
-        yield tensor_rule(qkv, f"{theirs}.self_attention.query_key_value", by_head)
-        yield from prefix_rules(ours, theirs, _LAYER)
+        qkv = tuple(f"{kvad_prefix}.attention.{part}" for part in "qkv")
+        yield tensor_rule(qkv, f"{hf_prefix}.self_attention.query_key_value", by_head)
+        yield from prefix_rules(kvad_prefix, hf_prefix, _LAYER)
     yield tensor_rule("decoder.norm", "transformer.ln_f")
     yield tensor_rule("head", "lm_head")
 

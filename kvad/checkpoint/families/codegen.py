@@ -1,5 +1,7 @@
-"""CodeGen (Nijkamp et al. 2022): GPT-J whose q, v and k are fused, in this order, in four parts of the outputs: one for
-each core of the TPU that trained it."""
+"""CodeGen (Nijkamp et al. 2022): GPT-J with q, v, k fused in four parts of the outputs.
+
+The order is q, v, k; each part is for one core of the TPU that trained it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def rules(config: ModelConfig) -> Iterator[TensorRule]:
 
 def write(config: ModelConfig) -> dict[str, Any]:
     heads = config.stack.layer_config(0).attention.num_heads
-    check_expressible("codegen", heads_that_four_cores_do_not_share=heads % _CORES != 0)
+    check_expressible("codegen", number_of_heads_is_not_a_multiple_of_4=heads % _CORES != 0)
     return {**gptj.write(config), "architectures": ["CodeGenForCausalLM"], "model_type": "codegen"}
 
 

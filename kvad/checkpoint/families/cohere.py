@@ -1,8 +1,8 @@
 """Command R (Cohere 2024) and Command A, R7B (Cohere 2025, ``cohere2``).
 
-Rotary positions on neighbours (0, 1), (2, 3), ..., LayerNorm without biases, attention and MLP side by side, logits
-times ``logit_scale``; some normalise q and k, each head with its own weights.  In the second kind three layers of four
-see a window, and only these have positions.
+Rotary positions on neighboring dimensions (0, 1), (2, 3), ..., LayerNorm without bias, attention and MLP in parallel,
+logits times ``logit_scale``.  Some normalize q and k, each head with separate weights.  In ``cohere2`` three layers of
+four have a window, and only these have positions.
 """
 
 from __future__ import annotations
@@ -53,21 +53,25 @@ def read(fields: HFConfigReader) -> ModelConfig:
         pattern = "L" * fields.integer("num_hidden_layers")
     mlp = GatedMLPConfig(fields.integer("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS, "silu"))
     norm = NormConfig("layer", fields.number("layer_norm_eps", default=1e-5))
-    kinds = {letter: LayerConfig(mixer, mlp, norm) for letter, mixer in _mixers(fields).items()}
+    layer_types = {
+        letter: LayerConfig(attention, mlp, norm) for letter, attention in _attention_configs(fields).items()
+    }
     head = LanguageHeadConfig(logit_scale=fields.number("logit_scale", default=0.0625))
-    return build_model_config(fields, build_stack(kinds, pattern, norm_place="parallel"), tie=True, head=head)
+    return build_model_config(fields, build_stack(layer_types, pattern, norm_position="parallel"), tie=True, head=head)
 
 
-def _mixers(fields: HFConfigReader) -> dict[str, AttentionConfig]:
+def _attention_configs(fields: HFConfigReader) -> dict[str, AttentionConfig]:
     bias = fields.flag("attention_bias")
-    mixer = attention_config(fields, position=full_rope(fields, interleaved=True), bias=bias, out_bias=bias)
+    attention = attention_config(fields, position=full_rope(fields, interleaved=True), qkv_bias=bias, out_bias=bias)
     if fields.model_type == "cohere2":
-        fields.require_one_of("use_qk_norm", False, why="transformers' class ignores it")
-        return {"L": replace(mixer, window=read_window(fields)), "G": replace(mixer, position=None)}
+        fields.require_one_of("use_qk_norm", False, reason="transformers' class ignores it.")
+        return {"L": replace(attention, window=read_window(fields)), "G": replace(attention, position=None)}
     theta = fields.part("rope_parameters").get("rope_theta", fields.get("rope_theta"))
     if theta is None:
-        raise CheckpointError(f"{fields.where}: rope_theta is missing", "transformers 4 means 10000, 5 means 500000")
-    return {"L": replace(mixer, qk_norm="each" if fields.flag("use_qk_norm") else "none")}
+        raise CheckpointError(
+            f"{fields.where}: rope_theta is missing", "The default is 10000 in transformers 4, 500000 in 5."
+        )
+    return {"L": replace(attention, qk_norm="each" if fields.flag("use_qk_norm") else "none")}
 
 
 def write(config: ModelConfig) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""DistilBERT (Sanh et al. 2019): BERT's layers, half as many, without token types and pooler; epsilons are 1e-12.
+"""DistilBERT (Sanh et al. 2019).
 
-``sinusoidal_pos_embds``: the positions are the paper's sines and cosines, which their files hold as a tensor like any
-learned table.  If it holds other values (transformers reads what is there), the positions are learned ones.
+Half of BERT's layers, without token types and pooler; epsilons are 1e-12.  With ``sinusoidal_pos_embds`` the
+positions are the Transformer's sines and cosines, which are stored like a learned table.  If a file has other values
+there, which transformers would use, the positions are learned.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ _LAYER = {
 
 def read(fields: HFConfigReader) -> ModelConfig:
     _encoder.encoder_only(fields)
-    limit = fields.integer("max_position_embeddings", default=512)
+    max_seq_len = fields.integer("max_position_embeddings", default=512)
     activation = fields.choice("activation", ACTIVATIONS, "gelu")
-    mixer = AttentionConfig(fields.integer("n_heads"), position=None, causal=False, qkv_bias=True, out_bias=True)
-    layer = LayerConfig(mixer, PlainMLPConfig(fields.integer("hidden_dim"), activation, bias=True), _NORM)
+    attention = AttentionConfig(fields.integer("n_heads"), position=None, causal=False, qkv_bias=True, out_bias=True)
+    layer = LayerConfig(attention, PlainMLPConfig(fields.integer("hidden_dim"), activation, bias=True), _NORM)
     names = _encoder.read_labels(fields)
     heads: dict[str, _encoder.TaskHead] = {
         "ForMaskedLM": LanguageHeadConfig(bias=True, transform=HeadTransformConfig(activation, norm=_NORM)),
@@ -65,13 +66,15 @@ def read(fields: HFConfigReader) -> ModelConfig:
         "ForSequenceClassification": ClassificationHeadConfig(names, "row", transform=HeadTransformConfig("relu")),
         "Model": PoolingHeadConfig(),
     }
-    sines = fields.flag("sinusoidal_pos_embds")
+    is_sinusoidal = fields.flag("sinusoidal_pos_embds")
     return ModelConfig(
         hidden_size=fields.integer("dim"),
         vocab_size=fields.integer("vocab_size"),
-        max_seq_len=limit,
+        max_seq_len=max_seq_len,
         encoder=StackConfig(fields.integer("n_layers"), {"L": layer}, norm_position="post", final_norm=False),
-        embedding=EmbeddingConfig(SinusoidalPositionsConfig() if sines else LearnedPositionsConfig(limit), norm=_NORM),
+        embedding=EmbeddingConfig(
+            SinusoidalPositionsConfig() if is_sinusoidal else LearnedPositionsConfig(max_seq_len), norm=_NORM
+        ),
         head=_encoder.read_task_head(fields, heads),
         tie_embeddings=fields.flag("tie_word_embeddings", True),
     )
@@ -79,8 +82,8 @@ def read(fields: HFConfigReader) -> ModelConfig:
 
 def rules(config: ModelConfig) -> Iterator[TensorRule]:
     base = _base(config)
-    for mine, other in _EMBEDDING.items():
-        yield tensor_rule(mine, base + other)
+    for kvad_name, hf_name in _EMBEDDING.items():
+        yield tensor_rule(kvad_name, base + hf_name)
     for i in range(config.stack.num_layers):
         yield from prefix_rules(f"encoder.layers.{i}", f"{base}transformer.layer.{i}", _LAYER)
     if isinstance(config.head, LanguageHeadConfig):
@@ -115,7 +118,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 
 def table(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """The sinusoidal positions [limit, E] as their files hold them."""
+    """Yield the sinusoidal positions [max_seq_len, E] as they are stored."""
     if isinstance(config.embedding.position, SinusoidalPositionsConfig):
         yield (
             _base(config) + _TABLE,
@@ -128,14 +131,14 @@ def table(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
 _heads = _encoder.head_resolver("vocab_transform.weight")
 
 
-def resolve(config: ModelConfig, look: Callable[[str], Tensor | None]) -> ModelConfig:
-    found = look(f"distilbert.{_TABLE}")
-    for _, ours in table(config):
-        if found is not None and not _encoder.tables_equal(found, ours):
+def resolve(config: ModelConfig, lookup: Callable[[str], Tensor | None]) -> ModelConfig:
+    stored = lookup(f"distilbert.{_TABLE}")
+    for _, sinusoids in table(config):
+        if stored is not None and not _encoder.tables_equal(stored, sinusoids):
             config = replace(
                 config, embedding=replace(config.embedding, position=LearnedPositionsConfig(config.max_seq_len))
             )
-    return _heads(config, look)
+    return _heads(config, lookup)
 
 
 FAMILY = Family(

@@ -1,7 +1,8 @@
-"""ELECTRA (Clark et al. 2020): BERT's layers over a table of ``embedding_size``, projected to the model's width.
+"""ELECTRA (Clark et al. 2020).
 
-The generator is a masked language model whose head leads back to that size; the discriminator (``ForPreTraining``)
-scores each token: above zero, it was replaced.  There is no pooler; a row's classes come through gelu.
+BERT's layers over an embedding of ``embedding_size``, projected to the model's.  The generator is a masked language
+model whose head projects back to that size; the discriminator (``ForPreTraining``) scores each token: above zero, it
+was replaced.  There is no pooler; the classes of a sequence use gelu.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Gemma (Mesnard et al. 2024), Gemma 2 (Riviere et al. 2024) and the text of Gemma 3 (Kamath et al. 2025).
+"""Gemma (Mesnard et al. 2024), Gemma 2 (Riviere et al. 2024), Gemma 3 (Kamath et al. 2025).
 
-Embeddings times sqrt(width), RMSNorm by 1 + w, GeGLU in the tanh form: the ``gelu`` of Gemma 1's files means it too.
-The second has norms before and after each half of a layer, soft caps on attention and output logits, and a window in
-every other layer.  The third has norms on q and k for the caps, windows in five layers of six, and for those a rotary
-base of their own (``rope_local_base_freq``; in transformers 5 ``rope_parameters`` by the type of the layer).
+Embeddings times sqrt(hidden_size), RMSNorm by 1 + w, GeGLU with the tanh form of gelu, which ``gelu`` means in Gemma
+1's files too.  Gemma 2 has norms before and after each half of a layer, soft caps on attention and output logits, and a
+window in every other layer.  Gemma 3 has norms on q and k instead of the caps, windows in five layers of six, and for
+those a separate rotary base (``rope_local_base_freq``; in transformers 5 ``rope_parameters`` by layer type).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
-    "gemma3_text": {  # files of the hub leave most of them out
+    "gemma3_text": {  # files on the hub omit most of them
         "vocab_size": 262208,
         "hidden_size": 2304,
         "intermediate_size": 9216,
@@ -77,15 +77,17 @@ _SANDWICH = {
 def read(fields: HFConfigReader) -> ModelConfig:
     name = fields.model_type
     fields = with_defaults(fields, head_dim=256, **_DEFAULTS[name])
-    fields.require_one_of("use_bidirectional_attention", False, why="only decoders are read")
+    fields.require_one_of("use_bidirectional_attention", False, reason="kvad reads decoders only.")
     mlp = GatedMLPConfig(fields.integer("intermediate_size"), _activation(fields))
     norm = rms_norm(fields, unit_offset=True)
-    kinds = {letter: LayerConfig(mixer, mlp, norm) for letter, mixer in _mixers(fields).items()}
+    layer_types = {
+        letter: LayerConfig(attention, mlp, norm) for letter, attention in _attention_configs(fields).items()
+    }
     return build_model_config(
         fields,
-        build_stack(kinds, _pattern(fields), norm_place="pre" if name == "gemma" else "sandwich"),
+        build_stack(layer_types, _pattern(fields), norm_position="pre" if name == "gemma" else "sandwich"),
         tie=True,
-        embed=EmbeddingConfig(scale=fields.integer("hidden_size") ** 0.5),
+        embedding=EmbeddingConfig(scale=fields.integer("hidden_size") ** 0.5),
         head=LanguageHeadConfig(logit_softcap=None if name == "gemma" else optional(fields, "final_logit_softcapping")),
     )
 
@@ -100,64 +102,67 @@ def _activation(fields: HFConfigReader) -> Any:
     return activation
 
 
-def _mixers(fields: HFConfigReader) -> dict[str, AttentionConfig]:
-    """G sees all, L a window."""
+def _attention_configs(fields: HFConfigReader) -> dict[str, AttentionConfig]:
+    """Return the attention of G (full) and L (window) layers."""
     bias, name = fields.flag("attention_bias"), fields.model_type
-    whole = attention_config(fields, bias=bias, out_bias=bias)
+    full = attention_config(fields, qkv_bias=bias, out_bias=bias)
     if name == "gemma":
-        return {"G": replace(whole, position=full_rope(fields))}
-    whole = replace(whole, softmax_scale=fields.number("query_pre_attn_scalar") ** -0.5)
+        return {"G": replace(full, position=full_rope(fields))}
+    full = replace(full, softmax_scale=fields.number("query_pre_attn_scalar") ** -0.5)
     if name == "gemma2":
-        whole = replace(whole, position=full_rope(fields), logit_softcap=optional(fields, "attn_logit_softcapping"))
-        return {"G": whole, "L": replace(whole, window=read_window(fields))}
-    fields.require_one_of("attn_logit_softcapping", why="transformers' class ignores it")
-    whole = replace(whole, qk_norm="head")
+        full = replace(full, position=full_rope(fields), logit_softcap=optional(fields, "attn_logit_softcapping"))
+        return {"G": full, "L": replace(full, window=read_window(fields))}
+    fields.require_one_of("attn_logit_softcapping", reason="transformers' class ignores it.")
+    full = replace(full, qk_norm="head")
     return {
-        "G": replace(whole, position=_read_rope(fields, "full_attention")),
-        "L": replace(whole, position=_read_rope(fields, "sliding_attention"), window=read_window(fields)),
+        "G": replace(full, position=_read_rope(fields, "full_attention")),
+        "L": replace(full, position=_read_rope(fields, "sliding_attention"), window=read_window(fields)),
     }
 
 
 def _read_rope(fields: HFConfigReader, kind: str) -> RopeConfig:
-    """Gemma 3's positions in layers of one type.  In the older spelling a scaling concerns the whole ones alone."""
+    """Read Gemma 3's positions of one layer type.
+
+    In the older format only full layers are scaled.
+    """
     given = fields.part("rope_parameters")
     if given.content and not {"full_attention", "sliding_attention"} & set(given.content):
         raise CheckpointError(f"{fields.where}: rope_parameters without layer types is not supported")
-    whole = kind == "full_attention"
-    own = {
+    is_full = kind == "full_attention"
+    rope_content = {
         "max_position_embeddings": fields.integer("max_position_embeddings"),
         "rope_parameters": given.get(kind),
-        "rope_scaling": fields.get("rope_scaling") if whole else None,
-        "rope_theta": fields.get("rope_theta" if whole else "rope_local_base_freq"),
+        "rope_scaling": fields.get("rope_scaling") if is_full else None,
+        "rope_theta": fields.get("rope_theta" if is_full else "rope_local_base_freq"),
     }
-    return full_rope(HFConfigReader(own, fields.where), theta=1000000.0 if whole else 10000.0)
+    return full_rope(HFConfigReader(rope_content, fields.where), theta=1000000.0 if is_full else 10000.0)
 
 
 def _pattern(fields: HFConfigReader) -> str:
     if fields.model_type == "gemma":
         return "G" * fields.integer("num_hidden_layers")
-    every = fields.integer("sliding_window_pattern", default=2)
-    return window_pattern(fields, lambda index: (index + 1) % every != 0)
+    interval = fields.integer("sliding_window_pattern", default=2)
+    return window_pattern(fields, lambda index: (index + 1) % interval != 0)
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    mixer, name = config.stack.layer_config(0).attention, _name(config)
+    attention, name = config.stack.layer_config(0).attention, _name(config)
     out = {
         **size_fields(config, name, _CLASSES[name]),
-        "head_dim": head_dim(config, mixer),
+        "head_dim": head_dim(config, attention),
         "rms_norm_eps": config.stack.layer_config(0).norm.eps,
-        "attention_bias": mixer.qkv_bias,
+        "attention_bias": attention.qkv_bias,
         **_activation_fields(config, name),
         **_rope_fields(config, name),
     }
     if name != "gemma":
         out |= {
-            "query_pre_attn_scalar": _scalar(mixer, head_dim(config, mixer)),
-            "attn_logit_softcapping": mixer.logit_softcap,
+            "query_pre_attn_scalar": _scalar(attention, head_dim(config, attention)),
+            "attn_logit_softcapping": attention.logit_softcap,
             "final_logit_softcapping": language_head(config).logit_softcap,
             **write_layer_types(config),
         }
-        out["sliding_window"] = out["sliding_window"] or config.max_seq_len  # their class needs a number
+        out["sliding_window"] = out["sliding_window"] or config.max_seq_len  # the class requires a number
     return out
 
 
@@ -168,34 +173,34 @@ def _name(config: ModelConfig) -> str:
 
 
 def _activation_fields(config: ModelConfig, name: str) -> dict[str, str]:
-    ours = config.stack.layer_config(0).mlp.activation
-    theirs = "gelu_pytorch_tanh" if ours == "gelu_tanh" else hf_activation(ours)
-    return {"hidden_act" if name == "gemma" else "hidden_activation": theirs}
+    kvad_activation = config.stack.layer_config(0).mlp.activation
+    hf_name = "gelu_pytorch_tanh" if kvad_activation == "gelu_tanh" else hf_activation(kvad_activation)
+    return {"hidden_act" if name == "gemma" else "hidden_activation": hf_name}
 
 
 def _rope_fields(config: ModelConfig, name: str) -> dict[str, Any]:
     if name != "gemma3_text":
         return rope_fields(require_rope(config.stack.layer_config(0).attention.position, name))
-    mixers = [layer.attention for layer in config.stack.layer_types.values()]
-    whole = next((mixer for mixer in mixers if mixer.window is None), mixers[0])
-    local = next((mixer for mixer in mixers if mixer.window is not None), mixers[0])
-    fields, local_fields = (rope_fields(require_rope(mixer.position, name)) for mixer in (whole, local))
+    attentions = [layer.attention for layer in config.stack.layer_types.values()]
+    full = next((attention for attention in attentions if attention.window is None), attentions[0])
+    local = next((attention for attention in attentions if attention.window is not None), attentions[0])
+    fields, local_fields = (rope_fields(require_rope(attention.position, name)) for attention in (full, local))
     nested = {"full_attention": fields["rope_parameters"], "sliding_attention": local_fields["rope_parameters"]}
     return {**fields, "rope_parameters": nested, "rope_local_base_freq": local_fields["rope_theta"]}
 
 
-def _scalar(mixer: AttentionConfig, dim: int) -> float:
-    """What ``query_pre_attn_scalar`` was: a whole number, as their class has it, where that gives the same scale."""
-    if mixer.softmax_scale == "default":
+def _scalar(attention: AttentionConfig, dim: int) -> float:
+    """Return ``query_pre_attn_scalar``, rounded to an integer if that gives the same scale."""
+    if attention.softmax_scale == "default":
         return dim
-    scale = 1.0 if mixer.softmax_scale == "none" else float(mixer.softmax_scale)
-    near = scale**-2
-    return round(near) if round(near) >= 1 and round(near) ** -0.5 == scale else near
+    scale = 1.0 if attention.softmax_scale == "none" else float(attention.softmax_scale)
+    scalar = scale**-2
+    return round(scalar) if round(scalar) >= 1 and round(scalar) ** -0.5 == scale else scalar
 
 
-def named(config: ModelConfig) -> Iterator[TensorRule]:
-    """Gemma 1 calls by Llama's names what the later ones call by others."""
+def rules(config: ModelConfig) -> Iterator[TensorRule]:
+    """Yield the tensor rules; Gemma 1 has Llama's names for its norms."""
     return decoder_rules(LAYER if config.stack.norm_position == "pre" else {**LAYER, **QK_NORM, **_SANDWICH})(config)
 
 
-FAMILY = decoder_family(("gemma", "gemma2", "gemma3_text"), read, named, write)
+FAMILY = decoder_family(("gemma", "gemma2", "gemma3_text"), read, rules, write)

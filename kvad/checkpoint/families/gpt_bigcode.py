@@ -1,6 +1,7 @@
-"""GPT-BigCode, the first StarCoder (Li et al. 2023): GPT-2 with one key-value head for all queries.
+"""GPT-BigCode, the first StarCoder (Li et al. 2023).
 
-Weights are stored as [out, in]: all q, then k, then v; without ``multi_query``, by head.
+GPT-2 with one key-value head for all queries.  Weights are stored as [out, in]: all q, then k, then v; without
+``multi_query``, by head.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ _LAYER = {
 
 
 def read(fields: HFConfigReader) -> ModelConfig:
-    fields.require_one_of("add_cross_attention", False, why="a decoder of an encoder-decoder is read with its encoder")
-    width, heads = fields.integer("n_embd"), fields.integer("n_head")
-    limit = fields.integer("n_positions", default=1024)
-    mixer = AttentionConfig(
+    fields.require_one_of(
+        "add_cross_attention", False, reason="A decoder of an encoder-decoder is read with its encoder."
+    )
+    hidden_size, heads = fields.integer("n_embd"), fields.integer("n_head")
+    max_seq_len = fields.integer("n_positions", default=1024)
+    attention = AttentionConfig(
         heads,
         1 if fields.flag("multi_query", True) else heads,
         position=None,
@@ -43,14 +46,16 @@ def read(fields: HFConfigReader) -> ModelConfig:
         softmax_scale="default" if fields.flag("scale_attn_weights", True) else "none",
     )
     activation = fields.choice("activation_function", ACTIVATIONS, "gelu_pytorch_tanh")
-    mlp = PlainMLPConfig(fields.integer("n_inner", default=4 * width), activation, bias=True)
-    layer = LayerConfig(mixer, mlp, NormConfig("layer", fields.number("layer_norm_epsilon", default=1e-5), bias=True))
+    mlp = PlainMLPConfig(fields.integer("n_inner", default=4 * hidden_size), activation, bias=True)
+    layer = LayerConfig(
+        attention, mlp, NormConfig("layer", fields.number("layer_norm_epsilon", default=1e-5), bias=True)
+    )
     return ModelConfig(
-        hidden_size=width,
+        hidden_size=hidden_size,
         vocab_size=fields.integer("vocab_size"),
-        max_seq_len=limit,
+        max_seq_len=max_seq_len,
         decoder=StackConfig(fields.integer("n_layer"), {"L": layer}),
-        embedding=EmbeddingConfig(LearnedPositionsConfig(limit)),
+        embedding=EmbeddingConfig(LearnedPositionsConfig(max_seq_len)),
         tie_embeddings=fields.flag("tie_word_embeddings", True),
     )
 
@@ -59,11 +64,13 @@ def rules(config: ModelConfig) -> Iterator[TensorRule]:
     yield tensor_rule("embedding.tokens", "transformer.wte")
     yield tensor_rule("embedding.positions", "transformer.wpe")
     for i in range(config.stack.num_layers):
-        ours, theirs = f"decoder.layers.{i}", f"transformer.h.{i}"
-        mixer = config.stack.layer_config(i).attention
-        qkv = tuple(f"{ours}.attention.{part}" for part in "qkv")
-        yield tensor_rule(qkv, f"{theirs}.attn.c_attn", grouped_transform(mixer.num_kv_heads or mixer.num_heads))
-        yield from prefix_rules(ours, theirs, _LAYER)
+        kvad_prefix, hf_prefix = f"decoder.layers.{i}", f"transformer.h.{i}"
+        attention = config.stack.layer_config(i).attention
+        qkv = tuple(f"{kvad_prefix}.attention.{part}" for part in "qkv")
+        yield tensor_rule(
+            qkv, f"{hf_prefix}.attn.c_attn", grouped_transform(attention.num_kv_heads or attention.num_heads)
+        )
+        yield from prefix_rules(kvad_prefix, hf_prefix, _LAYER)
     yield tensor_rule("decoder.norm", "transformer.ln_f")
     yield tensor_rule("head", "lm_head")
 

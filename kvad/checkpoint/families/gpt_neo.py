@@ -1,6 +1,7 @@
-"""GPT-Neo (Black et al. 2021): GPT-2 with every second layer looking back over a window, and q.k divided by nothing.
+"""GPT-Neo (Black et al. 2021).
 
-Only the output of attention has a bias.  ``attention_layers`` repeats ``attention_types``, layer by layer.
+GPT-2 with a window in every second layer and unscaled attention logits.  Only the output of attention has a bias.
+``attention_layers`` repeats ``attention_types``, layer by layer.
 """
 
 from __future__ import annotations
@@ -36,37 +37,38 @@ _LAYER = {
 
 
 def read(fields: HFConfigReader) -> ModelConfig:
-    width, limit = fields.integer("hidden_size"), fields.integer("max_position_embeddings", default=2048)
+    hidden_size, max_seq_len = fields.integer("hidden_size"), fields.integer("max_position_embeddings", default=2048)
     layers, pattern = fields.integer("num_layers"), shortest_pattern(_pattern(fields))
-    mixer = AttentionConfig(fields.integer("num_heads"), position=None, out_bias=True, softmax_scale="none")
-    mixers = {"G": mixer, "L": replace(mixer, window=fields.integer("window_size", default=256))}
+    attention = AttentionConfig(fields.integer("num_heads"), position=None, out_bias=True, softmax_scale="none")
+    attentions = {"G": attention, "L": replace(attention, window=fields.integer("window_size", default=256))}
     activation = fields.choice("activation_function", ACTIVATIONS, "gelu_new")
-    mlp = PlainMLPConfig(fields.integer("intermediate_size", default=4 * width), activation, bias=True)
+    mlp = PlainMLPConfig(fields.integer("intermediate_size", default=4 * hidden_size), activation, bias=True)
     norm = NormConfig("layer", fields.number("layer_norm_epsilon", default=1e-5), bias=True)
     return ModelConfig(
-        hidden_size=width,
+        hidden_size=hidden_size,
         vocab_size=fields.integer("vocab_size"),
-        max_seq_len=limit,
+        max_seq_len=max_seq_len,
         decoder=StackConfig(
-            layers, {kind: LayerConfig(mixers[kind], mlp, norm) for kind in sorted(set(pattern))}, pattern
+            layers, {kind: LayerConfig(attentions[kind], mlp, norm) for kind in sorted(set(pattern))}, pattern
         ),
-        embedding=EmbeddingConfig(LearnedPositionsConfig(limit)),
+        embedding=EmbeddingConfig(LearnedPositionsConfig(max_seq_len)),
         tie_embeddings=fields.flag("tie_word_embeddings", True),
     )
 
 
 def _pattern(fields: HFConfigReader) -> str:
-    """One letter for each layer.  CheckpointError unless both fields that say so agree, and with the layers' number."""
+    """Return one letter per layer."""
     letters = {"global": "G", "local": "L"}
     try:
         types = fields.get("attention_types", [[["global", "local"], 12]])
-        pattern = "".join(letters[kind] for kinds, count in types for kind in list(kinds) * count)
-        again = "".join(letters[kind] for kind in fields.get("attention_layers", ())) or pattern
+        pattern = "".join(letters[kind] for layer_types, count in types for kind in list(layer_types) * count)
+        layer_pattern = "".join(letters[kind] for kind in fields.get("attention_layers", ())) or pattern
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{fields.where}: attention_types {fields.get('attention_types')!r} is not supported", "global and local"
+            f"{fields.where}: attention_types {fields.get('attention_types')!r} is not supported",
+            "Supported: global and local.",
         ) from error
-    if again != pattern or len(pattern) != fields.integer("num_layers"):
+    if layer_pattern != pattern or len(pattern) != fields.integer("num_layers"):
         raise CheckpointError(f"{fields.where}: attention_types, attention_layers and num_layers disagree")
     return pattern
 
@@ -82,7 +84,7 @@ def rules(config: ModelConfig) -> Iterator[TensorRule]:
 
 def write(config: ModelConfig) -> dict[str, Any]:
     layers = [config.stack.layer_config(i) for i in range(config.stack.num_layers)]
-    kinds = ["global" if layer.attention.window is None else "local" for layer in layers]
+    layer_types = ["global" if layer.attention.window is None else "local" for layer in layers]
     windows = [layer.attention.window for layer in layers if layer.attention.window is not None]
     fields = {
         "architectures": ["GPTNeoForCausalLM"],
@@ -92,8 +94,8 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "hidden_size": config.hidden_size,
         "num_layers": len(layers),
         "num_heads": layers[0].attention.num_heads,
-        "attention_types": [[kinds, 1]],
-        "attention_layers": kinds,
+        "attention_types": [[layer_types, 1]],
+        "attention_layers": layer_types,
         "window_size": windows[0] if windows else 256,
         "intermediate_size": layers[0].mlp.intermediate_size,
         "activation_function": hf_activation(layers[0].mlp.activation),

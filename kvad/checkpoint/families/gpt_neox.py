@@ -1,8 +1,8 @@
-"""GPT-NeoX and Pythia (Black et al. 2022; Biderman et al. 2023): RoPE by halves on part of each head, q, k and v fused
-by head, both halves in parallel with a norm for each (``use_parallel_residual``) or one after the other.
+"""GPT-NeoX and Pythia (Black et al. 2022; Biderman et al. 2023).
 
-``rotary_pct`` and ``rotary_emb_base`` are its names of ``partial_rotary_factor`` and ``rope_theta``, which newer files
-have beside them.
+Partial RoPE by halves, q, k, v fused by head.  The halves of a layer are in parallel with a norm for each
+(``use_parallel_residual``), or sequential. ``rotary_pct`` and ``rotary_emb_base`` are its names of
+``partial_rotary_factor`` and ``rope_theta``, which newer files have too.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ _LAYER = {
 
 
 def read(fields: HFConfigReader) -> ModelConfig:
-    limit, bias = fields.integer("max_position_embeddings", default=2048), fields.flag("attention_bias", True)
+    max_seq_len, bias = fields.integer("max_position_embeddings", default=2048), fields.flag("attention_bias", True)
     theta, fraction = fields.number("rotary_emb_base", default=10000.0), fields.number("rotary_pct", default=0.25)
     if "rotary_emb_base" in fields:
-        fields.require_one_of("rope_theta", theta, why=f"rotary_emb_base is {theta}")
+        fields.require_one_of("rope_theta", theta, reason=f"rotary_emb_base is {theta}.")
     if "rotary_pct" in fields:
-        fields.require_one_of("partial_rotary_factor", fraction, why=f"rotary_pct is {fraction}")
-    position = read_rope(fields, limit=limit, theta=theta, fraction=fraction)
-    mixer = AttentionConfig(fields.integer("num_attention_heads"), position=position, qkv_bias=bias, out_bias=bias)
+        fields.require_one_of("partial_rotary_factor", fraction, reason=f"rotary_pct is {fraction}.")
+    position = read_rope(fields, max_seq_len=max_seq_len, theta=theta, partial_rotary_factor=fraction)
+    attention = AttentionConfig(fields.integer("num_attention_heads"), position=position, qkv_bias=bias, out_bias=bias)
     mlp = PlainMLPConfig(
         fields.integer("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS, "gelu"), bias=True
     )
-    layer = LayerConfig(mixer, mlp, NormConfig("layer", fields.number("layer_norm_eps", default=1e-5), bias=True))
+    layer = LayerConfig(attention, mlp, NormConfig("layer", fields.number("layer_norm_eps", default=1e-5), bias=True))
     parallel = fields.flag("use_parallel_residual", True)
     layers = fields.integer("num_hidden_layers")
     return ModelConfig(
         hidden_size=fields.integer("hidden_size"),
         vocab_size=fields.integer("vocab_size"),
-        max_seq_len=limit,
+        max_seq_len=max_seq_len,
         decoder=StackConfig(layers, {"L": layer}, norm_position="parallel_pair" if parallel else "pre"),
         tie_embeddings=fields.flag("tie_word_embeddings"),
     )
@@ -57,12 +57,14 @@ def read(fields: HFConfigReader) -> ModelConfig:
 def rules(config: ModelConfig) -> Iterator[TensorRule]:
     yield tensor_rule("embedding.tokens", "gpt_neox.embed_in")
     for i in range(config.stack.num_layers):
-        ours, theirs = f"decoder.layers.{i}", f"gpt_neox.layers.{i}"
+        kvad_prefix, hf_prefix = f"decoder.layers.{i}", f"gpt_neox.layers.{i}"
         by_head = grouped_transform(config.stack.layer_config(i).attention.num_heads)
         yield tensor_rule(
-            tuple(f"{ours}.attention.{part}" for part in "qkv"), f"{theirs}.attention.query_key_value", by_head
+            tuple(f"{kvad_prefix}.attention.{part}" for part in "qkv"),
+            f"{hf_prefix}.attention.query_key_value",
+            by_head,
         )
-        yield from prefix_rules(ours, theirs, _LAYER)
+        yield from prefix_rules(kvad_prefix, hf_prefix, _LAYER)
     yield tensor_rule("decoder.norm", "gpt_neox.final_layer_norm")
     yield tensor_rule("head", "embed_out")
 

@@ -1,6 +1,7 @@
-"""GPT-J (Wang & Komatsuzaki 2021): both halves in parallel behind one norm, no biases in attention, one in the head.
+"""GPT-J (Wang & Komatsuzaki 2021).
 
-RoPE turns neighbouring pairs of the first ``rotary_dim`` dimensions.
+Parallel halves after one norm, no biases in attention, one in the head.  RoPE rotates neighboring pairs of the first
+``rotary_dim`` dimensions.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ _LAYER = {"attention.out": "attn.out_proj", "mlp.up": "mlp.fc_in", "mlp.down": "
 
 def read(fields: HFConfigReader) -> ModelConfig:
     for name in ("rotary", "scale_attn_weights"):
-        fields.require_one_of(name, True, why="transformers' class ignores it")
-    width, heads = fields.integer("n_embd"), fields.integer("n_head")
-    position = RopeConfig(partial_rotary_factor=fields.integer("rotary_dim") / (width // heads), interleaved=True)
-    hidden = fields.integer("n_inner", default=4 * width)
+        fields.require_one_of(name, True, reason="transformers' class ignores it.")
+    hidden_size, heads = fields.integer("n_embd"), fields.integer("n_head")
+    position = RopeConfig(partial_rotary_factor=fields.integer("rotary_dim") / (hidden_size // heads), interleaved=True)
+    hidden = fields.integer("n_inner", default=4 * hidden_size)
     mlp = PlainMLPConfig(hidden, fields.choice("activation_function", ACTIVATIONS, "gelu_new"), bias=True)
     norm = NormConfig("layer", fields.number("layer_norm_epsilon", default=1e-5), bias=True)
     layer = LayerConfig(AttentionConfig(heads, position=position), mlp, norm)
     return ModelConfig(
-        hidden_size=width,
+        hidden_size=hidden_size,
         vocab_size=fields.integer("vocab_size"),
         max_seq_len=fields.integer("n_positions", default=2048),
         decoder=StackConfig(fields.integer("n_layer"), {"L": layer}, norm_position="parallel"),

@@ -1,7 +1,7 @@
-"""Llama 1 to 3.x (Touvron et al. 2023), Mistral (Jiang et al. 2023, a sliding window), Granite (IBM 2024, multipliers).
+"""Llama 1 to 3.x (Touvron et al. 2023), Mistral (Jiang et al. 2023), Granite (IBM 2024).
 
-RoPE by halves, RMSNorm before each half of a layer, SwiGLU; grouped keys and values since Llama 2 70B.  Granite scales
-the embeddings, what each branch adds, the attention logits and the output logits.
+RoPE by halves, RMSNorm before each half of a layer, SwiGLU; grouped keys and values since Llama 2 70B.  Mistral has a
+sliding window.  Granite scales the embeddings, each half's output, the attention logits and the output logits.
 """
 
 from __future__ import annotations
@@ -46,26 +46,29 @@ _CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "grani
 def read(fields: HFConfigReader) -> ModelConfig:
     name = fields.model_type
     fields = with_defaults(fields, **_DEFAULTS[name])
-    biased = name != "mistral"  # Mistral's class has no biases, whatever the file says
+    biased = name != "mistral"  # Mistral's class ignores the flags for biases
     bias = biased and fields.flag("attention_bias")
-    mixer = attention_config(
+    attention = attention_config(
         fields,
         position=full_rope(fields),
         window=read_window(fields) if name == "mistral" else None,
-        bias=bias,
+        qkv_bias=bias,
         out_bias=bias,
-        scale=fields.number("attention_multiplier", default=1.0) if name == "granite" else "default",
+        softmax_scale=fields.number("attention_multiplier", default=1.0) if name == "granite" else "default",
     )
     activation = fields.choice("hidden_act", ACTIVATIONS, "silu")
     mlp = GatedMLPConfig(fields.integer("intermediate_size"), activation, biased and fields.flag("mlp_bias"))
-    kinds, pattern = {"L": LayerConfig(mixer, mlp, rms_norm(fields))}, "L" * fields.integer("num_hidden_layers")
+    layer_types, pattern = (
+        {"L": LayerConfig(attention, mlp, rms_norm(fields))},
+        "L" * fields.integer("num_hidden_layers"),
+    )
     dropout = read_dropout(fields, **_DROPOUT)
     if name != "granite":
-        return build_model_config(fields, build_stack(kinds, pattern), dropout=dropout)
+        return build_model_config(fields, build_stack(layer_types, pattern), dropout=dropout)
     return build_model_config(
         fields,
-        build_stack(kinds, pattern, residual=fields.number("residual_multiplier", default=1.0)),
-        embed=EmbeddingConfig(scale=fields.number("embedding_multiplier", default=1.0)),
+        build_stack(layer_types, pattern, residual_scale=fields.number("residual_multiplier", default=1.0)),
+        embedding=EmbeddingConfig(scale=fields.number("embedding_multiplier", default=1.0)),
         dropout=dropout,
         head=LanguageHeadConfig(logit_scale=1 / fields.number("logits_scaling", default=1.0)),
     )
@@ -95,23 +98,23 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 
 def _name(config: ModelConfig) -> str:
-    """Which of the classes has a place for what this model has."""
-    mixer = config.stack.layer_config(0).attention
+    """Return the class that can express the model."""
+    attention = config.stack.layer_config(0).attention
     scales = (config.embedding.scale, config.stack.residual_scale, language_head(config).logit_scale)
-    if mixer.softmax_scale != "default" or scales != (1.0, 1.0, 1.0):
+    if attention.softmax_scale != "default" or scales != (1.0, 1.0, 1.0):
         return "granite"
-    return "llama" if mixer.window is None else "mistral"
+    return "llama" if attention.window is None else "mistral"
 
 
 def _multiplier(config: ModelConfig) -> float:
-    mixer = config.stack.layer_config(0).attention
-    if mixer.softmax_scale == "default":
-        return float(head_dim(config, mixer) ** -0.5)
-    return 1.0 if mixer.softmax_scale == "none" else mixer.softmax_scale
+    attention = config.stack.layer_config(0).attention
+    if attention.softmax_scale == "default":
+        return float(head_dim(config, attention) ** -0.5)
+    return 1.0 if attention.softmax_scale == "none" else attention.softmax_scale
 
 
 def _inverse(scale: float) -> float:
-    """A number whose reciprocal is ``scale`` to the last bit, where one is."""
+    """Return a number whose reciprocal is exactly ``scale``, if there is one."""
     near = 1 / scale
     return next((x for x in (near, math.nextafter(near, 0), math.nextafter(near, math.inf)) if 1 / x == scale), near)
 

@@ -1,7 +1,7 @@
-"""M2M-100 (Fan et al. 2020) and NLLB (Costa-jussa et al. 2022): one model between 100 and 200 languages.
+"""M2M-100 (Fan et al. 2020) and NLLB (Costa-jussa et al. 2022).
 
-Norms before each half, ReLU, sinusoidal positions with the frequencies of tensor2tensor, counted from the padding's id
-+ 1 (so 2); the table is in no file.  Scaled embeddings, no bias at the head.
+Translation between 100 and 200 languages.  Norms before each half, ReLU, sinusoidal positions with tensor2tensor's
+frequencies, counted from the padding id + 1 (2); the table is in no file.  Scaled embeddings, no bias in the head.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvad.config import SinusoidalPositionsConfig
 FAMILY = BartFamily(
     "m2m_100",
     "M2M100ForConditionalGeneration",
-    lambda fields, limit: SinusoidalPositionsConfig(
+    lambda fields, max_seq_len: SinusoidalPositionsConfig(
         form="fairseq", offset=fields.integer("pad_token_id", default=1) + 1
     ),
     pre_norm=True,

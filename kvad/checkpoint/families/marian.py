@@ -1,8 +1,10 @@
-"""Marian (Junczys-Dowmunt et al. 2018; the 1,000 pairs of OPUS-MT, Tiedemann & Thottingal 2020).
+"""Marian (Junczys-Dowmunt et al. 2018.
 
-The Transformer of 2017: norms after each half, sinusoidal positions as all sines, then all cosines.  Their tables stand
-in older files, but are no weights.  ``share_encoder_decoder_embeddings`` false: two vocabularies, each with its table.
-``final_logits_bias`` is trained.  The target starts with the padding, which must not be generated.
+The 1,000 pairs of OPUS-MT, Tiedemann & Thottingal 2020).
+
+The original Transformer: norms after each half, sinusoidal positions with all sines before all cosines.  Older files
+have their tables, which are not weights.  With ``share_encoder_decoder_embeddings`` false there are two vocabularies
+with separate tables.  ``final_logits_bias`` is trained.  The target starts with padding, which must not be generated.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from kvad.config import SinusoidalPositionsConfig
 FAMILY = BartFamily(
     "marian",
     "MarianMTModel",
-    lambda fields, limit: SinusoidalPositionsConfig(form="concat"),
+    lambda fields, max_seq_len: SinusoidalPositionsConfig(form="concat"),
     two_vocabularies=True,
     extra=concat_tables,
 ).family()

@@ -1,6 +1,7 @@
-"""mBART (Liu et al. 2020): BART with LayerNorm before each half of a layer and at the end of each stack.
+"""mBART (Liu et al. 2020).
 
-Embeddings are scaled by sqrt(width) in its checkpoints.  mBART's target starts with the token of its language.
+BART with LayerNorm before each half of a layer and at the end of each stack.  Its checkpoints scale embeddings by
+sqrt(hidden_size).  The target starts with the token of its language.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Mixtral (Jiang et al. 2024): Mistral whose MLP is a mixture of experts, two of eight for each token.
+"""Mixtral (Jiang et al. 2024).
 
-An expert is w2(silu(w1 x) * w3 x), a file of its own in the checkpoint: transformers 5 joins them when it reads, and
-parts them again when it writes.
+Mistral with a mixture of experts as MLP, two of eight for each token.  An expert is w2(silu(w1 x) * w3 x), stored as
+separate tensors: transformers 5 joins them when it reads and splits them when it writes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DEFAULTS = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
-_NAMES = {mine: other for mine, other in LAYER.items() if not mine.startswith("mlp.")}
+_NAMES = {kvad_name: hf_name for kvad_name, hf_name in LAYER.items() if not kvad_name.startswith("mlp.")}
 
 
 def read(fields: HFConfigReader) -> ModelConfig:
@@ -44,10 +44,12 @@ def read(fields: HFConfigReader) -> ModelConfig:
         num_experts_per_token=fields.integer("num_experts_per_tok"),
         activation=fields.choice("hidden_act", ACTIVATIONS, "silu"),
     )
-    mixer = attention_config(fields, position=full_rope(fields, theta=1000000.0), window=read_window(fields))
+    attention = attention_config(fields, position=full_rope(fields, theta=1000000.0), window=read_window(fields))
     return build_model_config(
         fields,
-        build_stack({"L": LayerConfig(mixer, mlp, rms_norm(fields, 1e-5))}, "L" * fields.integer("num_hidden_layers")),
+        build_stack(
+            {"L": LayerConfig(attention, mlp, rms_norm(fields, 1e-5))}, "L" * fields.integer("num_hidden_layers")
+        ),
     )
 
 
@@ -56,11 +58,11 @@ def rules(config: ModelConfig) -> Iterator[TensorRule]:
     assert isinstance(mlp, MoEConfig)
     count = mlp.num_experts
 
-    def layer(ours: str, theirs: str) -> Iterator[TensorRule]:
-        yield from prefix_rules(ours, theirs, {**_NAMES, "mlp.router": "block_sparse_moe.gate"})
-        for mine, other in {"gate": "w1", "down": "w2", "up": "w3"}.items():
-            names = tuple(f"{theirs}.block_sparse_moe.experts.{expert}.{other}.weight" for expert in range(count))
-            yield tensor_rule(f"{ours}.mlp.{mine}", names, STACKED)
+    def layer(kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
+        yield from prefix_rules(kvad_prefix, hf_prefix, {**_NAMES, "mlp.router": "block_sparse_moe.gate"})
+        for kvad_name, hf_name in {"gate": "w1", "down": "w2", "up": "w3"}.items():
+            names = tuple(f"{hf_prefix}.block_sparse_moe.experts.{expert}.{hf_name}.weight" for expert in range(count))
+            yield tensor_rule(f"{kvad_prefix}.mlp.{kvad_name}", names, STACKED)
 
     return layer_rules(config, layer)
 

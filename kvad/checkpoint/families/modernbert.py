@@ -1,8 +1,9 @@
-"""ModernBERT (Warner et al. 2024): rotary positions, LayerNorm before each half, GeGLU; most layers see a window.
+"""ModernBERT (Warner et al. 2024).
 
-``local_attention`` is the whole window: a token sees half of it on each side, itself besides.  Layers of the two kinds
-have rotary bases of their own; the first layer has no norm before its attention, as the embedding ends in one.
-``local_attention`` is read halved, so that an odd one is written as the even one below it.
+Rotary positions, LayerNorm before each half, GeGLU; most layers have a window.  ``local_attention`` is the window's
+size: a token sees half of it on each side, and itself.  Both layer types have separate rotary bases; the first layer
+has no norm before its attention, because the embedding ends in one. ``local_attention`` is halved when it is read, so
+that an odd value is written as the even one below it.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ _POOLING = {"cls": "first", "mean": "mean"}
 def read(fields: HFConfigReader) -> ModelConfig:
     _encoder.encoder_only(fields)
     types = _types(fields)
-    first = {_FULL: "F", _SLIDING: "S"}[types[0]]  # its kind alone has no first norm
+    first = {_FULL: "F", _SLIDING: "S"}[types[0]]  # only this layer type has no first norm
     pattern = first + "".join({_FULL: "G", _SLIDING: "L"}[kind] for kind in types[1:])
-    kinds = {letter: _layer(fields, types[pattern.index(letter)], letter != first) for letter in set(pattern)}
+    layer_types = {letter: _layer(fields, types[pattern.index(letter)], letter != first) for letter in set(pattern)}
     return ModelConfig(
         hidden_size=fields.integer("hidden_size"),
         vocab_size=fields.integer("vocab_size"),
-        max_seq_len=_limit(fields),
-        encoder=StackConfig(len(types), kinds, pattern),
+        max_seq_len=_max_seq_len(fields),
+        encoder=StackConfig(len(types), layer_types, pattern),
         embedding=EmbeddingConfig(norm=_norm(fields)),
         head=_encoder.read_task_head(fields, _heads(fields)),
         tie_embeddings=fields.flag("tie_word_embeddings", True),
@@ -51,9 +52,9 @@ def read(fields: HFConfigReader) -> ModelConfig:
 
 
 def _types(fields: HFConfigReader) -> list[str]:
-    """``layer_types`` (5.x), or every n-th layer a full one, beginning with the first (4.x)."""
-    layers, every = fields.integer("num_hidden_layers"), fields.integer("global_attn_every_n_layers", default=3)
-    types = fields.get("layer_types", [_SLIDING if i % every else _FULL for i in range(layers)])
+    """Return ``layer_types`` (5.x), or a full layer in every n-th place from the first (4.x)."""
+    layers, interval = fields.integer("num_hidden_layers"), fields.integer("global_attn_every_n_layers", default=3)
+    types = fields.get("layer_types", [_SLIDING if i % interval else _FULL for i in range(layers)])
     if len(types) != layers or not set(types) <= {_FULL, _SLIDING}:
         raise CheckpointError(f"{fields.where}: layer_types {types!r} is not supported")
     return list(types)
@@ -61,10 +62,10 @@ def _types(fields: HFConfigReader) -> list[str]:
 
 def _layer(fields: HFConfigReader, kind: str, first_norm: bool) -> LayerConfig:
     bias = fields.flag("attention_bias")
-    fields.require_one_of("rope_theta", why="say global_rope_theta and local_rope_theta")
-    mixer = AttentionConfig(
+    fields.require_one_of("rope_theta", reason="Use global_rope_theta and local_rope_theta.")
+    attention = AttentionConfig(
         fields.integer("num_attention_heads"),
-        position=read_rope(fields, limit=_limit(fields), layer_type=kind, theta=_theta(fields, kind)),
+        position=read_rope(fields, max_seq_len=_max_seq_len(fields), layer_type=kind, theta=_theta(fields, kind)),
         causal=False,
         window=None if kind == _FULL else fields.integer("local_attention", default=128) // 2 + 1,
         qkv_bias=bias,
@@ -72,18 +73,21 @@ def _layer(fields: HFConfigReader, kind: str, first_norm: bool) -> LayerConfig:
     )
     activation = fields.choice("hidden_activation", ACTIVATIONS, "gelu")
     mlp = GatedMLPConfig(fields.integer("intermediate_size"), activation, fields.flag("mlp_bias"))
-    return LayerConfig(mixer, mlp, _norm(fields), pre_attention_norm=first_norm)
+    return LayerConfig(attention, mlp, _norm(fields), pre_attention_norm=first_norm)
 
 
 def _theta(fields: HFConfigReader, kind: str) -> float:
-    """4.x's fields; a null for the local layers means the global one's."""
-    whole = fields.number("global_rope_theta", default=160000.0)
+    """Return the rotary base of a layer type in 4.x's fields.
+
+    Null for local layers means the global base.
+    """
+    full_theta = fields.number("global_rope_theta", default=160000.0)
     if kind == _FULL or fields.content.get("local_rope_theta", 0) is None:
-        return whole
+        return full_theta
     return fields.number("local_rope_theta", default=10000.0)
 
 
-def _limit(fields: HFConfigReader) -> int:
+def _max_seq_len(fields: HFConfigReader) -> int:
     return fields.integer("max_position_embeddings", default=8192)
 
 
@@ -108,11 +112,11 @@ def rules(config: ModelConfig) -> Iterator[TensorRule]:
     yield tensor_rule("embedding.tokens", f"{base}embeddings.tok_embeddings")
     yield tensor_rule("embedding.norm", f"{base}embeddings.norm")
     for i in range(config.stack.num_layers):
-        ours, theirs = f"encoder.layers.{i}", f"{base}layers.{i}"
-        yield tensor_rule(tuple(f"{ours}.attention.{part}" for part in "qkv"), f"{theirs}.attn.Wqkv", STACKED)
-        yield tensor_rule((f"{ours}.mlp.gate", f"{ours}.mlp.up"), f"{theirs}.mlp.Wi", STACKED)
+        kvad_prefix, hf_prefix = f"encoder.layers.{i}", f"{base}layers.{i}"
+        yield tensor_rule(tuple(f"{kvad_prefix}.attention.{part}" for part in "qkv"), f"{hf_prefix}.attn.Wqkv", STACKED)
+        yield tensor_rule((f"{kvad_prefix}.mlp.gate", f"{kvad_prefix}.mlp.up"), f"{hf_prefix}.mlp.Wi", STACKED)
         names = {"attention.out": "attn.Wo", "mlp.down": "mlp.Wo", "norm1": "attn_norm", "norm2": "mlp_norm"}
-        yield from prefix_rules(ours, theirs, names)
+        yield from prefix_rules(kvad_prefix, hf_prefix, names)
     yield tensor_rule("encoder.norm", f"{base}final_norm")
     yield tensor_rule("head.transform.dense", "head.dense")
     yield tensor_rule("head.transform.norm", "head.norm")
@@ -122,10 +126,11 @@ def rules(config: ModelConfig) -> Iterator[TensorRule]:
 def write(config: ModelConfig) -> dict[str, Any]:
     stack, layer, head = config.stack, config.stack.layer_config(0), config.head
     layers = [stack.layer_config(i) for i in range(stack.num_layers)]
-    types = [_FULL if each.attention.window is None else _SLIDING for each in layers]
-    windows = {each.attention.window for each in layers if each.attention.window is not None}
+    types = [_FULL if layer_config.attention.window is None else _SLIDING for layer_config in layers]
+    windows = {layer_config.attention.window for layer_config in layers if layer_config.attention.window is not None}
     ropes = {
-        kind: require_rope(each.attention.position, "modernbert") for kind, each in zip(types, layers, strict=True)
+        kind: require_rope(layer_config.attention.position, "modernbert")
+        for kind, layer_config in zip(types, layers, strict=True)
     }
     fields = {
         **_encoder.task_fields(config, "ModernBert"),
@@ -144,7 +149,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "decoder_bias": not isinstance(head, LanguageHeadConfig) or head.bias,
         "classifier_pooling": "mean" if isinstance(head, ClassificationHeadConfig) and head.pool == "mean" else "cls",
         "local_attention": 2 * (max(windows, default=65) - 1),
-        "pad_token_id": None,  # theirs is beyond a smaller vocabulary
+        "pad_token_id": None,  # the class's default exceeds a smaller vocabulary
         "tie_word_embeddings": config.tie_embeddings,
         **_types_and_ropes(types, ropes),
     }
@@ -155,20 +160,22 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 
 def _types_and_ropes(types: list[str], ropes: dict[str, RopeConfig]) -> dict[str, Any]:
-    """The kinds of layers and their rotary positions as 5.x spells them, and as 4.x does where it can: every n-th layer
-    a full one, one scaling for all."""
+    """Return layer types and rotary positions in 5.x's format and, if possible, in 4.x's.
+
+    4.x can express every n-th layer being full, and one scaling for all layers.
+    """
     layers = len(types)
-    said = {kind: rope_fields(position) for kind, position in ropes.items()}
+    rope_by_type = {kind: rope_fields(position) for kind, position in ropes.items()}
     out: dict[str, Any] = {
         "layer_types": types,
-        "rope_parameters": {kind: fields["rope_parameters"] for kind, fields in said.items()},
+        "rope_parameters": {kind: fields["rope_parameters"] for kind, fields in rope_by_type.items()},
     }
     thetas = {_FULL: "global_rope_theta", _SLIDING: "local_rope_theta"}
     out |= {thetas[kind]: position.theta for kind, position in ropes.items()}
-    for every in range(1, layers + 1):
-        if types == [_SLIDING if i % every else _FULL for i in range(layers)]:
-            out["global_attn_every_n_layers"] = every
-    scalings = [fields["rope_scaling"] for fields in said.values()]
+    for interval in range(1, layers + 1):
+        if types == [_SLIDING if i % interval else _FULL for i in range(layers)]:
+            out["global_attn_every_n_layers"] = interval
+    scalings = [fields["rope_scaling"] for fields in rope_by_type.values()]
     if scalings[0] is not None and all(scaling == scalings[0] for scaling in scalings):
         out["rope_scaling"] = scalings[0]
     return out

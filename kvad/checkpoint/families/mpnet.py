@@ -1,7 +1,8 @@
-"""MPNet (Song et al. 2020): BERT's layers, with T5's bucketed bias shared by all layers besides learned positions.
+"""MPNet (Song et al. 2020).
 
-Positions count from 2 whatever the padding is.  The buckets are 32 up to a distance of 128: the table's size is a field
-of the config, but transformers computes with these.  There are no token types.
+BERT's layers with learned positions and T5's bucketed bias, shared by all layers.  Positions count from 2 whatever
+the padding is.  There are 32 buckets up to a distance of 128: the table's size is a config field, but transformers
+computes with these.  There are no token types.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from kvad.checkpoint.families import _encoder, roberta
 from kvad.config import ModelConfig, PoolingHeadConfig, T5BiasConfig
 
 _ATTENTION = {"attention.q": "attn.q", "attention.k": "attn.k", "attention.v": "attn.v", "attention.out": "attn.o"}
-_NAMES = {mine: f"attention.{other}" for mine, other in {**_ATTENTION, "norm1": "LayerNorm"}.items()}
+_NAMES = {kvad_name: f"attention.{hf_name}" for kvad_name, hf_name in {**_ATTENTION, "norm1": "LayerNorm"}.items()}
 _LAYER = {**_encoder.BERT_LAYER, **_NAMES}
 
 
 def read(fields: HFConfigReader) -> ModelConfig:
     fields.require_one_of(
-        "relative_attention_num_buckets", 32, why="transformers computes 32 buckets whatever the table's size"
+        "relative_attention_num_buckets", 32, reason="transformers computes 32 buckets whatever the table's size."
     )
     config = roberta.read(_encoder.with_changes(fields, pad_token_id=1, type_vocab_size=0))
     layer = config.stack.layer_types["L"]
-    mixer = replace(layer.attention, position=T5BiasConfig(32, 128, bidirectional=True))
-    return replace(config, encoder=replace(config.stack, layer_types={"L": replace(layer, attention=mixer)}))
+    attention = replace(layer.attention, position=T5BiasConfig(32, 128, bidirectional=True))
+    return replace(config, encoder=replace(config.stack, layer_types={"L": replace(layer, attention=attention)}))
 
 
 def rules(config: ModelConfig) -> Iterator[TensorRule]:

@@ -1,8 +1,8 @@
-"""MPT (MosaicML 2023): ALiBi, no biases anywhere, q, k and v cut to [-clip_qkv, clip_qkv].
+"""MPT (MosaicML 2023): ALiBi, no biases, q, k and v clipped to [-clip_qkv, clip_qkv].
 
-transformers' class reads less than the config says: the MLP is always four times as wide (``expansion_ratio`` counts
-for nothing) and ALiBi always there (so is ``learned_pos_emb`` overruled).  That is followed; what the original code
-would compute otherwise is refused.
+transformers' class ignores parts of the config: the MLP is always four times as wide (``expansion_ratio`` has no
+effect) and ALiBi is always used (it overrides ``learned_pos_emb``).  kvad does the same, and refuses options for which
+the original code would compute something else.
 """
 
 from __future__ import annotations
@@ -33,20 +33,22 @@ _LAYER = {
 
 
 def read(fields: HFConfigReader) -> ModelConfig:
-    width, attention = fields.integer("d_model", "hidden_size", default=2048), fields.part("attn_config")
-    _check_supported(fields, attention)
-    scale = attention.get("softmax_scale")
-    mixer = AttentionConfig(
+    hidden_size, attention_fields = fields.integer("d_model", "hidden_size", default=2048), fields.part("attn_config")
+    _check_supported(fields, attention_fields)
+    scale = attention_fields.get("softmax_scale")
+    attention = AttentionConfig(
         fields.integer("n_heads", "num_attention_heads", default=16),
         position=AlibiConfig(),
-        clip_qkv=attention.number("clip_qkv", default=0.0) or None,
-        softmax_scale="default" if scale is None else attention.number("softmax_scale"),
+        clip_qkv=attention_fields.number("clip_qkv", default=0.0) or None,
+        softmax_scale="default" if scale is None else attention_fields.number("softmax_scale"),
     )
     layer = LayerConfig(
-        mixer, PlainMLPConfig(4 * width), NormConfig("layer", fields.number("layer_norm_epsilon", default=1e-5))
+        attention,
+        PlainMLPConfig(4 * hidden_size),
+        NormConfig("layer", fields.number("layer_norm_epsilon", default=1e-5)),
     )
     return ModelConfig(
-        hidden_size=width,
+        hidden_size=hidden_size,
         vocab_size=fields.integer("vocab_size", default=50368),
         max_seq_len=fields.integer("max_seq_len", default=2048),
         decoder=StackConfig(fields.integer("n_layers", "num_hidden_layers", default=24), {"L": layer}),
@@ -55,24 +57,24 @@ def read(fields: HFConfigReader) -> ModelConfig:
     )
 
 
-def _check_supported(fields: HFConfigReader, attention: HFConfigReader) -> None:
-    why = "transformers' class ignores it"
-    fields.require_one_of("no_bias", True, why=why)
-    fields.require_one_of("logit_scale", why=why)
-    fields.require_one_of("norm_type", "low_precision_layernorm", "layernorm", why=why)
-    attention.require_one_of("attn_type", "multihead_attention", why=why)
-    attention.require_one_of("alibi", True, why=why)
-    attention.require_one_of("alibi_bias_max", 8, why=why)
+def _check_supported(fields: HFConfigReader, attention_fields: HFConfigReader) -> None:
+    reason = "transformers' class ignores it."
+    fields.require_one_of("no_bias", True, reason=reason)
+    fields.require_one_of("logit_scale", reason=reason)
+    fields.require_one_of("norm_type", "low_precision_layernorm", "layernorm", reason=reason)
+    attention_fields.require_one_of("attn_type", "multihead_attention", reason=reason)
+    attention_fields.require_one_of("alibi", True, reason=reason)
+    attention_fields.require_one_of("alibi_bias_max", 8, reason=reason)
     for name in ("prefix_lm", "qk_ln", "attn_uses_sequence_id"):
-        attention.require_one_of(name, False, why=why)
+        attention_fields.require_one_of(name, False, reason=reason)
 
 
 def rules(config: ModelConfig) -> Iterator[TensorRule]:
     yield tensor_rule("embedding.tokens", "transformer.wte")
     for i in range(config.stack.num_layers):
-        ours, theirs = f"decoder.layers.{i}", f"transformer.blocks.{i}"
-        yield tensor_rule(tuple(f"{ours}.attention.{part}" for part in "qkv"), f"{theirs}.attn.Wqkv", STACKED)
-        yield from prefix_rules(ours, theirs, _LAYER)
+        kvad_prefix, hf_prefix = f"decoder.layers.{i}", f"transformer.blocks.{i}"
+        yield tensor_rule(tuple(f"{kvad_prefix}.attention.{part}" for part in "qkv"), f"{hf_prefix}.attn.Wqkv", STACKED)
+        yield from prefix_rules(kvad_prefix, hf_prefix, _LAYER)
     yield tensor_rule("decoder.norm", "transformer.norm_f")
     yield tensor_rule("head", "lm_head")
 

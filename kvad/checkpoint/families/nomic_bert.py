@@ -1,7 +1,8 @@
-"""Nomic BERT (Nussbaum et al. 2024): BERT's order of norms with rotary positions, SwiGLU and no biases in the layers.
+"""Nomic BERT (Nussbaum et al. 2024).
 
-The class of transformers 5.x and its config; in the file the names are those of the authors' own code (``emb_ln``,
-``Wqkv``, ``fc11`` the up and ``fc12`` the gate).  Their older config (``n_embd``, ...) is not read.
+BERT's order of norms with rotary positions, SwiGLU, no biases in the layers.  kvad reads the config of transformers
+5's class; tensors have the names of the authors' code (``emb_ln``, ``Wqkv``, ``fc11`` for up and ``fc12`` for gate).
+Their older config (``n_embd``, ...) is not supported.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ _LAYER = {
 
 
 def read(fields: HFConfigReader) -> ModelConfig:
-    limit = fields.integer("max_position_embeddings", default=2048)
+    max_seq_len = fields.integer("max_position_embeddings", default=2048)
     activation = fields.get("hidden_act", "silu")
-    config = bert.read(_encoder.base_model_config(fields, max_position_embeddings=limit, hidden_act=activation))
+    config = bert.read(_encoder.base_model_config(fields, max_position_embeddings=max_seq_len, hidden_act=activation))
     layer, names = config.stack.layer_types["L"], _encoder.read_labels(fields)
     assert isinstance(layer.mlp, PlainMLPConfig)
     heads: dict[str, _encoder.TaskHead] = {
@@ -56,13 +57,17 @@ def read(fields: HFConfigReader) -> ModelConfig:
         "ForSequenceClassification": ClassificationHeadConfig(names, "row", transform=HeadTransformConfig("tanh")),
         "Model": PoolingHeadConfig(),
     }
-    heads_wide, position = fields.get("head_dim"), read_rope(fields, limit=limit, theta=1000.0)
-    size = None if heads_wide is None or heads_wide * layer.attention.num_heads == config.hidden_size else heads_wide
-    mixer = AttentionConfig(layer.attention.num_heads, head_dim=size, position=position, causal=False)
-    changed = LayerConfig(mixer, GatedMLPConfig(layer.mlp.intermediate_size, layer.mlp.activation), layer.norm)
+    stored_head_dim, position = fields.get("head_dim"), read_rope(fields, max_seq_len=max_seq_len, theta=1000.0)
+    head_size = (
+        None
+        if stored_head_dim is None or stored_head_dim * layer.attention.num_heads == config.hidden_size
+        else stored_head_dim
+    )
+    attention = AttentionConfig(layer.attention.num_heads, head_dim=head_size, position=position, causal=False)
+    layer_config = LayerConfig(attention, GatedMLPConfig(layer.mlp.intermediate_size, layer.mlp.activation), layer.norm)
     return replace(
         config,
-        encoder=replace(config.stack, layer_types={"L": changed}),
+        encoder=replace(config.stack, layer_types={"L": layer_config}),
         embedding=replace(config.embedding, position=None),
         head=_encoder.read_task_head(fields, heads),
     )
@@ -70,12 +75,12 @@ def read(fields: HFConfigReader) -> ModelConfig:
 
 def rules(config: ModelConfig) -> Iterator[TensorRule]:
     base = "" if isinstance(config.head, PoolingHeadConfig) else "nomic_bert."
-    for mine, other in _EMBEDDING.items():
-        yield tensor_rule(mine, base + other)
+    for kvad_name, hf_name in _EMBEDDING.items():
+        yield tensor_rule(kvad_name, base + hf_name)
     for i in range(config.stack.num_layers):
-        ours, theirs = f"encoder.layers.{i}", f"{base}encoder.layers.{i}"
-        yield tensor_rule(tuple(f"{ours}.attention.{part}" for part in "qkv"), f"{theirs}.attn.Wqkv", STACKED)
-        yield from prefix_rules(ours, theirs, _LAYER)
+        kvad_prefix, hf_prefix = f"encoder.layers.{i}", f"{base}encoder.layers.{i}"
+        yield tensor_rule(tuple(f"{kvad_prefix}.attention.{part}" for part in "qkv"), f"{hf_prefix}.attn.Wqkv", STACKED)
+        yield from prefix_rules(kvad_prefix, hf_prefix, _LAYER)
     if isinstance(config.head, LanguageHeadConfig):
         yield tensor_rule("head.transform.dense", "cls.predictions.transform.dense")
         yield tensor_rule("head.transform.norm", "cls.predictions.transform.layer_norm")
@@ -86,11 +91,11 @@ def rules(config: ModelConfig) -> Iterator[TensorRule]:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    mixer = config.stack.layer_config(0).attention
+    attention = config.stack.layer_config(0).attention
     fields = {
         **_encoder.bert_fields(config, "nomic_bert", "NomicBert"),
-        "head_dim": head_dim(config, mixer),
-        **rope_fields(require_rope(mixer.position, "nomic_bert")),
+        "head_dim": head_dim(config, attention),
+        **rope_fields(require_rope(attention.position, "nomic_bert")),
     }
     return fields
 

@@ -1,6 +1,7 @@
-"""GPT (Radford et al. 2018): learned positions, LayerNorm after each half and none at the end, weights as [in, out].
+"""GPT (Radford et al. 2018).
 
-What its config calls ``gelu`` is the tanh approximation; the MLP is always four times as wide.
+Learned positions, LayerNorm after each half, weights stored as [in, out].  There is no final norm.  ``gelu`` in its
+config is the tanh approximation; the MLP is always four times as wide.
 """
 
 from __future__ import annotations
@@ -22,21 +23,23 @@ from kvad.config import (
     StackConfig,
 )
 
-_ACTIVATIONS = {"gelu": "gelu_tanh", "relu": "relu", "silu": "silu", "swish": "silu"}  # theirs -> ours
+_ACTIVATIONS = {"gelu": "gelu_tanh", "relu": "relu", "silu": "silu", "swish": "silu"}  # Hugging Face -> kvad
 
 
 def read(fields: HFConfigReader) -> ModelConfig:
-    width, limit = fields.integer("n_embd", default=768), fields.integer("n_positions", default=512)
-    mixer = AttentionConfig(fields.integer("n_head", default=12), position=None, qkv_bias=True, out_bias=True)
-    mlp = PlainMLPConfig(4 * width, fields.choice("afn", _ACTIVATIONS, "gelu"), bias=True)
-    layer = LayerConfig(mixer, mlp, NormConfig("layer", fields.number("layer_norm_epsilon", default=1e-5), bias=True))
+    hidden_size, max_seq_len = fields.integer("n_embd", default=768), fields.integer("n_positions", default=512)
+    attention = AttentionConfig(fields.integer("n_head", default=12), position=None, qkv_bias=True, out_bias=True)
+    mlp = PlainMLPConfig(4 * hidden_size, fields.choice("afn", _ACTIVATIONS, "gelu"), bias=True)
+    layer = LayerConfig(
+        attention, mlp, NormConfig("layer", fields.number("layer_norm_epsilon", default=1e-5), bias=True)
+    )
     layers = fields.integer("n_layer", default=12)
     return ModelConfig(
-        hidden_size=width,
+        hidden_size=hidden_size,
         vocab_size=fields.integer("vocab_size", default=40478),
-        max_seq_len=limit,
+        max_seq_len=max_seq_len,
         decoder=StackConfig(layers, {"L": layer}, norm_position="post", final_norm=False),
-        embedding=EmbeddingConfig(LearnedPositionsConfig(limit)),
+        embedding=EmbeddingConfig(LearnedPositionsConfig(max_seq_len)),
         tie_embeddings=fields.flag("tie_word_embeddings", True),
     )
 

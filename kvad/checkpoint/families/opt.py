@@ -1,7 +1,8 @@
-"""OPT (Zhang et al. 2022): learned positions behind two unused rows, ReLU, LayerNorm with a fixed epsilon.
+"""OPT (Zhang et al. 2022).
 
-OPT-350M alone normalises after each half (``do_layer_norm_before`` false), has no final norm, and embeds in another
-width, from which and to which a matrix leads.  ``_remove_final_layer_norm`` marks files made before that was mended.
+Learned positions after two unused rows, ReLU, LayerNorm with a fixed epsilon.  Only OPT-350M normalizes after each
+half (``do_layer_norm_before`` false), has no final norm, and has a smaller embedding, with a projection to and from
+it.  ``_remove_final_layer_norm`` marks files written before a bug was fixed.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from kvad.config import (
 
 
 def read(fields: HFConfigReader) -> ModelConfig:
-    width, limit = fields.integer("hidden_size"), fields.integer("max_position_embeddings", default=2048)
+    hidden_size, max_seq_len = fields.integer("hidden_size"), fields.integer("max_position_embeddings", default=2048)
     bias, affine = fields.flag("enable_bias", True), fields.flag("layer_norm_elementwise_affine", True)
-    mixer = AttentionConfig(fields.integer("num_attention_heads"), position=None, qkv_bias=bias, out_bias=bias)
+    attention = AttentionConfig(fields.integer("num_attention_heads"), position=None, qkv_bias=bias, out_bias=bias)
     mlp = PlainMLPConfig(fields.integer("ffn_dim"), fields.choice("activation_function", ACTIVATIONS, "relu"), bias)
-    layer = LayerConfig(mixer, mlp, NormConfig("layer", 1e-5, bias=affine, weight=affine))
+    layer = LayerConfig(attention, mlp, NormConfig("layer", 1e-5, bias=affine, weight=affine))
     before = fields.flag("do_layer_norm_before", True)
     final = before and not fields.flag("_remove_final_layer_norm")
-    table = fields.integer("word_embed_proj_dim", default=width)
-    positions = LearnedPositionsConfig(limit + 2, offset=2)
-    other = table != width
+    table = fields.integer("word_embed_proj_dim", default=hidden_size)
+    positions = LearnedPositionsConfig(max_seq_len + 2, offset=2)
+    is_projected = table != hidden_size
     return ModelConfig(
-        hidden_size=width,
+        hidden_size=hidden_size,
         vocab_size=fields.integer("vocab_size"),
-        max_seq_len=limit,
+        max_seq_len=max_seq_len,
         decoder=StackConfig(
             fields.integer("num_hidden_layers"),
             {"L": layer},
@@ -48,10 +49,10 @@ def read(fields: HFConfigReader) -> ModelConfig:
             final_norm=final,
         ),
         embedding=EmbeddingConfig(positions, embedding_size=table, projection="start")
-        if other
+        if is_projected
         else EmbeddingConfig(positions),
         head=LanguageHeadConfig(transform=HeadTransformConfig(activation=None, bias=False, output_size=table))
-        if other
+        if is_projected
         else LanguageHeadConfig(),
         tie_embeddings=fields.flag("tie_word_embeddings", True),
     )
@@ -65,8 +66,8 @@ def rules(config: ModelConfig) -> Iterator[TensorRule]:
         "decoder.norm": "final_layer_norm",
         "head.transform.dense": "project_out",
     }
-    for mine, other in names.items():
-        yield tensor_rule(mine, f"model.decoder.{other}")
+    for kvad_name, hf_name in names.items():
+        yield tensor_rule(kvad_name, f"model.decoder.{hf_name}")
     for i in range(config.stack.num_layers):
         yield from prefix_rules(f"decoder.layers.{i}", f"model.decoder.layers.{i}", FAIRSEQ_LAYER)
     yield tensor_rule("head", "lm_head")

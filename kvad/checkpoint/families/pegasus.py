@@ -1,6 +1,7 @@
-"""PEGASUS (Zhang et al. 2020), for summaries: norms before each half, Marian's sinusoidal table, scaled embeddings.
+"""PEGASUS (Zhang et al. 2020), for summaries.
 
-The table stands in their files, but is no weight.
+Norms before each half, Marian's sinusoids, scaled embeddings.  The sinusoidal table is in the files, but is not a
+weight.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from kvad.config import SinusoidalPositionsConfig
 FAMILY = BartFamily(
     "pegasus",
     "PegasusForConditionalGeneration",
-    lambda fields, limit: SinusoidalPositionsConfig(form="concat"),
+    lambda fields, max_seq_len: SinusoidalPositionsConfig(form="concat"),
     pre_norm=True,
     extra=concat_tables,
 ).family()

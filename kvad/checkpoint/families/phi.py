@@ -1,5 +1,8 @@
-"""Phi-1, 1.5 and 2 (Gunasekar et al. 2023): both halves in parallel behind one norm, RoPE by halves on part of each
-head, biases everywhere, the head's among them; optionally q and k normalised per head."""
+"""Phi-1, 1.5 and 2 (Gunasekar et al. 2023).
+
+Parallel halves after one norm, partial RoPE by halves, biases everywhere.  The head has a bias too; q and k are
+optionally normalized per head.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +37,18 @@ _LAYER = {
 def read(fields: HFConfigReader) -> ModelConfig:
     fields = with_defaults(fields, max_position_embeddings=2048)
     fields.require_one_of("head_dim", fields.integer("hidden_size") // fields.integer("num_attention_heads"))
-    mixer = attention_config(
+    attention = attention_config(
         fields,
-        position=read_rope(fields, limit=fields.integer("max_position_embeddings"), fraction=0.5),
-        bias=True,
+        position=read_rope(fields, max_seq_len=fields.integer("max_position_embeddings"), partial_rotary_factor=0.5),
+        qkv_bias=True,
         out_bias=True,
         qk_norm="head" if fields.flag("qk_layernorm") else "none",
     )
     mlp = PlainMLPConfig(
         fields.integer("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS, "gelu_new"), bias=True
     )
-    layer = LayerConfig(mixer, mlp, NormConfig("layer", fields.number("layer_norm_eps", default=1e-5), bias=True))
-    decoder = build_stack({"L": layer}, "L" * fields.integer("num_hidden_layers"), norm_place="parallel")
+    layer = LayerConfig(attention, mlp, NormConfig("layer", fields.number("layer_norm_eps", default=1e-5), bias=True))
+    decoder = build_stack({"L": layer}, "L" * fields.integer("num_hidden_layers"), norm_position="parallel")
     return build_model_config(fields, decoder, head=LanguageHeadConfig(bias=True))
 
 

@@ -1,4 +1,7 @@
-"""Phi-3, 3.5 and 4-mini (Abdin et al. 2024): Llama with q, k, v in one matrix and gate, up in another; LongRoPE."""
+"""Phi-3, 3.5 and 4-mini (Abdin et al. 2024).
+
+Llama with fused q, k, v and fused gate, up; LongRoPE.
+"""
 
 from __future__ import annotations
 
@@ -24,27 +27,35 @@ from kvad.config import GatedMLPConfig, LayerConfig, LongRopeScalingConfig, Mode
 from kvad.errors import CheckpointError
 
 _DEFAULTS = {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096}
-_NAMES = {mine: LAYER[mine] for mine in ("attention.out", "mlp.down", "norm1", "norm2")}
+_NAMES = {kvad_name: LAYER[kvad_name] for kvad_name in ("attention.out", "mlp.down", "norm1", "norm2")}
 
 
 def read(fields: HFConfigReader) -> ModelConfig:
     fields = with_defaults(fields, **_DEFAULTS)
-    position = read_rope(fields, limit=fields.integer("max_position_embeddings"))
+    position = read_rope(fields, max_seq_len=fields.integer("max_position_embeddings"))
     if not isinstance(position.scaling, LongRopeScalingConfig | None):
-        raise CheckpointError(f"{fields.where}: rope_type {position.scaling.kind!r} is not supported", "longrope")
-    mixer = attention_config(fields, position=position, window=read_window(fields))
+        raise CheckpointError(
+            f"{fields.where}: rope_type {position.scaling.kind!r} is not supported", "Supported: longrope."
+        )
+    attention = attention_config(fields, position=position, window=read_window(fields))
     mlp = GatedMLPConfig(fields.integer("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS, "silu"))
     return build_model_config(
         fields,
-        build_stack({"L": LayerConfig(mixer, mlp, rms_norm(fields, 1e-5))}, "L" * fields.integer("num_hidden_layers")),
+        build_stack(
+            {"L": LayerConfig(attention, mlp, rms_norm(fields, 1e-5))}, "L" * fields.integer("num_hidden_layers")
+        ),
     )
 
 
 def rules(config: ModelConfig) -> Iterator[TensorRule]:
-    def layer(ours: str, theirs: str) -> Iterator[TensorRule]:
-        yield tensor_rule(tuple(f"{ours}.attention.{part}" for part in "qkv"), f"{theirs}.self_attn.qkv_proj", STACKED)
-        yield tensor_rule((f"{ours}.mlp.gate", f"{ours}.mlp.up"), f"{theirs}.mlp.gate_up_proj", STACKED)
-        yield from prefix_rules(ours, theirs, _NAMES)
+    def layer(kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
+        yield tensor_rule(
+            tuple(f"{kvad_prefix}.attention.{part}" for part in "qkv"), f"{hf_prefix}.self_attn.qkv_proj", STACKED
+        )
+        yield tensor_rule(
+            (f"{kvad_prefix}.mlp.gate", f"{kvad_prefix}.mlp.up"), f"{hf_prefix}.mlp.gate_up_proj", STACKED
+        )
+        yield from prefix_rules(kvad_prefix, hf_prefix, _NAMES)
 
     return layer_rules(config, layer)
 

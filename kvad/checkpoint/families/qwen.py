@@ -1,7 +1,7 @@
 """Qwen 2 and 2.5 (Yang et al. 2024) and Qwen 3 (Yang et al. 2025).
 
-Llama with biases on q, k and v alone (2), or with RMSNorm on each head of q and k before they are rotated (3).  Layers
-from ``max_window_layers`` on may see a window only.
+Llama with biases on q, k, v only (2), or with RMSNorm on each head of q and k before the rotation (3).  Layers from
+``max_window_layers`` on may have a window.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ def read(fields: HFConfigReader) -> ModelConfig:
     bias = third and fields.flag("attention_bias")
     position, mlp = full_rope(fields), GatedMLPConfig(fields.integer("intermediate_size"), _activation(fields))
     pattern = _pattern(fields)
-    kinds = {}
+    layer_types = {}
     for letter in set(pattern):
-        mixer = attention_config(
+        attention = attention_config(
             fields,
             position=position,
             window=read_window(fields) if letter == "L" else None,
-            bias=bias if third else True,
+            qkv_bias=bias if third else True,
             out_bias=bias,
             qk_norm="head" if third else "none",
         )
-        kinds[letter] = LayerConfig(mixer, mlp, rms_norm(fields))
-    return build_model_config(fields, build_stack(kinds, pattern))
+        layer_types[letter] = LayerConfig(attention, mlp, rms_norm(fields))
+    return build_model_config(fields, build_stack(layer_types, pattern))
 
 
 def _activation(fields: HFConfigReader) -> Any:

@@ -1,8 +1,8 @@
-"""RoBERTa (Liu et al. 2019), XLM-RoBERTa (Conneau et al. 2020), CamemBERT (Martin et al. 2020): BERT's layers.
+"""RoBERTa (Liu et al. 2019), XLM-R (Conneau et al. 2020), CamemBERT (Martin et al. 2020).
 
-Positions count from ``pad_token_id + 1``, so that a table of 514 rows holds 512 tokens.  The language head's activation
-is gelu whatever the layers' is; a row's classes are read from its first token through a matrix and tanh of their own.
-All three are written as ``roberta``: they differ in their tokenizers alone.
+They have BERT's layers.  Positions count from ``pad_token_id + 1``, so that a table of 514 rows has room for 512
+tokens.  The language head's activation is always gelu; the classes of a sequence are computed from its first token
+through a separate matrix and tanh.  All three are written as ``roberta``: they differ only in their tokenizers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def read(fields: HFConfigReader) -> ModelConfig:
 
 
 def head_rules(config: ModelConfig, base: str) -> Iterator[TensorRule]:
-    """The heads by RoBERTa's names; ``base``: of the model below them."""
+    """Yield the rules of the heads by RoBERTa's names; ``base`` is the prefix of the base model."""
     if isinstance(config.head, LanguageHeadConfig):
         yield tensor_rule("head.transform.dense", "lm_head.dense")
         yield tensor_rule("head.transform.norm", "lm_head.layer_norm")
@@ -66,7 +66,7 @@ def rules(config: ModelConfig) -> Iterator[TensorRule]:
 
 
 def offset_fields(config: ModelConfig) -> dict[str, Any]:
-    """The size of the table of positions, and where they begin."""
+    """Return the size of the position table, and the padding id that its offset follows from."""
     position = config.embedding.position
     if not isinstance(position, LearnedPositionsConfig):
         raise CheckpointError("roberta cannot express this model: its positions are not learned")
@@ -78,7 +78,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 
 def family(types: tuple[str, ...], base: str, read: Any, rules: Any, write: Any) -> Family:
-    """A family whose heads have RoBERTa's names; ``base``: of the model below them."""
+    """Build a family whose heads have RoBERTa's names; ``base`` is the prefix of the base model."""
     return Family(
         types,
         read,

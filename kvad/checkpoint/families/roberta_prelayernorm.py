@@ -1,6 +1,6 @@
-"""RoBERTa-PreLayerNorm (fairseq's ``--encoder-normalize-before``): RoBERTa with LayerNorm before each half of a layer.
+"""RoBERTa-PreLayerNorm: RoBERTa with LayerNorm before each half of a layer.
 
-A final norm follows the last layer; the embedding's norm stays.
+It is fairseq's ``--encoder-normalize-before``.  A final norm follows the last layer; the embedding's norm remains.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""RoFormer (Su et al. 2021): BERT's layers with interleaved rotary positions on queries and keys, and none learned.
+"""RoFormer (Su et al. 2021).
 
-Their files hold the table of sines and cosines (``embed_positions``) as a tensor; it is checked, and written.  The
-embedding may be narrower than the model.  ``RoFormerForCausalLM`` with ``is_decoder`` is a decoder of the same layers.
+BERT's layers with interleaved rotary positions instead of learned ones.  Files have the table of sines and cosines
+(``embed_positions``) as a tensor, which is checked and written.  The embedding may be narrower than the model.
+``RoFormerForCausalLM`` with ``is_decoder`` is a decoder of the same layers.
 """
 
 from __future__ import annotations
@@ -35,14 +36,16 @@ _TABLE = "encoder.embed_positions.weight"
 
 
 def read(fields: HFConfigReader) -> ModelConfig:
-    fields.require_one_of("rotary_value", False, why="rotated values are not known")
+    fields.require_one_of("rotary_value", False, reason="Rotated values are not supported.")
     causal = fields.flag("is_decoder")
     if causal != fields.architecture.endswith("ForCausalLM"):
         raise CheckpointError(
-            f"{fields.where}: is_decoder {causal} of {fields.architecture} is not supported",
-            "RoFormerForCausalLM is a decoder, the other classes are encoders",
+            f"{fields.where}: is_decoder {causal} with {fields.architecture} is not supported",
+            "RoFormerForCausalLM is a decoder, all other classes are encoders.",
         )
-    config = bert.read(_encoder.base_model_config(fields, is_decoder=False, max_position_embeddings=_limit(fields)))
+    config = bert.read(
+        _encoder.base_model_config(fields, is_decoder=False, max_position_embeddings=_max_seq_len(fields))
+    )
     layer, names = config.stack.layer_types["L"], _encoder.read_labels(fields)
     assert isinstance(layer.mlp, PlainMLPConfig)
     size, activation = fields.integer("embedding_size", default=config.hidden_size), layer.mlp.activation
@@ -57,8 +60,8 @@ def read(fields: HFConfigReader) -> ModelConfig:
         "ForSequenceClassification": ClassificationHeadConfig(names, "row", transform=HeadTransformConfig(activation)),
         "Model": PoolingHeadConfig(),
     }
-    mixer = replace(layer.attention, position=RopeConfig(interleaved=True), causal=causal)
-    stack = replace(config.stack, layer_types={"L": replace(layer, attention=mixer)})
+    attention = replace(layer.attention, position=RopeConfig(interleaved=True), causal=causal)
+    stack = replace(config.stack, layer_types={"L": replace(layer, attention=attention)})
     return replace(
         config,
         encoder=None if causal else stack,
@@ -68,7 +71,7 @@ def read(fields: HFConfigReader) -> ModelConfig:
     )
 
 
-def _limit(fields: HFConfigReader) -> int:
+def _max_seq_len(fields: HFConfigReader) -> int:
     return fields.integer("max_position_embeddings", default=1536)
 
 
@@ -99,7 +102,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 
 def table(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """[limit, D]: the sines of all angles, then their cosines."""
+    """Yield the table [max_seq_len, D]: the sines of all angles, then their cosines."""
     dim = head_dim(config, config.stack.layer_config(0).attention)
     base = "" if isinstance(config.head, PoolingHeadConfig) else "roformer."
     yield (
@@ -113,9 +116,9 @@ def table(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
 _heads = _encoder.head_resolver("cls.predictions.transform.dense.weight")
 
 
-def resolve(config: ModelConfig, look: Callable[[str], Tensor | None]) -> ModelConfig:
-    """A decoder has a head."""
-    return config if config.decoder is not None else _heads(config, look)
+def resolve(config: ModelConfig, lookup: Callable[[str], Tensor | None]) -> ModelConfig:
+    """Select the head by the stored tensors; a decoder always has a language head."""
+    return config if config.decoder is not None else _heads(config, lookup)
 
 
 FAMILY = Family(

@@ -1,4 +1,4 @@
-"""SmolLM3 (Bakouch et al. 2025): Llama in which every fourth layer has no positions at all (NoPE)."""
+"""SmolLM3 (Bakouch et al. 2025): Llama with no positions in every fourth layer (NoPE)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvad.config import GatedMLPConfig, LayerConfig, ModelConfig
 from kvad.errors import CheckpointError
 
 _DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 4, "no_rope_layer_interval": 4}
-_NOPE = {"G": "N", "L": "M"}  # the letters of layers without positions, whole and with a window
+_NOPE = {"G": "N", "L": "M"}  # layer types without positions, full and with a window
 
 
 def read(fields: HFConfigReader) -> ModelConfig:
@@ -37,21 +37,25 @@ def read(fields: HFConfigReader) -> ModelConfig:
         fields.choice("hidden_act", ACTIVATIONS, "silu"),
         fields.flag("mlp_bias"),
     )
-    mixer = attention_config(fields, position=full_rope(fields, theta=2000000.0), bias=bias, out_bias=bias)
-    local, norm = replace(mixer, window=read_window(fields)), rms_norm(fields)
-    kinds = {"G": LayerConfig(mixer, mlp, norm), "L": LayerConfig(local, mlp, norm)}
+    attention = attention_config(fields, position=full_rope(fields, theta=2000000.0), qkv_bias=bias, out_bias=bias)
+    local, norm = replace(attention, window=read_window(fields)), rms_norm(fields)
+    layer_types = {"G": LayerConfig(attention, mlp, norm), "L": LayerConfig(local, mlp, norm)}
     for letter, nope in _NOPE.items():
-        kinds[nope] = replace(kinds[letter], attention=replace(kinds[letter].attention, position=None))
-    return build_model_config(fields, build_stack(kinds, _pattern(fields)), tie=True)
+        layer_types[nope] = replace(
+            layer_types[letter], attention=replace(layer_types[letter].attention, position=None)
+        )
+    return build_model_config(fields, build_stack(layer_types, _pattern(fields)), tie=True)
 
 
 def _pattern(fields: HFConfigReader) -> str:
     layers, interval = fields.integer("num_hidden_layers"), fields.integer("no_rope_layer_interval")
     rotated = fields.get("no_rope_layers") or [int((index + 1) % interval != 0) for index in range(layers)]
     if not isinstance(rotated, list) or len(rotated) != layers:
-        raise CheckpointError(f"{fields.where}: no_rope_layers {rotated!r} is not supported", f"{layers} of 0 and 1")
-    seen = optional_window_pattern(fields, lambda index: not rotated[index])
-    return "".join(letter if rope else _NOPE[letter] for letter, rope in zip(seen, rotated, strict=True))
+        raise CheckpointError(
+            f"{fields.where}: no_rope_layers {rotated!r} is not supported", f"It must have {layers} values 0 or 1."
+        )
+    window_letters = optional_window_pattern(fields, lambda index: not rotated[index])
+    return "".join(letter if rope else _NOPE[letter] for letter, rope in zip(window_letters, rotated, strict=True))
 
 
 def write(config: ModelConfig) -> dict[str, Any]:

@@ -1,5 +1,8 @@
-"""StableLM 2 and 3B (Stability AI 2023): Llama with LayerNorm and RoPE on part of each head; either half after half,
-or both in parallel behind one norm; optionally q and k normalised per head, each by a weight of its own."""
+"""StableLM 2 and 3B (Stability AI 2023): Llama with LayerNorm and partial RoPE.
+
+The halves of a layer are sequential, or in parallel after one norm; q and k are optionally normalized per head, with
+separate weights.
+"""
 
 from __future__ import annotations
 
@@ -26,29 +29,29 @@ def read(fields: HFConfigReader) -> ModelConfig:
     fields = with_defaults(fields, max_position_embeddings=4096, num_key_value_heads=32)
     fields.require_one_of("head_dim", fields.integer("hidden_size") // fields.integer("num_attention_heads"))
     eps, normed = fields.number("layer_norm_eps", default=1e-5), fields.flag("qk_layernorm")
-    mixer = attention_config(
+    attention = attention_config(
         fields,
-        position=read_rope(fields, limit=fields.integer("max_position_embeddings"), fraction=0.25),
-        bias=fields.flag("use_qkv_bias"),
+        position=read_rope(fields, max_seq_len=fields.integer("max_position_embeddings"), partial_rotary_factor=0.25),
+        qkv_bias=fields.flag("use_qkv_bias"),
         qk_norm="each" if normed else "none",
-        norm=NormConfig("layer", eps) if normed else None,
+        qk_norm_config=NormConfig("layer", eps) if normed else None,
     )
     mlp = GatedMLPConfig(fields.integer("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS, "silu"))
-    layer = LayerConfig(mixer, mlp, NormConfig("layer", eps, bias=True))
-    place = "parallel" if fields.flag("use_parallel_residual") else "pre"
+    layer = LayerConfig(attention, mlp, NormConfig("layer", eps, bias=True))
+    norm_position = "parallel" if fields.flag("use_parallel_residual") else "pre"
     return build_model_config(
-        fields, build_stack({"L": layer}, "L" * fields.integer("num_hidden_layers"), norm_place=place)
+        fields, build_stack({"L": layer}, "L" * fields.integer("num_hidden_layers"), norm_position=norm_position)
     )
 
 
 def rules(config: ModelConfig) -> Iterator[TensorRule]:
-    mixer = config.stack.layer_config(0).attention
+    attention = config.stack.layer_config(0).attention
 
-    def layer(ours: str, theirs: str) -> Iterator[TensorRule]:
-        yield from prefix_rules(ours, theirs, LAYER)
-        for part, heads in (("q", mixer.num_heads), ("k", mixer.num_kv_heads or mixer.num_heads)):
-            norms = tuple(f"{theirs}.self_attn.{part}_layernorm.norms.{head}" for head in range(heads))
-            yield tensor_rule(f"{ours}.attention.{part}_norm", norms, STACKED)
+    def layer(kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
+        yield from prefix_rules(kvad_prefix, hf_prefix, LAYER)
+        for part, heads in (("q", attention.num_heads), ("k", attention.num_kv_heads or attention.num_heads)):
+            norms = tuple(f"{hf_prefix}.self_attn.{part}_layernorm.norms.{head}" for head in range(heads))
+            yield tensor_rule(f"{kvad_prefix}.attention.{part}_norm", norms, STACKED)
 
     return layer_rules(config, layer)
 

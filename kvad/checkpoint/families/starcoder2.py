@@ -1,4 +1,7 @@
-"""StarCoder 2 (Lozhkov et al. 2024): LayerNorm with biases, a plain MLP with biases, grouped keys, a sliding window."""
+"""StarCoder 2 (Lozhkov et al. 2024).
+
+LayerNorm and MLP with biases, grouped keys, a sliding window.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,12 @@ _NAMES = {**LAYER, "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
 def read(fields: HFConfigReader) -> ModelConfig:
     fields = with_defaults(fields, **_DEFAULTS)
     bias = fields.flag("use_bias", True)
-    mixer = attention_config(fields, position=full_rope(fields), window=read_window(fields), bias=bias, out_bias=bias)
+    attention = attention_config(
+        fields, position=full_rope(fields), window=read_window(fields), qkv_bias=bias, out_bias=bias
+    )
     activation = fields.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh")
     mlp = PlainMLPConfig(fields.integer("intermediate_size"), activation, bias)
-    layer = LayerConfig(mixer, mlp, NormConfig("layer", fields.number("norm_epsilon", default=1e-5), bias=True))
+    layer = LayerConfig(attention, mlp, NormConfig("layer", fields.number("norm_epsilon", default=1e-5), bias=True))
     return build_model_config(fields, build_stack({"L": layer}, "L" * fields.integer("num_hidden_layers")), tie=True)
 
 

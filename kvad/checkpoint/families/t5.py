@@ -1,17 +1,18 @@
-"""T5 (Raffel et al. 2020), T5 v1.1 and Flan (gated), mT5 (Xue et al. 2021), UMT5 (Chung et al. 2023); their encoders.
+"""T5 and T5 v1.1 (Raffel et al. 2020), mT5 (Xue et al. 2021), UMT5 (Chung et al. 2023).
 
-No positions but a bias by buckets of distance: one table per stack, UMT5 one per layer; none where the decoder reads
-the source.  Attention divides by nothing, RMSNorm stands before each half, no product has a bias.
+The only positions are a bias by buckets of distance: one table per stack, in UMT5 one per layer; cross-attention has
+none.  Attention logits are not scaled, RMSNorm precedes each half, and there are no biases.  Later versions than v1.0
+have a gated MLP.
 
-The logits of v1.0 are multiplied by width^-0.5; those of all later ones are not.  A file says so in two ways:
-transformers 4 multiplies where ``tie_word_embeddings`` is true (its default, except for mT5's); 5 ties always, and
-writes ``scale_decoder_outputs`` for T5; mT5 it never multiplies, UMT5 always.  Here ``scale_decoder_outputs``
-decides, and without it ``tie_word_embeddings``, but for mT5 only in files of transformers 4.  So a file reads as the
-version that wrote it had it, and Google's UMT5 as it was trained: with the logits of 4.57.
+The logits of v1.0 are multiplied by hidden_size^-0.5; those of later versions are not.  A file states this in two ways:
+transformers 4 multiplies if ``tie_word_embeddings`` is true (its default, except for mT5's); 5 always ties, and
+writes ``scale_decoder_outputs`` for T5; it never multiplies for mT5 and always for UMT5.  kvad uses
+``scale_decoder_outputs``, and without it ``tie_word_embeddings``, for mT5 only in files of transformers 4.  A file is
+thus read as the version that wrote it does, and Google's UMT5 as it was trained: with the logits of 4.57.
 
-T5 has no longest row: ``n_positions``, which older files have (512: as long as its training's rows), is taken as the
-limit of source and target alike.  An mT5 is written as the T5 v1.1 that it is.  ``dropout_rate`` is one share for all
-places, what leaves a stack among them.
+T5 has no maximum length: ``n_positions``, which older files have (512, the rows' length in training), is used for
+source and target alike.  An mT5 is written as the T5 v1.1 that it is.  ``dropout_rate`` is one probability for all
+places, the outputs of the stacks included.
 """
 
 from __future__ import annotations
@@ -55,29 +56,29 @@ _GATED = {"relu": "gated-relu", "gelu_tanh": "gated-gelu", "silu": "gated-silu"}
 
 
 def read(fields: HFConfigReader) -> ModelConfig:
-    fields.require_one_of("is_decoder", False, why="half of an encoder-decoder is another model")
-    fields.require_one_of("tie_encoder_decoder", False, why="encoder and decoder have weights of their own here")
-    width, limit = fields.integer("d_model"), fields.integer("n_positions", default=512)
+    fields.require_one_of("is_decoder", False, reason="Half of an encoder-decoder is another model.")
+    fields.require_one_of("tie_encoder_decoder", False, reason="Encoder and decoder have separate weights in kvad.")
+    hidden_size, max_seq_len = fields.integer("d_model"), fields.integer("n_positions", default=512)
     layers = fields.integer("num_layers")
     encoder = _layer(fields, bidirectional=True)
-    known: dict[str, Any] = {
-        "width": width,
-        "vocab": fields.integer("vocab_size"),
-        "limit": limit,
+    common: dict[str, Any] = {
+        "hidden_size": hidden_size,
+        "vocab_size": fields.integer("vocab_size"),
+        "max_seq_len": max_seq_len,
         "encoder": StackConfig(layers, {"L": encoder}),
         "dropout": read_dropout(fields, **_DROPOUT),
     }
     if _encoder_only(fields):
-        return ModelConfig(**known, head=PoolingHeadConfig())
+        return ModelConfig(**common, head=PoolingHeadConfig())
     decoder = _layer(fields, bidirectional=False)
     cross = replace(encoder.attention, position=None)
     return ModelConfig(
-        **known,
+        **common,
         decoder=StackConfig(
             fields.integer("num_decoder_layers", default=layers), {"L": replace(decoder, cross_attention=cross)}
         ),
-        encoder_input=EncoderInputConfig(limit, EmbeddingConfig()),
-        head=LanguageHeadConfig(logit_scale=width**-0.5 if _scaled(fields) else 1.0),
+        encoder_input=EncoderInputConfig(max_seq_len, EmbeddingConfig()),
+        head=LanguageHeadConfig(logit_scale=hidden_size**-0.5 if _scaled(fields) else 1.0),
         tie_embeddings=_tied(fields),
     )
 
@@ -88,7 +89,7 @@ def _encoder_only(fields: HFConfigReader) -> bool:
         return not name and not fields.flag("is_encoder_decoder", True)
     if name == "T5EncoderModel":
         return True
-    hint = "of this family: T5ForConditionalGeneration, T5EncoderModel"
+    hint = "Supported: T5ForConditionalGeneration, T5EncoderModel."
     raise CheckpointError(f"{fields.where}: architectures {fields.architecture!r} is not supported", hint)
 
 
@@ -97,10 +98,10 @@ def _tied(fields: HFConfigReader) -> bool:
 
 
 def _scaled(fields: HFConfigReader) -> bool:
-    """Whether the logits are multiplied; see the module's docstring."""
-    of_version_5 = not str(fields.get("transformers_version", "5")).startswith(("2.", "3.", "4."))
-    said = _tied(fields) and not (fields.model_type == "mt5" and of_version_5)
-    return fields.flag("scale_decoder_outputs", said)
+    """Return True if the logits are multiplied; see the module's docstring."""
+    is_version_5 = not str(fields.get("transformers_version", "5")).startswith(("2.", "3.", "4."))
+    default = _tied(fields) and not (fields.model_type == "mt5" and is_version_5)
+    return fields.flag("scale_decoder_outputs", default)
 
 
 def _layer(fields: HFConfigReader, *, bidirectional: bool) -> LayerConfig:
@@ -110,23 +111,25 @@ def _layer(fields: HFConfigReader, *, bidirectional: bool) -> LayerConfig:
         bidirectional=bidirectional,
         shared=fields.model_type != "umt5",
     )
-    mixer = AttentionConfig(
+    attention = AttentionConfig(
         fields.integer("num_heads"),
         head_dim=fields.integer("d_kv"),
         position=position,
         causal=not bidirectional,
         softmax_scale="none",
     )
-    return LayerConfig(mixer, _mlp(fields), NormConfig("rms", fields.number("layer_norm_epsilon", default=1e-6)))
+    return LayerConfig(attention, _mlp(fields), NormConfig("rms", fields.number("layer_norm_epsilon", default=1e-6)))
 
 
 def _mlp(fields: HFConfigReader) -> PlainMLPConfig | GatedMLPConfig:
-    """``feed_forward_proj`` says it, unless ``is_gated_act`` or ``dense_act_fn``, derived from it, say otherwise."""
+    """Read the MLP from ``feed_forward_proj``, or the fields that override it."""
     form = str(fields.get("feed_forward_proj", "relu" if fields.model_type == "t5" else "gated-gelu"))
     first, _, last = form.partition("-")
     derived = "gelu_new" if form == "gated-gelu" else last or first
     if last and first != "gated":
-        raise CheckpointError(f"{fields.where}: feed_forward_proj {form!r} is not supported", "relu, or gated-gelu")
+        raise CheckpointError(
+            f"{fields.where}: feed_forward_proj {form!r} is not supported", "Supported: relu, gated-gelu."
+        )
     activation = fields.choice("dense_act_fn", ACTIVATIONS, derived)
     kind = GatedMLPConfig if fields.flag("is_gated_act", bool(last)) else PlainMLPConfig
     return kind(fields.integer("d_ff"), activation)
@@ -134,12 +137,12 @@ def _mlp(fields: HFConfigReader) -> PlainMLPConfig | GatedMLPConfig:
 
 def write(config: ModelConfig) -> dict[str, Any]:
     if config.encoder is None:
-        raise CheckpointError("t5 cannot express this model: it has an encoder")
+        raise CheckpointError("t5 cannot express this model: it must have an encoder")
     layer: LayerConfig = single_layer_type(config.encoder, "t5")
     single_layer_type(config, "t5")
     position, gated = layer.attention.position, isinstance(layer.mlp, GatedMLPConfig)
     if not isinstance(position, T5BiasConfig):
-        raise CheckpointError("t5 cannot express this model: its positions are a bias by buckets of distance")
+        raise CheckpointError("t5 cannot express this model: its positions are no bias by buckets of distance")
     name = "t5" if position.shared else "umt5"
     stem = name.upper()
     fields = {
@@ -161,16 +164,16 @@ def write(config: ModelConfig) -> dict[str, Any]:
     }
     if config.decoder is not None and isinstance(config.head, LanguageHeadConfig):
         scaled = config.head.logit_scale != 1.0
-        check_expressible(name, a_tied_head_that_is_not_scaled=name == "umt5" and config.tie_embeddings and not scaled)
+        check_expressible(name, its_tied_head_is_not_scaled=name == "umt5" and config.tie_embeddings and not scaled)
         fields |= {"tie_word_embeddings": config.tie_embeddings, "scale_decoder_outputs": scaled}
         fields["num_decoder_layers"] = config.decoder.num_layers
     return fields
 
 
 def _mlp_fields(activation: str, gated: bool) -> dict[str, Any]:
-    theirs = hf_activation(activation)
-    form = _GATED.get(activation, f"gated-{theirs}") if gated else theirs
-    return {"feed_forward_proj": form, "dense_act_fn": theirs, "is_gated_act": gated}
+    hf_name = hf_activation(activation)
+    form = _GATED.get(activation, f"gated-{hf_name}") if gated else hf_name
+    return {"feed_forward_proj": form, "dense_act_fn": hf_name, "is_gated_act": gated}
 
 
 # ---------------------------------------------------------------- tensors
@@ -191,8 +194,10 @@ def rules(config: ModelConfig) -> Iterator[TensorRule]:
 
 def _names(layer: LayerConfig) -> dict[str, str]:
     last = 1 if layer.cross_attention is None else 2
-    names = {f"attention.{ours}": f"0.SelfAttention.{theirs}" for ours, theirs in _ATTENTION.items()}
-    names |= {f"cross_attention.{ours}": f"1.EncDecAttention.{theirs}" for ours, theirs in _ATTENTION.items()}
+    names = {f"attention.{kvad_name}": f"0.SelfAttention.{hf_name}" for kvad_name, hf_name in _ATTENTION.items()}
+    names |= {
+        f"cross_attention.{kvad_name}": f"1.EncDecAttention.{hf_name}" for kvad_name, hf_name in _ATTENTION.items()
+    }
     names |= {"norm1": "0.layer_norm", "norm_cross": "1.layer_norm", "norm2": f"{last}.layer_norm"}
     up = "wi_1" if isinstance(layer.mlp, GatedMLPConfig) else "wi"
     names |= {"mlp.gate": f"{last}.DenseReluDense.wi_0", "mlp.up": f"{last}.DenseReluDense.{up}"}

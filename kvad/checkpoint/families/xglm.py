@@ -1,5 +1,8 @@
-"""XGLM (Lin et al. 2021): fairseq's sinusoids from position 2 on, embeddings times sqrt(width), LayerNorm before each
-half with a fixed epsilon.  The sinusoids are no weight: old files may hold them."""
+"""XGLM (Lin et al. 2021).
+
+A decoder with fairseq's sinusoids from position 2 on, LayerNorm before each half.  Embeddings are multiplied by
+sqrt(hidden_size), and the norms have a fixed epsilon.  The sinusoids are not weights, but old files may have them.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +25,18 @@ from kvad.config import (
 
 
 def read(fields: HFConfigReader) -> ModelConfig:
-    fields.require_one_of("add_cross_attention", False, why="a decoder of an encoder-decoder is read with its encoder")
-    width = fields.integer("d_model")
-    mixer = AttentionConfig(fields.integer("attention_heads"), position=None, qkv_bias=True, out_bias=True)
+    fields.require_one_of(
+        "add_cross_attention", False, reason="A decoder of an encoder-decoder is read with its encoder."
+    )
+    hidden_size = fields.integer("d_model")
+    attention = AttentionConfig(fields.integer("attention_heads"), position=None, qkv_bias=True, out_bias=True)
     mlp = PlainMLPConfig(
         fields.integer("ffn_dim"), fields.choice("activation_function", ACTIVATIONS, "gelu"), bias=True
     )
-    layer = LayerConfig(mixer, mlp, NormConfig("layer", 1e-5, bias=True))
-    scale = math.sqrt(width) if fields.flag("scale_embedding", True) else 1.0
+    layer = LayerConfig(attention, mlp, NormConfig("layer", 1e-5, bias=True))
+    scale = math.sqrt(hidden_size) if fields.flag("scale_embedding", True) else 1.0
     return ModelConfig(
-        hidden_size=width,
+        hidden_size=hidden_size,
         vocab_size=fields.integer("vocab_size"),
         max_seq_len=fields.integer("max_position_embeddings", default=2048),
         decoder=StackConfig(fields.integer("num_layers"), {"L": layer}),

@@ -1,6 +1,7 @@
-"""``kvad bench cache MODEL``: what the KV cache is worth, timed and counted.  (``quality.py`` has the other benches.)
+"""``kvad bench cache MODEL``: time and count generation with and without the cache.
 
-Numbers go to stdout, progress to stderr; ``--out`` keeps the JSON line and a figure.
+Numbers go to stdout, progress to stderr; ``--out`` writes the JSON lines and a figure. The other benchmarks are in
+``cache_quality.py``.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ TOKENS = (64, 128, 256, 512)
 
 @click.group()
 def bench_group() -> None:
-    """Time a model, with its cache and without; measure what a cache that forgets costs.
+    """Measure the speed of a model with and without its cache, and the quality of lossy caches.
 
     \b
     kvad bench cache runs/demo
     kvad bench cache-quality runs/lookup-cpu
-    kvad bench endless runs/endless-rope
+    kvad bench streaming runs/endless-rope
     """
 
 
@@ -41,42 +42,48 @@ bench_group.add_command(streaming_command)
 
 @bench_group.command()
 @model_argument
-@click.option("--tokens", metavar="N,N,...", help="New tokens to time [default: 64,128,256,512, or what fits].")
-@click.option("--prompt", default="", help="What to continue [default: the opening token].")
-@format_options
-@click.option("--repeats", type=int, default=3, show_default=True, help="Every number is the median of so many runs.")
 @click.option(
-    "--out", metavar="FOLDER", type=click.Path(path_type=Path), help="A folder for the JSON lines and the figure."
+    "--new-tokens", metavar="N,N,...", help="Numbers of new tokens to time [default: 64,128,256,512, or what fits]."
+)
+@click.option("--prompt", default="", help="Prompt to continue [default: the opening token].")
+@format_options
+@click.option("--repeats", type=int, default=3, show_default=True, help="Number of runs; medians are reported.")
+@click.option(
+    "-o",
+    "--out",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    help="Folder for the JSON lines and the figure [default: not written].",
 )
 @json_option
 def cache_command(
     model: Path,
-    tokens: str | None,
+    new_tokens: str | None,
     prompt: str,
     repeats: int,
     out: Path | None,
     as_json: bool,
     **options: str | None,
 ) -> None:
-    """Generation with the cache, by recomputation, and with a cache grown by torch.cat, taking turns.
+    """Time generation with the cache, by recomputation, and with a cache extended by torch.cat, alternately.
 
     \b
     kvad bench cache runs/demo
-    kvad bench cache runs/demo --tokens 64,128,256 --repeats 5 --json >> runs/bench.jsonl
+    kvad bench cache runs/demo --new-tokens 64,128,256 --repeats 5 --json >> dev/results/bench.jsonl
     """
     from kvad.benchmarks import bench_cache
     from kvad.llm import LLM
 
-    marks = None if tokens is None else _token_counts(tokens)
-    with LLM.load(model, rows=1, **parse_format_options(options)) as llm:
+    lengths = None if new_tokens is None else _token_counts(new_tokens)
+    with LLM.load(model, max_num_seqs=1, **parse_format_options(options)) as llm:
         if llm.model.config.kind != "decoder":
             raise UsageError(f"kvad bench cache times a decoder, this is an {llm.model.config.kind}")
-        if marks is None:
+        if lengths is None:
             room = llm.model.config.max_seq_len - len(llm.encode(prompt))
-            marks = list(TOKENS) if room >= TOKENS[-1] else [max(1, room // part) for part in (8, 4, 2, 1)]
+            lengths = list(TOKENS) if room >= TOKENS[-1] else [max(1, room // part) for part in (8, 4, 2, 1)]
             if room < TOKENS[-1]:
-                click.echo(f"kvad: the model's limit leaves room for {room} new tokens: timing {marks}", err=True)
-        result = bench_cache(llm, marks, repeats, _progress, prompt=prompt)
+                click.echo(f"kvad: the model's limit leaves room for {room} new tokens: timing {lengths}", err=True)
+        result = bench_cache(llm, lengths, repeats, _progress, prompt=prompt)
     for path in [] if out is None else write_results(result, out):
         click.echo(f"kvad: figure: {path}", err=True)
     if as_json:
@@ -90,7 +97,7 @@ def _token_counts(text: str) -> list[int]:
         return [int(number) for number in text.split(",")]
     except ValueError as error:
         wrong = str(error).rpartition(": ")[2]
-        raise RequestError(f"--tokens: {wrong} is not a number of tokens", "write them like 64,128,256") from None
+        raise RequestError(f"--new-tokens: {wrong} is not a number of tokens", "write them like 64,128,256") from None
 
 
 def _progress(curve: str, done: int, total: int) -> None:
@@ -99,8 +106,11 @@ def _progress(curve: str, done: int, total: int) -> None:
 
 
 def write_results(result: benchmarks.cache_speed.BenchResult, out: Path) -> list[Path]:
-    """Write ``bench-cache.json`` (the whole result), ``bench-cache.jsonl`` (a line per curve and mark, for ``kvad
-    plot``) and the figure; returns the figure's files, none where matplotlib is not installed."""
+    """Write ``bench-cache.json``, ``bench-cache.jsonl`` (a line per curve and length) and the figure.
+
+    Returns:
+        The files of the figure; none if matplotlib is not installed.
+    """
     from kvad import text as text_lib
 
     text_lib.base.write_text(out / "bench-cache.json", json_line(result) + "\n")
@@ -127,7 +137,7 @@ def _figure(result: benchmarks.cache_speed.BenchResult, out: Path) -> list[Path]
 
 
 def bench_lines(result: benchmarks.cache_speed.BenchResult) -> list[str]:
-    """The result as text: what it ran on, times, what they mean, what was counted, and a chart."""
+    """Format the result: machine, times, slopes, counted FLOPs and bytes, and a chart."""
     return [
         f"{result.parameters:,} parameters in {result.dtype}, cache {result.layout} in {result.cache_dtype}",
         f"{result.machine}; commit {result.commit or 'unknown'}",
@@ -143,19 +153,19 @@ def bench_lines(result: benchmarks.cache_speed.BenchResult) -> list[str]:
 
 
 def _names(curves: Mapping[str, T]) -> dict[str, T]:
-    """The curves as they are called in print."""
-    called = {"cache": "cache", "cat": "torch.cat", "recompute": "recompute"}
-    return {text: curves[name] for name, text in called.items()}
+    """Map the printed names of the curves to their values."""
+    labels = {"cache": "cache", "cat": "torch.cat", "recompute": "recompute"}
+    return {text: curves[name] for name, text in labels.items()}
 
 
 def _times(result: benchmarks.cache_speed.BenchResult) -> list[str]:
     curves = _names(result.curves)
     head = f"{'new tokens':>10}" + "".join(f"{text:>14}" for text in curves) + f"{'speedup':>10}"
     rows = [
-        f"{mark:>10}"
+        f"{length:>10}"
         + "".join(f"{curve.seconds[at]:>12.3f} s" for curve in curves.values())
         + f"{result.speedup[at]:>9.1f}x"
-        for at, mark in enumerate(result.tokens)
+        for at, length in enumerate(result.tokens)
     ]
     slopes = f"{'exponent':>10}" + "".join(f"{curve.exponent:>14.2f}" for curve in curves.values())
     return [head, *rows, slopes]
@@ -169,14 +179,14 @@ def _meaning(result: benchmarks.cache_speed.BenchResult) -> list[str]:
     ]
     return [
         *lines,
-        f"flatness of the cache: {result.flatness:.2f} (1 = a token costs the same however long the text)",
+        f"flatness of the cache: {result.flatness:.2f} (1 = the time per token does not depend on the length)",
         f"of one step, the model takes {result.model_ms:.2f} ms and the engine {result.engine_ms:.3f} ms",
-        f"the three agree on the first {result.outputs_agree} of {last} tokens",
+        f"all three generate the same first {result.outputs_agree} of {last} tokens",
     ]
 
 
 def _counts(result: benchmarks.cache_speed.BenchResult) -> list[str]:
-    """FLOPs and bytes, and document 004's section 4.7 beside what was counted."""
+    """Format counted FLOPs and bytes next to the gains that the formulas predict."""
     head = (
         f"{'new tokens':>10}{'GFLOP':>10}{'recomputed':>12}{'cache read':>12}{'all bytes':>12}"
         f"{'attention':>11}{'2N/3':>8}{'projections':>13}{'N/2':>8}"

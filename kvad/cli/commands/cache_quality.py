@@ -1,6 +1,6 @@
-"""``kvad bench cache-quality MODEL`` and ``kvad bench endless MODEL``: what a cache that forgets costs.
+"""``kvad bench cache-quality MODEL`` and ``kvad bench streaming MODEL``: the loss of lossy caches.
 
-Numbers go to stdout, progress and notes to stderr; ``--out`` keeps the lines as they come, and the figures.
+Numbers go to stdout, progress and notes to stderr; ``--out`` appends JSON lines during the run and writes figures.
 """
 
 from __future__ import annotations
@@ -24,63 +24,78 @@ if TYPE_CHECKING:
     from kvad.text import Tokenizer
 
 T = TypeVar("T")
-MAX_LENGTH = 2048  # of the default lengths
-TEXT_HELP = "A text file to read, more than one in order.  [default: held-out sources of this Python's library]"
+MAX_LENGTH = 2048  # limit of the default lengths
+TEXT_HELP = "Text file to read. Repeatable [default: held-out sources of this Python's library]."
 
 
 @click.command("cache-quality")
 @model_argument
 @click.option(
-    "--caches",
+    "--variants",
     metavar="NAME,...",
-    help="As in full,int8,snapkv,snapkv+int8; full is always among them.  [default: all names that this build has]",
+    help="Cache variants, such as int8,snapkv,snapkv+int8; full is always included [default: all].",
 )
 @click.option(
-    "--compressor",
+    "--summarizer",
     metavar="FOLDER",
     type=click.Path(path_type=Path),
-    help="Of this model's: its summaries, beside the means.",
+    help="Also measure the summaries of this summarizer.",
 )
-@click.option("--ratios", default="0.25,0.5,0.75,0.875", show_default=True, help="Shares of the cache to drop.")
-@click.option("--kinds", default="single,many,chain", show_default=True, help="Tasks: a needle, one of many, a chain.")
-@click.option("--lengths", metavar="N,...", help="Tokens of a task.  [default: 1/8 to all of the limit, 2048 at most]")
-@click.option("--depths", default="0,0.25,0.5,0.75,1", show_default=True, help="Where the needle stands.")
-@click.option("--tasks", type=int, default=8, show_default=True, help="Of each length and depth.")
-@click.option("--texts", type=int, default=8, show_default=True, help="Rows of text for the perplexity; 0: none.")
-@click.option("--text-length", type=int, help="Tokens of such a row.  [default: the longest of the lengths]")
-@click.option("--text", "files", multiple=True, metavar="FILE", type=click.Path(path_type=Path), help=TEXT_HELP)
-@click.option("--language", type=click.Choice(["auto", "lookup", "english"]), default="auto", show_default=True)
 @click.option(
-    "--asked",
+    "--compression-ratios", default="0.25,0.5,0.75,0.875", show_default=True, help="Fractions of the cache to evict."
+)
+@click.option(
+    "--tasks", default="single,many,chain", show_default=True, help="Needle tasks: one needle, one of many, a chain."
+)
+@click.option("--lengths", metavar="N,...", help="Tokens of a task [default: 1/8 to 1 of the limit, at most 2048].")
+@click.option("--depths", default="0,0.25,0.5,0.75,1", show_default=True, help="Relative positions of the needle.")
+@click.option(
+    "--samples-per-cell", type=int, default=8, show_default=True, help="Number of tasks per length and depth."
+)
+@click.option(
+    "--num-texts", type=int, default=8, show_default=True, help="Number of texts for the perplexity; 0 is nspan."
+)
+@click.option("--text-length", type=int, help="Tokens of such a text [default: the longest of --lengths].")
+@click.option("--text", "files", multiple=True, metavar="FILE", type=click.Path(path_type=Path), help=TEXT_HELP)
+@click.option(
+    "--language",
+    type=click.Choice(["auto", "lookup", "english"]),
+    default="auto",
+    show_default=True,
+    help="Language of the tasks.",
+)
+@click.option(
+    "--question-position",
     type=click.Choice(["after", "before"]),
     default="after",
     show_default=True,
-    help="Only after the cache was cut, or in the prompt too.",
+    help="Ask the question only after eviction, or also in the prompt.",
 )
-@click.option("--chunk", type=int, default=16, show_default=True, help="Tokens of a row in one step.")
+@click.option("--prefill-chunk-size", type=int, default=16, show_default=True, help="Tokens of a sequence per step.")
 @click.option(
-    "--cut",
-    type=click.Choice(["often", "once"]),
-    default="often",
+    "--evict-after",
+    type=click.Choice(["chunk", "prompt"]),
+    default="chunk",
     show_default=True,
-    help="Of tasks, by policies that rank: after every chunk, or behind the prompt.",
+    help="When ranking policies evict: after every chunk, or once after the prompt.",
 )
-@click.option("--rows", type=int, default=8, show_default=True, help="Tasks at a time.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the tasks.")
+@click.option("--max-num-seqs", type=int, default=8, show_default=True, help="Maximum number of sequences.")
+@click.option("-s", "--seed", type=int, default=0, show_default=True, help="Seed of the tasks.")
 @click.option(
+    "-o",
     "--out",
     metavar="FOLDER",
     type=click.Path(path_type=Path),
-    help="A folder for lines and figures; found there, gone on from.",
+    help="Folder for lines and figures; a previous run in it is continued [default: not written].",
 )
-@click.option("--overwrite", is_flag=True, help="Let what --out holds give way.")
+@click.option("--overwrite", is_flag=True, help="Replace the contents of --out.")
 @json_option
 def cache_quality_command(
     model: Path,
-    caches: str | None,
-    compressor: Path | None,
-    ratios: str,
-    kinds: str,
+    variants: str | None,
+    summarizer: Path | None,
+    compression_ratios: str,
+    tasks: str,
     lengths: str | None,
     depths: str,
     files: tuple[Path, ...],
@@ -91,39 +106,38 @@ def cache_quality_command(
     as_json: bool,
     **counts: Any,
 ) -> None:
-    """What is lost with a part of the cache: perplexity, KL, needles, chains of variables.
-
-    The model without a cache is the judge. Where the full cache itself does not find what was hidden, the bench says so
-    and nothing else: train a model that looks keys up with runs/lookup-cpu.toml, or ask a larger one.
+    """Measure the loss of lossy caches: perplexity, KL, needle recall, chains of variables.
 
     \b
-    kvad bench cache-quality runs/lookup-cpu --out runs/quality
-    kvad bench cache-quality runs/lookup-cpu --caches window,snapkv,random --ratios 0.5,0.875 --asked before
-    kvad bench cache-quality runs/lookup-cpu --caches snapkv,snapkv+int8,hierarchy+int4
-    kvad bench cache-quality MODEL --language english --lengths 512,1024 --kinds single --json
+    kvad bench cache-quality MODEL --variants snapkv,tiered+int4 --language english --out runs/quality
     """
     from kvad import benchmarks
     from kvad.benchmarks import bench_quality, select_variants
     from kvad.llm import LLM
 
-    learned = None if compressor is None else _compressor(compressor, model)
-    names = (
-        [*benchmarks.variants.known_variants(), *([benchmarks.variants.LEARNED] if learned else [])]
-        if caches is None
-        else caches.split(",")
-    )
-    variants = select_variants(names, _numbers("--ratios", ratios, float), learned)
-    with LLM.load(model, rows=1) as llm:
-        _needs_decoder(llm, "cache-quality")
+    loaded_summarizer = None if summarizer is None else _load_summarizer(summarizer, model)
+    learned = [benchmarks.variants.LEARNED] if loaded_summarizer else []
+    names = [*benchmarks.variants.known_variants(), *learned] if variants is None else variants.split(",")
+    selected = select_variants(names, _numbers("--compression-ratios", compression_ratios, float), loaded_summarizer)
+    with LLM.load(model, max_num_seqs=1) as llm:
+        _require_decoder(llm, "cache-quality")
         limit = llm.model.config.max_seq_len
-        wanted = _default_lengths(limit) if lengths is None else _numbers("--lengths", lengths, int)
-        row = text_length or max(wanted)
-        options = _options(kinds, wanted, _numbers("--depths", depths, float), row, counts)
-        spoken = _language(language, llm, files)
+        task_lengths = _default_lengths(limit) if lengths is None else _numbers("--lengths", lengths, int)
+        max_length = text_length or max(task_lengths)
+        options = _options(tasks, task_lengths, _numbers("--depths", depths, float), max_length, counts)
+        haystack_language = _language(language, llm, files)
         opening = _opening(llm.tokenizer)
-        texts = _rows(spoken, files, opening, options.num_texts, row)
+        texts = _rows(haystack_language, files, opening, options.num_texts, max_length)
         result = bench_quality(
-            llm, variants, spoken, texts, options, model=str(model), out=out, overwrite=overwrite, progress=_progress
+            llm,
+            selected,
+            haystack_language,
+            texts,
+            options,
+            model=str(model),
+            out=out,
+            overwrite=overwrite,
+            progress=_progress,
         )
     _clear()
     for path in [] if out is None else _figures(result, out):
@@ -138,43 +152,51 @@ def cache_quality_command(
 
 @click.command()
 @model_argument
-@click.option("--cache", default="sinks", show_default=True, help="With as many tokens as the model's limit.")
-@click.option("--policy", help="The cache's policy in full, as in 'sinks(4,252)'.  [default: --cache, at the limit]")
-@click.option("--tokens", type=int, default=100_000, show_default=True, help="Of the stream.")
-@click.option("--span", type=int, default=10_000, show_default=True, help="Tokens of which one perplexity is made.")
-@click.option("--chunk", type=int, default=16, show_default=True, help="Tokens in one step.")
+@click.option(
+    "--variant", default="sinks", show_default=True, help="Cache variant, with as many tokens as the model's limit."
+)
+@click.option("--policy", help="Cache policy with arguments, such as 'sinks(4,252)' [default: that of --variant].")
+@click.option("--num-tokens", type=int, default=100_000, show_default=True, help="Number of tokens to stream.")
+@click.option("--span-length", type=int, default=10_000, show_default=True, help="Tokens per reported perplexity.")
+@click.option("--prefill-chunk-size", type=int, default=16, show_default=True, help="Tokens per step.")
 @click.option("--text", "files", multiple=True, metavar="FILE", type=click.Path(path_type=Path), help=TEXT_HELP)
-@click.option("--out", metavar="FOLDER", type=click.Path(path_type=Path), help="A folder for the result and a figure.")
+@click.option(
+    "-o",
+    "--out",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    help="Folder for the result and a figure [default: not written].",
+)
 @json_option
 def streaming_command(
     model: Path,
-    cache: str,
+    variant: str,
     policy: str | None,
-    tokens: int,
-    span: int,
-    chunk: int,
+    num_tokens: int,
+    span_length: int,
+    prefill_chunk_size: int,
     files: tuple[Path, ...],
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Perplexity along one endless text, span by span, beside windows that are computed anew.
+    """Measure the perplexity along one long text, span by span, next to recomputed windows.
 
-    Flatness is the worst span over the best, each divided by what the same tokens cost without a cache: 1 is flat.
+    Flatness is the worst span over the best, each divided by the perplexity without a cache: 1 is flat.
 
     \b
-    kvad bench endless runs/endless-rope --tokens 100000
-    kvad bench endless runs/endless-alibi --policy "sinks(4,252)" --out runs/endless-alibi/bench
+    kvad bench streaming runs/endless-rope --num-tokens 100000
+    kvad bench streaming runs/endless-alibi --policy "sinks(4,252)" --out runs/endless-alibi/bench
     """
     from kvad.benchmarks import bench_streaming
     from kvad.llm import LLM
 
-    with LLM.load(model, rows=1) as llm:
-        _needs_decoder(llm, "endless")
-        variant = _endless_variant(cache, policy, llm.model.config.max_seq_len)
-        ids = _stream(llm, files, tokens)
-        result = bench_streaming(llm, variant, ids, span=span, chunk=chunk, progress=_progress)
+    with LLM.load(model, max_num_seqs=1) as llm:
+        _require_decoder(llm, "streaming")
+        selected = _streaming_variant(variant, policy, llm.model.config.max_seq_len)
+        ids = _stream(llm, files, num_tokens)
+        result = bench_streaming(llm, selected, ids, span=span_length, chunk=prefill_chunk_size, progress=_progress)
     _clear()
-    for path in [] if out is None else _keep_endless(result, out, str(model)):
+    for path in [] if out is None else _write_streaming(result, out, str(model)):
         click.echo(f"kvad: figure: {path}", err=True)
     if as_json:
         emit_json(result)
@@ -182,10 +204,10 @@ def streaming_command(
         click.echo("\n".join(format_streaming(result)))
 
 
-# ---------------------------------------------------------------- what was asked for
+# ---------------------------------------------------------------- options
 
 
-def _compressor(path: Path, model: Path) -> Summarizer:
+def _load_summarizer(path: Path, model: Path) -> Summarizer:
     from kvad import checkpoint
     from kvad.checkpoint import open_checkpoint
 
@@ -201,11 +223,11 @@ def _numbers(option: str, text: str, kind: Callable[[str], T]) -> tuple[T, ...]:
         ) from None
 
 
-def _needs_decoder(llm: LLM, what: str) -> None:
+def _require_decoder(llm: LLM, name: str) -> None:
     if llm.model.config.kind != "decoder":
-        raise UsageError(f"kvad bench {what} judges a decoder's cache, this is an {llm.model.config.kind}")
+        raise UsageError(f"kvad bench {name} needs a decoder, got an {llm.model.config.kind}")
     if llm.tokenizer is None:
-        raise UsageError("this model came without a tokenizer, and the bench asks in words")
+        raise UsageError("the model has no tokenizer, which the benchmark needs")
 
 
 def _default_lengths(limit: int) -> tuple[int, ...]:
@@ -218,9 +240,9 @@ def _options(
 ) -> benchmarks.cache_quality.QualityOptions:
     from kvad import benchmarks
 
-    asked: Any = tuple(kinds.split(",")) if kinds else ()
+    tasks: Any = tuple(kinds.split(",")) if kinds else ()
     return benchmarks.cache_quality.QualityOptions(
-        tasks=asked, lengths=lengths, depths=depths, text_length=row, **counts
+        tasks=tasks, lengths=lengths, depths=depths, text_length=row, **counts
     )
 
 
@@ -232,7 +254,7 @@ def _language(name: str, llm: LLM, files: Sequence[Path]) -> benchmarks.needle_t
 
 
 def _opening(tokenizer: Tokenizer | None) -> list[int]:
-    """The token with which every text of this model began when it was trained, if there is one."""
+    """Return the token that opens every training text of this model, if any."""
     assert tokenizer is not None
     specials = tokenizer.special_tokens
     first = specials.separator if specials.separator is not None else specials.bos
@@ -246,7 +268,7 @@ def _rows(
     count: int,
     length: int,
 ) -> list[list[int]]:
-    """What perplexity is measured on: the files, or held-out text in the model's own language."""
+    """Read the texts for the perplexity: the files, or held-out text in the language of the model."""
     from kvad import benchmarks, datasets
 
     if files or language.name != "lookup":
@@ -265,50 +287,49 @@ def _read(files: Sequence[Path]) -> list[str]:
     if files:
         return [sources_lib.documents.read_document(path, "replace") for path in files]
     sources = datasets.stdlib_sources.find_sources()
-    held = [
+    held_out = [
         path for path in sources.files if datasets.stdlib_sources.is_held_out(path.relative_to(sources.root).as_posix())
     ]
-    return [sources_lib.documents.read_document(path, "replace") for path in held]
+    return [sources_lib.documents.read_document(path, "replace") for path in held_out]
 
 
 def _stream(llm: LLM, files: Sequence[Path], num_tokens: int) -> list[int]:
-    """So many tokens of the files, or of held-out text, as one document."""
+    """Read ``num_tokens`` tokens of the files, or of held-out text, as one document."""
     assert llm.tokenizer is not None
     if num_tokens < 2:
-        raise UsageError(f"--tokens {num_tokens}: a stream has two at least")
+        raise UsageError(f"--num-tokens: must be at least 2, got {num_tokens}")
     ids, opening = list[int](), _opening(llm.tokenizer)
     for text in _read(files):
         if len(ids) < num_tokens:
             ids += llm.tokenizer.encode(text.rstrip() + "\n")
     if len(ids) + len(opening) < num_tokens:
         raise UsageError(
-            f"--tokens {num_tokens:,}: the text has {len(ids):,} tokens", "name more with --text, or ask for fewer"
+            f"--num-tokens {num_tokens:,}: the text has {len(ids):,} tokens", "add files with --text, or lower it"
         )
     return [*opening, *ids][:num_tokens]
 
 
-def _endless_variant(cache: str, policy: str | None, limit: int) -> Variant:
-    """A cache of as many tokens as the model's limit, by name or by its policy in full; what keeps everything ends
-    there."""
+def _streaming_variant(name: str, policy: str | None, limit: int) -> Variant:
+    """Build a variant with as many tokens as the model's limit, by name or by a policy with arguments."""
     from kvad import benchmarks, planning
     from kvad.benchmarks import Variant
 
-    if policy is None and cache not in planning.cache_presets.POLICY_BUILDERS:
-        return Variant(cache, 0.0, benchmarks.variants.variant_fields(cache))
-    said = (
-        planning.cache_presets.POLICY_BUILDERS[cache](planning.cache_presets.PolicySize(limit, limit, interval=1))
+    if policy is None and name not in planning.cache_presets.POLICY_BUILDERS:
+        return Variant(name, 0.0, benchmarks.variants.variant_fields(name))
+    policy_text = (
+        planning.cache_presets.POLICY_BUILDERS[name](planning.cache_presets.PolicySize(limit, limit, interval=1))
         if policy is None
         else policy
     )
-    return Variant(said, 0.0, lambda _length, _every: {"policy": said, "endless": True})
+    return Variant(policy_text, 0.0, lambda _length, _interval: {"policy": policy_text, "endless": True})
 
 
-# ---------------------------------------------------------------- what is said
+# ---------------------------------------------------------------- output
 
 
-def _progress(what: str, done: int, total: int) -> None:
+def _progress(label: str, done: int, total: int) -> None:
     if sys.stderr.isatty():
-        click.echo(f"\r{what:<40} {done:>7,} of {total:,} ", err=True, nl=False)
+        click.echo(f"\r{label:<40} {done:>7,} of {total:,} ", err=True, nl=False)
 
 
 def _clear() -> None:
@@ -317,10 +338,10 @@ def _clear() -> None:
 
 
 def format_quality(result: benchmarks.cache_quality.QualityResult) -> list[str]:
-    """The result as text: what it ran on, and a row per cache."""
+    """Format the result: settings, and a row per cache variant."""
     kinds = list(result.options.tasks)
     wide = max(16, *(len(row.cache) + 1 for row in result.summary))
-    head = f"{'cache':<{wide}}{'dropped':>8}{'memory':>8}{'perplexity':>12}{'times':>8}{'KL':>10}" + "".join(
+    head = f"{'cache':<{wide}}{'evicted':>8}{'memory':>8}{'perplexity':>12}{'ratio':>8}{'KL':>10}" + "".join(
         f"{kind:>8}" for kind in kinds
     )
     rows = [
@@ -330,16 +351,16 @@ def format_quality(result: benchmarks.cache_quality.QualityResult) -> list[str]:
         for row in result.summary
     ]
     options = result.options
-    asked = "after the cut" if options.question_position == "after" else "before the cut and after it"
-    asked += ", cut once" if options.evict_after == "once" else ""
+    question = "after eviction" if options.question_position == "after" else "before and after eviction"
+    question += ", evicted once" if options.evict_after == "prompt" else ""
     lengths = ", ".join(map(str, options.lengths))
     model = f"{result.parameters:,} parameters, language {result.language}"
     texts = f"{options.num_texts} texts of {options.text_length} tokens, in chunks of {options.prefill_chunk_size}"
-    legend = "dropped: share of a row's slots (of quest's: not read); memory: a row's bytes over the full cache's; "
-    legend += "times: the perplexity without a cache; KL in nats; then the recall, - = none"
+    legend = "evicted: fraction of a sequence's slots (quest: not read); memory: its bytes over the full cache's; "
+    legend += "ratio: to the perplexity without a cache; KL in nats; then the recall, - = none"
     return [
         f"{model}; {result.machine}; commit {result.commit or 'unknown'}",
-        f"tasks of {lengths} tokens, {options.samples_per_cell} per length and depth, asked {asked}; {texts}",
+        f"tasks of {lengths} tokens, {options.samples_per_cell} per length and depth, questions {question}; {texts}",
         "",
         head,
         *rows,
@@ -353,17 +374,17 @@ def _number(value: float | None, width: int, digits: int, form: str = "f") -> st
 
 
 def format_streaming(result: benchmarks.streaming_perplexity.StreamingResult) -> list[str]:
-    """The result as text: a row per span, and how flat they are."""
+    """Format the result: a row per span, and the flatness."""
     rows = [
-        f"{one.start:>9,} - {one.stop:<9,}{one.perplexity:>12.3f}{one.reference:>12.3f}{one.ratio:>9.4f}"
-        for one in result.spans
+        f"{span.start:>9,} - {span.stop:<9,}{span.perplexity:>12.3f}{span.reference:>12.3f}{span.ratio:>9.4f}"
+        for span in result.spans
     ]
     return [
         f"{result.cache}: {result.tokens:,} tokens through a model of {result.limit:,}, {result.chunk} in a step",
         f"{'tokens':^21}{'perplexity':>12}{'reference':>12}{'ratio':>9}",
         *rows,
         f"flatness {result.flatness:.4f} (largest ratio over smallest); of the bare perplexities {result.raw:.4f}",
-        f"in all {result.mean:.4f} times the reference, the worst span {result.worst:.4f} times",
+        f"on average {result.mean:.4f} times the reference, the worst span {result.worst:.4f} times",
     ]
 
 
@@ -371,28 +392,28 @@ def format_streaming(result: benchmarks.streaming_perplexity.StreamingResult) ->
 
 
 def _figures(result: benchmarks.cache_quality.QualityResult, out: Path) -> list[Path]:
-    """``cache-quality.json`` beside the lines; perplexity and recall against the budget, and the needle's heat maps."""
+    """Write ``cache-quality.json``, the curves of perplexity and recall, and the heat maps of needle recall."""
     from kvad import inspection
     from kvad import text as text_lib
 
     text_lib.base.write_text(out / "cache-quality.json", json_line(result) + "\n")
-    found = list[Path]()
+    files = list[Path]()
     try:
         for name, label, series in _curves(result):
-            title = f"{name} against the share of the cache that is kept"
-            found += inspection.plot.draw_series(
-                series, _pair(out, name), title=title, x_label="share kept", y_label=label
+            title = f"{name} against the fraction of the cache that is kept"
+            files += inspection.plot.draw_series(
+                series, _pair(out, name), title=title, x_label="fraction kept", y_label=label
             )
         for kind in result.options.tasks:
             grids, across = _grids(result, kind)
             if grids:
                 title = f"recall of {kind}, by depth and length"
-                found += inspection.plot.draw_grids(
+                files += inspection.plot.draw_grids(
                     grids, _pair(out, kind), across=across, title=title, x_label="tokens", y_label="depth"
                 )
     except ModuleNotFoundError:
         click.echo("kvad: no figures: matplotlib is not installed (pip install 'kvad[plot]')", err=True)
-    return found
+    return files
 
 
 def _pair(out: Path, name: str) -> list[Path]:
@@ -400,7 +421,7 @@ def _pair(out: Path, name: str) -> list[Path]:
 
 
 def _curves(result: benchmarks.cache_quality.QualityResult) -> list[tuple[str, str, list[inspection.plot.PlotSeries]]]:
-    """(name, label, curves): one curve per cache that drops, each from the full cache's own point."""
+    """Return (name, label, curves): one curve per lossy cache, each starting at the full cache."""
     from kvad import inspection
 
     def curves(
@@ -417,7 +438,7 @@ def _curves(result: benchmarks.cache_quality.QualityResult) -> list[tuple[str, s
                 )
         return found
 
-    every = [("perplexity", "times the perplexity without a cache", curves(lambda row: row.perplexity_ratio))]
+    every = [("perplexity", "ratio to the perplexity without a cache", curves(lambda row: row.perplexity_ratio))]
     every += [("kl", "KL, nats per token", curves(lambda row: row.kl))]
     for kind in result.options.tasks:
         every.append((f"recall-{kind}", "recall", curves(partial(_recall, kind))))
@@ -431,7 +452,7 @@ def _recall(kind: str, row: benchmarks.cache_quality.SummaryRow) -> float | None
 def _grids(
     result: benchmarks.cache_quality.QualityResult, kind: str
 ) -> tuple[list[inspection.plot.HeatMapGrid | None], int]:
-    """A heat map per cache, depth down and length across; (maps, how many in a row: a policy's ratios)."""
+    """Return a heat map per cache (depth by length), and the number of maps per row."""
     from kvad import inspection
 
     lines = [line for line in result.lines if line["measure"] == kind]
@@ -440,18 +461,18 @@ def _grids(
     grids: list[inspection.plot.HeatMapGrid | None] = []
     before = None
     for row in result.summary:
-        mine = {
+        recalls = {
             (line["depth"], line["length"]): line["recall"]
             for line in lines
             if (line["cache"], line["ratio"]) == (row.cache, row.ratio)
         }
-        if not mine:
+        if not recalls:
             continue
-        if row.ratio and row.cache != before:  # each policy has a row of its own
+        if row.ratio and row.cache != before:  # each policy starts a row
             grids += [None] * (-len(grids) % across)
         before = row.cache
-        values = [[mine.get((depth, length)) for length in lengths] for depth in depths]
-        name = f"{row.cache}, {row.ratio:g} dropped" if row.ratio else row.cache
+        values = [[recalls.get((depth, length)) for length in lengths] for depth in depths]
+        name = f"{row.cache}, {row.ratio:g} evicted" if row.ratio else row.cache
         grids.append(
             inspection.plot.HeatMapGrid(
                 name, [str(length) for length in lengths], [f"{depth:g}" for depth in depths], values
@@ -460,31 +481,31 @@ def _grids(
     return grids, min(across, max(1, len(grids)))
 
 
-def _keep_endless(result: benchmarks.streaming_perplexity.StreamingResult, out: Path, model: str) -> list[Path]:
-    """``bench-endless.json``, ``bench-endless.jsonl`` (a line per span) and the figure."""
+def _write_streaming(result: benchmarks.streaming_perplexity.StreamingResult, out: Path, model: str) -> list[Path]:
+    """Write ``bench-streaming.json``, ``bench-streaming.jsonl`` (a line per span) and the figure."""
     from dataclasses import asdict
 
     from kvad import benchmarks, inspection
     from kvad import text as text_lib
 
-    text_lib.base.write_text(out / "bench-endless.json", json_line(result) + "\n")
-    ran = {
+    text_lib.base.write_text(out / "bench-streaming.json", json_line(result) + "\n")
+    settings = {
         "model": model,
         "limit": result.limit,
         "chunk": result.chunk,
         "machine": benchmarks.cache_speed.machine_info(),
         "commit": benchmarks.cache_speed.commit_id(),
     }
-    first = {"what": "endless", "cache": result.cache}
-    lines = [{**first, **asdict(one), "ratio": one.ratio, **ran} for one in result.spans]
-    text_lib.base.write_text(out / "bench-endless.jsonl", "".join(f"{json_line(line)}\n" for line in lines))
-    x = [one.stop for one in result.spans]
+    first = {"what": "streaming", "cache": result.cache}
+    lines = [{**first, **asdict(span), "ratio": span.ratio, **settings} for span in result.spans]
+    text_lib.base.write_text(out / "bench-streaming.jsonl", "".join(f"{json_line(line)}\n" for line in lines))
+    x = [span.stop for span in result.spans]
     series = [
-        inspection.plot.PlotSeries(result.cache, x, [one.perplexity for one in result.spans], dots=True),
-        inspection.plot.PlotSeries("windows computed anew", x, [one.reference for one in result.spans], dots=True),
+        inspection.plot.PlotSeries(result.cache, x, [span.perplexity for span in result.spans], dots=True),
+        inspection.plot.PlotSeries("recomputed windows", x, [span.reference for span in result.spans], dots=True),
     ]
-    files = [out / "bench-endless.png", out / "bench-endless.svg"]
-    title = f"one stream through a limit of {result.limit:,}: flatness {result.flatness:.3f}"
+    files = [out / "bench-streaming.png", out / "bench-streaming.svg"]
+    title = f"stream through a limit of {result.limit:,}: flatness {result.flatness:.3f}"
     try:
         return inspection.plot.draw_series(series, files, title=title, x_label="tokens", y_label="perplexity of a span")
     except ModuleNotFoundError:

@@ -1,10 +1,8 @@
-"""``kvad chat MODEL``: a conversation in the model's own chat template, or, without one, one growing text.
+"""``kvad chat MODEL``: a conversation in the model's chat template, or one growing text without a template.
 
-Either way (``dialogue.py``) a turn begins with the tokens of the last one and finds them in the cache: in its prefixes,
-or, where a policy or a layout has none, in what the last turn left.  What is saved has its keys and values with it.
-Lines from a pipe work like lines from a keyboard.
-
-How a chat becomes tokens: in the model's chat template, or as one growing text where it has none.
+A turn begins with the tokens of the previous turn and reuses their cache: from the prefix cache, or, if the policy or
+the layout has none, from the session. A saved chat includes its keys and values. Lines from a pipe work like lines
+from a keyboard.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChatTurn:
-    """What was typed (as it entered the text) and what came, as text and as ids."""
+    """One line of the user (as it entered the text) and the reply, as text and as token ids."""
 
     user_text: str
     user_ids: tuple[int, ...]
@@ -58,21 +56,21 @@ class ChatTurn:
 
 
 class ChatFormat(Protocol):
-    """``name``: what kind of chat this is, for /help and files."""
+    """Encoder of a chat. ``name`` describes it in /help."""
 
     name: str
 
     def encode_turn(self, turns: Sequence[ChatTurn], line: str) -> tuple[str, tuple[int, ...]]:
-        """The line as it enters the chat, and its own ids where a turn has such."""
+        """Return the text that a line adds to the chat, and its token ids."""
         ...
 
     def prompt(self, turns: Sequence[ChatTurn], typed: str, ids: Sequence[int]) -> list[int]:
-        """Everything that the model is to go on from."""
+        """Return the token ids of the whole prompt."""
         ...
 
 
 def choose_chat_format(folder: Path, tokenizer: Tokenizer, system: str | None) -> ChatFormat:
-    """In the template of the model's folder, where there is one.  ``system``: what the model is told first."""
+    """Use the chat template of the model, if any; ``system`` is the system message."""
     from kvad import text as text_lib
 
     template = text_lib.chat_template.ChatTemplate.load(folder)
@@ -81,20 +79,20 @@ def choose_chat_format(folder: Path, tokenizer: Tokenizer, system: str | None) -
     if system is not None:
         from kvad.errors import UsageError
 
-        raise UsageError("--system needs a chat template, and this model has none", "type it as the first line")
+        raise UsageError("--system: the model has no chat template", "type the text as the first line")
     return PlainText(tokenizer)
 
 
 class PlainText:
-    """One growing text.  History is kept as ids, so that each turn begins with exactly the tokens of the last one."""
+    """Chat as one growing text, stored as ids: each turn begins with the tokens of the previous one."""
 
-    name = "plain continuation: each line is a line of the text, and the model goes on"
+    name = "plain continuation: each line is a line of the text, and the model continues it"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def encode_turn(self, turns: Sequence[ChatTurn], line: str) -> tuple[str, tuple[int, ...]]:
-        """On a line of its own, unless it ends with a backslash."""
+        """Put the line on its own line, unless it ends with a backslash."""
         text = "".join(turn.user_text + turn.reply for turn in turns)
         before = "\n" if text and not text.endswith("\n") else ""
         typed = before + (line[:-1] if line.endswith("\\") else f"{line}\n" if line else "")
@@ -105,18 +103,17 @@ class PlainText:
 
 
 class TemplatedChat:
-    """Messages in the model's own template.  Special tokens that a message spells out would be read as such: said once
-    per message."""
+    """Chat in the model's template. A warning is printed if a message contains the text of a special token."""
 
-    name = "the model's own chat template"
+    name = "the model's chat template"
 
     def __init__(self, template: text_lib.chat_template.ChatTemplate, tokenizer: Tokenizer, system: str | None) -> None:
         self._template, self._tokenizer, self._system = template, tokenizer, system
 
     def encode_turn(self, turns: Sequence[ChatTurn], line: str) -> tuple[str, tuple[int, ...]]:
-        spelled = [name for name in self._tokenizer.special_tokens.names() if name and name in line]
-        if spelled:
-            click.echo(f"kvad: {spelled[0]} in your text is a special token, and will be read as one", err=True)
+        special = [name for name in self._tokenizer.special_tokens.names() if name and name in line]
+        if special:
+            click.echo(f"kvad: {special[0]} in your text is read as a special token", err=True)
         return line, tuple(self._tokenizer.encode(line))
 
     def prompt(self, turns: Sequence[ChatTurn], typed: str, ids: Sequence[int]) -> list[int]:
@@ -130,12 +127,12 @@ class TemplatedChat:
 
 HELP = """\
 What you type is your turn.  In a plain continuation chat, end a line with \\ to leave it open.
-/stats       speed of the last reply, and what the cache did
-/kv          the cache now: blocks in use, kept for reuse and free; tokens of this chat; prefix hits
+/stats       speed of the last reply and cache statistics
+/kv          the cache now: blocks in use, cached for reuse and free; tokens of this chat; prefix hits
 /undo        take back the last turn
-/save NAME   keep the chat and what the cache holds of it, as a session (kvad session list)
-/save FILE   write the chat as JSON (a path, or a name that ends with .json), and beside it what the cache holds
-/load NAME   or FILE: go on with a saved chat, without computing it again
+/save NAME   save the chat and its cache as a session (kvad session list)
+/save FILE   write the chat as JSON (a path, or a name that ends with .json), and its cache next to it
+/load NAME   or FILE: continue a saved chat without recomputing it
 /quit        leave (or Ctrl-D); Ctrl-C stops a reply"""
 CHAT_COMMANDS = ("/help", "/stats", "/kv", "/save", "/load", "/undo", "/quit")
 FILE_FORMAT = 1
@@ -146,34 +143,33 @@ FILE_FORMAT = 1
 @sampling_options
 @add_cache_options
 @sessions_option
-@click.option("--system", metavar="TEXT", help="What the model is told first, in its chat template.")
+@click.option("--system", metavar="TEXT", help="System message of the chat template.")
 def chat_command(model: Path, **options: Any) -> None:
-    """Talk with a model, in its chat template; without one it continues one growing text.  /help lists what else can be
-    typed.
+    """Chat with a model in its chat template; without a template it continues one growing text. /help lists commands.
 
     \b
     kvad chat runs/demo --max-tokens 64 --temperature 0.7 --stop "\\n\\n"
-    kvad chat runs/demo --on-full sinks
+    kvad chat runs/demo --overflow sinks
     kvad chat ./Qwen3-0.6B --system "You answer in verse."
     """
     given = parse_sampling_options(options)
     parse_policy_options(options)
     from kvad.llm import resolve_sampling
 
-    opened = open_for_command(model, "chat")
-    with open_llm(opened.path, options, rows=resolve_sampling(given, opened.generation).num_beams) as llm:
+    handle = open_for_command(model, "chat")
+    with open_llm(handle.path, options, max_num_seqs=resolve_sampling(given, handle.generation).num_beams) as llm:
         if llm.tokenizer is None:
-            raise RequestError("this model came without a tokenizer", "kvad generate --ids speaks in token ids")
-        dialogue = choose_chat_format(opened.tokenizer_folder, llm.tokenizer, options["system"])
+            raise RequestError("the model has no tokenizer", "kvad generate --ids accepts token ids")
+        dialogue = choose_chat_format(handle.tokenizer_folder, llm.tokenizer, options["system"])
         sampling = resolve_sampling_options(llm, given, options["bad_word"], endless=options["endless"])
-        talk = _Chat(llm, sampling, dialogue, options["sessions"] or sessions.directory.default_session_dir())
+        chat = _Chat(llm, sampling, dialogue, options["session_dir"] or sessions.directory.default_session_dir())
         for line in _lines():
             try:
-                if not talk.take(line):
+                if not chat.handle_line(line):
                     break
             except KvadError as error:
                 _print_stderr(f"kvad: error: {error.message}" + (f"; {error.hint}" if error.hint else ""))
-            except OSError as error:  # a path that cannot be: the chat is worth more than it
+            except OSError as error:  # an invalid path does not end the chat
                 _print_stderr(f"kvad: error: {error.filename}: {error.strerror}")
 
 
@@ -182,7 +178,7 @@ def _print_stderr(text: str) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """Lines of the keyboard, with editing where readline exists, or of a pipe.  Ctrl-D ends them, Ctrl-C drops one."""
+    """Read lines from the keyboard (with readline, if available) or a pipe. Ctrl-D ends, Ctrl-C drops a line."""
     if not sys.stdin.isatty():
         yield from _read_piped()
         return
@@ -208,7 +204,7 @@ def _read_piped() -> Iterator[str]:
 
 
 class _Chat:
-    """The turns so far, and what every command does with them."""
+    """The turns of a chat, and the commands that act on them."""
 
     def __init__(self, llm: LLM, sampling: SamplingParams, dialogue: ChatFormat, folder: Path) -> None:
         assert llm.tokenizer is not None
@@ -223,12 +219,12 @@ class _Chat:
 
     @property
     def limit(self) -> int | None:
-        """Tokens that the context holds, the reply included; None: it goes on."""
+        """Maximum tokens of the chat, reply included; None without a limit."""
         limits = self.llm.engine.limits
         return None if limits.endless else limits.max_len_for(self.sampling)[0]
 
-    def take(self, line: str) -> bool:
-        """One line typed; False: leave."""
+    def handle_line(self, line: str) -> bool:
+        """Handle one line; return False to end the chat."""
         if not line.startswith("/"):
             self.reply(line)
             return True
@@ -249,52 +245,53 @@ class _Chat:
         return name != "/quit"
 
     def reply(self, line: str) -> None:
-        """Add the line to the text and let the model go on; nothing is kept of a turn that fails.
+        """Add a line to the chat and print the reply; a turn that fails changes nothing.
 
-        RequestError: the text with this line leaves no room for a reply.
+        Raises:
+            RequestError: If the text with this line leaves no room for a reply.
         """
         typed, ids = self.dialogue.encode_turn(self.turns, line)
         prompt = self.dialogue.prompt(self.turns, typed, ids)
         if self.limit is not None and len(prompt) >= self.limit:
             raise RequestError(
-                f"no room for a reply: {format_count(len(prompt), 'token')} with this line, in a context of {self.limit}",
+                f"no room for a reply: {format_count(len(prompt), 'token')} with this line, the limit is {self.limit}",
                 "/undo takes back the last turn" if self.turns else "shorten it",
             )
         note_empty(self.llm, prompt)
         meter, text, tokens, limit = RunMeter(self.llm), "", list[int](), None
-        with InterruptFlag() as stop, closing(self._stream(prompt)) as pieces:
-            for piece in pieces:
-                meter.add(piece)
-                click.echo(piece.text, nl=False)
-                text += piece.text
-                if piece.token_id is not None:
-                    tokens.append(piece.token_id)
-                limit = piece.limit
+        with InterruptFlag() as stop, closing(self._stream(prompt)) as chunks:
+            for chunk in chunks:
+                meter.add(chunk)
+                click.echo(chunk.text, nl=False)
+                text += chunk.text
+                if chunk.token_id is not None:
+                    tokens.append(chunk.token_id)
+                limit = chunk.limit
                 if stop.requested:
                     break
         click.echo()
         self.last = meter.stats()
         self.turns.append(ChatTurn(typed, ids, text, ids_of_text(self.tokenizer, text, tokens)))
-        self._tell(len(prompt) + len(tokens), limit)
+        self._report(len(prompt) + len(tokens), limit)
 
     def _stream(self, prompt: list[int]) -> Generator[StreamChunk, None, None]:
-        """A search is no text that goes on while it runs: it finds its prefix, and leaves nothing else."""
+        """Stream the reply; a beam search cannot continue a session, so it uses the prefix cache only."""
         searching = self.sampling.num_beams > 1
         return (
             self.llm.stream(prompt, self.sampling) if searching else self.session.continue_from(prompt, self.sampling)
         )
 
-    def _tell(self, length: int, limit: cache.config.LengthLimit | None) -> None:
-        """What the chat has come to with its last reply: the end of the context, or of what is still seen of it."""
+    def _report(self, length: int, limit: cache.config.LengthLimit | None) -> None:
+        """Report a full context, a full pool, an unusable session and evicted tokens."""
         if self.limit is not None and length >= self.limit:
             _print_stderr(f"the context of {format_count(self.limit, 'token')} is full: /undo takes back the last turn")
         elif limit == "pool":
             _print_stderr(f"the reply {describe_limit(self.llm, limit)}")
         if self.session.missed:
-            _print_stderr(f"kvad: what was kept of the chat was of no use: {self.session.missed}")
-        lost = describe_evicted(self.llm, length)
-        if lost:
-            _print_stderr(f"kvad: {lost}")
+            _print_stderr(f"kvad: the cached chat could not be reused: {self.session.missed}")
+        evicted = describe_evicted(self.llm, length)
+        if evicted:
+            _print_stderr(f"kvad: {evicted}")
 
     # ------------------------------------------------------------ commands
 
@@ -302,19 +299,19 @@ class _Chat:
         return f"This chat is in {self.dialogue.name}.\n{HELP}"
 
     def stats(self) -> str:
-        return "nothing was generated yet" if self.last is None else "\n".join(stats_lines(self.last))
+        return "no reply was generated yet" if self.last is None else "\n".join(stats_lines(self.last))
 
     def kv(self) -> str:
-        ledger = self.llm.engine.kv_cache_manager.stats()
-        held = self.last.cached_tokens if self.last is not None else 0
-        hits, misses = format_count(ledger.hits, "hit"), format_count(ledger.misses, "miss", "misses")
-        most = "without an end" if self.limit is None else f"of at most {self.limit}"
+        cache_stats = self.llm.engine.kv_cache_manager.stats()
+        num_cached = self.last.cached_tokens if self.last is not None else 0
+        hits, misses = format_count(cache_stats.hits, "hit"), format_count(cache_stats.misses, "miss", "misses")
+        limit = "without a limit" if self.limit is None else f"of at most {self.limit}"
         return "\n".join(
             [
                 *(line for _, line in cache_lines(group_use(self.llm))),
-                f"this chat: {format_count(len(self.tokens), 'token')} {most}",
-                f"the last turn: {held} of its tokens were in the cache",
-                f"prefix cache: {hits}, {misses}, {format_count(ledger.hit_tokens, 'token')} reused in all",
+                f"this chat: {format_count(len(self.tokens), 'token')} {limit}",
+                f"the last turn: {num_cached} of its tokens were in the cache",
+                f"prefix cache: {hits}, {misses}, {format_count(cache_stats.hit_tokens, 'token')} reused in total",
             ]
         )
 
@@ -326,29 +323,31 @@ class _Chat:
         _print_stderr(f"{format_count(left, 'turn')} {'is' if left == 1 else 'are'} left")
 
     def save(self, where: str) -> None:
-        """As a session; or as JSON, and beside it what the cache holds.  All of it is written beside and renamed: what
-        was there before stays whole if the disk refuses."""
+        """Save the chat as a session, or as JSON with its cache next to it.
+
+        Files are written under a temporary name and renamed: if writing fails, an older file is unchanged.
+        """
         from kvad import text as text_lib
 
-        said = f"{format_count(len(self.turns), 'turn')} {'is' if len(self.turns) == 1 else 'are'} in"
+        message = f"{format_count(len(self.turns), 'turn')} {'is' if len(self.turns) == 1 else 'are'} in"
         session, path = self._files(where)
-        spills = self.llm.engine.kv_cache_manager.uses_offload
-        if path is None and spills:
-            raise UsageError("what a row has spilled is not saved", "/save FILE.json keeps the text, to be read again")
+        offloads = self.llm.engine.kv_cache_manager.uses_offload
+        if path is None and offloads:
+            raise UsageError("offloaded tokens cannot be saved", "/save FILE.json saves the text, which is recomputed")
         if path is not None:
             _check_chat_file(path)
             text_lib.base.write_text(path, json.dumps(self._content(), ensure_ascii=False, indent=1) + "\n")
-        if self.turns and not spills:
+        if self.turns and not offloads:
             last = self.turns[-1]
             self.session.tokens = self.dialogue.prompt(self.turns[:-1], last.user_text, last.user_ids)
             self.session.tokens += last.reply_ids
             nbytes = self.session.save(session, chat=self._content())
-            said += f" {path or session}; {format_bytes(nbytes)} of cache" + (f" in {session}" if path else "")
+            message += f" {path or session}; {format_bytes(nbytes)} of cache" + (f" in {session}" if path else "")
         elif path is None:
-            raise UsageError("there is nothing to save yet")
+            raise UsageError("the chat is empty")
         else:
-            said += f" {path}" + ("; what the cache holds of it is not kept, for its rows spill" if spills else "")
-        _print_stderr(said)
+            message += f" {path}" + ("; its cache is not saved, because its tokens are offloaded" if offloads else "")
+        _print_stderr(message)
 
     def _content(self) -> dict[str, Any]:
         turns = [{"typed": turn.user_text, "reply": turn.reply} for turn in self.turns]
@@ -356,19 +355,21 @@ class _Chat:
         return {"kvad_chat": FILE_FORMAT, "tokenizer": self.tokenizer.fingerprint(), "turns": turns, "ids": ids}
 
     def _files(self, where: str) -> tuple[Path, Path | None]:
-        """The session's file, and the JSON beside it where ``where`` is a file and no name."""
+        """Return the path of the session file, and of the JSON file if ``where`` is a file and not a name."""
         if storage.filesystem.is_valid_name(where) and not where.endswith(".json"):
             return sessions.directory.session_path(where, self.folder), None
         return Path(f"{where}{sessions.directory.FILE_SUFFIX}"), Path(where)
 
     def load(self, where: str) -> None:
-        """Replace this chat by a saved one.  Ids of another tokenizer are made anew from the texts; what of the cache
-        was saved with it and does not belong here is left out, and said."""
+        """Replace this chat with a saved one.
+
+        Texts of another tokenizer are encoded again. A saved cache that does not fit is not used, and reported.
+        """
         session, path = self._files(where)
         if path is None and not session.exists():
-            path = Path(where)  # as chats were saved before there were sessions
+            path = Path(where)  # chats were JSON files before there were sessions
         if path is None:
-            content = storage.container.read_header(session).metadata.get("said", {}).get("chat")
+            content = storage.container.read_header(session).metadata.get("writer", {}).get("chat")
         elif where == path.name and not path.exists():
             raise UsageError(
                 f"there is no session {where} in {self.folder}, and no file {where} here", "kvad session list"
@@ -379,19 +380,20 @@ class _Chat:
             turns = self._turns(content)
         except (AttributeError, KeyError, TypeError, ValueError):
             raise UsageError(f"{path or session} is not a chat that /save wrote") from None
-        fresh, why = self.llm.session(), ""
+        loaded, reason = self.llm.session(), ""
         if session.exists():
             try:
-                fresh.load(session)
+                loaded.load(session)
             except StorageError as error:
-                if error.reason == "torn" and path is None:
+                if error.reason == "damaged" and path is None:
                     raise
-                why = f"; {error.message}"
-        self.turns, self.session = turns, fresh
-        tokens = fresh.tokens or self.tokens
+                reason = f"; {error.message}"
+        self.turns, self.session = turns, loaded
+        tokens = loaded.tokens or self.tokens
         _print_stderr(
-            f"{format_count(len(self.turns), 'turn')}, {format_count(len(self.tokens), 'token')} from {path or session}; "
-            f"{fresh.restored:,} of {format_count(len(tokens), 'token')} restored{why}"
+            f"{format_count(len(self.turns), 'turn')}, {format_count(len(self.tokens), 'token')} "
+            f"from {path or session}; "
+            f"{loaded.restored:,} of {format_count(len(tokens), 'token')} restored{reason}"
         )
 
     def _read_json(self, path: Path) -> Any:
@@ -414,7 +416,7 @@ class _Chat:
 
 
 def _check_chat_file(path: Path) -> None:
-    """UsageError: there is a file that /save did not write, and nothing of it would be left."""
+    """Raise UsageError if the file was not written by /save."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -422,4 +424,4 @@ def _check_chat_file(path: Path) -> None:
     except ValueError:
         content = None
     if not isinstance(content, dict) or "kvad_chat" not in content:
-        raise UsageError(f"{path} is not a chat that /save wrote, and stays as it is", "choose another name")
+        raise UsageError(f"{path} is not a chat that /save wrote, and is not overwritten", "choose another name")

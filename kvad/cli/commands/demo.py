@@ -1,7 +1,7 @@
-"""``kvad demo`` (``make run``): train a small model on text that every machine has, sing from its cache, prove it.
+"""``kvad demo`` (``make run``): train a small model on this machine, generate from it and verify its cache.
 
-Corpus, training, a streamed completion, ``verify``, ``bench cache``, and what to do next: each part is the command of
-that name, called as a function.  Everything is kept in ``--out``: the model, ``demo.json``, two figures.
+The parts are training, a streamed completion, ``verify``, ``bench cache`` and next steps, each called as a function.
+``--out`` contains the model, ``demo.json`` and two figures.
 """
 
 from __future__ import annotations
@@ -24,21 +24,29 @@ if TYPE_CHECKING:
     from kvad.train.monitoring import TrainingResult
 
 RESULT = "demo.json"
-CONTEXT, LIMIT = 256, 4096  # tokens of a training row; tokens of the longest row that the model may hold
+CONTEXT, LIMIT = 256, 4096  # tokens of a training row; max_seq_len of the model
 PRESET = "demo"
 BENCH_LENGTHS = (64, 128, 256, 512)
 PROMPT = "def "
 
 
 @click.command()
-@click.option("--minutes", type=float, default=2.0, show_default=True, help="How long to train.")
-@click.option("--out", metavar="FOLDER", type=click.Path(path_type=Path), default=Path("runs/demo"), show_default=True)
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the weights, the data's order, the sample.")
-@click.option("--repeats", type=int, default=2, show_default=True, help="Of every timing.")
+@click.option("--minutes", type=float, default=2.0, show_default=True, help="Minutes of training.")
+@click.option(
+    "-o",
+    "--out",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    default=Path("runs/demo"),
+    show_default=True,
+    help="Folder of the run.",
+)
+@click.option("-s", "--seed", type=int, default=0, show_default=True, help="Seed of weights, data order and sample.")
+@click.option("--repeats", type=int, default=2, show_default=True, help="Runs of every timing.")
 @json_option
 @click.pass_context
 def demo_command(ctx: click.Context, minutes: float, out: Path, seed: int, repeats: int, as_json: bool) -> None:
-    """Train a small model, generate from its KV cache, prove the cache, and show what it saves.
+    """Train a small model, generate from its KV cache, verify the cache and measure its speedup.
 
     \b
     kvad demo
@@ -46,21 +54,21 @@ def demo_command(ctx: click.Context, minutes: float, out: Path, seed: int, repea
     """
     _check_free(out)
     page = _Page(as_json)
-    began = time.perf_counter()
+    start = time.perf_counter()
     outcome = _train(page, minutes, out, seed)
     if outcome.reason == "interrupted":
-        page.say(f"stopped; the model of step {outcome.step} is in {out}")
+        page.write(f"stopped; the model of step {outcome.step} is in {out}")
         ctx.exit(130)
     from kvad.llm import LLM
 
-    with LLM.load(out, rows=4) as llm:
+    with LLM.load(out, max_num_seqs=4) as llm:
         completion = _generate(page, llm, seed)
         report = _verify(page, llm)
         bench = _time(page, llm, repeats, out)
-    result = _result(outcome, completion, report, bench, time.perf_counter() - began)
+    result = _result(outcome, completion, report, bench, time.perf_counter() - start)
     (out / RESULT).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     page.title("next")
-    page.say(_next_steps(out))
+    page.write(_next_steps(out))
     if as_json:
         emit_json(result)
     if report.broken:
@@ -68,23 +76,23 @@ def demo_command(ctx: click.Context, minutes: float, out: Path, seed: int, repea
 
 
 def _check_free(out: Path) -> None:
-    """A run that the demo did not make is somebody's work: it is not written over."""
+    """Refuse to overwrite a run that the demo did not create."""
     if (out / "checkpoints").exists() and not (out / RESULT).exists():
-        raise UsageError(f"{out} holds a run that the demo did not make", "choose another folder: --out runs/mine")
+        raise UsageError(f"{out} contains a run that the demo did not create", "choose another folder: --out runs/mine")
 
 
 @dataclass
 class _Page:
-    """Text goes to stdout, or to stderr where stdout is for JSON."""
+    """Prints text to stdout, or to stderr if stdout is for JSON."""
 
     to_stderr: bool
 
-    def say(self, text: str = "", *, end: str = "\n") -> None:
+    def write(self, text: str = "", *, end: str = "\n") -> None:
         click.echo(text, nl=end == "\n", err=self.to_stderr)
 
     def title(self, text: str) -> None:
-        self.say()
-        self.say(click.style(f"— {text} —", bold=True))
+        self.write()
+        self.write(click.style(f"— {text} —", bold=True))
 
 
 def _train(page: _Page, minutes: float, out: Path, seed: int) -> TrainingResult:
@@ -96,23 +104,23 @@ def _train(page: _Page, minutes: float, out: Path, seed: int) -> TrainingResult:
 
     sources = datasets.stdlib_sources.find_sources()
     page.title("train")
-    page.say(
+    page.write(
         f"corpus: {sources.description} ({sources.root}): {len(sources.files)} files, {format_bytes(sources.num_bytes)}"
     )
     config = RunConfig(
-        model={"preset": PRESET, "limit": LIMIT},
+        model={"preset": PRESET, "max_seq_len": LIMIT},
         data=DataConfig(seq_len=CONTEXT, encoding_errors="replace"),
         optim=OptimConfig(lr=2e-3, min_lr=1e-4),
         train=TrainConfig(minutes=minutes, batch_size=4, eval_interval=200, eval_tokens=16384, seed=seed),
     )
     out.mkdir(parents=True, exist_ok=True)
-    (out / RESULT).write_text("{}\n", encoding="utf-8")  # from here on the folder is the demo's
+    (out / RESULT).write_text("{}\n", encoding="utf-8")  # marks the folder as the demo's
     progress = make_progress(console())
     try:
         outcome = train_model(config, sources.files, out, overwrite=True, callbacks=[progress])
     finally:
         progress.close()
-    page.say(
+    page.write(
         f"{outcome.step} steps, {outcome.tokens:,} tokens in {outcome.elapsed:.0f} s: loss {outcome.loss:.3f}, "
         f"validation loss {outcome.val_loss:.3f}"
     )
@@ -123,31 +131,33 @@ def _train(page: _Page, minutes: float, out: Path, seed: int) -> TrainingResult:
 
 def _generate(page: _Page, llm: LLM, seed: int) -> dict[str, Any]:
     page.title(f"{PROMPT!r} continued, from the paged cache")
-    page.say(PROMPT, end="")
-    began, tokens, text = time.perf_counter(), 0, ""
-    for piece in llm.stream(PROMPT, max_tokens=160, temperature=0.7, top_p=0.95, seed=seed, min_tokens=80):
-        tokens += piece.token_id is not None
-        text += piece.text
-        page.say(piece.text, end="")
-    seconds = time.perf_counter() - began
+    page.write(PROMPT, end="")
+    start, tokens, text = time.perf_counter(), 0, ""
+    for chunk in llm.stream(PROMPT, max_tokens=160, temperature=0.7, top_p=0.95, seed=seed, min_tokens=80):
+        tokens += chunk.token_id is not None
+        text += chunk.text
+        page.write(chunk.text, end="")
+    seconds = time.perf_counter() - start
     stats = llm.engine.kv_cache_manager.stats()
-    page.say()
-    page.say(f"({tokens} tokens, {tokens / seconds:.0f} tokens/s; {stats.evictable[0]} blocks stay for a next time)")
+    page.write()
+    page.write(
+        f"({tokens} tokens, {tokens / seconds:.0f} tokens/s; {stats.evictable[0]} blocks stay in the prefix cache)"
+    )
     return {"prompt": PROMPT, "text": text, "tokens": tokens, "seconds": seconds}
 
 
 def _verify(page: _Page, llm: LLM) -> verify_lib.report.VerifyReport:
     from kvad.verify import ScenarioOptions, build_prompts, verify
 
-    page.title("does the cache change anything?  (kvad verify)")
+    page.title("does the cache change the output?  (kvad verify)")
     options = ScenarioOptions()
     report = verify(llm.model, build_prompts(llm.model.config, options, llm.tokenizer), options)
-    for memory in report.cases:
-        page.say(
-            f"{memory.layout + ' ' + memory.dtype:<22} max |dlogit| {memory.max_dlogit:.1e}  "
-            f"greedy {memory.agree}/{memory.compared}  {memory.verdict}"
+    for case in report.cases:
+        page.write(
+            f"{case.layout + ' ' + case.dtype:<22} max |dlogit| {case.max_dlogit:.1e}  "
+            f"greedy {case.agree}/{case.compared}  {case.verdict}"
         )
-    page.say(f"verdict: {report.verdict()}")
+    page.write(f"verdict: {report.verdict()}")
     return report
 
 
@@ -155,9 +165,9 @@ def _time(page: _Page, llm: LLM, repeats: int, out: Path) -> benchmarks.cache_sp
     from kvad.benchmarks import bench_cache
     from kvad.cli.commands.bench import bench_lines, write_results
 
-    page.title("what does it save?  (kvad bench cache)")
+    page.title("how much time does it save?  (kvad bench cache)")
     result = bench_cache(llm, BENCH_LENGTHS, repeats)
-    page.say("\n".join(bench_lines(result)))
+    page.write("\n".join(bench_lines(result)))
     for path in write_results(result, out):
         click.echo(f"figure: {path}", err=True)
     return result
@@ -191,10 +201,10 @@ def _next_steps(out: Path) -> str:
     return "\n".join(
         [
             f"  kvad generate {out} 'class ' --stats          continue your own text",
-            f"  kvad chat {out}                               talk to it (/kv shows the cache)",
-            f"  kvad verify {out} --break mask                break the cache on purpose: verify names the fault",
-            f"  kvad plan {out} --context 4096 --rows 8       how much memory would that take?",
-            f"  kvad inspect {out} --attention 'def f(x):'    look at a head",
+            f"  kvad chat {out}                               chat with it (/kv shows the cache)",
+            f"  kvad verify {out} --inject-fault mask                inject a fault: verify names it",
+            f"  kvad plan {out} --max-seq-len 4096 --max-num-seqs 8       estimate the memory",
+            f"  kvad inspect {out} --attention 'def f(x):'    show the attention of a head",
             "  kvad train FILES --out runs/mine              train on your own text",
         ]
     )

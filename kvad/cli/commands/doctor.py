@@ -1,7 +1,6 @@
-"""``kvad doctor MODEL|FOLDER``: look a checkpoint over, or a folder of sessions or of a tier; say what to do about what
-is wrong.
+"""``kvad doctor MODEL|FOLDER``: check a checkpoint, a session folder or a prefix cache folder for damage.
 
-Nothing is removed that was not asked for, and never what is not ours.
+Nothing is removed without --fix, and foreign files are never removed.
 """
 
 from __future__ import annotations
@@ -22,43 +21,41 @@ if TYPE_CHECKING:
 OK_STATES = ("whole", "writing")
 ADVICE = {
     "leftover": "--fix removes it",
-    "torn": "nothing of it is ever used; --fix --torn removes it",
-    "alien": "kvad leaves it as it is; it does not belong here",
-    "unread": "look after the disk",
+    "damaged": "it is never used; --fix --remove-damaged removes it",
+    "foreign": "kvad does not change it; it does not belong here",
+    "unread": "check the disk",
 }
 
 
 @click.command()
 @click.argument("model", metavar="MODEL|FOLDER", type=click.Path(path_type=Path))
-@click.option("--fix", is_flag=True, help="Remove what dead writers left, and of a tier's folder what is damaged.")
-@click.option("--torn", is_flag=True, help="With --fix, of a folder of sessions: remove damaged files, too.")
+@click.option("--fix", is_flag=True, help="Remove leftovers of dead processes, and damaged files of a prefix cache.")
+@click.option("--remove-damaged", is_flag=True, help="With --fix and a session folder: also remove damaged files.")
 @json_option
-def doctor_command(model: Path, fix: bool, torn: bool, as_json: bool) -> None:
-    """Look a checkpoint over: kvad's own, or a Hugging Face folder; or a folder of sessions, or of a tier.
+def doctor_command(model: Path, fix: bool, remove_damaged: bool, as_json: bool) -> None:
+    """Check a kvad checkpoint, a Hugging Face folder, a session folder or a prefix cache folder for damage.
 
-    A line for each thing looked at: `ok`, or `problem` and what to do.  Every byte is read.  Exit code 1: there is a
-    problem.
+    Each check prints one line: `ok`, or `problem` and the remedy. Every byte is read. Exit code 1 if any check fails.
 
-    Of a checkpoint: headers, tensors against the config, weights that are not finite, the tokenizer against the
-    vocabulary, sha256 sums.  Of the folders: what is whole, torn (damaged), alien (not ours) or left by a process that
-    died.  --fix removes of a tier what is torn or left (it is computed again), of sessions what is left; what is alien
-    it never touches.
+    Checkpoint: headers, tensors against the config, weights that are not finite, the tokenizer against the vocabulary,
+    sha256 sums. Folders: files that are whole, damaged, foreign or left by a process that died. --fix removes damaged
+    files and leftovers of a prefix cache (blocks are recomputed), and leftovers of sessions; never foreign files.
 
     \b
     kvad doctor runs/demo
     kvad doctor ~/models/llama-3.2-1b --json
-    kvad doctor ~/.cache/kvad/tier --fix
+    kvad doctor ~/.cache/kvad/prefix-cache --fix
     kvad doctor ~/.local/share/kvad/sessions --fix
     """
-    if torn and not fix:
-        raise click.UsageError("--torn says what --fix may remove: give both.")
+    if remove_damaged and not fix:
+        raise click.UsageError("--remove-damaged needs --fix.")
     if sessions.directory.is_session_dir(model):
-        _check_sessions(model, (*("leftover",) * fix, *("torn",) * torn), as_json)
+        _check_sessions(model, (*("leftover",) * fix, *("damaged",) * remove_damaged), as_json)
         return
-    if torn:
-        raise click.UsageError(f"--torn is for a folder of sessions, and {model} is none.")
+    if remove_damaged:
+        raise click.UsageError(f"--remove-damaged needs a session folder, got {model}.")
     findings = []
-    for finding in _examined(model, fix):
+    for finding in _check_folder(model, fix):
         findings.append(finding)
         if not as_json:
             todo = f"; {finding.advice}" if finding.advice else ""
@@ -69,8 +66,8 @@ def doctor_command(model: Path, fix: bool, torn: bool, as_json: bool) -> None:
     click.get_current_context().exit(0 if healthy else 1)
 
 
-def _examined(folder: Path, fix: bool) -> Iterator[inspection.doctor.CheckResult]:
-    """By the doctor for what it is.  UsageError: a checkpoint cannot be fixed."""
+def _check_folder(folder: Path, fix: bool) -> Iterator[inspection.doctor.CheckResult]:
+    """Run the checks for the kind of folder; --fix does not apply to a checkpoint."""
     from kvad import inspection
 
     if inspection.doctor.is_cache_dir(folder):
@@ -78,34 +75,32 @@ def _examined(folder: Path, fix: bool) -> Iterator[inspection.doctor.CheckResult
         return
     if fix:
         raise UsageError(
-            f"--fix: {folder} is no folder of sessions and no tier's", "a checkpoint is copied or downloaded again"
+            f"--fix: {folder} is neither a session folder nor a prefix cache", "copy or download a checkpoint again"
         )
     yield from inspection.doctor.check_checkpoint(folder)
 
 
 def _check_sessions(folder: Path, removable: tuple[str, ...], as_json: bool) -> None:
-    told, healthy = [], True
-    for found in sessions.directory.inspect_session(folder):
-        removed = found.state in removable
+    findings, healthy = [], True
+    for file in sessions.directory.inspect_session(folder):
+        removed = file.state in removable
         if removed:
-            found.path.unlink(missing_ok=True)
-        fine = removed or found.state in OK_STATES
-        healthy &= fine
-        todo = "removed" if removed else ADVICE.get(found.state, "")
-        told.append(
-            {"file": found.path.name, "state": found.state, "ok": fine, "says": _format_result(found), "todo": todo}
+            file.path.unlink(missing_ok=True)
+        is_ok = removed or file.state in OK_STATES
+        healthy &= is_ok
+        advice = "removed" if removed else ADVICE.get(file.state, "")
+        findings.append(
+            {"file": file.path.name, "state": file.state, "ok": is_ok, "message": _describe(file), "advice": advice}
         )
         if not as_json:
-            end = f"; {todo}" if todo else ""
-            click.echo(
-                f"{'ok' if fine else 'problem':<8}{found.state:<11}{found.path.name}: {_format_result(found)}{end}"
-            )
+            end = f"; {advice}" if advice else ""
+            click.echo(f"{'ok' if is_ok else 'problem':<8}{file.state:<11}{file.path.name}: {_describe(file)}{end}")
     if as_json:
-        emit_json({"folder": folder, "healthy": healthy, "findings": told})
+        emit_json({"folder": folder, "healthy": healthy, "findings": findings})
     click.get_current_context().exit(0 if healthy else 1)
 
 
-def _format_result(found: sessions.directory.SessionFile) -> str:
-    if found.header is None:
-        return found.problem.removeprefix(f"{found.path}: ")
-    return f"a {found.header.kind} of {found.header.nbytes:,} bytes"
+def _describe(file: sessions.directory.SessionFile) -> str:
+    if file.header is None:
+        return file.problem.removeprefix(f"{file.path}: ")
+    return f"a {file.header.kind} of {file.header.nbytes:,} bytes"

@@ -1,4 +1,4 @@
-"""``kvad tag``, ``fill``, ``classify`` and ``embed``: every line through an encoder."""
+"""``kvad tag``, ``fill-mask``, ``classify`` and ``embed``: run an encoder on every line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 batch_size_option = click.option(
-    "--rows", type=int, default=BATCH_LINES, show_default=True, help="Lines that are read side by side, at most."
+    "--batch-size", type=int, default=BATCH_LINES, show_default=True, help="Maximum number of lines per batch."
 )
 
 
@@ -43,9 +43,9 @@ batch_size_option = click.option(
 @batch_size_option
 @line_options
 def tag_command(model: Path, file: Path | None, **options: Any) -> None:
-    """Label the words of every line of FILE, or of standard input: `Angela/B-PER Merkel/I-PER spoke/O`.
+    """Assign a label to each word of FILE, or of standard input: `Angela/B-PER Merkel/I-PER spoke/O`.
 
-    A line in gives a line out, in the same order; an empty line stays empty.
+    Every line gives one line, in order; an empty line stays empty.
 
     \b
     kvad tag dslim/bert-base-NER news.txt > news.tags
@@ -69,9 +69,9 @@ def _tagging(llm: LLM) -> LineTask[Sequence[engine.output.TokenLabel]]:
 @batch_size_option
 @line_options
 def classify_command(model: Path, file: Path | None, **options: Any) -> None:
-    """Label every line of FILE, or of standard input: its likeliest `LABEL<tab>PROBABILITY`.
+    """Assign a label to each line of FILE, or of standard input: the most likely `LABEL<tab>PROBABILITY`.
 
-    A line in gives a line out, in the same order; an empty line stays empty.  --json has every label.
+    Every line gives one line, in order; an empty line stays empty. --json prints all labels.
 
     \b
     kvad classify distilbert/distilbert-base-uncased-finetuned-sst-2-english reviews.txt
@@ -92,34 +92,36 @@ def _classifying(llm: LLM) -> LineTask[Sequence[engine.output.Label]]:
 
 @click.command()
 @model_argument
-@click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="Candidates for each mask.")
+@click.option(
+    "--top-k", type=click.IntRange(min=1), default=5, show_default=True, help="Number of tokens to print for each mask."
+)
 @batch_size_option
 @line_options
 def fill_mask_command(model: Path, file: Path | None, **options: Any) -> None:
-    """Fill the masks of every line of FILE, or of standard input: `TOKEN PROBABILITY`, the likeliest first, with tabs
-    between; ` | ` stands between several masks.
+    """Predict the masked tokens of FILE, or of standard input.
 
-    A line in gives a line out, in the same order; an empty line stays empty.  The mask is written as the model's
-    tokenizer spells it; a line without one is told on stderr.
+    Prints `TOKEN PROBABILITY`, most likely first, separated by tabs; ` | ` separates several masks. Every line
+    gives one line, in order; an empty line stays empty. Write the mask as the model's tokenizer spells it; a line
+    without a mask is reported on stderr.
 
     \b
-    echo "Paris is the [MASK] of France." | kvad fill google-bert/bert-base-cased --top 3
-    kvad fill FacebookAI/xlm-roberta-base masked.txt --json
+    echo "Paris is the [MASK] of France." | kvad fill-mask google-bert/bert-base-cased --top-k 3
+    kvad fill-mask FacebookAI/xlm-roberta-base masked.txt --json
     """
-    _run_lines(model, file, "fill", options, lambda llm: _filling(llm, options["top"]))
+    _run_lines(model, file, "fill-mask", options, lambda llm: _filling(llm, options["top_k"]))
 
 
 def _filling(llm: LLM, top: int) -> LineTask[Sequence[Sequence[engine.output.MaskPrediction]]]:
     tokenizer = require_tokenizer(llm)
     mask = tokenizer.special_tokens.mask
     if mask is None:
-        raise RequestError("this model's tokenizer has no mask", "kvad embed would do")
+        raise RequestError("the tokenizer of this model has no mask token", "use kvad embed")
     spelled = next(name for name, token in tokenizer.special_tokens.names().items() if token == mask)
 
     def prepare(text: str) -> list[int]:
         ids = llm.encode(tokenizer.add_special_tokens(tokenizer.encode(text, specials=True)))
         if mask not in ids:
-            raise RequestError(f"no mask: write {spelled} where a word is to be found")
+            raise RequestError(f"the line has no mask; write {spelled} for each masked token")
         return ids
 
     def plain(number: int, masks: Sequence[Sequence[engine.output.MaskPrediction]]) -> str:
@@ -131,7 +133,7 @@ def _filling(llm: LLM, top: int) -> LineTask[Sequence[Sequence[engine.output.Mas
 
 
 def _escape_unprintable(text: str) -> str:
-    """A token on one line, in one column: what does not print is escaped."""
+    """Escape unprintable characters, so that a token stays on one line and in one column."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
@@ -141,28 +143,39 @@ def _escape_unprintable(text: str) -> str:
 @click.command()
 @model_argument
 @click.option(
-    "--pool",
+    "--pooling",
     type=click.Choice(["mean", "first", "head"]),
-    help="One vector of a line: its tokens' mean, the first, or the head's [default: as the model says, else mean].",
+    help="Vector of a line: the mean of its tokens, the first token, or the head's [default: the model's, else mean].",
 )
-@click.option("--format", "form", type=click.Choice(["json", "npy"]), help="[default: by --out's ending, else json]")
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="[default: stdout]")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["json", "npy"]),
+    help="Output format [default: from the suffix of --out, else json].",
+)
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Output file [default: stdout].",
+)
 @batch_size_option
 @line_options
 def embed_command(
-    model: Path, file: Path | None, pool: Any, form: str | None, out: Path | None, as_json: bool, **options: Any
+    model: Path, file: Path | None, pooling: Any, form: str | None, out: Path | None, as_json: bool, **options: Any
 ) -> None:
-    """A vector for every line of FILE, or of standard input.
+    """Compute a vector for each line of FILE, or of standard input.
 
-    JSON is an object per line, {"line": 1, "embedding": [...]}, null for an empty line; npy is one array of float32,
-    lines x width, whose row is NaN for an empty line.
+    JSON is one object per line, {"line": 1, "embedding": [...]}, null for an empty line; npy is one float32 array
+    [lines, hidden_size], with NaN for an empty line.
 
     \b
     kvad embed sentence-transformers/all-MiniLM-L6-v2 sentences.txt --out sentences.npy
-    echo "A house by the lake." | kvad embed runs/bert --pool first
+    echo "A house by the lake." | kvad embed runs/bert --pooling first
     """
     if as_json and form == "npy":
-        raise click.UsageError("--json and --format npy both given.")
+        raise click.UsageError("--json and --format npy exclude each other.")
     form = form or ("npy" if out is not None and out.suffix == ".npy" and not as_json else "json")
     if form == "npy" and out is None:
         raise click.UsageError("--format npy needs --out FILE.")
@@ -170,7 +183,7 @@ def embed_command(
     def task(llm: LLM) -> LineTask[list[float] | None]:
         return LineTask(
             prepare=llm.encode,
-            run=lambda many: llm.embed(many, pool=pool).float().tolist(),
+            run=lambda many: llm.embed(many, pool=pooling).float().tolist(),
             plain=None,
             fields=lambda vector: {"embedding": vector},
             empty=None,
@@ -186,21 +199,21 @@ def embed_command(
 
 
 class _Objects:
-    """JSON lines in a file."""
+    """Writes JSON lines to a file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
 
     def show(self, line: LineResult[list[float] | None]) -> None:
-        found = {"embedding": line.answer} if line.error is None else {"error": line.error}
-        self._file.write(f"{json_line({'line': line.number, **found})}\n".encode())
+        result = {"embedding": line.answer} if line.error is None else {"error": line.error}
+        self._file.write(f"{json_line({'line': line.number, **result})}\n".encode())
 
 
 class _Matrix:
-    """NumPy's format 1.0, row by row: the header, of 128 bytes whatever the shape, is written at the end."""
+    """Writes NumPy's format 1.0 row by row; the header has 128 bytes for any shape and is written at the end."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self._rows, self._width, self._before = file, 0, 0, 0
+        self._file, self._rows, self._width, self._num_empty = file, 0, 0, 0
 
     def __enter__(self) -> _Matrix:
         self._file.write(bytes(128))
@@ -209,24 +222,24 @@ class _Matrix:
     def show(self, line: LineResult[list[float] | None]) -> None:
         self._rows += 1
         if line.answer is None and not self._width:
-            self._before += 1  # how wide a row is will be known later
+            self._num_empty += 1  # the width is unknown until the first answer
             return
         vector = line.answer or [math.nan] * self._width
         if not self._width:
             self._width = len(vector)
-            self._file.write(struct.pack("<f", math.nan) * (self._width * self._before))
+            self._file.write(struct.pack("<f", math.nan) * (self._width * self._num_empty))
         self._file.write(struct.pack(f"<{self._width}f", *vector))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            said = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({self._rows}, {self._width}), }}"
+            header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({self._rows}, {self._width}), }}"
             self._file.seek(0)
-            self._file.write(b"\x93NUMPY\x01\x00" + struct.pack("<H", 118) + said.ljust(117).encode() + b"\n")
+            self._file.write(b"\x93NUMPY\x01\x00" + struct.pack("<H", 118) + header.ljust(117).encode() + b"\n")
 
 
 @contextmanager
 def _replacing(out: Path) -> Iterator[BinaryIO]:
-    """A file beside ``out`` that takes its place when the block ends well."""
+    """Open a temporary file that replaces ``out`` when the block ends without an error."""
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -239,7 +252,7 @@ def _replacing(out: Path) -> Iterator[BinaryIO]:
             temporary.unlink(missing_ok=True)
 
 
-# ---------------------------------------------------------------- what they share
+# ---------------------------------------------------------------- running
 
 
 def _run_lines(
@@ -257,16 +270,19 @@ def _answer(
     task: Callable[[LLM], LineTask[T]],
     show: Callable[[LineResult[T]], None] | None = None,
 ) -> int:
-    """How many lines failed; ``show`` None: they are printed."""
+    """Answer all lines and return the number of failed lines; without ``show`` the answers are printed."""
     from kvad.llm import LLM
 
     with LineSource(file) as lines:
         opened = open_for_command(model, command)
-        # An encoder keeps nothing; of an encoder-decoder the decoder is not asked.
-        least: dict[str, Any] = {} if opened.config.encoder_input is None else {"capacity": 1, "source_capacity": 1}
-        chosen = {name: options[name] for name in ("dtype", "rows", "deterministic", "adapter")}
-        with LLM.load(opened.path, **chosen, **least) as llm:
+        # An encoder needs no cache, and the decoder of an encoder-decoder is not used.
+        minimal_cache: dict[str, Any] = (
+            {} if opened.config.encoder_input is None else {"max_seq_len": 1, "max_source_len": 1}
+        )
+        chosen = {name: options[name] for name in ("dtype", "deterministic", "adapter")}
+        chosen["max_num_seqs"] = options["batch_size"]
+        with LLM.load(opened.path, **chosen, **minimal_cache) as llm:
             require_tokenizer(llm)
-            asked = task(llm)
-            shown = printer(asked, as_json=options["as_json"]) if show is None else show
-            return print_answers(answer_lines(lines, asked), shown, lines, quiet=options["quiet"])
+            line_task = task(llm)
+            shown = printer(line_task, as_json=options["as_json"]) if show is None else show
+            return print_answers(answer_lines(lines, line_task), shown, lines, quiet=options["quiet"])

@@ -1,7 +1,4 @@
-"""What ``kvad eval`` prints: the numbers as lines of text, each with the convention that it was made by.  No torch.
-
-What the tasks of ``kvad eval`` share: the cache that was asked for, the model behind it, a line of progress.
-"""
+"""Output of ``kvad eval`` as JSON and text, loading with the requested cache, and a line of progress. No torch."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
     from kvad.llm import LLM
 
 TextLine = dict[str, Any]  # a JSON object
-TextLines = list[tuple[str, str]]  # (name, text); no name: the text stands at the left edge
+TextLines = list[tuple[str, str]]  # (name, text); text without a name is not indented
 
 
 def format_curve(curve: evaluation.extrapolation.LengthCurve, figures: Sequence[Path]) -> TextLines:
@@ -35,7 +32,7 @@ def format_curve(curve: evaluation.extrapolation.LengthCurve, figures: Sequence[
             f"{format_count(curve.rows, 'row')} of each length; the same {curve.points[0].scored:,} tokens scored",
         ),
         ("", ""),
-        ("", f"{'times':>6}{'tokens':>9}{'loss':>9}{'perplexity':>13}{'accuracy':>11}{'of whole rows':>16}"),
+        ("", f"{'times':>6}{'tokens':>9}{'loss':>9}{'perplexity':>13}{'accuracy':>11}{'all tokens':>16}"),
     ]
     for point in curve.points:
         first = f"{point.multiple:>6g}{point.length:>9,}{point.loss:>9.4f}{point.perplexity:>13.3f}"
@@ -44,13 +41,13 @@ def format_curve(curve: evaluation.extrapolation.LengthCurve, figures: Sequence[
 
 
 def format_match(match: evaluation.metrics.ExactMatch, *, lower: bool) -> str:
-    how = "in lower case, " if lower else ""
-    return f"{match.accuracy:.2%} ({match.hits:,} of {match.count:,}; {how}white space at the ends cut off)"
+    case = "in lower case, " if lower else ""
+    return f"{match.accuracy:.2%} ({match.hits:,} of {match.count:,}; {case}stripped white space)"
 
 
 def format_bleu(words: evaluation.bleu.BleuScores, tokenized: str | None) -> TextLines:
-    precisions = "/".join(f"{one:.1f}" for one in words.precisions)
-    cut = ", both sides cut into words by kvad" if tokenized == "words" else ""
+    precisions = "/".join(f"{score:.1f}" for score in words.precisions)
+    cut = ", both sides tokenized by kvad" if tokenized == "words" else ""
     return [
         ("BLEU", f"{words.bleu:.2f}  ({precisions}, length {words.ratio:.3f} of the references'{cut})"),
         ("", f"{'':11}{words.bleu_signature}"),
@@ -59,85 +56,121 @@ def format_bleu(words: evaluation.bleu.BleuScores, tokenized: str | None) -> Tex
     ]
 
 
-def format_cache(memory: TextLine | None) -> str:
-    if memory is None:
+def format_cache(cache: TextLine | None) -> str:
+    if cache is None:
         return "without a cache"
-    return (
-        f"through a {memory['layout']} cache of {memory['stored']}, policy {memory['policy']}, {memory['chunk']} a step"
-    )
+    layout, stored, policy = cache["layout"], cache["stored"], cache["policy"]
+    return f"through a {layout} cache of {stored}, policy {policy}, {cache['chunk']} tokens a step"
 
 
-def format_size(found: evaluation.metrics.Likelihood) -> str:
-    return f"{format_count(found.tokens, 'token')}, {format_count(found.bytes, 'byte')}"
+def format_size(likelihood: evaluation.metrics.Likelihood) -> str:
+    return f"{format_count(likelihood.tokens, 'token')}, {format_count(likelihood.bytes, 'byte')}"
 
 
-def format_likelihood_line(found: evaluation.metrics.Likelihood) -> TextLine:
+def format_likelihood_line(likelihood: evaluation.metrics.Likelihood) -> TextLine:
     numbers = ("loss", "perplexity", "bits_per_byte", "accuracy", "word_perplexity", "word_perplexity_eos")
-    return {**{name: getattr(found, name) for name in numbers}, **asdict(found)}
+    return {**{name: getattr(likelihood, name) for name in numbers}, **asdict(likelihood)}
 
 
-def format_likelihood(found: evaluation.metrics.Likelihood, *, words: bool, ends: bool = False) -> TextLines:
-    """``words``: perplexity per word, too; ``ends``: of targets, whose ends were scored, too."""
-    unknown = f"; {format_count(found.unknown, 'token')} of it unknown" if found.unknown else ""
-    scored = f"{format_count(found.scored, 'token')} scored{', ends of targets among them' if ends else ''}{unknown}"
+def format_likelihood(likelihood: evaluation.metrics.Likelihood, *, words: bool, ends: bool = False) -> TextLines:
+    """Format a likelihood.
+
+    Args:
+        likelihood: The likelihood.
+        words: Include the perplexity per word.
+        ends: The texts are targets, whose end tokens were scored too.
+    """
+    unknown = f"; {format_count(likelihood.unknown, 'token')} of it unknown" if likelihood.unknown else ""
+    scored = (
+        f"{format_count(likelihood.scored, 'token')} scored{', ends of targets among them' if ends else ''}{unknown}"
+    )
     page = [
-        ("loss", f"{found.loss:.4f} nats per token; {scored}"),
-        ("perplexity", f"{found.perplexity:.4f} per token"),
-        ("bits", f"{found.bits_per_byte:.4f} per byte"),
-        ("accuracy", f"{found.accuracy:.4f} of the tokens were the likeliest"),
+        ("loss", f"{likelihood.loss:.4f} nats per token; {scored}"),
+        ("perplexity", f"{likelihood.perplexity:.4f} per token"),
+        ("bits", f"{likelihood.bits_per_byte:.4f} per byte"),
+        ("accuracy", f"{likelihood.accuracy:.4f} of the tokens were the most likely"),
     ]
     if words:
         end = "target" if ends else "line"
-        plain = f"perplexity {found.word_perplexity:.4f} per word ({found.words:,} between white space), "
-        ended = f"{found.word_perplexity_eos:.4f} with the end of every {end} as a word ({found.lines:,})"
+        plain = f"perplexity {likelihood.word_perplexity:.4f} per word ({likelihood.words:,} between white space), "
+        ended = f"{likelihood.word_perplexity_eos:.4f} with the end of every {end} as a word ({likelihood.lines:,})"
         page.append(("words", plain + ended))
     return page
 
 
 def format_labels_line(scores: evaluation.metrics.LabelScores) -> TextLine:
-    rows = [{**asdict(one), "precision": one.precision, "recall": one.recall, "f1": one.f1} for one in scores.by_label]
+    rows = [
+        {**asdict(score), "precision": score.precision, "recall": score.recall, "f1": score.f1}
+        for score in scores.by_label
+    ]
     counts = {"count": scores.count, "hits": scores.hits}
     return {"accuracy": scores.accuracy, "macro_f1": scores.macro_f1, **counts, "labels": rows}
 
 
 def format_labels(scores: evaluation.metrics.LabelScores, known: Sequence[str], size: str) -> TextLines:
-    """``known``: the model's labels; ``size``: of the data, in words."""
-    unknown = [one for one in scores.by_label if one.label not in known]
-    wide = max(8, *(len(one.label) for one in scores.by_label)) + 2
+    """Format label scores.
+
+    Args:
+        scores: Accuracy and scores by label.
+        known: Labels of the model.
+        size: Description of the size of the data.
+    """
+    unknown = [score for score in scores.by_label if score.label not in known]
+    wide = max(8, *(len(score.label) for score in scores.by_label)) + 2
     page = [
         ("data", f"{size}, {format_count(len(scores.by_label), 'label')}"),
         ("accuracy", f"{scores.accuracy:.4f}"),
-        ("macro-F1", f"{scores.macro_f1:.4f}  (the mean over the labels below, 0 where nothing was hit)"),
+        ("macro-F1", f"{scores.macro_f1:.4f}  (mean over the labels below)"),
     ]
     if unknown:
-        names = ", ".join(one.label for one in unknown[:5])
-        page.append(("unseen", f"{sum(one.support for one in unknown):,} of labels that the model lacks: {names}"))
-    page += [("", ""), ("", f"{'label':<{wide}}{'F1':>8}{'precision':>11}{'recall':>9}{'gold':>9}{'said':>9}")]
-    for one in scores.by_label:
-        numbers = f"{one.f1:>8.4f}{one.precision:>11.4f}{one.recall:>9.4f}{one.support:>9,}{one.num_predicted:>9,}"
-        page.append(("", f"{one.label:<{wide}}{numbers}"))
+        names = ", ".join(score.label for score in unknown[:5])
+        page.append(("unseen", f"{sum(score.support for score in unknown):,} of labels that the model lacks: {names}"))
+    page += [("", ""), ("", f"{'label':<{wide}}{'F1':>8}{'precision':>11}{'recall':>9}{'gold':>9}{'output':>9}")]
+    for score in scores.by_label:
+        numbers = (
+            f"{score.f1:>8.4f}{score.precision:>11.4f}{score.recall:>9.4f}{score.support:>9,}{score.num_predicted:>9,}"
+        )
+        page.append(("", f"{score.label:<{wide}}{numbers}"))
     return page
 
 
 def cache_options_given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What was said of the cache, as keywords of LLM.load; {} where nothing was."""
-    said = explicit_options(options, ("layout", "block_size", "chunk", "compressor", "rows"))
-    said = {**said, **parse_format_options(options), **parse_policy_options(options)}
-    return said or ({"layout": "paged"} if options["cached"] else {})
+    """Return the explicitly given cache options as keywords of LLM.load; {} without any."""
+    fields = explicit_options(options, ("layout", "block_size", "prefill_chunk_size", "summarizer", "max_num_seqs"))
+    fields = {**fields, **parse_format_options(options), **parse_policy_options(options)}
+    return fields or ({"layout": "paged"} if options["use_cache"] else {})
 
 
 def load_for_eval(
-    opened: CheckpointHandle, options: Mapping[str, Any], *, rows: int, capacity: int, answers: bool = False
+    opened: CheckpointHandle, options: Mapping[str, Any], *, max_num_seqs: int, max_seq_len: int, answers: bool = False
 ) -> LLM:
-    """With the cache that was asked for; else the smallest that will do, or for ``answers`` one of ``rows`` rows."""
+    """Load a model with the requested cache, else with the smallest that is sufficient.
+
+    Args:
+        opened: The checkpoint.
+        options: Options of the command.
+        max_num_seqs: Sequences of the default cache.
+        max_seq_len: Tokens of a sequence of the default cache.
+        answers: The model generates, so a decoder needs the default cache too.
+    """
     from kvad.llm import LLM
 
-    said = cache_options_given(options)
-    fields: dict[str, Any] = {"prefix": False, "chunk": 16, "rows": rows, "capacity": capacity, **said}
-    if not said:
-        reads = opened.config.kind == "decoder" and not answers  # without a cache: one that holds next to nothing
-        fields = {"rows": 1, "capacity": 1} if reads else {"rows": rows, "capacity": capacity}
-    fields["chunk"] = min(fields.get("chunk", 512), fields["capacity"])
+    requested = cache_options_given(options)
+    fields: dict[str, Any] = {
+        "enable_prefix_caching": False,
+        "prefill_chunk_size": 16,
+        "max_num_seqs": max_num_seqs,
+        "max_seq_len": max_seq_len,
+        **requested,
+    }
+    if not requested:
+        reads_only = opened.config.kind == "decoder" and not answers  # scored without a cache: the smallest one
+        fields = (
+            {"max_num_seqs": 1, "max_seq_len": 1}
+            if reads_only
+            else {"max_num_seqs": max_num_seqs, "max_seq_len": max_seq_len}
+        )
+    fields["prefill_chunk_size"] = min(fields.get("prefill_chunk_size", 512), fields["max_seq_len"])
     chosen = {name: options[name] for name in ("dtype", "deterministic", "adapter")}
     return LLM.load(opened.path, **chosen, **fields)
 
@@ -157,14 +190,14 @@ def describe_cache(llm: LLM) -> TextLine:
 
 
 class EvalProgress:
-    """A line on stderr where that is a terminal."""
+    """Shows a line of progress on stderr if it is a terminal."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._shown = not quiet and sys.stderr.isatty()
 
-    def update(self, what: str, done: int, total: int) -> None:
+    def update(self, label: str, done: int, total: int) -> None:
         if self._shown:
-            click.echo(f"\r{what:<36} {done:>11,} of {total:,} ", err=True, nl=False)
+            click.echo(f"\r{label:<36} {done:>11,} of {total:,} ", err=True, nl=False)
 
     def done(self) -> None:
         if self._shown:

@@ -1,8 +1,6 @@
-"""``kvad eval`` of texts: perplexity by windows, with a cache or without, and the curve over the length of a row.
+"""Tasks of ``kvad eval``: perplexity of texts, answers to pairs, labels, and the losses of training objectives.
 
-``kvad eval`` of what a model answers: pairs beside its answers, words and texts beside its labels.
-
-``kvad eval --task masked|spans|chat``: what training poses, posed again; the numbers are ``kvad.evaluation.objectives``'s.
+The numbers of ``--task masked-lm|span-corruption|chat`` are computed by ``kvad.evaluation.objectives``.
 """
 
 from __future__ import annotations
@@ -48,16 +46,16 @@ def eval_texts(
     from kvad import evaluation
     from kvad.train.sources import open_corpus
 
-    how = _documents(options)
-    corpus = open_corpus(data, suffixes=options["suffixes"], errors=options["errors"], lines=how == "lines")
-    curve, through = bool(options["multiples"] or options["figures"]), cache_options_given(options)
+    unit = _document_unit(options)
+    corpus = open_corpus(data, suffixes=options["suffixes"], errors=options["encoding_errors"], lines=unit == "lines")
+    curve, cache_fields = bool(options["length_multiples"] or options["length_plot"]), cache_options_given(options)
     limit = opened.config.max_seq_len
     window = options["window"] if options["window"] is not None else limit
-    _check_window(window, limit, options, cached=bool(through))
+    _check_window(window, limit, options, cached=bool(cache_fields))
     stride = options["stride"] if options["stride"] is not None else max(1, window // 2)
     if not curve:
-        evaluation.text.WindowOptions(window, stride)  # what cannot be is said before the model is loaded
-    with load_for_eval(opened, options, rows=4, capacity=min(limit, window)) as llm:
+        evaluation.text.WindowOptions(window, stride)  # refuses invalid options before the model is loaded
+    with load_for_eval(opened, options, max_num_seqs=4, max_seq_len=min(limit, window)) as llm:
         tokenizer = require_tokenizer(llm)
         first = evaluation.text.opening_token(llm)
         bos: evaluation.text.OpeningMode = options["bos"] or ("none" if first is None else "start")
@@ -67,16 +65,16 @@ def eval_texts(
             texts = [document.tokens for document in documents]
             texts = (
                 [evaluation.extrapolation.join_texts(texts, parted)]
-                if how == "joined"
+                if unit == "joined"
                 else [evaluation.extrapolation.join_texts([text], parted) for text in texts]
             )
             return _curve(opened, llm, texts, options, progress)
-        if how == "joined":
+        if unit == "joined":
             documents = [_join(documents, parted)]
         reader: evaluation.readers.TokenScorer
         reader = (
             build_cached_scorer(llm)
-            if through
+            if cache_fields
             else evaluation.readers.UncachedScorer(llm.model, max(limit, window - 1))
         )
         likelihood = evaluation.text.evaluate_text(
@@ -84,39 +82,39 @@ def eval_texts(
             documents,
             evaluation.text.WindowOptions(window, stride, bos),
             first,
-            most=options["tokens"],
+            most=options["max_scored_tokens"],
             unknown=tokenizer.special_tokens.unk,
             tick=lambda done, total: progress.update("reading", done, total),
         )
-        stored = describe_cache(llm) if through else None
+        stored = describe_cache(llm) if cache_fields else None
         name = "" if first is None or bos == "none" else tokenizer.token_text(first)
     read = {"documents": len(documents), "window": window, "stride": stride, "bos": bos, "opening": name or None}
-    said = {"none": "no opening token", "start": f"{name} before each text", "window": f"{name} before each window"}[
+    opening = {"none": "no opening token", "start": f"{name} before each text", "window": f"{name} before each window"}[
         bos
     ]
-    name_of = "all files as one text" if how == "joined" else format_count(len(documents), "text")
+    name_of = "all files as one text" if unit == "joined" else format_count(len(documents), "text")
     page = [
         ("text", f"{name_of}, {format_size(likelihood)}"),
-        ("read", f"windows of {window:,}, stride {stride:,}, {said}; {format_cache(stored)}"),
-        *format_likelihood(likelihood, words=options["words"]),
+        ("read", f"windows of {window:,}, stride {stride:,}, {opening}; {format_cache(stored)}"),
+        *format_likelihood(likelihood, words=options["word_perplexity"]),
     ]
     return [{**read, "memory": stored, **format_likelihood_line(likelihood)}], page
 
 
-def _documents(options: Mapping[str, Any]) -> str:
-    return options["documents"] or "files"
+def _document_unit(options: Mapping[str, Any]) -> str:
+    return options["document_unit"] or "files"
 
 
 def _check_window(window: int, limit: int, options: Mapping[str, Any], *, cached: bool) -> None:
-    if options["beyond"] and cached:
-        raise UsageError("--beyond is for reading without a cache", "a cache's rows pass the limit with --endless")
+    if options["exceed_max_seq_len"] and cached:
+        raise UsageError("--exceed-max-seq-len applies without a cache", "use --endless with a cache")
     if cached and options["endless"]:
         return
-    most = limit if cached else limit + 1  # the last token of a window is read by nobody
-    if window > most and not options["beyond"]:
+    max_window = limit if cached else limit + 1  # the last token of a window is only scored
+    if window > max_window and not options["exceed_max_seq_len"]:
         raise UsageError(
             f"--window {window:,}: the model's limit is {limit:,}",
-            "with --endless rows go on, by the cache's policy" if cached else "--beyond lets it pass the limit",
+            "with --endless sequences continue, by the cache's policy" if cached else "--exceed-max-seq-len allows it",
         )
 
 
@@ -124,7 +122,7 @@ def _join(documents: Sequence[Any], opening: int | None) -> Any:
     from kvad import evaluation
 
     texts = [document.tokens for document in documents]
-    # Every text's opening token is read and scored within the stream, as in training; the first one is put there later.
+    # The opening token of each text is scored within the stream, as in training; the first one is added later.
     tokens = evaluation.extrapolation.join_texts(texts, opening)[0 if opening is None else 1 :]
     sums = [sum(getattr(document, name) for document in documents) for name in ("bytes", "words", "lines")]
     return evaluation.text.EvalDocument(tokens, *sums)
@@ -135,14 +133,14 @@ def _curve(
 ) -> tuple[list[TextLine], TextLines]:
     from kvad import evaluation
 
-    trained = options["trained"] or _trained(opened)
-    asked: dict[str, Any] = {"multiples": options["multiples"] or evaluation.extrapolation.MULTIPLES}
-    if options["tokens"] is not None:
-        asked["most"] = options["tokens"]
-    curve = evaluation.extrapolation.extrapolate(llm.model, texts, trained, **asked, tick=progress.update)
+    trained = options["trained_seq_len"] or _trained(opened)
+    settings: dict[str, Any] = {"multiples": options["length_multiples"] or evaluation.extrapolation.MULTIPLES}
+    if options["max_scored_tokens"] is not None:
+        settings["most"] = options["max_scored_tokens"]
+    curve = evaluation.extrapolation.extrapolate(llm.model, texts, trained, **settings, tick=progress.update)
     name = _name(opened.path)
     progress.done()
-    figures = _draw(curve, name, options["figures"])
+    figures = _draw(curve, name, options["length_plot"])
     if curve.note:
         click.echo(f"kvad: {curve.note}", err=True)
     shared = {"what": "extrapolation", "name": name, "positions": curve.positions, "trained": curve.trained}
@@ -155,14 +153,14 @@ def _curve(
 
 
 def _name(path: Path) -> str:
-    """A run's, not that of its last step's folder."""
+    """Return the name of the run, not that of its last checkpoint folder."""
     return path.parent.parent.name if path.parent.name == "checkpoints" else path.name
 
 
 def _trained(opened: CheckpointHandle) -> int:
-    """Tokens of the rows of the run, where the checkpoint tells; else the model's limit."""
+    """Return the row length of the training run, if the checkpoint has it, else the model's limit."""
     state = {} if opened.training is None else opened.training.state
-    context = state.get("run", {}).get("data", {}).get("context")
+    context = state.get("run", {}).get("data", {}).get("seq_len")
     return context if isinstance(context, int) else opened.config.max_seq_len
 
 
@@ -186,8 +184,8 @@ def _draw(curve: evaluation.extrapolation.LengthCurve, name: str, files: Sequenc
     )
 
 
-MAX_TOKENS = 256  # of an answer, where neither the user nor the checkpoint says
-LINES_PER_BATCH = 16  # that are answered side by side, where --rows does not say
+MAX_TOKENS = 256  # tokens of an answer, if neither the user nor the checkpoint sets it
+LINES_PER_BATCH = 16  # default batch of answers
 
 
 def eval_pairs(
@@ -199,37 +197,37 @@ def eval_pairs(
         evaluation.bleu.check_sacrebleu()
     pairs = _pairs(data, options)
     sampling = _sampling(opened, options)
-    each = sampling.get("beams", 1)
-    through = cache_options_given(options)
+    each = sampling.get("num_beams", 1)
+    cache_fields = cache_options_given(options)
     with load_for_eval(
-        opened, options, rows=LINES_PER_BATCH * each, capacity=opened.config.max_seq_len, answers=True
+        opened, options, max_num_seqs=LINES_PER_BATCH * each, max_seq_len=opened.config.max_seq_len, answers=True
     ) as llm:
         require_tokenizer(llm)
         likelihood = None
         if opened.config.kind == "encoder-decoder":
             reader: evaluation.readers.TokenScorer = (
-                build_cached_scorer(llm) if through else evaluation.readers.UncachedScorer(llm.model)
+                build_cached_scorer(llm) if cache_fields else evaluation.readers.UncachedScorer(llm.model)
             )
             likelihood = evaluation.text.evaluate_pairs(
                 llm, reader, pairs, tick=lambda done, total: progress.update("scoring", done, total)
             )
         sources, references = [source for source, _ in pairs], [target for _, target in pairs]
-        said = evaluation.text.generate_answers(
+        answers = evaluation.text.generate_answers(
             llm, sources, sampling, tick=lambda done, total: progress.update("answering", done, total)
         )
         stored = describe_cache(llm)
-    form = evaluation.bleu.BleuOptions(options["tokenized"], options["lower"])
-    match, words = evaluation.text.evaluate_answers(said, references, form, compare=task == "translate")
-    shown = list(zip(sources, references, said, strict=True))[: options["show"] or 0]
+    form = evaluation.bleu.BleuOptions(options["bleu_tokenization"], options["lowercase"])
+    match, words = evaluation.text.evaluate_answers(answers, references, form, compare=task == "translate")
+    shown = list(zip(sources, references, answers, strict=True))[: options["print_samples"] or 0]
     line = {"pairs": len(pairs), "search": "greedy" if each == 1 else f"{each} beams", "memory": stored}
     line |= {"max_tokens": sampling["max_tokens"], "exact_match": match.accuracy}
     line |= {} if words is None else asdict(words)
     line |= {} if likelihood is None else format_likelihood_line(likelihood)
     line |= {"shown": [{"source": a, "target": b, "text": c} for a, b, c in shown]} if shown else {}
     page = [("pairs", f"{format_count(len(pairs), 'pair')}; {line['search']}, at most {sampling['max_tokens']} tokens")]
-    page += [] if likelihood is None else format_likelihood(likelihood, words=options["words"], ends=True)
-    page += [] if words is None else format_bleu(words, options["tokenized"])
-    page += [("exact", format_match(match, lower=options["lower"]))]
+    page += [] if likelihood is None else format_likelihood(likelihood, words=options["word_perplexity"], ends=True)
+    page += [] if words is None else format_bleu(words, options["bleu_tokenization"])
+    page += [("exact", format_match(match, lower=options["lowercase"]))]
     for each_shown in shown:
         page += [("", ""), *zip("<=>", (" ".join(text.split()) for text in each_shown), strict=True)]
     return [line], page
@@ -238,25 +236,25 @@ def eval_pairs(
 def _pairs(data: Sequence[Path], options: Mapping[str, Any]) -> list[tuple[str, str]]:
     from kvad.train.sources import PairPaths, open_pairs
 
-    corpus = open_pairs(PairPaths((*((path,) for path in data), *options["pairs"])), options["errors"])
+    corpus = open_pairs(PairPaths((*((path,) for path in data), *options["pairs"])), options["encoding_errors"])
     if corpus.skipped:
-        click.echo(f"kvad: {format_count(corpus.skipped, 'pair')} with an empty side left out", err=True)
+        click.echo(f"kvad: {format_count(corpus.skipped, 'pair')} with an empty side omitted", err=True)
     texts = list(corpus.texts())
     return list(zip(texts[::2], texts[1::2], strict=True))
 
 
 def _sampling(opened: CheckpointHandle, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Greedy or a beam search; a decoder's answer ends with its line."""
-    said: Mapping[str, Any] = opened.generation.sampling or {}
+    """Choose greedy or beam search; a decoder's answer ends with its line."""
+    defaults: Mapping[str, Any] = opened.generation.sampling or {}
     chosen = explicit_options(options, ("max_tokens", "length_penalty"))
-    chosen.setdefault("max_tokens", min(int(said.get("max_tokens", MAX_TOKENS)), opened.config.max_seq_len - 1))
-    beams = options["beams"] or 1
+    chosen.setdefault("max_tokens", min(int(defaults.get("max_tokens", MAX_TOKENS)), opened.config.max_seq_len - 1))
+    beams = options["num_beams"] or 1
     if beams > 1:
-        return {**chosen, "beams": beams}
+        return {**chosen, "num_beams": beams}
     if "length_penalty" in chosen:
-        raise UsageError("--length-penalty is of a beam search", "give --beams, or leave it out")
+        raise UsageError("--length-penalty needs a beam search", "add --num-beams, or omit it")
     stop = {"stop": ("\n",)} if opened.config.kind == "decoder" else {}
-    return {**chosen, "beams": 1, "temperature": 0.0, **stop}
+    return {**chosen, "num_beams": 1, "temperature": 0.0, **stop}
 
 
 def eval_tags(
@@ -264,14 +262,14 @@ def eval_tags(
 ) -> tuple[list[TextLine], TextLines]:
     from kvad import evaluation
 
-    sentences = evaluation.metrics.read_tagged(data, options["errors"])
-    with load_for_eval(opened, options, rows=64, capacity=1) as llm:
+    sentences = evaluation.metrics.read_tagged(data, options["encoding_errors"])
+    with load_for_eval(opened, options, max_num_seqs=64, max_seq_len=1) as llm:
         require_tokenizer(llm)
         words = [words for words, _ in sentences]
-        said = evaluation.text.predict_tags(
+        predicted = evaluation.text.predict_tags(
             llm, words, tick=lambda done, total: progress.update("tagging", done, total)
         )
-    scores = evaluation.text.evaluate_tags([tags for _, tags in sentences], said)
+    scores = evaluation.text.evaluate_tags([tags for _, tags in sentences], predicted)
     size = f"{format_count(len(sentences), 'sentence')}, {format_count(scores.count, 'word')}"
     return [{"sentences": len(sentences), **format_labels_line(scores)}], format_labels(scores, _known(opened), size)
 
@@ -281,16 +279,16 @@ def eval_labels(
 ) -> tuple[list[TextLine], TextLines]:
     from kvad import evaluation
 
-    labelled, said = evaluation.metrics.read_labeled(data, options["errors"]), list[str]()
-    with load_for_eval(opened, options, rows=64, capacity=1) as llm:
+    labeled, predicted = evaluation.metrics.read_labeled(data, options["encoding_errors"]), list[str]()
+    with load_for_eval(opened, options, max_num_seqs=64, max_seq_len=1) as llm:
         require_tokenizer(llm)
-        for low in range(0, len(labelled), evaluation.text.BATCH_LINES):
-            some = [text for text, _ in labelled[low : low + evaluation.text.BATCH_LINES]]
+        for low in range(0, len(labeled), evaluation.text.BATCH_LINES):
+            some = [text for text, _ in labeled[low : low + evaluation.text.BATCH_LINES]]
             numbers = range(low + 1, low + 1 + len(some))
-            said += [labels[0].label for labels in evaluation.text.answer_all(llm.classify, some, numbers)]
-            progress.update("labelling", len(said), len(labelled))
-    scores = evaluation.metrics.score_labels([label for _, label in labelled], said)
-    return [format_labels_line(scores)], format_labels(scores, _known(opened), format_count(len(labelled), "text"))
+            predicted += [labels[0].label for labels in evaluation.text.answer_all(llm.classify, some, numbers)]
+            progress.update("labeling", len(predicted), len(labeled))
+    scores = evaluation.metrics.score_labels([label for _, label in labeled], predicted)
+    return [format_labels_line(scores)], format_labels(scores, _known(opened), format_count(len(labeled), "text"))
 
 
 def _known(opened: CheckpointHandle) -> Sequence[str]:
@@ -300,7 +298,7 @@ def _known(opened: CheckpointHandle) -> Sequence[str]:
     return opened.config.head.labels
 
 
-OBJECTIVE_TASKS = ("masked", "spans", "chat")
+OBJECTIVE_TASKS = ("masked-lm", "span-corruption", "chat")
 
 
 def eval_objective(
@@ -308,9 +306,9 @@ def eval_objective(
     task: str,
     data: Sequence[Path],
     options: Mapping[str, Any],
-    tell: Callable[[str, int, int], None],
+    progress: Callable[[str, int, int], None],
 ) -> tuple[list[TextLine], TextLines]:
-    """Their loss and accuracy, as JSON and as lines of text."""
+    """Evaluate the loss and accuracy of a training objective."""
     from kvad import checkpoint, evaluation
     from kvad.train.config import ObjectiveConfig
     from kvad.train.sources import open_corpus
@@ -322,48 +320,49 @@ def eval_objective(
         limit = min(limit, opened.config.encoder_input.max_seq_len)
     window = options["window"] or limit
     if tokenizer is None:
-        raise RequestError("this model came without a tokenizer: it cannot read texts")
+        raise RequestError("the model has no tokenizer, so it cannot read texts")
     if not 2 <= window <= limit:
         raise UsageError(f"--window {window:,}: must be from 2 to the model's limit of {limit:,}")
-    how = options["documents"] or "files"
-    if how == "joined":
-        raise UsageError(f"--documents joined: --task {task} reads each text by itself", "files, or lines")
+    unit = options["document_unit"] or "files"
+    if unit == "joined":
+        raise UsageError(f"--document-unit joined: --task {task} evaluates each text separately", "use files or lines")
     run = {} if opened.training is None else opened.training.state.get("run", {}).get("objective", {})
-    asked = ObjectiveConfig(**{name: run[name] for name in ("density", "mean_span") if name in run})
+    objective = ObjectiveConfig(**{name: run[name] for name in ("noise_density", "mean_span_length") if name in run})
     counts = [0, 0]
     if task == "chat":
         batches, counts = evaluation.objectives.chat_batches(
-            tokenizer, opened.tokenizer_folder, list(data), window, options["errors"]
+            tokenizer, opened.tokenizer_folder, list(data), window, options["encoding_errors"]
         )
-        convention = "what the assistant says, behind all before it; each conversation by itself"
+        convention = "the assistant's tokens after everything before them; each conversation separately"
     else:
-        corpus = open_corpus(data, suffixes=options["suffixes"], errors=options["errors"], lines=how == "lines")
-        if task == "masked":
-            batches = evaluation.objectives.masked_batches(tokenizer, corpus.texts(), window, asked.noise_density)
-            convention = (
-                f"{asked.noise_density:.0%} of a row's tokens, 80/10/10, drawn by seed {evaluation.objectives.SEED}"
-            )
+        errors = options["encoding_errors"]
+        corpus = open_corpus(data, suffixes=options["suffixes"], errors=errors, lines=unit == "lines")
+        if task == "masked-lm":
+            batches = evaluation.objectives.masked_batches(tokenizer, corpus.texts(), window, objective.noise_density)
+            convention = f"{objective.noise_density:.0%} of a row's tokens, 80/10/10, seed {evaluation.objectives.SEED}"
         else:
-            batches = evaluation.objectives.span_batches(tokenizer, corpus.texts(), window, asked)
-            convention = f"{asked.noise_density:.0%} of the tokens in spans of {asked.mean_span_length:g}, drawn by seed {evaluation.objectives.SEED}"
-    found = evaluation.objectives.evaluate_objective(
-        checkpoint.loader.load_weights(opened, options["dtype"]), batches, lambda rows: tell("reading rows", rows, rows)
-    )
-    line: TextLine = {"window": window, "loss": found.loss, "accuracy": found.accuracy, "asked": found.targets}
+            batches = evaluation.objectives.span_batches(tokenizer, corpus.texts(), window, objective)
+            convention = f"{objective.noise_density:.0%} of the tokens in spans of {objective.mean_span_length:g}, "
+            convention += f"seed {evaluation.objectives.SEED}"
+    model = checkpoint.loader.load_weights(opened, options["dtype"])
+    result = evaluation.objectives.evaluate_objective(model, batches, lambda rows: progress("reading rows", rows, rows))
+    line: TextLine = {"window": window, "loss": result.loss, "accuracy": result.accuracy, "targets": result.targets}
     line |= (
         {"conversations": counts[0], "left_out": counts[1]}
         if task == "chat"
-        else {"seed": evaluation.objectives.SEED, **_drawn(task, asked)}
+        else {"seed": evaluation.objectives.SEED, **_drawn(task, objective)}
     )
-    left = f"; {format_count(counts[1], 'conversation')} longer than that left out" if counts[1] else ""
+    left = f"; {format_count(counts[1], 'conversation')} longer than that omitted" if counts[1] else ""
     page = [
-        ("asked", convention),
-        ("read", f"rows of at most {window:,} tokens, each text by itself, without a cache{left}"),
-        ("loss", f"{found.loss:.4f} nats per asked token; {format_count(found.targets, 'token')} asked"),
-        ("accuracy", f"{found.accuracy:.4f} of the asked tokens were the likeliest"),
+        ("targets", convention),
+        ("read", f"rows of at most {window:,} tokens, each text separately, without a cache{left}"),
+        ("loss", f"{result.loss:.4f} nats per target; {format_count(result.targets, 'target')}"),
+        ("accuracy", f"{result.accuracy:.4f} of the targets were predicted"),
     ]
     return [line], page
 
 
-def _drawn(task: str, asked: Any) -> TextLine:
-    return {"density": asked.noise_density} | ({"mean_span": asked.mean_span_length} if task == "spans" else {})
+def _drawn(task: str, objective: Any) -> TextLine:
+    return {"noise_density": objective.noise_density} | (
+        {"mean_span_length": objective.mean_span_length} if task == "span-corruption" else {}
+    )

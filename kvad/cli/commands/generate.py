@@ -1,7 +1,7 @@
-"""``kvad generate MODEL [PROMPT...]``: continue prompts, while you watch.
+"""``kvad generate MODEL [PROMPT...]``: continue prompts and stream the text.
 
-The continuation goes to stdout, everything else to stderr.  Several samples are generated side by side and shown one
-after another, each under its label: the first that is not finished appears as it comes, the others wait for their turn.
+Continuations go to stdout, everything else to stderr. Several samples are generated in one batch and shown in order,
+each under its label: the first unfinished sample is streamed, the text of later ones is buffered.
 """
 
 from __future__ import annotations
@@ -40,40 +40,49 @@ PromptArgument = str | list[int]
 @model_argument
 @click.argument("prompt", nargs=-1, metavar="[PROMPT]...|-")
 @sampling_options
-@click.option("--n", type=int, help="Samples of each prompt; they share its cache [default: 1].")
-@click.option("--logprobs", type=int, metavar="N", help="Log-probabilities of the output, with N alternatives.")
-@click.option("--prompt-logprobs", type=int, metavar="N", help="The same for the prompt.")
-@click.option("--ids", is_flag=True, help="Each PROMPT is a list of token ids: '12 7 99'.")
+@click.option("--n", type=int, help="Samples of each prompt, which share its cache [default: 1].")
+@click.option("--logprobs", type=int, metavar="N", help="Print log-probabilities of the output, with N alternatives.")
+@click.option(
+    "--prompt-logprobs", type=int, metavar="N", help="Print log-probabilities of the prompt, with N alternatives."
+)
+@click.option("--ids", is_flag=True, help="Read each PROMPT as token ids: '12 7 99'.")
 @click.option("--echo", is_flag=True, help="Print the prompt before its continuation.")
 @add_cache_options
-@click.option("--stats", is_flag=True, help="Speed, and what the cache did, on stderr.")
-@click.option("--stream/--no-stream", default=True, help="Print tokens as they come [default], or all at the end.")
+@click.option("--stats", is_flag=True, help="Print speed and cache statistics on stderr.")
+@click.option(
+    "--stream/--no-stream",
+    default=True,
+    help="Print tokens as they are generated, or all at the end [default: --stream].",
+)
 @json_option
 def generate_command(model: Path, prompt: tuple[str, ...], **options: Any) -> None:
-    """Continue each PROMPT.  `-` reads one from standard input, exactly as it is, its last newline too; an empty one
-    begins with the token that opens every document.
+    """Continue each PROMPT.
+
+    `-` reads one from standard input unchanged, including its last newline. An empty prompt starts with the token that
+    opens every document.
 
     \b
     kvad generate runs/demo "def " --max-tokens 64 --temperature 0
     kvad generate runs/demo "import " "class " --n 2 --seed 7 --stats
     kvad generate runs/demo "class " --endless
-    kvad generate runs/demo - --context 128 --on-full spill --stats < long.txt
-    kvad generate runs/demo "def " --tier cache --stats
+    kvad generate runs/demo - --max-seq-len 128 --overflow offload --stats < long.txt
+    kvad generate runs/demo "def " --prefix-cache-dir cache --stats
     """
     if options["echo"] and options["as_json"]:
-        raise click.UsageError("--echo and --json both given: the JSON has every prompt.")
+        raise click.UsageError("--echo and --json exclude each other: the JSON contains the prompts.")
     given = parse_sampling_options(options)
     parse_policy_options(options)
     prompts = [_read(text, options["ids"]) for text in prompt] or [""]
     from kvad.checkpoint import open_checkpoint
     from kvad.llm import resolve_sampling
 
-    opened = open_checkpoint(model)
-    asked = resolve_sampling(given, opened.generation)
-    rows = max(min(8, len(prompts) * max(asked.n, asked.num_beams)), asked.num_beams)
-    with open_llm(opened.path, options, rows=rows) as llm, InterruptFlag() as stop:
+    handle = open_checkpoint(model)
+    requested = resolve_sampling(given, handle.generation)
+    num_samples = len(prompts) * max(requested.n, requested.num_beams)
+    max_num_seqs = max(min(8, num_samples), requested.num_beams)
+    with open_llm(handle.path, options, max_num_seqs=max_num_seqs) as llm, InterruptFlag() as stop:
         sampling = resolve_sampling_options(llm, given, options["bad_word"], endless=options["endless"])
-        answers = [_Answer.of(llm, each, sampling.n) for each in prompts]
+        answers = [_Answer.create(llm, text, sampling.n) for text in prompts]
         printer = _Printer(llm, answers, echo=options["echo"]) if options["stream"] and not options["as_json"] else None
         meter = RunMeter(llm)
         try:
@@ -97,14 +106,14 @@ def _read(text: str, ids: bool) -> PromptArgument:
 
 
 def note_empty(llm: LLM, prompt: PromptArgument) -> None:
-    """Say on stderr what an empty prompt becomes."""
+    """Report on stderr that an empty prompt starts with the opening token."""
     if not prompt:
         assert llm.tokenizer is not None
-        opening = llm.tokenizer.token_text(llm.encode(prompt)[0])
-        click.echo(f"kvad: the prompt is empty: generating from the opening token {opening}", err=True)
+        opening_token = llm.tokenizer.token_text(llm.encode(prompt)[0])
+        click.echo(f"kvad: the prompt is empty: generating from the opening token {opening_token}", err=True)
 
 
-# ---------------------------------------------------------------- what comes out
+# ---------------------------------------------------------------- answers
 
 
 @dataclass
@@ -112,13 +121,13 @@ class _Sample:
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     scores: list[TokenLogprob] = field(default_factory=list)
-    finish: str = "cancelled"  # until the engine says otherwise
+    finish: str = "abort"  # until the engine reports the finish reason
     limit: cache.config.LengthLimit | None = None
 
 
 @dataclass
 class _Answer:
-    """One prompt and what became of it."""
+    """One prompt and its samples."""
 
     prompt: PromptArgument
     tokens: list[int]
@@ -127,23 +136,23 @@ class _Answer:
     cached: int = 0
 
     @staticmethod
-    def of(llm: LLM, prompt: PromptArgument, n: int) -> _Answer:
+    def create(llm: LLM, prompt: PromptArgument, n: int) -> _Answer:
         tokens = llm.encode(prompt)
         note_empty(llm, prompt)
         return _Answer(prompt, tokens, [_Sample() for _ in range(n)])
 
-    def add(self, llm: LLM, piece: StreamChunk) -> str:
-        """Take a piece in; returns its text (a model without a tokenizer speaks in ids)."""
-        sample = self.samples[piece.sample_index]
-        self.scores.extend(piece.prompt_logprobs)
-        text = piece.text
-        if piece.token_id is not None:
-            sample.tokens.append(piece.token_id)
-            text = text if llm.tokenizer is not None else f"{piece.token_id} "
-        if piece.logprob is not None:
-            sample.scores.append(piece.logprob)
-        if piece.finish_reason is not None:
-            sample.finish, sample.limit = piece.finish_reason, piece.limit
+    def add(self, llm: LLM, chunk: StreamChunk) -> str:
+        """Add a chunk and return its text (token ids if the model has no tokenizer)."""
+        sample = self.samples[chunk.sample_index]
+        self.scores.extend(chunk.prompt_logprobs)
+        text = chunk.text
+        if chunk.token_id is not None:
+            sample.tokens.append(chunk.token_id)
+            text = text if llm.tokenizer is not None else f"{chunk.token_id} "
+        if chunk.logprob is not None:
+            sample.scores.append(chunk.logprob)
+        if chunk.finish_reason is not None:
+            sample.finish, sample.limit = chunk.finish_reason, chunk.limit
         sample.text += text
         return text
 
@@ -156,32 +165,32 @@ def _collect(
     printer: _Printer | None,
     stop: InterruptFlag,
 ) -> None:
-    with closing(_pieces(llm, [answer.tokens for answer in answers], sampling)) as pieces:
-        for number, piece in pieces:
-            meter.add(piece)
-            answers[number].cached = meter.usage(piece.request).num_cached_tokens
-            text = answers[number].add(llm, piece)
+    with closing(_stream_all(llm, [answer.tokens for answer in answers], sampling)) as chunks:
+        for index, chunk in chunks:
+            meter.add(chunk)
+            answers[index].cached = meter.usage(chunk.request).num_cached_tokens
+            text = answers[index].add(llm, chunk)
             if printer is not None:
-                printer.push((number, piece.sample_index), text, ended=piece.finish_reason is not None)
+                printer.push((index, chunk.sample_index), text, ended=chunk.finish_reason is not None)
             if stop.requested:
                 return
 
 
-def _pieces(
+def _stream_all(
     llm: LLM, prompts: Sequence[list[int]], sampling: SamplingParams
 ) -> Generator[tuple[int, StreamChunk], None, None]:
-    """(prompt's number, piece) of all prompts in turn, so that they share the engine's steps."""
-    live = {number: llm.stream(tokens, sampling) for number, tokens in enumerate(prompts)}
+    """Yield (prompt index, chunk) of all prompts in turn, so that they share the steps of the engine."""
+    streams = {index: llm.stream(tokens, sampling) for index, tokens in enumerate(prompts)}
     try:
-        while live:
-            for number, stream in list(live.items()):
-                piece = next(stream, None)
-                if piece is None:
-                    del live[number]
+        while streams:
+            for index, stream in list(streams.items()):
+                chunk = next(stream, None)
+                if chunk is None:
+                    del streams[index]
                 else:
-                    yield number, piece
+                    yield index, chunk
     finally:
-        for stream in live.values():
+        for stream in streams.values():
             stream.close()
 
 
@@ -189,36 +198,36 @@ SampleKey = tuple[int, int]  # (prompt, sample)
 
 
 class _Printer:
-    """Shows samples in order, each whole, under its label where there are several."""
+    """Prints samples in order, each under its label if there are several."""
 
     def __init__(self, llm: LLM, answers: Sequence[_Answer], *, echo: bool) -> None:
         self._llm, self._answers, self._echo = llm, answers, echo
         self._order = [(number, i) for number, answer in enumerate(answers) for i in range(len(answer.samples))]
         self._labeled = len(self._order) > 1
-        self._held: dict[SampleKey, str] = dict.fromkeys(self._order, "")
+        self._buffers: dict[SampleKey, str] = dict.fromkeys(self._order, "")
         self._ended: set[SampleKey] = set()
         self._open = False
 
     def push(self, key: SampleKey, text: str, *, ended: bool) -> None:
-        self._held[key] += text
+        self._buffers[key] += text
         if ended:
             self._ended.add(key)
         while self._order and self._show(self._order[0]):
             self._order.pop(0)
 
     def _show(self, key: SampleKey) -> bool:
-        """Print what is held of the sample at the front; whether it is done."""
+        """Print the buffered text of the first sample; return True if the sample is complete."""
         if not self._open:
-            self._begin(key)
-        if self._held[key]:
-            click.echo(self._held[key], nl=False)
-            self._held[key] = ""
+            self._print_header(key)
+        if self._buffers[key]:
+            click.echo(self._buffers[key], nl=False)
+            self._buffers[key] = ""
         if key in self._ended:
             click.echo()
             self._open = False
         return key in self._ended
 
-    def _begin(self, key: SampleKey) -> None:
+    def _print_header(self, key: SampleKey) -> None:
         self._open = True
         if self._labeled:
             click.echo(_label(self._answers, key))
@@ -228,9 +237,9 @@ class _Printer:
             click.echo(text, nl=False)
 
     def close(self) -> None:
-        """Show what was generated before it was interrupted."""
+        """Print the buffered text of unfinished samples."""
         for key in list(self._order):
-            if self._open or self._held[key]:
+            if self._open or self._buffers[key]:
                 self._ended.add(key)
                 self._show(key)
         self._order = []
@@ -247,7 +256,7 @@ def _text(llm: LLM, tokens: Sequence[int]) -> str:
 
 
 def _print_stats(llm: LLM, answers: Sequence[_Answer], options: dict[str, Any], stats: RunStats | None) -> None:
-    """What is printed after the texts, and before them the texts that were not streamed."""
+    """Print texts that were not streamed, log-probabilities and statistics."""
     if not options["stream"]:
         printer = _Printer(llm, answers, echo=options["echo"])
         for number, answer in enumerate(answers):
@@ -266,35 +275,35 @@ def _print_stats(llm: LLM, answers: Sequence[_Answer], options: dict[str, Any], 
 
 
 def _print_limits(llm: LLM, answers: Sequence[_Answer]) -> None:
-    """A line for every text that a limit of the model or of the cache ended."""
+    """Print a line for every text that a limit of the model or the cache ended."""
     several = len(answers) > 1 or any(len(answer.samples) > 1 for answer in answers)
     for number, answer in enumerate(answers, 1):
         for i, sample in enumerate(answer.samples, 1):
-            said = describe_limit(llm, sample.limit)
-            if said:
-                click.echo(f"kvad: {f'prompt {number}, sample {i}: ' if several else ''}{said}", err=True)
+            message = describe_limit(llm, sample.limit)
+            if message:
+                click.echo(f"kvad: {f'prompt {number}, sample {i}: ' if several else ''}{message}", err=True)
 
 
 def _table(llm: LLM, scores: Sequence[TokenLogprob]) -> None:
     for score in scores:
-        top = "  ".join(f"{_piece(llm, token)} {logprob:.3f}" for token, logprob in score.top_logprobs)
-        click.echo(f"{score.token_id:>7}  {_piece(llm, score.token_id):<16} {score.logprob:9.4f}  {top}".rstrip())
+        top = "  ".join(f"{_token_text(llm, token)} {logprob:.3f}" for token, logprob in score.top_logprobs)
+        click.echo(f"{score.token_id:>7}  {_token_text(llm, score.token_id):<16} {score.logprob:9.4f}  {top}".rstrip())
 
 
-def _piece(llm: LLM, token: int) -> str:
+def _token_text(llm: LLM, token: int) -> str:
     return str(token) if llm.tokenizer is None else llm.tokenizer.token_text(token)
 
 
 def _as_json(llm: LLM, model: Path, answers: Sequence[_Answer], stats: RunStats | None, interrupted: bool) -> object:
-    def scores(found: Sequence[TokenLogprob]) -> list[object]:
+    def scores(logprobs: Sequence[TokenLogprob]) -> list[object]:
         return [
             {
                 "token": s.token_id,
-                "text": _piece(llm, s.token_id),
+                "text": _token_text(llm, s.token_id),
                 "logprob": s.logprob,
                 "top": [list(pair) for pair in s.top_logprobs],
             }
-            for s in found
+            for s in logprobs
         ]
 
     return {

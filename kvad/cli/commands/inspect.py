@@ -1,11 +1,8 @@
-"""``kvad inspect MODEL``: what is in a checkpoint, from its headers; ``--tree`` draws its architecture, ``--attention``
-any layer and head while it reads a text, ``--cache`` what becomes of every token in the cache (``microscope.py``).
+"""``kvad inspect MODEL``: contents of a checkpoint from its headers; ``--tree`` draws the architecture.
 
-``kvad inspect MODEL --cache``: what becomes of every token in the cache, and why (``lab/microscope.py``).
-
-The map goes to stdout; so does ``--json``, the same and all of it (docs/kv-cache.md has its schema).  ``--html`` is
-one file that shows the run step by step and asks nothing of a network.  The cache is to order as for ``kvad generate``;
-a session is read, and never written.
+``--attention`` draws the attention of any layer and head for a text. ``--cache`` runs prompts and shows the state of
+every token in the cache, as text, as ``--json`` (schema in docs/kv-cache.md) or as one ``--html`` page. Its cache
+options are those of ``kvad generate``; a session is read and never written.
 """
 
 from __future__ import annotations
@@ -40,42 +37,54 @@ if TYPE_CHECKING:
     from kvad.llm import LLM
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
-TOKENS = 32
+MAX_TOKENS = 32
 MAX_SEQS = 8
 
 
 def trace_options(command: CommandT) -> CommandT:
-    """Their values are None, False or empty, unless they are given."""
+    """Add the options of --cache; their values are None, False or empty unless given."""
     options: list[Callable[[Any], Any]] = [
-        click.option("--cache", is_flag=True, help="Run prompts and show what becomes of their tokens in the cache."),
+        click.option("--cache", is_flag=True, help="Run prompts and show the state of their tokens in the cache."),
         click.option(
-            "--prompt", multiple=True, metavar="TEXT", help="Of --cache: what to run; repeatable, - is stdin."
+            "--prompt", multiple=True, metavar="TEXT", help="With --cache: prompt; - reads standard input. Repeatable."
         ),
         click.option(
             "--file",
             multiple=True,
             metavar="FILE",
             type=click.Path(path_type=Path),
-            help="Of --cache: a prompt, from a file.",
+            help="With --cache: file with a prompt. Repeatable.",
         ),
-        click.option("--ids", is_flag=True, default=None, help="Of --cache: prompts are token ids: '12 7 99'."),
-        click.option("--tokens", type=int, metavar="N", help=f"Of --cache: so many to generate [default: {TOKENS}]."),
+        click.option("--ids", is_flag=True, default=None, help="With --cache: read prompts as token ids: '12 7 99'."),
         click.option(
-            "--samples", type=int, metavar="N", help="Of --cache: of each prompt; they share it [default: 1]."
+            "-n",
+            "--max-tokens",
+            type=int,
+            metavar="N",
+            help=f"With --cache: number of tokens to generate [default: {MAX_TOKENS}].",
         ),
-        click.option("--temperature", type=float, help="Of --cache [default: 0, greedy]."),
-        click.option("--seed", type=int, help="Of --cache: of the samples [default: 0]."),
+        click.option("--n", type=int, metavar="N", help="With --cache: samples of each prompt [default: 1]."),
+        click.option(
+            "-t", "--temperature", type=float, help="With --cache: sampling temperature; 0 is greedy [default: 0]."
+        ),
+        click.option("-s", "--seed", type=int, help="With --cache: seed of the samples [default: 0]."),
         add_cache_options,
         click.option(
-            "--session", metavar="NAME", help="Of --cache: prompts go on from this session; it stays as it is."
+            "--session", metavar="NAME", help="With --cache: session that the prompts continue; it is not changed."
         ),
         sessions_option,
-        click.option("--token", multiple=True, type=int, metavar="I", help="Of --cache: tell this token's story."),
+        click.option(
+            "--trace-token",
+            multiple=True,
+            type=int,
+            metavar="I",
+            help="With --cache: print the events of this token. Repeatable.",
+        ),
         click.option(
             "--html",
             metavar="FILE",
             type=click.Path(path_type=Path, dir_okay=False),
-            help="Of --cache: write a page.",
+            help="With --cache: write an HTML page to FILE.",
         ),
     ]
     for option in reversed(options):
@@ -92,107 +101,108 @@ def trace_cache(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Run, and show it as asked."""
+    """Run the prompts and print or write the trace."""
     _check(options)
-    slide = _run(model, options)
-    for name, chosen, count in (("layer", layers, slide.layers), ("head", heads, _heads(slide))):
-        if bad := [number for number in chosen or () if number >= count]:
+    report = _run(model, options)
+    for name, chosen, count in (("layer", layers, report.layers), ("head", heads, _heads(report))):
+        if bad := [index for index in chosen or () if index >= count]:
             raise RequestError(f"--{name} {bad[0]} is not one of 0..{count - 1}")
     if options["html"] is not None:
         from kvad.inspection import trace_to_html
 
-        options["html"].write_text(trace_to_html(slide), encoding="utf-8")
+        options["html"].write_text(trace_to_html(report), encoding="utf-8")
         click.echo(f"kvad: {options['html']}: open it in a browser", err=True)
-    from kvad.inspection import trace_to_json as json_of
-    from kvad.inspection import trace_to_text
+    from kvad.inspection import trace_to_json, trace_to_text
 
     if as_json and out is None:
-        emit_json(json_of(slide))
+        emit_json(trace_to_json(report))
         return
     width = 100 if out is not None else shutil.get_terminal_size((100, 24)).columns
     if out is not None and (as_json or out.suffix == ".json"):
         from kvad.cli.options import json_line
 
-        drawn = json_line(json_of(slide))
+        text = json_line(trace_to_json(report))
     else:
-        drawn = trace_to_text(slide, width=width, layers=layers, heads=heads, tokens=options["token"])
+        text = trace_to_text(report, width=width, layers=layers, heads=heads, tokens=options["trace_token"])
     if out is None:
-        click.echo(drawn)
+        click.echo(text)
     else:
-        out.write_text(drawn + "\n", encoding="utf-8")
+        out.write_text(text + "\n", encoding="utf-8")
 
 
 def _check(options: Mapping[str, Any]) -> None:
     if not options["prompt"] and not options["file"] and options["session"] is None:
         raise click.UsageError("--cache needs something to run: give --prompt TEXT, --file FILE or --session NAME.")
-    given_here = click.get_current_context().get_parameter_source("sessions") is ParameterSource.COMMANDLINE
+    given_here = click.get_current_context().get_parameter_source("session_dir") is ParameterSource.COMMANDLINE
     if options["session"] is None and given_here:
-        raise click.UsageError("--sessions says where a session is: give --session NAME too.")
+        raise click.UsageError("--session-dir needs --session NAME.")
     if options["deterministic"]:
-        raise click.UsageError("--deterministic and --cache: weights take the kernel that shows them.")
-    for name, least in (("tokens", 0), ("samples", 1), ("rows", 1)):
-        if options[name] is not None and options[name] < least:
-            raise UsageError(f"--{name} {options[name]}: must be at least {least}")
-    if bad := [number for number in options["token"] if number < 0]:
-        raise UsageError(f"--token {bad[0]}: positions count from 0")
+        raise click.UsageError("--deterministic and --cache exclude each other: the trace uses its own kernel.")
+    for name, minimum in (("max_tokens", 0), ("n", 1), ("max_num_seqs", 1)):
+        if options[name] is not None and options[name] < minimum:
+            raise UsageError(f"--{name.replace('_', '-')} {options[name]}: must be at least {minimum}")
+    if bad := [index for index in options["trace_token"] if index < 0]:
+        raise UsageError(f"--trace-token {bad[0]}: must be at least 0")
 
 
-def _heads(slide: TraceReport) -> int:
-    return max(group.kv_heads for group in slide.groups)
+def _heads(report: TraceReport) -> int:
+    return max(group.kv_heads for group in report.groups)
 
 
 def _run(model: Path, options: Mapping[str, Any]) -> TraceReport:
     from kvad.checkpoint import open_checkpoint
-    from kvad.inspection import trace_requests as watch
+    from kvad.inspection import trace_requests
 
-    session, path, before = options["session"], None, list[int]()
+    session, path, history = options["session"], None, list[int]()
     if session is not None:
         path, header = read_session_header(session, options)
-        options, before = (
+        options, history = (
             with_saved_options(options, header),
             sessions.directory.read_tokens(path, header.metadata["history"]),
         )
     opened = open_checkpoint(model)
-    prompts = _prompts(opened, options, before)
-    tokens = TOKENS if options["tokens"] is None else options["tokens"]
+    prompts = _prompts(opened, options, history)
+    tokens = MAX_TOKENS if options["max_tokens"] is None else options["max_tokens"]
     with _open(opened, prompts, tokens, options) as llm:
-        asked = {"temperature": 0.0, "max_tokens": tokens, **explicit_options(options, ("temperature", "seed"))}
-        sampling = llm.sampling_params(n=options["samples"] or 1, **asked)
+        fields = {"temperature": 0.0, "max_tokens": tokens, **explicit_options(options, ("temperature", "seed"))}
+        sampling = llm.sampling_params(n=options["n"] or 1, **fields)
         tokenizer = llm.tokenizer
         piece: Callable[[int], str] = str if tokenizer is None else tokenizer.token_text
         state = None if path is None else llm.session(path).state
-        return watch(llm.engine, prompts, sampling, model=str(model), piece=piece, resume=state, session=session or "")
+        return trace_requests(
+            llm.engine, prompts, sampling, model=str(model), piece=piece, resume=state, session=session or ""
+        )
 
 
 def _open(opened: CheckpointHandle, prompts: Sequence[Sequence[int]], tokens: int, options: Mapping[str, Any]) -> LLM:
-    """With a cache of just the size that the prompts ask for, where nothing else is said."""
+    """Load the model with a cache of the size that the prompts need, unless options set it."""
     longest = max(map(len, prompts))
-    rows = min(MAX_SEQS, len(prompts) * (options["samples"] or 1))
-    context = options["context"] or min(opened.config.max_seq_len, longest + max(tokens, 1))
-    return open_llm(opened.path, {**options, "context": context}, rows=rows)
+    rows = min(MAX_SEQS, len(prompts) * (options["n"] or 1))
+    context = options["max_seq_len"] or min(opened.config.max_seq_len, longest + max(tokens, 1))
+    return open_llm(opened.path, {**options, "max_seq_len": context}, max_num_seqs=rows)
 
 
-def _prompts(opened: CheckpointHandle, options: Mapping[str, Any], before: Sequence[int]) -> list[list[int]]:
-    """``before``: the tokens of a session, which every prompt goes on from."""
+def _prompts(opened: CheckpointHandle, options: Mapping[str, Any], history: Sequence[int]) -> list[list[int]]:
+    """Encode the prompts; ``history`` is the tokens of the session that they continue."""
     from kvad.engine import PromptEncoder
 
     if opened.config.kind != "decoder":
-        raise RequestError(f"an {opened.config.kind} cannot be examined yet", "examine a decoder")
+        raise RequestError(f"--cache needs a decoder, got an {opened.config.kind}", "use a decoder")
     texts = PromptEncoder(opened.config, opened.tokenizer, opened.generation)
     given_texts = [*(read_stdin() if text == "-" else text for text in options["prompt"])]
     given_texts += [_read(path) for path in options["file"]]
-    asked = [token_ids(text, "--ids") if options["ids"] else text for text in given_texts]
-    if before:
-        made = [[*before, *texts.encode_continuation(each)] for each in asked or [""]]
+    prompts = [token_ids(text, "--ids") if options["ids"] else text for text in given_texts]
+    if history:
+        encoded = [[*history, *texts.encode_continuation(prompt)] for prompt in prompts or [""]]
     else:
-        made = [texts.encode_prompt(each) for each in asked]
-    for tokens in made:
+        encoded = [texts.encode_prompt(prompt) for prompt in prompts]
+    for tokens in encoded:
         if len(tokens) > opened.config.max_seq_len and not options["endless"]:
-            said = (
+            message = (
                 f"the prompt has {format_count(len(tokens), 'token')}, the model's limit is {opened.config.max_seq_len}"
             )
-            raise RequestError(said, "shorten it")
-    return made
+            raise RequestError(message, "shorten it")
+    return encoded
 
 
 def _read(path: Path) -> str:
@@ -204,7 +214,7 @@ def _read(path: Path) -> str:
         raise DataError(f"{path}: {error.strerror}") from None
 
 
-DRAWINGS = {  # what is drawn -> its formats, the default first
+DRAWINGS = {  # drawing -> its formats, the default first
     "attention": ("terminal", "svg", "png", "json"),
     "tree": ("text", "svg", "mermaid", "json"),
 }
@@ -215,25 +225,37 @@ FORMATS = tuple(dict.fromkeys(form for forms in DRAWINGS.values() for form in fo
 @click.command(cls=SectionedCommand)
 @model_argument
 @click.option("--tensors", is_flag=True, help="List every tensor: dtype, shape, bytes.")
-@click.option("--check", is_flag=True, help="Read every file and compare its sha256 with the manifest's.")
-@click.option("--tree", is_flag=True, help="Draw the architecture, of a config or a known shape, too.")
-@click.option("--attention", metavar="TEXT", help="Draw who looks at whom while reading TEXT (loads the model).")
+@click.option("--check", is_flag=True, help="Read every file and compare its sha256 with the manifest.")
+@click.option("--tree", is_flag=True, help="Draw the architecture, also of a config or a known model.")
+@click.option("--attention", metavar="TEXT", help="Draw the attention for TEXT (loads the model).")
 @click.option(
     "--target",
     metavar="TEXT",
-    help="Of the maps of an encoder-decoder: what it says to TEXT [default: its own answer].",
+    help="With --attention and an encoder-decoder: the target of TEXT [default: the model's output].",
 )
 @click.option(
     "--layer",
     "layers",
     multiple=True,
     metavar="I",
-    help="Of the maps; repeatable, or 'all' [default: 0; --cache: all].",
+    help="Layer to draw, or 'all'. Repeatable [default: 0; with --cache: all].",
 )
-@click.option("--head", "heads", multiple=True, metavar="J", help="The same.")
-@click.option("--cached", is_flag=True, help="Of the maps: read through the KV cache.")
-@click.option("--format", "form", type=click.Choice(FORMATS), help="Of a drawing [default: text, or terminal].")
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Of a drawing.")
+@click.option(
+    "--head",
+    "heads",
+    multiple=True,
+    metavar="J",
+    help="Head to draw, or 'all'. Repeatable [default: 0; with --cache: all].",
+)
+@click.option("--use-cache", is_flag=True, help="With --attention: compute through the KV cache.")
+@click.option("--format", "form", type=click.Choice(FORMATS), help="Format of the drawing [default: text or terminal].")
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="File of the drawing [default: stdout].",
+)
 @trace_options
 @json_option
 def inspect_command(
@@ -245,56 +267,51 @@ def inspect_command(
     target: str | None,
     layers: tuple[str, ...],
     heads: tuple[str, ...],
-    cached: bool,
+    use_cache: bool,
     form: str | None,
     out: Path | None,
     cache: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
-    """What is in a checkpoint or a Hugging Face model: config, parameters, tensors, memory, tokenizer, training.
+    """Show the config, parameters, tensors, memory, tokenizer and training of a checkpoint or a Hugging Face model.
 
-    Only headers are read, unless --check reads it all.  Exit code 1 when kvad's own has no manifest, or when files or
-    tensors are missing or do not fit manifest and config; 2 when --check finds another file than was saved.
+    Only headers are read, unless --check is given. Exit code 1 if a kvad checkpoint has no manifest, or if files or
+    tensors are missing or do not match manifest and config; 2 if --check finds a changed file.
 
     \b
-    kvad inspect runs/demo --tensors
     kvad inspect google/gemma-2-2b --tree
-    kvad inspect runs/demo --tree --out tree.svg
-    kvad inspect runs/demo --attention "def add(a, b):" --layer 2 --head all
-    kvad inspect runs/de-en --attention "ein haus" --head all --out heads.png
+    kvad inspect runs/demo --attention "def add(a, b):" --layer 2 --head all --out heads.png
     kvad inspect runs/demo --cache --prompt "def add(a, b):" --policy "heavy-hitters(32)" --html cache.html
     """
     if cache:
         others = {"tensors": tensors, "check": check, "tree": tree, "attention": attention is not None}
-        _reject_options(others, "and --cache are two questions: ask one of them.")
+        _reject_options(others, "and --cache exclude each other.")
         _reject_options(
-            {"cached": cached, "target": target, "format": form},
-            "belongs to other drawings: --cache gives text, --json or --html.",
+            {"use_cache": use_cache, "target": target, "format": form},
+            "does not apply to --cache, which writes text, --json or --html.",
         )
         wanted = _numbers("layer", layers, []), _numbers("head", heads, [])
         trace_cache(model, options, layers=wanted[0] or None, heads=wanted[1] or None, out=out, as_json=as_json)
         return
     source = click.get_current_context().get_parameter_source
-    said = {name: value for name, value in options.items() if source(name) is ParameterSource.COMMANDLINE}
-    _reject_options(said, "belongs to the microscope: give --cache too.")
-    maps = {"layer": layers, "head": heads, "target": target, "cached": cached}
+    explicit = {name: value for name, value in options.items() if source(name) is ParameterSource.COMMANDLINE}
+    _reject_options(explicit, "needs --cache.")
+    maps = {"layer": layers, "head": heads, "target": target, "use_cache": use_cache}
     drawn = "tree" if tree else None if attention is None else "attention"
     if tree and attention is not None:
-        raise click.UsageError("--tree and --attention are two drawings: ask for one of them.")
-    _reject_options(
-        maps if drawn != "attention" else {}, "belongs to a drawing of attention: give --attention TEXT too."
-    )
+        raise click.UsageError("--tree and --attention exclude each other.")
+    _reject_options(maps if drawn != "attention" else {}, "needs --attention TEXT.")
     if drawn is None:
-        _reject_options({"format": form, "out": out}, "belongs to a drawing: give --tree or --attention TEXT too.")
+        _reject_options({"format": form, "out": out}, "needs --tree or --attention TEXT.")
         _show(model, tensors, check, as_json)
         return
-    _reject_options({"tensors": tensors, "check": check}, f"and --{drawn} are two questions: ask one of them.")
+    _reject_options({"tensors": tensors, "check": check}, f"and --{drawn} exclude each other.")
     chosen = _format(drawn, form, out, as_json)
     if attention is None:
         drawing = _tree(model, chosen)
     else:
-        drawing = _draw(model, attention, target, layers, heads, cached, chosen, out)
+        drawing = _draw(model, attention, target, layers, heads, use_cache, chosen, out)
     if chosen == "png":
         return
     if out is None:
@@ -303,17 +320,17 @@ def inspect_command(
         out.write_text(drawing.rstrip("\n") + "\n", encoding="utf-8")
 
 
-def _reject_options(said: Mapping[str, object], why: str) -> None:
-    for name, value in said.items():
-        if value not in (None, ()) and value is not False:  # 0 was said, too
-            raise click.UsageError(f"--{name.replace('_', '-')} {why}")
+def _reject_options(options: Mapping[str, object], reason: str) -> None:
+    for name, value in options.items():
+        if value not in (None, ()) and value is not False:  # 0 is an explicit value
+            raise click.UsageError(f"--{name.replace('_', '-')} {reason}")
 
 
 def _format(drawn: str, form: str | None, out: Path | None, as_json: bool) -> str:
-    """As asked, else by the file's ending, else the first that this drawing has."""
+    """Choose the format by --format, else by the suffix of --out, else the default of the drawing."""
     known = DRAWINGS[drawn]
     if as_json and form not in (None, "json"):
-        raise click.UsageError(f"--json and --format {form} both given.")
+        raise click.UsageError(f"--json and --format {form} exclude each other.")
     if as_json:
         return "json"
     if form is not None:
@@ -322,13 +339,13 @@ def _format(drawn: str, form: str | None, out: Path | None, as_json: bool) -> st
         return form
     if out is None or out.suffix == ".txt":
         return known[0]
-    found = ENDINGS.get(out.suffix, "")
-    if found not in known:
+    suffix_format = ENDINGS.get(out.suffix, "")
+    if suffix_format not in known:
         endings = [ending for ending, name in ENDINGS.items() if name in known]
         raise UsageError(
-            f"{out}: its ending names no format", f"name it {', '.join(endings)} or .txt, or give --format"
+            f"{out}: the suffix is not a known format", f"name it {', '.join(endings)} or .txt, or give --format"
         )
-    return found
+    return suffix_format
 
 
 def _tree(model: Path, form: str) -> str:
@@ -382,7 +399,7 @@ def _page(summary: inspection.checkpoint.CheckpointSummary, tensors: bool) -> li
             for part, count in _parts(summary)
         ),
         "",
-        f"memory of {request_lines(summary.plan)} (kvad plan answers for others)",
+        f"memory of {request_lines(summary.plan)} (kvad plan estimates other sizes)",
         *(f"  {line}".rstrip() for line in memory_lines(summary.plan)),
         "",
         _manifest_line(summary),
@@ -398,7 +415,7 @@ def _parts(summary: inspection.checkpoint.CheckpointSummary) -> list[tuple[str, 
 
 def _manifest_line(summary: inspection.checkpoint.CheckpointSummary) -> str:
     if summary.files is None and summary.origin is not None:
-        return "manifest: a Hugging Face folder has none; kvad doctor reads it all"
+        return "manifest: a Hugging Face folder has none; kvad doctor reads every file"
     if summary.files is None:
         return "manifest: none; the files cannot be compared with what was saved"
     checked = "every sha256 agrees" if summary.checked else "--check compares their sha256"
@@ -406,18 +423,18 @@ def _manifest_line(summary: inspection.checkpoint.CheckpointSummary) -> str:
 
 
 def _tokenizer_line(summary: inspection.checkpoint.CheckpointSummary) -> str:
-    found = summary.tokenizer
-    if found is None:
+    info = summary.tokenizer
+    if info is None:
         return "tokenizer: none; prompts can only be token ids"
-    specials = ", ".join(f"{name} = {number}" for name, number in found.specials.items()) or "no specials"
-    return f"tokenizer: {found.kind}, {format_count(found.vocab, 'token')}; {specials}"
+    specials = ", ".join(f"{name} = {number}" for name, number in info.specials.items()) or "no specials"
+    return f"tokenizer: {info.kind}, {format_count(info.vocab, 'token')}; {specials}"
 
 
 def _training_lines(summary: inspection.checkpoint.CheckpointSummary) -> list[str]:
     from kvad import inspection
 
     if summary.training is None:
-        return ["training: the checkpoint says nothing of it"]
+        return ["training: not recorded in the checkpoint"]
     return ["training", *(f"  {line}" for line in inspection.checkpoint.outline_values(summary.training))]
 
 
@@ -439,7 +456,7 @@ def _draw(
     form: str,
     out: Path | None,
 ) -> str:
-    """What is to be printed or written; a PNG is written here."""
+    """Draw the attention and return the text; a PNG is written here."""
     import json
 
     from kvad import inspection
@@ -448,27 +465,30 @@ def _draw(
         raise UsageError("a PNG needs a file", "name it: --out heads.png")
     more = {} if target is None else {"target": target}
     wanted = _numbers("layer", layers, [0]), _numbers("head", heads, [0])
-    seen = inspection.checkpoint.attention_maps(model, text, layers=wanted[0], heads=wanted[1], cached=cached, **more)
+    summary = inspection.checkpoint.attention_maps(
+        model, text, layers=wanted[0], heads=wanted[1], cached=cached, **more
+    )
     if form == "png":
         from kvad import inspection
 
         assert out is not None
-        inspection.plot.draw_attention(seen.pieces, seen.maps, [out])
+        inspection.plot.draw_attention(summary.pieces, summary.maps, [out])
         return ""
     if form == "json":
         return json.dumps(
-            inspection.attention_plot.attention_to_json(seen.tokens, seen.pieces, seen.maps), ensure_ascii=False
+            inspection.attention_plot.attention_to_json(summary.tokens, summary.pieces, summary.maps),
+            ensure_ascii=False,
         )
     if form == "svg":
-        return inspection.attention_plot.attention_to_svg(seen.pieces, seen.maps)
+        return inspection.attention_plot.attention_to_svg(summary.pieces, summary.maps)
     width = 100 if out is not None else shutil.get_terminal_size().columns
-    return "\n\n".join(inspection.attention_plot.attention_to_text(seen.pieces, one, width) for one in seen.maps)
+    return "\n\n".join(inspection.attention_plot.attention_to_text(summary.pieces, one, width) for one in summary.maps)
 
 
-def _numbers(name: str, said: tuple[str, ...], default: list[int]) -> list[int] | None:
-    """None for all.  Whether the model has them is for the model to say."""
-    if "all" in said:
+def _numbers(name: str, values: tuple[str, ...], default: list[int]) -> list[int] | None:
+    """Parse layer or head indices; None is all. The model checks the range."""
+    if "all" in values:
         return None
-    if bad := next((text for text in said if not text.isdecimal()), None):
-        raise UsageError(f"--{name} {bad}: not a number", f"count from 0, or say --{name} all")
-    return [int(text) for text in dict.fromkeys(said)] or default
+    if bad := next((text for text in values if not text.isdecimal()), None):
+        raise UsageError(f"--{name} {bad}: not a number", f"give an index from 0, or --{name} all")
+    return [int(text) for text in dict.fromkeys(values)] or default

@@ -1,8 +1,7 @@
-"""``kvad plan CONFIG|MODEL|SHAPE``: how much memory will it take, what would fit, how fast can it be?
+"""``kvad plan CONFIG|MODEL|NAME``: memory of a model and its cache, decoding speed, and configurations that fit.
 
-From the config alone: no weight is loaded, and torch is imported for Hugging Face's configs only (``lab/plan.py``).
-
-The page that ``kvad plan`` prints, line by line: exact bytes first, then each group, speed, and what fits.
+The plan needs only the config: no weights are loaded, and torch is imported for Hugging Face configs only. The page
+lists exact bytes first, then each cache group, speed and what fits.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ LAYOUTS = ("paged", "contiguous")
 
 
 class _Counts(click.ParamType[tuple[int, ...]]):
-    """``4096`` or ``1024,4096``."""
+    """One or several counts: ``4096`` or ``1024,4096``."""
 
     name = "N,..."
 
@@ -42,150 +41,182 @@ class _Counts(click.ParamType[tuple[int, ...]]):
         try:
             return value if isinstance(value, tuple) else tuple(int(part) for part in value.split(","))
         except ValueError:
-            self.fail(f"{value!r} is no whole number, nor several with commas between them", param, ctx)
+            self.fail(f"{value!r} is not a whole number, or several separated by commas", param, ctx)
 
 
 COUNTS = _Counts()
 
 
 @click.command(cls=SectionedCommand)
-@click.argument("target", metavar="CONFIG|MODEL|SHAPE", required=False)
-@click.option("--shapes", is_flag=True, help="List the shapes known by name.")
-@click.option("--context", type=COUNTS, help="Tokens of the longest row [default: the model's limit].")
-@click.option("--source-context", type=int, help="Tokens of the longest source [default: the source's limit].")
-@click.option("--rows", type=COUNTS, help="Live sequences [default: 8].")
-@click.option("--dtype", metavar="FORMAT", help="What the cache stores [default: the weights' dtype].")
-@click.option("--cache-keys", metavar="FORMAT", help="The same, of keys alone.")
-@click.option("--cache-values", metavar="FORMAT", help="The same, of values alone.")
-@click.option("--weights-dtype", metavar="DTYPE", help="[default: what the checkpoint stores, else float32]")
-@click.option("--layout", type=click.Choice(LAYOUTS), default="paged", show_default=True)
-@click.option("--block-size", type=int, default=16, show_default=True, help="Slots of a block (paged).")
+@click.argument("target", metavar="CONFIG|MODEL|NAME", required=False)
+@click.option("--list-models", is_flag=True, help="List the models known by name.")
+@click.option("-c", "--max-seq-len", type=COUNTS, help="Maximum tokens of a sequence [default: the model's limit].")
+@click.option("--max-source-len", type=int, help="Maximum tokens of the encoder input [default: the encoder's limit].")
+@click.option("--max-num-seqs", type=COUNTS, help="Number of sequences [default: 8].")
+@click.option("--cache-dtype", metavar="FORMAT", help="Format of keys and values [default: --dtype].")
+@click.option("--cache-key-dtype", metavar="FORMAT", help="Format of the keys [default: --cache-dtype].")
+@click.option("--cache-value-dtype", metavar="FORMAT", help="Format of the values [default: --cache-dtype].")
+@click.option(
+    "--dtype", metavar="DTYPE", help="Dtype of the weights and the computation [default: as stored, else float32]."
+)
+@click.option("--layout", type=click.Choice(LAYOUTS), default="paged", show_default=True, help="Cache layout.")
+@click.option("--block-size", type=int, default=16, show_default=True, help="Tokens per block (paged layout).")
 @policy_options
 @swap_space_option
 @prefix_cache_options
 @click.option(
-    "--compressor", metavar="FOLDER", type=click.Path(path_type=Path), help="What makes a hierarchy's summaries."
-)
-@click.option("--deterministic", is_flag=True, help="The same bits in any batch: what its tiles take.")
-@click.option("--chunk", type=int, default=512, show_default=True, help="New tokens of one row in a step, at most.")
-@click.option("--budget", type=int, default=2048, show_default=True, help="New tokens of all rows in a step, at most.")
-@click.option(
-    "--fit",
-    type=ByteSize("nothing fits into it"),
-    help="What could I run in 8GiB?  Several --context and --rows are for this.",
-)
-@click.option("--ratios", default="0.75", show_default=True, help="With --fit: shares of a row to drop, as 0.5,0.75.")
-@click.option(
-    "--prices",
+    "--summarizer",
     metavar="FOLDER",
     type=click.Path(path_type=Path),
-    help="With --fit: your own bench cache-quality's --out.",
+    help="Summarizer for a tiered policy with summaries.",
 )
-@click.option("--mesh", metavar="TxP", help="Bytes of each rank: T tensor ranks by P stages, as 2x1.")
-@click.option("--bandwidth", type=float, metavar="GB/s", help="Memory bandwidth [default: measured here].")
+@click.option("--deterministic", is_flag=True, help="Include the memory of batch-invariant kernels.")
+@click.option(
+    "--prefill-chunk-size",
+    type=int,
+    default=512,
+    show_default=True,
+    help="Maximum new tokens of one sequence per step.",
+)
+@click.option(
+    "--max-num-batched-tokens",
+    type=int,
+    default=2048,
+    show_default=True,
+    help="Maximum new tokens of all sequences per step.",
+)
+@click.option(
+    "--fit-memory",
+    type=ByteSize("must be at least 1 byte"),
+    help="List configurations that fit into this memory; --max-seq-len and --max-num-seqs may have several values.",
+)
+@click.option(
+    "--compression-ratios",
+    default="0.75",
+    show_default=True,
+    help="With --fit-memory: fractions of a sequence to evict, such as 0.5,0.75.",
+)
+@click.option(
+    "--quality-results",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    help="With --fit-memory: folder of kvad bench cache-quality --out with quality measurements [default: packaged].",
+)
+@click.option(
+    "--mesh",
+    metavar="TxP",
+    help="Plan each rank of a mesh of T tensor ranks by P pipeline stages, such as 2x1 [default: one device].",
+)
+@click.option("--bandwidth", type=float, metavar="GB/s", help="Memory bandwidth [default: measured].")
 @json_option
 def plan_command(
     target: str | None,
-    shapes: bool,
-    context: tuple[int, ...] | None,
-    source_context: int | None,
-    rows: tuple[int, ...] | None,
+    list_models: bool,
+    max_seq_len: tuple[int, ...] | None,
+    max_source_len: int | None,
+    max_num_seqs: tuple[int, ...] | None,
+    cache_dtype: str | None,
+    cache_key_dtype: str | None,
+    cache_value_dtype: str | None,
     dtype: str | None,
-    cache_keys: str | None,
-    cache_values: str | None,
-    weights_dtype: str | None,
     layout: str,
     block_size: int,
-    compressor: Path | None,
+    summarizer: Path | None,
     deterministic: bool,
-    chunk: int,
-    budget: int,
-    fit: int | None,
-    ratios: str,
-    prices: Path | None,
+    prefill_chunk_size: int,
+    max_num_batched_tokens: int,
+    fit_memory: int | None,
+    compression_ratios: str,
+    quality_results: Path | None,
     mesh: str | None,
     bandwidth: float | None,
     as_json: bool,
     **policies: Any,
 ) -> None:
-    """How much memory will a model and its cache take?  Nothing is loaded.
+    """Estimate the memory of a model and its cache without loading the model.
 
-    The weights and the cache are exact, to the byte; what a step makes besides is an upper bound.  CONFIG is kvad's, or
-    the config.json of a Hugging Face model, alone, in its folder or on the hub.
+    The bytes of weights and cache are exact; those of a step's activations are an upper bound. CONFIG is a config.json
+    of kvad or Hugging Face: a file, a folder or a name on the hub.
 
     \b
-    kvad plan runs/demo --context 4096 --rows 8
-    kvad plan t5-base --source-context 512 --context 128 --rows 32
-    kvad plan llama-3-8b --context 8192 --rows 1 --dtype bfloat16 --weights-dtype bfloat16 --fit 24GiB
-    kvad plan llama-3-8b --weights-dtype bfloat16 --fit 24GiB --context 8192 --rows 1,4
-    kvad plan smollm-135m --cache-keys int8 --cache-values int4
+    kvad plan runs/demo --max-seq-len 4096 --max-num-seqs 8
+    kvad plan t5-base --max-source-len 512 --max-seq-len 128 --max-num-seqs 32
+    kvad plan llama-3-8b --max-seq-len 8192 --max-num-seqs 1 --cache-dtype bfloat16 --dtype bfloat16 --fit-memory 24GiB
+    kvad plan llama-3-8b --dtype bfloat16 --fit-memory 24GiB --max-seq-len 8192 --max-num-seqs 1,4
+    kvad plan smollm-135m --cache-key-dtype int8 --cache-value-dtype int4
     kvad plan gpt2 --policy "sinks(4, 252)"
-    kvad plan gpt2 --context 256 --on-full spill --spill-ram 64MiB --park-ram 256MiB
-    kvad plan llama-3-8b --weights-dtype bfloat16 --context 8192 --rows 8 --mesh 4x1
+    kvad plan gpt2 --max-seq-len 256 --overflow offload --offload-ram 64MiB --swap-space 256MiB
+    kvad plan llama-3-8b --dtype bfloat16 --max-seq-len 8192 --max-num-seqs 8 --mesh 4x1
     """
     from kvad import checkpoint, config
     from kvad.cache.sizing import available_bytes
     from kvad.parallel import Mesh
     from kvad.planning import build_report, measure_bandwidth, plan_target, read_target, report_to_json
 
-    if shapes:
-        _list_shapes(as_json)
+    if list_models:
+        _list_known_models(as_json)
         return
     if target is None:
-        raise click.UsageError("Missing argument 'CONFIG|MODEL|SHAPE'; --shapes lists those known by name.")
+        raise click.UsageError("Missing argument 'CONFIG|MODEL|NAME'; --list-models lists the known names.")
     if bandwidth is not None and not bandwidth > 0:
         raise click.BadParameter("must be above 0", param_hint="--bandwidth")
-    _check({"--weights-dtype": weights_dtype}, config.DTYPE_BYTES)
-    _check({"--dtype": dtype, "--cache-keys": cache_keys, "--cache-values": cache_values}, cache.quantization.FORMATS)
-    if mesh is not None and fit is not None:
-        raise UsageError("--fit asks what one device holds, --mesh what several do", "ask for one of them")
+    _check({"--dtype": dtype}, config.DTYPE_BYTES)
+    formats = {
+        "--cache-dtype": cache_dtype,
+        "--cache-key-dtype": cache_key_dtype,
+        "--cache-value-dtype": cache_value_dtype,
+    }
+    _check(formats, cache.quantization.FORMATS)
+    if mesh is not None and fit_memory is not None:
+        raise UsageError("--fit-memory and --mesh exclude each other", "give one of them")
     ranks = None if mesh is None else Mesh.parse(mesh)
-    asked = {**parse_policy_options(policies), **parse_prefix_cache_options(policies)}
-    if fit is None:
-        _one(context, rows)
-    found = read_target(target)
+    fields = {**parse_policy_options(policies), **parse_prefix_cache_options(policies)}
+    if fit_memory is None:
+        _require_single(max_seq_len, max_num_seqs)
+    plan_input = read_target(target)
     planned = plan_target(
-        found,
-        context=None if context is None else max(context),
-        source_context=source_context,
-        weights_dtype=weights_dtype,
-        dtype=dtype,
-        keys=cache_keys,
-        values=cache_values,
-        budget=budget,
-        learned=None if compressor is None else checkpoint.folder.read_summarizer_shape(compressor),
+        plan_input,
+        context=None if max_seq_len is None else max(max_seq_len),
+        source_context=max_source_len,
+        weights_dtype=dtype,
+        dtype=cache_dtype,
+        key_dtype=cache_key_dtype,
+        value_dtype=cache_value_dtype,
+        budget=max_num_batched_tokens,
+        learned=None if summarizer is None else checkpoint.folder.read_summarizer_shape(summarizer),
         deterministic=deterministic,
-        rows=8 if rows is None else max(rows),
+        max_num_seqs=8 if max_num_seqs is None else max(max_num_seqs),
         layout=layout,
         block_size=block_size,
-        chunk=chunk,
-        **asked,
+        prefill_chunk_size=prefill_chunk_size,
+        **fields,
     )
     speed = measure_bandwidth() if bandwidth is None else bandwidth * 1e9
     table = None
-    if fit is not None and found.config.decoder is not None:
-        table = _table(planned, fit, context, rows, ratios, prices)
+    if fit_memory is not None and plan_input.config.decoder is not None:
+        table = _table(planned, fit_memory, max_seq_len, max_num_seqs, compression_ratios, quality_results)
     report = build_report(
-        found.name,
+        plan_input.name,
         planned,
         available=available_bytes(),
         bandwidth=speed,
         measured=bandwidth is None,
-        fit=fit,
+        fit=fit_memory,
         table=table,
         mesh=ranks,
     )
     if as_json:
         emit_json(report_to_json(report))
         return
-    pass
-
     click.echo(plan_text(report))
 
 
-def _one(*asked: tuple[int, ...] | None) -> None:
-    if any(each is not None and len(each) > 1 for each in asked):
-        raise UsageError("several contexts or rows are planned beside one another", "say how much memory: --fit 8GiB")
+def _require_single(*counts: tuple[int, ...] | None) -> None:
+    if any(values is not None and len(values) > 1 for values in counts):
+        raise UsageError(
+            "several values of --max-seq-len or --max-num-seqs need --fit-memory",
+            "add the memory, as in --fit-memory 8GiB",
+        )
 
 
 def _table(
@@ -200,34 +231,34 @@ def _table(
 
     limit = planned.config.max_seq_len
     try:
-        shares = [float(part) for part in ratios.split(",")]
+        fractions = [float(part) for part in ratios.split(",")]
     except ValueError:
-        raise UsageError(f"--ratios: cannot read {ratios!r}", "write it like 0.5,0.75") from None
-    if not all(0 < share < 1 for share in shares):
-        raise UsageError(f"--ratios {ratios}: the share that is dropped lies between 0 and 1")
-    for each in (*(context or ()), *(rows or ())):
-        if each < 1:
-            raise UsageError(f"{each} rows, or rows of {each} tokens", "ask for at least 1")
-    some = (limit // 4, limit) if limit >= 256 else (limit,)
+        raise UsageError(f"--compression-ratios: cannot read {ratios!r}", "write it like 0.5,0.75") from None
+    if not all(0 < fraction < 1 for fraction in fractions):
+        raise UsageError(f"--compression-ratios: must be between 0 and 1, got {ratios}")
+    for value in (*(context or ()), *(rows or ())):
+        if value < 1:
+            raise UsageError(f"--max-seq-len and --max-num-seqs: must be at least 1, got {value}")
+    lengths = (limit // 4, limit) if limit >= 256 else (limit,)
     return planning.fit.find_configurations(
         planned,
         size,
-        contexts=context if context is not None else some if rows is None else (),
+        contexts=context if context is not None else lengths if rows is None else (),
         rows=rows or (),
-        choices=planning.fit.policy_choices(planned, shares),
+        choices=planning.fit.policy_choices(planned, fractions),
         formats=planning.fit.format_choices(planned),
-        prices=planning.fit.read_costs(planning.fit.PACKAGED_COSTS if prices is None else prices),
+        costs=planning.fit.read_costs(planning.fit.PACKAGED_COSTS if prices is None else prices),
     )
 
 
 def _check(dtypes: dict[str, str | None], known: Iterable[str]) -> None:
-    """UsageError names the flag: further down the cache has the weights' dtype by default, and it could be either."""
+    """Check the dtypes here, where the error can name the flag."""
     for flag, dtype in dtypes.items():
         if dtype is not None and dtype not in known and not (":" in dtype and known is cache.quantization.FORMATS):
             raise UsageError(f"{flag}: unknown dtype {dtype!r}", suggest(dtype, known))
 
 
-def _list_shapes(as_json: bool) -> None:
+def _list_known_models(as_json: bool) -> None:
     from kvad import config
     from kvad.planning import KNOWN_MODELS
 
@@ -239,11 +270,11 @@ def _list_shapes(as_json: bool) -> None:
         click.echo(f"{name:<17}{count:>18,} parameters  {format_bytes(4 * count):>12} in float32")
 
 
-SWAP_NOTE = "in host memory, at most, for each row that gives way to others"
+SWAP_NOTE = "at most, in host memory, for each preempted sequence"
 
 
 def plan_text(report: PlanReport) -> str:
-    """The whole page, without a newline at its end."""
+    """Format the whole page, without a final newline."""
     plan = report.plan
     model = (
         f"{report.name}: {config_lib.parameter_shapes.num_parameters(plan.config):,} parameters, {_layers(plan.config)}"
@@ -268,69 +299,73 @@ def _layers(config: ModelConfig) -> str:
 
 
 def request_lines(plan: MemoryPlan) -> str:
-    """What is to be held: rows, sources, and how they lie."""
+    """Describe the planned sequences, encoder inputs, layout and policy."""
     cache, config = plan.cache, plan.config
     if config.decoder is None:
         return f"{format_count(cache.max_num_seqs, 'text')} of {format_count(cache.max_seq_len, 'token')} at once"
-    rows = f"{format_count(cache.max_num_seqs, 'row')} of {format_count(cache.max_seq_len, 'token')}"
+    seqs = f"{format_count(cache.max_num_seqs, 'sequence')} of {format_count(cache.max_seq_len, 'token')}"
     source = "" if config.encoder_input is None else f", {cache.max_source_len:,} of source each"
     blocks = f"in blocks of {cache.block_size}" if cache.layout == "paged" else "one block each"
     policy = "" if cache.policy == "full" else f", under {cache.policy}"
-    ends = ", without an end" if resolve_for_model(config, cache).endless else ""
-    return f"{rows}{ends}{source}, {cache.layout}, {blocks}{policy}"
+    ends = ", without a length limit" if resolve_for_model(config, cache).endless else ""
+    return f"{seqs}{ends}{source}, {cache.layout}, {blocks}{policy}"
 
 
 def memory_lines(plan: MemoryPlan) -> list[str]:
-    """The table of bytes, and what each group of layers takes per token and per row."""
+    """Format the table of bytes, and the bytes of each cache group per token and per sequence."""
     pool = [
-        ("cache payload", plan.payload, f"{_format_formats(plan.cache)} of the rows asked, exact"),
-        *([("cache scales", plan.scales, "scales and zeros of the rows asked, exact")] if plan.scales else []),
-        ("cache columns", plan.metadata, f"{_columns(plan)} of the rows asked, exact"),
+        ("cache payload", plan.payload, f"{_format_formats(plan.cache)} of the sequences, exact"),
+        *([("cache scales", plan.scales, "scales and zeros of the sequences, exact")] if plan.scales else []),
+        ("cache metadata", plan.metadata, f"{_metadata(plan)} of the sequences, exact"),
         ("cache reserved", plan.reserved, f"{_parts(plan)} of 2 more blocks per group, exact"),
     ]
     if not plan.groups:
-        pool = [("cache", 0, "none: an encoder keeps nothing between two steps")]
-    gathered = "keys and values gathered for one layer, masks" if plan.groups else "masks of one layer"
-    spilled = [
-        ("spilled", plan.offload.ram_bytes, "older tokens in host memory, exact"),
+        pool = [("cache", 0, "none: an encoder has no cache")]
+    gathered = "gathered keys and values of one layer, masks" if plan.groups else "masks of one layer"
+    offloaded = [
+        ("offloaded", plan.offload.ram_bytes, "older tokens in host memory, exact"),
         (
             "staging",
             plan.offload.staging_bytes + plan.offload.checksum_bytes,
-            "two tiles of them, and checksums of those on disk, exact",
+            "two tiles of them, and checksums of the tokens on disk, exact",
         ),
     ]
     if plan.deterministic:
         gathered += ", tiles"
     table = [
         ("weights", plan.weights, f"{plan.weights_dtype}, exact"),
-        *([("compressor", plan.summarizer, "float32, exact")] if plan.summarizer else []),
+        *([("summarizer", plan.summarizer, "float32, exact")] if plan.summarizer else []),
         *pool,
-        *(spilled if plan.offload.shares else []),
+        *(offloaded if plan.offload.shares else []),
         ("scratch", plan.scratch, f"at most: {gathered}{_scores(plan)}"),
         ("activations", plan.activations, f"at most: {_step(plan)}"),
-        *([("parking", plan.swap_bytes, "of host memory for rows that give way, as asked")] if plan.swap_bytes else []),
+        *(
+            [("swap space", plan.swap_bytes, "host memory for preempted sequences, as requested")]
+            if plan.swap_bytes
+            else []
+        ),
         *(
             [
                 (
-                    "tiers",
+                    "prefix cache",
                     plan.prefix_cache_host_bytes,
-                    "in host memory, at most: blocks given up, and those to be written",
+                    "at most, in host memory: evicted blocks and blocks to write",
                 )
             ]
             if plan.prefix_cache_host_bytes
             else []
         ),
-        ("total", plan.total, "beside the interpreter and torch"),
+        ("total", plan.total, "without the interpreter and torch"),
         *(
-            [("on disk", plan.offload.disk_bytes, "beside it: when all rows are at their longest")]
+            [("on disk", plan.offload.disk_bytes, "in addition: with all sequences at full length")]
             if plan.offload.disk_bytes
             else []
         ),
-        *([("parked row", plan.swapped_seq_bytes, SWAP_NOTE)] if plan.swapped_seq_bytes else []),
+        *([("swapped seq", plan.swapped_seq_bytes, SWAP_NOTE)] if plan.swapped_seq_bytes else []),
     ]
     lines = [f"{name:<15}{size:>21,}  {format_bytes(size):>11}   {note}" for name, size, note in table]
-    for number in range(len(plan.groups)):
-        lines += ["", *_group_lines(plan, number)]
+    for index in range(len(plan.groups)):
+        lines += ["", *_group_lines(plan, index)]
     return lines
 
 
@@ -344,37 +379,41 @@ def _step(plan: MemoryPlan) -> str:
     cache, config = plan.cache, plan.config
     read = f"{sizing.activations.max_encoder_tokens(config, cache, plan.max_num_batched_tokens):,}"
     if config.decoder is None:
-        return f"a step of {format_count(sizing.activations.max_encoder_tokens(config, cache, plan.max_num_batched_tokens), 'token')} of texts"
+        num_tokens = sizing.activations.max_encoder_tokens(config, cache, plan.max_num_batched_tokens)
+        return f"a step of {format_count(num_tokens, 'token')} of texts"
     tokens = format_count(
         sizing.activations.max_decoder_tokens(cache, plan.max_num_batched_tokens, [each.group for each in plan.groups]),
         "new token",
     )
-    logits = f"{tokens}, {format_count(cache.max_num_seqs, 'row')} of logits"
+    logits = f"{tokens}, {format_count(cache.max_num_seqs, 'sequence')} of logits"
     return f"a step of {logits}" if config.encoder is None else f"{logits}; or {read} of source"
 
 
-def _group_lines(plan: MemoryPlan, number: int) -> list[str]:
-    each = plan.groups[number]
-    group, size, mixer = each.group, each.bytes, each.group.spec
-    row = "source" if mixer.is_cross_attention else "row"
+def _group_lines(plan: MemoryPlan, index: int) -> list[str]:
+    group_plan = plan.groups[index]
+    group, size, mixer = group_plan.group, group_plan.bytes, group_plan.group.spec
+    row = "source" if mixer.is_cross_attention else "seq"
     dims = f"{mixer.head_dim}" if mixer.head_dim == mixer.value_dim else f"{mixer.head_dim} + {mixer.value_dim}"
     heads = f"{format_count(mixer.num_kv_heads, 'key-value head')} of {dims}"
     slots = f"{group.max_blocks_per_seq:,} x {format_count(group.block_size, 'slot')}"
-    layers = planning.report.group_layers(plan, each)
+    layers = planning.report.group_layers(plan, group_plan)
+    names = planning.group_summary.layer_names(layers)
+    retention = planning.group_summary.describe_retention(group, attention_specs(plan.config))
+    total = _sizes(group_plan.payload, group_plan.scales, group_plan.metadata)
     return [
-        f"group {number}: {planning.group_summary.layer_names(layers)} ({len(layers)}): {planning.group_summary.describe_retention(group, attention_specs(plan.config))}, {planning.group_summary.describe_format(group)}",
+        f"group {index}: {names} ({len(layers)}): {retention}, {planning.group_summary.describe_format(group)}",
         f"  {'' if group.lower_level is None else f'below group {group.lower_level.upper_group}; '}{heads}",
         f"  per token   {_sizes(size.per_token_payload, size.per_token_scales, size.per_token_metadata)}",
-        f"  per {row:<7} {_sizes(each.seq_payload, each.seq_scales, each.seq_metadata)} ({slots})",
-        f"  all rows    {_sizes(each.payload, each.scales, each.metadata)}, reserved {each.reserved:,}",
+        f"  per {row:<7} {_sizes(group_plan.seq_payload, group_plan.seq_scales, group_plan.seq_metadata)} ({slots})",
+        f"  all seqs    {total}, reserved {group_plan.reserved:,}",
     ]
 
 
-def _sizes(payload: int, scales: int, columns: int) -> str:
-    return f"payload {payload:,}, {f'scales {scales:,}, ' if scales else ''}columns {columns:,}"
+def _sizes(payload: int, scales: int, metadata: int) -> str:
+    return f"payload {payload:,}, {f'scales {scales:,}, ' if scales else ''}metadata {metadata:,}"
 
 
-def _columns(plan: MemoryPlan) -> str:
+def _metadata(plan: MemoryPlan) -> str:
     groups = [each.group for each in plan.groups]
     more = [
         *(
@@ -382,7 +421,7 @@ def _columns(plan: MemoryPlan) -> str:
             if any(group.eviction_policy is not None and group.eviction_policy.observed_queries for group in groups)
             else []
         ),
-        *(["bounds per block"] if any(group.sparse_read_policy is not None for group in groups) else []),
+        *(["key bounds per block"] if any(group.sparse_read_policy is not None for group in groups) else []),
         *(
             ["weights of summaries"]
             if any(group.lower_level and group.lower_level.ratio > 1 for group in groups)
@@ -400,11 +439,11 @@ def _format_formats(cache: CacheConfig) -> str:
 
 
 def _parts(plan: MemoryPlan) -> str:
-    return "payload, scales and columns" if plan.scales else "payload and columns"
+    return "payload, scales and metadata" if plan.scales else "payload and metadata"
 
 
 def _rank_lines(report: PlanReport) -> list[str]:
-    """What each rank of a mesh has; of the pool, reserved blocks included."""
+    """Format the bytes of each rank of a mesh; the pool includes reserved blocks."""
     first, plan = report.ranks[0].mesh, report.plan
     rows = [("rank", "tensor", "stage", "layers", "weights", "pool", "both", "")]
     for rank in report.ranks:
@@ -419,16 +458,20 @@ def _rank_lines(report: PlanReport) -> list[str]:
             "  " + "  ".join(each.rjust(width) for each, width in zip(row, widths, strict=True)).rstrip()
             for row in rows
         ),
-        f"and on each rank, at most, {work:,} for a step: what the whole model's takes",
+        f"and on each rank, at most, {work:,} for a step: as for the whole model",
     ]
 
 
 def _speed_lines(report: PlanReport) -> list[str]:
-    where = "measured here" if report.measured else "as given"
-    lines = [f"decoding at {report.bandwidth / 1e9:.1f} GB/s ({where}), if reading memory were all there is:"]
-    source = f", {report.plan.cache.max_source_len:,} of source" if report.plan.config.encoder_input is not None else ""
+    where = "measured" if report.measured else "as given"
+    lines = [f"decoding at {report.bandwidth / 1e9:.1f} GB/s ({where}), an upper bound by memory bandwidth:"]
+    source = (
+        f", {report.plan.cache.max_source_len:,} of encoder input"
+        if report.plan.config.encoder_input is not None
+        else ""
+    )
     for speed in report.speeds:
-        load = f"{format_count(speed.rows, 'row')} at {format_count(speed.context, 'token')}{source}"
+        load = f"{format_count(speed.rows, 'sequence')} at {format_count(speed.context, 'token')}{source}"
         lines.append(
             f"  {load}: {format_bytes(speed.step_bytes)} per step, at most {speed.tokens_per_second:,.1f} tokens/s"
         )
@@ -441,55 +484,61 @@ def _fit_lines(report: PlanReport) -> list[str]:
     table = report.table
     if not report.fits and not (table and table.rows):
         return [
-            f"in {format_bytes(report.fit)} not even one row of one block fits",
+            f"in {format_bytes(report.fit)} not even one sequence of one block fits",
             *_weights_too_large(report, report.fit),
         ]
-    sources = "" if config.encoder_input is None else f", sources of {format_count(cache.max_source_len, 'token')}"
-    first = f"in {format_bytes(report.fit)}, weights and work included{sources}:"
+    sources = (
+        "" if config.encoder_input is None else f", encoder inputs of {format_count(cache.max_source_len, 'token')}"
+    )
+    first = f"in {format_bytes(report.fit)}, weights and activations included{sources}:"
     if table is None:
         return [
             first,
-            f"  {'rows':>6}  {'tokens each':>12}  {'takes':>11}",
+            f"  {'seqs':>6}  {'tokens each':>12}  {'takes':>11}",
             *(f"  {fit.num_seqs:>6,}  {fit.max_seq_len:>12,}  {format_bytes(fit.bytes):>11}" for fit in report.fits),
         ]
-    rows = [("rows", "tokens each", "takes", "stored", "policy", "quality"), *map(_format_fit_row, table.rows)]
+    rows = [("seqs", "tokens each", "takes", "stored", "policy", "quality"), *map(_format_fit_row, table.rows)]
     stored, policy = (max(len(row[column]) for row in rows) for column in (3, 4))
     return [
         first,
         *(f"  {a:>6}  {b:>12}  {c:>11}  {d:<{stored}}  {e:<{policy}}  {f}" for a, b, c, d, e, f in rows),
-        *(["  nothing fits so"] if not table.rows else []),
-        *(f"not for this model: {each}" for each in table.refused),
+        *(["  no such configuration fits"] if not table.rows else []),
+        *(f"not for this model: {reason}" for reason in table.refused),
         *table.sources,
-        *(["as measured on these models; another pays another price (--prices)"] if table.sources else []),
+        *(["measured on these models; other models differ (--quality-results)"] if table.sources else []),
     ]
 
 
-def _format_fit_row(offer: planning.fit.FitRow) -> tuple[str, ...]:
-    size = format_bytes(offer.bytes)
-    return f"{offer.num_seqs:,}", f"{offer.context:,}", size, offer.cache_format, offer.policy, _quality(offer)
+def _format_fit_row(row: planning.fit.FitRow) -> tuple[str, ...]:
+    size = format_bytes(row.bytes)
+    return f"{row.num_seqs:,}", f"{row.context:,}", size, row.cache_format, row.policy, _quality(row)
 
 
-def _quality(offer: planning.fit.FitRow) -> str:
-    """As it was measured; nothing in between."""
-    if offer.is_lossless:
-        return "as computed"
-    perplexity, needle = offer.perplexity, offer.needle
-    said = [
+def _quality(row: planning.fit.FitRow) -> str:
+    """Format the measured quality of a configuration."""
+    if row.is_lossless:
+        return "lossless"
+    perplexity, needle = row.perplexity, row.needle
+    parts = [
         *([f"perplexity x{perplexity.perplexity_ratio:,.3f}"] if perplexity is not None else []),
         *([f"finds {needle.recall['single']:.0%}"] if needle is not None else []),
     ]
-    return ", ".join(said) or "not measured"
+    return ", ".join(parts) or "not measured"
 
 
 def _weights_too_large(report: PlanReport, fit: int) -> list[str]:
     short = planning.fit.weights_shortfall(report.plan, fit)
     if short is None:
-        return ["  a smaller --context, --chunk or --budget leaves more of it to the cache"]
+        smaller = "--max-seq-len, --prefill-chunk-size or --max-num-batched-tokens"
+        return [f"  a smaller {smaller} leaves more memory for the cache"]
     missing, dtype, weights = short
-    lines = [f"  the weights alone take {format_bytes(report.plan.weights)}, {format_bytes(missing)} more than that"]
+    lines = [f"  the weights alone take {format_bytes(report.plan.weights)}, {format_bytes(missing)} too much"]
     if report.plan.weights_dtype in ("bfloat16", "float16"):
-        return [*lines, "  a smaller model would fit: kvad plan --shapes"]
+        return [*lines, "  a smaller model would fit: kvad plan --list-models"]
     if weights <= fit:
-        return [*lines, f"  in {dtype} they take {format_bytes(weights)}: --weights-dtype {dtype}"]
+        return [*lines, f"  in {dtype} they take {format_bytes(weights)}: --dtype {dtype}"]
     missing = weights - fit
-    return [*lines, f"  and in {dtype} still {format_bytes(missing)} more: a smaller model would (kvad plan --shapes)"]
+    return [
+        *lines,
+        f"  and in {dtype} still {format_bytes(missing)} more: a smaller model would (kvad plan --list-models)",
+    ]

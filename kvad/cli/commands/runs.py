@@ -30,19 +30,18 @@ MAX_COLUMN = 28  # columns of a value in the table
     help="The horizontal axis.",
 )  # fmt: skip
 @click.option(
-    "--smooth",
+    "--smoothing",
     type=click.FloatRange(0, 1, max_open=True),
-    help="Of the loss: how much of its weight a logged step keeps with each next one.  [default: by their number]",
+    help="Exponential smoothing of the loss [default: by the number of steps].",
 )
 @json_option
 def compare_command(
-    runs: tuple[Path, ...], out: tuple[Path, ...], axis: str, smooth: float | None, as_json: bool
+    runs: tuple[Path, ...], out: tuple[Path, ...], axis: str, smoothing: float | None, as_json: bool
 ) -> None:
-    """Hold training runs against each other: their curves in one figure, and in a table what differs in their
-    configurations and what came of them.
+    """Compare training runs: curves in one figure, and a table of different settings and results.
 
-    RUN is the --out of a kvad train, finished or not.  Losses of runs with other tokenizers or objectives are not
-    comparable, and that is said.
+    RUN is the --out of a kvad train, finished or not. Losses of runs with different tokenizers or objectives are not
+    comparable; a note says so.
 
     \b
     kvad compare runs/a runs/b
@@ -51,32 +50,30 @@ def compare_command(
     from kvad import evaluation
 
     if len(runs) < 2:
-        raise UsageError(
-            "one run has nothing to be compared with", "name two or more; its own curves are in its folder"
-        )
-    found = evaluation.compare_runs.read_runs(runs)
-    smooth = evaluation.compare_runs.default_smoothing(found) if smooth is None else smooth
-    summaries = [run.summary(smooth) for run in found]
-    different, warned = (
-        evaluation.compare_runs.run_differences(found),
-        evaluation.compare_runs.comparison_warnings(found),
+        raise UsageError("compare needs at least two runs", "the curves of one run are in its folder")
+    records = evaluation.compare_runs.read_runs(runs)
+    smoothing = evaluation.compare_runs.default_smoothing(records) if smoothing is None else smoothing
+    summaries = [run.summary(smoothing) for run in records]
+    different, warnings = (
+        evaluation.compare_runs.run_differences(records),
+        evaluation.compare_runs.comparison_warnings(records),
     )
     try:
         figures = evaluation.compare_runs.draw_runs(
-            found, list(out) or [Path("compare.png"), Path("compare.svg")], axis, smooth
+            records, list(out) or [Path("compare.png"), Path("compare.svg")], axis, smoothing
         )
     except ModuleNotFoundError:
-        click.echo("kvad: no curves: pip install 'kvad[plot]' draws them", err=True)
+        click.echo("kvad: no curves: matplotlib is not installed (pip install 'kvad[plot]')", err=True)
         figures = []
     if as_json:
-        each = [
+        run_results = [
             {"name": run.name, "path": run.path, **dataclasses.asdict(summary)}
-            for run, summary in zip(found, summaries, strict=True)
+            for run, summary in zip(records, summaries, strict=True)
         ]
-        emit_json({"runs": each, "differences": different, "cautions": warned, "figures": figures})
+        emit_json({"runs": run_results, "differences": different, "cautions": warnings, "figures": figures})
         return
-    click.echo("\n".join(_table(found, summaries, different)))
-    for line in warned:
+    click.echo("\n".join(_table(records, summaries, different)))
+    for line in warnings:
         click.echo(f"note: {line}")
     for path in figures:
         click.echo(path)
@@ -87,11 +84,11 @@ def _table(
     summaries: Sequence[evaluation.compare_runs.RunSummary],
     different: dict[str, list[Any]],
 ) -> list[str]:
-    """Keys down, runs across: first what differs, then what came of it."""
+    """Format a table with a column per run: different settings, then results."""
     rows: list[tuple[str, list[str]]] = [("", [run.name for run in runs])]
     rows += [(key, [_short(value) for value in values]) for key, values in different.items()]
     rows += [("", ["-" for _ in runs])]
-    rows += [(name, [said(summary) for summary in summaries]) for name, said in RESULT_ROWS]
+    rows += [(name, [format_cell(summary) for summary in summaries]) for name, format_cell in RESULT_ROWS]
     first = max(len(key) for key, _ in rows)
     widths = [max(len(values[at]) for _, values in rows) for at in range(len(runs))]
     lines = []
@@ -126,7 +123,7 @@ RESULT_ROWS = (
     ("best validation", _best),
     ("seconds", lambda s: f"{s.seconds:,.0f}"),
     ("tokens/s", lambda s: f"{s.tokens_per_second:,.0f}"),
-    ("of a matrix product", lambda s: "-" if s.mfu is None else f"{s.mfu:.1%}"),
+    ("MFU", lambda s: "-" if s.mfu is None else f"{s.mfu:.1%}"),
     ("memory, at most", lambda s: "-" if s.memory_peak is None else format_bytes(s.memory_peak)),
     ("computed by", lambda s: f"{s.precision} {s.device}, {s.threads} thr."),
 )
@@ -136,48 +133,46 @@ RESULT_ROWS = (
 @click.argument("files", nargs=-1, required=True, metavar="FILE.jsonl...", type=click.Path(path_type=Path))
 @figures_option()
 @click.option("--x", "x", default="step", show_default=True, help="The key of the horizontal axis.")
-@click.option(
-    "--y", "y", multiple=True, help="A key to draw; may be repeated.  [default: the losses of a training run]"
-)
-@click.option("--by", help="One curve per value of this key.")
-@click.option("--title", default="", help="A line above the figure.")
-@click.option("--log-x", is_flag=True)
-@click.option("--log-y", is_flag=True)
+@click.option("--y", "y", multiple=True, help="Key to draw. Repeatable [default: the losses of a training run].")
+@click.option("--group-by", help="Draw one curve per value of this key.")
+@click.option("--title", default="", help="Title of the figure.")
+@click.option("--log-x", is_flag=True, help="Logarithmic horizontal axis.")
+@click.option("--log-y", is_flag=True, help="Logarithmic vertical axis.")
 def plot_command(
     files: tuple[Path, ...],
     out: tuple[Path, ...],
     x: str,
     y: tuple[str, ...],
-    by: str | None,
+    group_by: str | None,
     title: str,
     log_x: bool,
     log_y: bool,
 ) -> None:
-    """Draw figures from JSON lines: a training run's metrics, or the lines of a bench.
+    """Plot JSON lines: the metrics of a training run, or the lines of a benchmark.
 
-    Without --out the figures lie beside the first file, as PNG and SVG.
+    Without --out the figures are written next to the first file, as PNG and SVG.
 
     \b
     kvad plot runs/x/metrics.jsonl
     kvad plot a/metrics.jsonl b/metrics.jsonl --y val_loss -o compare.svg
-    kvad plot bench.jsonl --x tokens --y seconds --by curve --log-x -o bench.png
+    kvad plot bench.jsonl --x tokens --y seconds --group-by curve --log-x -o bench.png
     """
     from kvad import inspection
 
     targets = list(out) or [files[0].with_suffix(".png"), files[0].with_suffix(".svg")]
-    if not y and (x != "step" or by or log_x or log_y):
-        raise UsageError("--x, --by, --log-x and --log-y need --y: the key to draw", "leave them out for a loss curve")
+    if not y and (x != "step" or group_by or log_x or log_y):
+        raise UsageError("--x, --group-by, --log-x and --log-y need --y: the key to draw", "omit them for a loss curve")
     if not y and len(files) == 1:
         inspection.plot.read_jsonl(files[0])
         drawn = inspection.plot.draw_loss(files[0], targets, title=title)
         if not drawn:
-            raise UsageError(f"{files[0]} holds no training steps", "say what to draw with --x and --y")
+            raise UsageError(f"{files[0]} contains no training steps", "choose keys with --x and --y")
     else:
         series = []
         for path in files:
             name = (path.parent.name or path.stem) if len(files) > 1 else ""
             series += inspection.plot.build_series(
-                inspection.plot.read_jsonl(path), x, y or ("loss",), by=by, name=name
+                inspection.plot.read_jsonl(path), x, y or ("loss",), by=group_by, name=name
             )
         label = y[0] if len(y) == 1 else ""
         drawn = inspection.plot.draw_series(

@@ -1,11 +1,7 @@
-"""``kvad session``: what the cache holds of a text, in a file from which another process goes on.
+"""``kvad session`` saves the cache of a text in a file; ``kvad prefix`` pins prefixes in the prefix cache.
 
-A session is opened with the policy, formats and blocks that it was made with, where the command does not say others.
-No torch until a model is opened; ``list``, ``show`` and ``rm`` read headers only.
-
-``kvad prefix add|list|show|rm``: texts whose keys and values stay, so that nobody computes them again.
-
-No torch but for ``add``.
+A session is opened with the policy, formats and block size that it was saved with, unless the command sets others.
+No torch until a model is loaded: ``list``, ``show`` and ``rm`` read headers only.
 """
 
 from __future__ import annotations
@@ -36,25 +32,28 @@ from kvad.cli.options import SectionedCommand, emit_json, format_bytes, json_opt
 from kvad.errors import RequestError, SaveError, StorageError, UsageError, format_count
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
-MAX_SHOWN_TOKENS = 32  # tokens at the end of a session
+MAX_SHOWN_TOKENS = 32  # tokens shown from the end of a session
 
 name_argument = click.argument("name", metavar="NAME")
 sessions_option = click.option(
-    "--sessions",
+    "--session-dir",
     envvar=sessions.directory.SESSION_DIR_VARIABLE,
     metavar="FOLDER",
     type=click.Path(path_type=Path, file_okay=False),
-    help=f"Where sessions are [default: {sessions.directory.SESSION_DIR_VARIABLE}, else the user's data folder].",
+    help=f"Folder of the sessions [default: {sessions.directory.SESSION_DIR_VARIABLE}, else the user's data folder].",
 )
 
 
 def prompt_options(command: CommandT) -> CommandT:
     options = [
-        click.option("--prompt", metavar="TEXT", help="What is added to the session; - reads standard input."),
+        click.option("--prompt", metavar="TEXT", help="Text to add to the session; - reads standard input."),
         click.option(
-            "--file", metavar="FILE", type=click.Path(path_type=Path), help="A file of it, UTF-8; - is standard input."
+            "--file",
+            metavar="FILE",
+            type=click.Path(path_type=Path),
+            help="File with the text, UTF-8; - reads standard input.",
         ),
-        click.option("--source", metavar="TEXT", help="Of an encoder-decoder, with the first text: what it answers."),
+        click.option("--source", metavar="TEXT", help="Encoder input of an encoder-decoder, with the first text."),
     ]
     for option in reversed(options):
         command = option(command)
@@ -63,25 +62,25 @@ def prompt_options(command: CommandT) -> CommandT:
 
 @click.group()
 def session_group() -> None:
-    """Save what the cache holds of a text, and go on from it in another process without computing it again.
+    """Save the cache of a text, and continue the text in another process without recomputing it.
 
     \b
     kvad session save runs/demo notes --file notes.txt
-    kvad session load runs/demo notes --prompt "In short: " --max-tokens 64
+    kvad session continue runs/demo notes --prompt "In short: " --max-tokens 64
     kvad session list
     """
 
 
-@session_group.command(cls=SectionedCommand)
+@session_group.command("save", cls=SectionedCommand)
 @model_argument
 @name_argument
 @prompt_options
 @add_cache_options
 @sessions_option
-@click.option("--replace", "over", is_flag=True, help="Write over a session of this name.")
+@click.option("--overwrite", is_flag=True, help="Replace a session of this name.")
 @json_option
-def session_save(model: Path, name: str, over: bool, as_json: bool, **options: Any) -> None:
-    """Read a text into the cache, and save it as session NAME.
+def session_save(model: Path, name: str, overwrite: bool, as_json: bool, **options: Any) -> None:
+    """Compute the cache of a text and save it as session NAME.
 
     \b
     kvad session save runs/demo notes --file notes.txt
@@ -89,16 +88,16 @@ def session_save(model: Path, name: str, over: bool, as_json: bool, **options: A
     """
     text = read_prompt_text(options["prompt"], options["file"])
     if not text:
-        raise UsageError("there is no text to save", "--prompt TEXT, or --file FILE")
+        raise UsageError("there is no text to save", "give --prompt TEXT or --file FILE")
     path = sessions.directory.session_path(name, _session_folder(options))
-    if path.exists() and not over:
-        raise UsageError(f"session {name} exists", "--replace writes over it; kvad session load goes on with it")
+    if path.exists() and not overwrite:
+        raise UsageError(f"session {name} exists", "--overwrite replaces it; kvad session continue adds to it")
     parse_policy_options(options)
     _prepare(path)
-    with open_llm(model, options, rows=1) as llm:
+    with open_llm(model, options, max_num_seqs=1) as llm:
         opened = llm.session()
         opened.path, opened.name = path, name
-        opened.append(text, source=options["source"])
+        opened.append(text, encoder_input=options["source"])
         nbytes = opened.save()
         tokens = len(opened.tokens)
     if as_json:
@@ -107,79 +106,79 @@ def session_save(model: Path, name: str, over: bool, as_json: bool, **options: A
         click.echo(f"{name}: {format_count(tokens, 'token')}, {format_bytes(nbytes)} in {path}")
 
 
-@session_group.command(cls=SectionedCommand)
+@session_group.command("continue", cls=SectionedCommand)
 @model_argument
 @name_argument
 @prompt_options
 @sampling_options
 @add_cache_options
 @sessions_option
-@click.option("--no-save", is_flag=True, help="Leave the session as it was.")
+@click.option("--no-save", is_flag=True, help="Do not change the saved session.")
 @json_option
 def session_continue(model: Path, name: str, no_save: bool, as_json: bool, **options: Any) -> None:
-    """Go on with session NAME: add a text, print how it continues, and save it.
+    """Continue session NAME: add a text, print the continuation and save the session again.
 
     \b
-    kvad session load runs/demo notes --prompt "In short: " --max-tokens 64 --temperature 0
+    kvad session continue runs/demo notes --prompt "In short: " --max-tokens 64 --temperature 0
     """
     given, text = parse_sampling_options(options), read_prompt_text(options["prompt"], options["file"])
     path, header = read_session_header(name, options)
     parse_policy_options(options)
-    with open_llm(model, with_saved_options(options, header), rows=1) as llm:
+    with open_llm(model, with_saved_options(options, header), max_num_seqs=1) as llm:
         opened = llm.session(path)
         opened.name = name
         before, sampling = len(opened.tokens), resolve_sampling_options(llm, given, options["bad_word"])
         if "seed" not in given and not sampling.greedy:
             sampling = replace(sampling, seed=opened.seed)
-        said, finish = "", "cancelled"
-        with InterruptFlag() as stop, closing(opened.stream(text, sampling, source=options["source"])) as pieces:
-            for piece in pieces:
-                said, finish = said + piece.text, piece.finish_reason or finish
+        generated, finish = "", "abort"
+        with InterruptFlag() as stop, closing(opened.stream(text, sampling, encoder_input=options["source"])) as chunks:
+            for chunk in chunks:
+                generated, finish = generated + chunk.text, chunk.finish_reason or finish
                 if not as_json:
-                    click.echo(piece.text if llm.tokenizer is not None else f"{piece.token_id} ", nl=False)
+                    click.echo(chunk.text if llm.tokenizer is not None else f"{chunk.token_id} ", nl=False)
                 if stop.requested:
                     break
-        told = {
+        result = {
             "session": name,
             "path": path,
             "model": model,
             "restored": opened.reused,
             "before": before,
             "missed": opened.missed,
-            "text": said,
+            "text": generated,
             "finish_reason": finish,
             "tokens": len(opened.tokens),
             "bytes": None if no_save else opened.save(),
         }
     if as_json:
-        emit_json(told)
+        emit_json(result)
     else:
         click.echo()
-        missed = f" ({told['missed']})" if told["missed"] else ""
-        click.echo(f"kvad: {told['restored']:,} of {format_count(before, 'token')} restored{missed}", err=True)
+        missed = f" ({result['missed']})" if result["missed"] else ""
+        click.echo(f"kvad: {result['restored']:,} of {format_count(before, 'token')} restored{missed}", err=True)
     click.get_current_context().exit(130 if stop.requested else 0)
 
 
-@session_group.command(name="list")
+@session_group.command("list")
 @sessions_option
 @json_option
 def session_list(as_json: bool, **options: Any) -> None:
-    """The sessions that there are.  Files that are damaged, or none of ours, are named as such.
+    """List the sessions. Damaged files, and files that are not sessions, are marked.
 
     \b
     kvad session list
-    kvad session list --sessions /mnt/sessions --json
+    kvad session list --session-dir /mnt/sessions --json
     """
     folder = _session_folder(options)
     sessions.directory.remove_session_leftovers(folder)
-    found = list(sessions.directory.list_sessions(folder))
+    files = list(sessions.directory.list_sessions(folder))
     rows = [
         {
-            "name": each.path.stem,
-            "state": each.state,
-            **(_summary(each.header) if each.header else {"says": each.problem}),
+            "name": file.path.stem,
+            "state": file.state,
+            **(_summary(file.header) if file.header else {"message": file.problem}),
         }
-        for each in found
+        for file in files
     ]
     if as_json:
         emit_json({"folder": folder, "sessions": rows})
@@ -189,57 +188,64 @@ def session_list(as_json: bool, **options: Any) -> None:
     width = max((len(row["name"]) for row in rows), default=0)
     for row in rows:
         if row["state"] != "whole":
-            click.echo(f"{row['name']:<{width}}  {row['state']}: {row['says']}")
+            click.echo(f"{row['name']:<{width}}  {row['state']}: {row['message']}")
             continue
         size = format_bytes(row["bytes"])
         click.echo(f"{row['name']:<{width}}  {row['tokens']:>9,} tokens  {size:>10}  {row['saved']}  {row['model']}")
 
 
-@session_group.command()
+@session_group.command("show")
 @name_argument
 @click.option(
-    "--model", metavar="MODEL", type=click.Path(path_type=Path), help="Its model: to show the end of the text."
+    "--model",
+    metavar="MODEL",
+    type=click.Path(path_type=Path),
+    help="The model of the session, to show the end of the text.",
 )
 @sessions_option
 @json_option
 def session_show(name: str, model: Path | None, as_json: bool, **options: Any) -> None:
-    """What a session is: of which model, how it is kept, how long; with --model the end of its text.
+    """Show the model, the cache and the length of a session; with --model also the end of its text.
 
-    Its header is read, no more: kvad doctor FOLDER reads every byte.
+    Only the header is read; kvad doctor FOLDER reads every byte.
 
     \b
     kvad session show notes
     kvad session show notes --model runs/demo
     """
     path, header = read_session_header(name, options)
-    told: dict[str, Any] = {"name": name, "path": path, **_summary(header), "identity": dict(header.fingerprint)}
+    result: dict[str, Any] = {"name": name, "path": path, **_summary(header), "fingerprint": dict(header.fingerprint)}
     if model is not None:
         from kvad.text import load_tokenizer
 
         tokenizer = load_tokenizer(model if model.is_file() else tokenizer_folder(model))
         if tokenizer.fingerprint() != header.fingerprint["tokenizer"]:
-            raise StorageError(f"session {name}: its tokens are of another tokenizer than {model}", reason="other")
-        told["end"] = tokenizer.decode(sessions.directory.read_tokens(path, MAX_SHOWN_TOKENS), skip_specials=False)
+            raise StorageError(
+                f"session {name}: it was saved with another tokenizer than that of {model}", reason="mismatch"
+            )
+        result["end"] = tokenizer.decode(sessions.directory.read_tokens(path, MAX_SHOWN_TOKENS), skip_specials=False)
     if as_json:
-        emit_json(told)
+        emit_json(result)
         return
     if model is not None:
-        told["end"] = repr(told["end"])
-    cache = told.pop("cache")
-    told["cache"] = ", ".join(f"{key} {value}" for key, value in cache.items() if value not in (None, False))
-    told["bytes"] = f"{told['bytes']:,}"
-    identity = told.pop("identity")
-    told["belongs to"] = ", ".join(f"{key} {value}" for key, value in identity.items() if value and key != "policy")
-    for key, value in told.items():
+        result["end"] = repr(result["end"])
+    cache = result.pop("cache")
+    result["cache"] = ", ".join(f"{key} {value}" for key, value in cache.items() if value not in (None, False))
+    result["bytes"] = f"{result['bytes']:,}"
+    fingerprint = result.pop("fingerprint")
+    result["belongs to"] = ", ".join(
+        f"{key} {value}" for key, value in fingerprint.items() if value and key != "policy"
+    )
+    for key, value in result.items():
         click.echo(f"{key:<10}  {value}")
 
 
-@session_group.command()
+@session_group.command("rm")
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
 @sessions_option
 @json_option
 def session_rm(names: tuple[str, ...], as_json: bool, **options: Any) -> None:
-    """Remove sessions.  A file that is none is left as it is.
+    """Remove sessions. Other files are not removed.
 
     \b
     kvad session rm notes
@@ -256,50 +262,54 @@ def session_rm(names: tuple[str, ...], as_json: bool, **options: Any) -> None:
         emit_json({"folder": folder, "removed": list(dict.fromkeys(names))})
 
 
-# ---------------------------------------------------------------- what they share
+# ---------------------------------------------------------------- session files
 
 
 def read_session_header(name: str, options: Mapping[str, Any]) -> tuple[Path, storage.container.Header]:
-    """The file of session ``name``, and its header.  UsageError: there is none; EntryError: it is damaged, or another
-    file."""
+    """Return the file and the header of session ``name``.
+
+    Raises:
+        UsageError: If there is no such session.
+        StorageError: If the file is damaged or is not a session.
+    """
     path = sessions.directory.session_path(name, _session_folder(options))
     return path, _session(path)
 
 
 def with_saved_options(options: Mapping[str, Any], header: storage.container.Header) -> dict[str, Any]:
-    """A command's options, and where they say nothing of the cache, what the session was made with."""
-    said, cache = dict(options), header.metadata.get("said", {}).get("cache", {})
-    together = (
-        {"policy": "policy", "on_full": "on_full", "endless": "endless"},
-        {"cache_dtype": "dtype", "cache_keys": "keys", "cache_values": "values"},
+    """Fill cache options that are not given with those that the session was saved with."""
+    merged, cache = dict(options), header.metadata.get("writer", {}).get("cache", {})
+    option_groups = (  # option -> CacheConfig field; a group is filled if none of its options is given
+        {"policy": "policy", "overflow": "overflow", "endless": "endless"},
+        {"cache_dtype": "dtype", "cache_key_dtype": "key_dtype", "cache_value_dtype": "value_dtype"},
         {"layout": "layout", "block_size": "block_size"},
-        {"rotate": "rotate"},
+        {"rope_at": "rope_at"},
     )
-    for names in together:
+    for names in option_groups:
         if not any(options.get(option) for option in names):
-            said.update({option: cache.get(field) for option, field in names.items()})
-    if cache.get("on_full") in cache_lib.config.CONTINUING_MODES and options.get("context") is None:
-        said["context"] = cache.get("capacity")  # it decides what such a policy keeps
-    return {**said, "endless": bool(said["endless"])}
+            merged.update({option: cache.get(field) for option, field in names.items()})
+    if cache.get("overflow") in cache_lib.config.CONTINUING_MODES and options.get("max_seq_len") is None:
+        merged["max_seq_len"] = cache.get("max_seq_len")  # the kept tokens depend on it
+    return {**merged, "endless": bool(merged["endless"])}
 
 
 def _prepare(path: Path) -> None:
-    """Before a text is computed for it: the folder can be had, and no file that is none of ours stands there."""
+    """Check before the computation that the folder is writable and no foreign file would be overwritten."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         sessions.directory.remove_session_leftovers(path.parent)
         sessions.directory.check_overwritable(path)
     except OSError as error:
-        raise SaveError(f"{path}: {error.strerror}", "name another folder: --sessions FOLDER") from None
+        raise SaveError(f"{path}: {error.strerror}", "choose another folder with --session-dir FOLDER") from None
 
 
 def _session_folder(options: Mapping[str, Any]) -> Path:
-    folder = options["sessions"]
+    folder = options["session_dir"]
     return folder if folder is not None else sessions.directory.default_session_dir()
 
 
 def _session(path: Path) -> storage.container.Header:
-    """The header of a session.  UsageError where there is none; EntryError for a file that is damaged or another."""
+    """Read the header of a session file."""
     try:
         header = storage.container.read_header(path)
     except StorageError as error:
@@ -309,184 +319,187 @@ def _session(path: Path) -> storage.container.Header:
             f"there is no session {path.stem} in {path.parent}", "kvad session list has their names"
         ) from None
     if header.kind != sessions.directory.CONTAINER_KIND:
-        raise StorageError(f"{path}: it is a {header.kind}, no session", "it is left as it is", reason="alien")
+        raise StorageError(f"{path}: it is a {header.kind}, not a session", "it was not changed", reason="foreign")
     return header
 
 
 def _summary(header: storage.container.Header) -> dict[str, Any]:
-    facts = header.metadata
-    said = facts.get("said", {})
+    metadata = header.metadata
+    writer = metadata.get("writer", {})
     return {
-        "tokens": facts.get("history", 0),
-        "restored": facts.get("length", 0),
+        "tokens": metadata.get("history", 0),
+        "restored": metadata.get("length", 0),
         "bytes": header.nbytes,
         "policy": header.fingerprint.get("policy", ""),
         "formats": cache_lib.quantization.join_format_names(
             header.fingerprint.get("keys", ""), header.fingerprint.get("values", "")
         ),
-        **{key: said.get(key, "") for key in ("model", "created", "saved", "kvad", "seed")},
-        "cache": said.get("cache", {}),
+        **{key: writer.get(key, "") for key in ("model", "created", "saved", "kvad", "seed")},
+        "cache": writer.get("cache", {}),
     }
 
 
-MAX_SIZE = 1 << 62  # bytes: nothing is evicted where a folder is only tidied
+MAX_SIZE = 1 << 62  # bytes: removing a prefix must not evict blocks
 
 
 def _dir_option(command: CommandT) -> CommandT:
-    what = click.option(
-        "--tier",
+    option = click.option(
+        "--prefix-cache-dir",
         metavar="FOLDER",
         type=click.Path(path_type=Path),
-        help="Where [default: kvad/tier in your cache folder].",
+        help="Folder of the prefix cache [default: kvad/prefix-cache in the user's cache folder].",
     )
-    return what(command)
+    return option(command)
 
 
 @click.group()
 def prefix_group() -> None:
-    """Keep the keys and values of a text that many requests begin with.
+    """Pin the keys and values of a text that many requests begin with.
 
     \b
-    kvad prefix add runs/demo --file system.txt --name system --tier cache
-    kvad generate runs/demo "$(cat system.txt) ..." --tier cache --stats
-    kvad prefix list --tier cache
+    kvad prefix add runs/demo --file system.txt --name system --prefix-cache-dir cache
+    kvad generate runs/demo "$(cat system.txt) ..." --prefix-cache-dir cache --stats
+    kvad prefix list --prefix-cache-dir cache
     """
 
 
-@prefix_group.command(cls=SectionedCommand)
+@prefix_group.command("add", cls=SectionedCommand)
 @model_argument
-@click.option("--prompt", metavar="TEXT", help="The text; - reads standard input.")
+@click.option("--prompt", metavar="TEXT", help="Text of the prefix; - reads standard input.")
 @click.option(
-    "--file", metavar="FILE", type=click.Path(path_type=Path), help="A file of it, UTF-8; - is standard input."
+    "--file", metavar="FILE", type=click.Path(path_type=Path), help="File with the text, UTF-8; - reads standard input."
 )
-@click.option("--name", metavar="NAME", required=True, help="What it is called from now on.")
+@click.option("--name", metavar="NAME", required=True, help="Name of the prefix.")
 @add_cache_options
 @json_option
 def prefix_add(model: Path, prompt: str | None, file: Path | None, name: str, as_json: bool, **options: Any) -> None:
-    """Compute a text's whole blocks, store them on the disk, and pin them: they are never evicted.
+    """Compute the full blocks of a text, store them on disk and pin them: they are never evicted.
 
-    A request finds them if it begins with the same tokens and its cache is of the same kind: give the same
-    --cache-dtype, --policy and --block-size.  An equal name is replaced.
+    A request uses them if it begins with the same tokens and has the same --cache-dtype, --policy and --block-size.
+    A prefix of the same name is replaced.
 
     \b
-    kvad prefix add runs/demo --file system.txt --name system --tier cache
+    kvad prefix add runs/demo --file system.txt --name system --prefix-cache-dir cache
     kvad prefix add runs/demo --prompt - --name system --cache-dtype int8 < system.txt
     """
     if prompt is None and file is None:
-        raise click.UsageError("give the text with --prompt, or its --file")
+        raise click.UsageError("give the text with --prompt or --file")
     text = read_prompt_text(prompt, file)
-    options["tier"] = options["tier"] or storage.filesystem.user_cache_dir("tier")
+    options["prefix_cache_dir"] = options["prefix_cache_dir"] or storage.filesystem.user_cache_dir("prefix-cache")
     from kvad.engine import pin_prefix
 
-    with open_llm(model, options, rows=1) as llm:
+    with open_llm(model, options, max_num_seqs=1) as llm:
         if llm.model.config.kind == "encoder-decoder":
             raise RequestError(
-                "what an encoder-decoder keeps of a text depends on its source: there is no prefix for many requests",
-                "kvad session save keeps one text with its source",
+                "the cache of an encoder-decoder depends on its source: it has no prefix for many requests",
+                "kvad session save saves one text with its source",
             )
-        pin = pin_prefix(llm.engine, llm.encode(text), name, text)
-    told = _prefix_summary(options["tier"], pin)
+        prefix = pin_prefix(llm.engine, llm.encode(text), name, text)
+    summary = _prefix_summary(options["prefix_cache_dir"], prefix)
     if as_json:
-        emit_json(told)
+        emit_json(summary)
     else:
-        click.echo(_line(told))
+        click.echo(_line(summary))
 
 
 @prefix_group.command("list")
 @_dir_option
 @json_option
-def prefix_list(tier: Path | None, as_json: bool) -> None:
-    """The prefixes of a folder.
+def prefix_list(prefix_cache_dir: Path | None, as_json: bool) -> None:
+    """List the pinned prefixes.
 
     \b
-    kvad prefix list --tier cache --json
+    kvad prefix list --prefix-cache-dir cache --json
     """
-    folder = _prefix_folder(tier)
-    told = [_prefix_summary(folder, pin) for pin in offload.pinned.read_pinned_prefixes(folder)]
+    folder = _prefix_folder(prefix_cache_dir)
+    summaries = [_prefix_summary(folder, prefix) for prefix in offload.pinned.read_pinned_prefixes(folder)]
     if as_json:
-        emit_json({"tier": folder, "prefixes": told})
+        emit_json({"prefix_cache_dir": folder, "prefixes": summaries})
         return
-    for each in told:
-        click.echo(_line(each))
-    if not told:
-        click.echo(f"{folder} has no prefix", err=True)
+    for summary in summaries:
+        click.echo(_line(summary))
+    if not summaries:
+        click.echo(f"{folder} contains no prefix", err=True)
 
 
-@prefix_group.command()
+@prefix_group.command("show")
 @click.argument("name")
 @_dir_option
 @json_option
-def prefix_show(name: str, tier: Path | None, as_json: bool) -> None:
-    """What one prefix is, and what it belongs to.
+def prefix_show(name: str, prefix_cache_dir: Path | None, as_json: bool) -> None:
+    """Show a prefix and the model and cache that it belongs to.
 
     \b
-    kvad prefix show system --tier cache
+    kvad prefix show system --prefix-cache-dir cache
     """
-    folder = _prefix_folder(tier)
-    pin = offload.pinned.find_pinned_prefix(folder, name)
-    told = {**_prefix_summary(folder, pin), "identity": dict(pin.fingerprint)}
+    folder = _prefix_folder(prefix_cache_dir)
+    prefix = offload.pinned.find_pinned_prefix(folder, name)
+    summary = {**_prefix_summary(folder, prefix), "fingerprint": dict(prefix.fingerprint)}
     if as_json:
-        emit_json(told)
+        emit_json(summary)
         return
-    click.echo(_line(told))
-    click.echo(f"text       {pin.text!r}")
-    for part, value in pin.fingerprint.items():
+    click.echo(_line(summary))
+    click.echo(f"text       {prefix.text!r}")
+    for part, value in prefix.fingerprint.items():
         if value:
             click.echo(f"{part:<10} {value}")
 
 
-@prefix_group.command()
+@prefix_group.command("rm")
 @click.argument("name")
 @_dir_option
 @json_option
-def prefix_rm(name: str, tier: Path | None, as_json: bool) -> None:
-    """Forget a prefix, and remove the blocks that no other one has.
+def prefix_rm(name: str, prefix_cache_dir: Path | None, as_json: bool) -> None:
+    """Unpin a prefix and remove the blocks that no other prefix uses.
 
     \b
-    kvad prefix rm system --tier cache
+    kvad prefix rm system --prefix-cache-dir cache
     """
-    folder = _prefix_folder(tier)
-    pin = offload.pinned.find_pinned_prefix(folder, name)
+    folder = _prefix_folder(prefix_cache_dir)
+    prefix = offload.pinned.find_pinned_prefix(folder, name)
     others = {key for other in offload.pinned.read_pinned_prefixes(folder) if other.name != name for key in other.keys}
-    own = [key for key in pin.keys if key not in others]
+    keys = [key for key in prefix.keys if key not in others]
     offload.pinned.remove_pinned_prefix(folder, name)
     try:
-        shelf = DiskBlockStore(folder, MAX_SIZE)
+        store = DiskBlockStore(folder, MAX_SIZE)
     except BlockingIOError:
-        note = "another process holds the folder: its blocks go when it needs room"
+        note = "another process uses the folder: the blocks are evicted when it needs space"
         removed = 0
     else:
-        note, removed = "", sum(key in shelf for key in own)
-        for key in own:
-            shelf.drop(key)
-        shelf.release()
+        note, removed = "", sum(key in store for key in keys)
+        for key in keys:
+            store.drop(key)
+        store.release()
     if as_json:
-        emit_json({"tier": folder, "name": name, "removed_blocks": removed, "note": note})
+        emit_json({"prefix_cache_dir": folder, "name": name, "removed_blocks": removed, "note": note})
     else:
-        click.echo(f"{name}: forgotten, {format_count(removed, 'block')} removed{f' ({note})' if note else ''}")
+        click.echo(f"{name}: unpinned, {format_count(removed, 'block')} removed{f' ({note})' if note else ''}")
 
 
-def _prefix_folder(tier: Path | None) -> Path:
-    folder = storage.filesystem.user_cache_dir("tier") if tier is None else tier
+def _prefix_folder(prefix_cache_dir: Path | None) -> Path:
+    folder = storage.filesystem.user_cache_dir("prefix-cache") if prefix_cache_dir is None else prefix_cache_dir
     if not folder.is_dir():
-        raise UsageError(f"{folder} is no folder", "name the tier's: --tier FOLDER")
+        raise UsageError(
+            f"{folder} is not a folder", "give the folder of the prefix cache with --prefix-cache-dir FOLDER"
+        )
     return folder
 
 
-def _prefix_summary(folder: Path, pin: PinnedPrefix) -> dict[str, Any]:
-    sizes = [path.stat().st_size for key in pin.keys if (path := folder / f"{key}.kv").exists()]
+def _prefix_summary(folder: Path, prefix: PinnedPrefix) -> dict[str, Any]:
+    sizes = [path.stat().st_size for key in prefix.keys if (path := folder / f"{key}.kv").exists()]
     return {
-        "name": pin.name,
-        "tokens": pin.tokens,
-        "blocks": len(pin.keys),
-        "missing": len(pin.keys) - len(sizes),
+        "name": prefix.name,
+        "tokens": prefix.tokens,
+        "num_blocks": len(prefix.keys),
+        "missing": len(prefix.keys) - len(sizes),
         "bytes": sum(sizes),
-        "text": pin.text,
-        "tier": folder,
+        "text": prefix.text,
+        "prefix_cache_dir": folder,
     }
 
 
-def _line(told: dict[str, Any]) -> str:
-    missing = f", {told['missing']} of them missing" if told["missing"] else ""
-    size = format_bytes(told["bytes"])
-    return f"{told['name']:<10} {format_count(told['tokens'], 'token')} in {format_count(told['blocks'], 'block')}{missing}, {size}"
+def _line(summary: dict[str, Any]) -> str:
+    missing = f", {summary['missing']} of them missing" if summary["missing"] else ""
+    size = format_bytes(summary["bytes"])
+    blocks = format_count(summary["num_blocks"], "block")
+    return f"{summary['name']:<10} {format_count(summary['tokens'], 'token')} in {blocks}{missing}, {size}"

@@ -1,7 +1,4 @@
-"""``kvad tokenize MODEL_OR_TOKENIZER [TEXT|-]``: which tokens a text becomes, and what they cost.  No torch.
-
-``kvad render MODEL``: the exact prompt that a chat would send, and the tokens that it becomes.  No torch.
-"""
+"""``kvad tokenize`` shows the tokens of a text, ``kvad chat-template`` the prompt of a chat. No torch."""
 
 from __future__ import annotations
 
@@ -24,11 +21,11 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("source", metavar="MODEL_OR_TOKENIZER", type=click.Path(path_type=Path))
 @click.argument("text", required=False, metavar="[TEXT|-]")
-@click.option("--ids", is_flag=True, help="Print the ids only, on one line.")
-@click.option("--decode", is_flag=True, help="TEXT is a list of ids: print the text that they spell.")
+@click.option("--ids", is_flag=True, help="Print only the ids, on one line.")
+@click.option("--decode", is_flag=True, help="Read TEXT as token ids and print the decoded text.")
 @json_option
 def tokenize_command(source: Path, text: str | None, ids: bool, decode: bool, as_json: bool) -> None:
-    """Show the tokens of TEXT; `-`, or nothing, reads standard input.
+    """Show the tokens of TEXT; `-` or no TEXT reads standard input.
 
     \b
     kvad tokenize runs/demo "def main():"
@@ -38,7 +35,7 @@ def tokenize_command(source: Path, text: str | None, ids: bool, decode: bool, as
     from kvad.text import load_tokenizer
 
     if ids and decode:
-        raise click.UsageError("--ids and --decode exclude each other: one prints ids, the other reads them.")
+        raise click.UsageError("--ids and --decode exclude each other.")
     tokenizer = load_tokenizer(source if source.is_file() else tokenizer_folder(source))
     text = read_stdin() if text is None or text == "-" else text
     tokens = token_ids(text, "--decode") if decode else tokenizer.encode(text)
@@ -56,9 +53,9 @@ def tokenize_command(source: Path, text: str | None, ids: bool, decode: bool, as
 def _token_table(tokenizer: Tokenizer, text: str, tokens: Sequence[int]) -> None:
     pieces = [tokenizer.token_text(token) for token in tokens]
     width = max(map(len, pieces), default=5)
-    click.echo(f"{'place':>6} {'id':>7}  {'piece':<{width}}  bytes")
-    for place, (token, piece) in enumerate(zip(tokens, pieces, strict=True)):
-        click.echo(f"{place:>6} {token:>7}  {piece:<{width}}  {tokenizer.token_bytes(token).hex(' ')}")
+    click.echo(f"{'index':>6} {'id':>7}  {'piece':<{width}}  bytes")
+    for index, (token, piece) in enumerate(zip(tokens, pieces, strict=True)):
+        click.echo(f"{index:>6} {token:>7}  {piece:<{width}}  {tokenizer.token_bytes(token).hex(' ')}")
     size = len(text.encode("utf-8"))
     each = f", {size / len(tokens):.2f} bytes per token" if tokens else ""
     click.echo(f"{len(tokens)} tokens, {len(set(tokens))} different; {len(text)} characters, {size} bytes{each}")
@@ -82,16 +79,18 @@ def _token_json(tokenizer: Tokenizer, text: str, tokens: Sequence[int]) -> objec
 
 @click.command()
 @model_argument
-@click.option("-m", "--message", "given", multiple=True, metavar="ROLE=TEXT", help="A message; may be repeated.")
-@click.option("-f", "--file", metavar="FILE", help="Messages, as JSON or JSON lines; `-` is standard input.")
-@click.option("--tools", "tools_file", metavar="FILE", help="A JSON list of tool schemas.")
-@click.option("--no-generation-prompt", is_flag=True, help="Do not open the assistant's turn at the end.")
-@click.option("--continue-final", is_flag=True, help="End within the last message, for the model to go on.")
-@click.option("--name", help="Which of the model's templates [default: default, or tool_use with --tools].")
+@click.option("-m", "--message", "given", multiple=True, metavar="ROLE=TEXT", help="Message. Repeatable.")
 @click.option(
-    "--set", "settings", multiple=True, metavar="NAME=VALUE", help="A variable of the template; may be repeated."
+    "-f", "--file", metavar="FILE", help="File with messages, as JSON or JSON lines; `-` reads standard input."
 )
-@click.option("--tokens", is_flag=True, help="Show the tokens of the prompt, not its text.")
+@click.option("--tools", "tools_file", metavar="FILE", help="File with a JSON list of tool schemas.")
+@click.option("--no-generation-prompt", is_flag=True, help="Do not start the assistant's turn at the end.")
+@click.option(
+    "--continue-final-message", is_flag=True, help="End inside the last message, so that the model continues it."
+)
+@click.option("--template-name", help="Template of the model [default: default, or tool_use with --tools].")
+@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Variable of the template. Repeatable.")
+@click.option("--tokens", is_flag=True, help="Show the tokens of the prompt instead of its text.")
 @json_option
 def chat_template_command(
     model: Path,
@@ -99,19 +98,19 @@ def chat_template_command(
     file: str | None,
     tools_file: str | None,
     no_generation_prompt: bool,
-    continue_final: bool,
-    name: str | None,
+    continue_final_message: bool,
+    template_name: str | None,
     settings: tuple[str, ...],
     tokens: bool,
     as_json: bool,
 ) -> None:
-    """Show the prompt that MODEL's chat template makes of messages: those of a file, then those of --message.
+    """Show the prompt that MODEL's chat template renders: messages of --file, then those of --message.
 
     \b
-    kvad render MODEL -m system="Be brief." -m user=Hi
-    kvad render MODEL --file messages.json --tools tools.json --tokens
-    kvad render MODEL -m user=Hi --set enable_thinking=false
-    kvad render MODEL -f talk.jsonl --no-generation-prompt --json | jq .spans
+    kvad chat-template MODEL -m system="Be brief." -m user=Hi
+    kvad chat-template MODEL --file messages.json --tools tools.json --tokens
+    kvad chat-template MODEL -m user=Hi --set enable_thinking=false
+    kvad chat-template MODEL -f talk.jsonl --no-generation-prompt --json | jq .spans
     """
     from kvad import text as text_lib
     from kvad.errors import ChatTemplateError
@@ -121,17 +120,17 @@ def chat_template_command(
     messages, tools = _conversation(file) if file is not None else ([], None)
     messages = [*messages, *map(_message, given)]
     if not messages:
-        raise click.UsageError("there is no message: give --message user=TEXT, or --file.")
+        raise click.UsageError("no message was given: add --message user=TEXT or --file.")
     if tools_file is not None:
         tools = _parse(_read(tools_file, "--tools"), tools_file)
-    template = text_lib.chat_template.ChatTemplate.load(folder, name=name)
+    template = text_lib.chat_template.ChatTemplate.load(folder, name=template_name)
     if template is None:
-        raise ChatTemplateError(f"{folder} has no chat template", "it would be its chat_template.jinja")
+        raise ChatTemplateError(f"{folder} has no chat template", "add a chat_template.jinja")
     rendered = template.render(
         messages,
         tools=tools,
-        generation_prompt=not no_generation_prompt and not continue_final,
-        continue_final=continue_final,
+        generation_prompt=not no_generation_prompt and not continue_final_message,
+        continue_final=continue_final_message,
         variables=dict(map(_setting, settings)),
     )
     tokenizer = load_tokenizer(folder) if tokens else None
@@ -146,7 +145,7 @@ def chat_template_command(
     elif tokenizer is not None:
         _prompt_table(tokenizer, ids)
     else:
-        click.echo(rendered.text, nl=sys.stdout.isatty())  # into a file or a pipe: the prompt and not a byte more
+        click.echo(rendered.text, nl=sys.stdout.isatty())  # a file or a pipe gets exactly the prompt
 
 
 def _message(text: str) -> dict[str, Any]:
@@ -157,7 +156,7 @@ def _message(text: str) -> dict[str, Any]:
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """``enable_thinking=false``: JSON, or else text."""
+    """Parse ``enable_thinking=false``; the value is JSON or else text."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise UsageError(f"--set {text!r} is not NAME=VALUE", "write it like enable_thinking=false")
@@ -190,7 +189,7 @@ def _parse(text: str, file: str, line: int = 0) -> Any:
 
 
 def _conversation(file: str) -> tuple[list[Any], Any]:
-    """Messages and tools of a JSON list of messages, of an object with both, or of JSON lines, one message each."""
+    """Read messages and tools from a JSON list, an object with both, or JSON lines of messages."""
     text = _read(file, "--file")
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if len(lines) > 1 and _is_json(lines[0][1]):
@@ -202,9 +201,11 @@ def _conversation(file: str) -> tuple[list[Any], Any]:
     else:
         content, tools = [content] if isinstance(content, dict) else content, None
     if not isinstance(content, list):
-        raise DataError(f"{file} holds no messages", 'a JSON list of {"role": ..., "content": ...}')
-    if content and all(isinstance(one, dict) and "messages" in one for one in content):
-        raise DataError(f"{file} holds {format_count(len(content), 'conversation')}", "render takes one at a time")
+        raise DataError(f"{file} contains no messages", 'write a JSON list of {"role": ..., "content": ...}')
+    if content and all(isinstance(item, dict) and "messages" in item for item in content):
+        raise DataError(
+            f"{file} contains {format_count(len(content), 'conversation')}", "kvad chat-template renders one at a time"
+        )
     return content, tools
 
 
@@ -219,16 +220,16 @@ def _is_json(line: str) -> bool:
 
 
 def _pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """Special tokens by their names."""
+    """Return the text of each token; special tokens by name."""
     names = {token: name for name, token in tokenizer.special_tokens.names().items()}
     return [names[token] if token in names else tokenizer.token_text(token) for token in ids]
 
 
 def _prompt_table(tokenizer: Tokenizer, ids: Sequence[int]) -> None:
     special = set(tokenizer.special_tokens.names().values())
-    click.echo(f"{'place':>6} {'id':>7}  piece")
-    for place, (token, piece) in enumerate(zip(ids, _pieces(tokenizer, ids), strict=True)):
-        click.echo(f"{place:>6} {token:>7} {'*' if token in special else ' '}{piece}")
+    click.echo(f"{'index':>6} {'id':>7}  piece")
+    for index, (token, piece) in enumerate(zip(ids, _pieces(tokenizer, ids), strict=True)):
+        click.echo(f"{index:>6} {token:>7} {'*' if token in special else ' '}{piece}")
     marked = sum(token in special for token in ids)
     click.echo(f"{format_count(len(ids), 'token')}, {marked} of them special (*)")
 

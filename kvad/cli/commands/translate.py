@@ -1,4 +1,4 @@
-"""``kvad translate MODEL [FILE|-]``: every line through an encoder-decoder (translation, summaries, corrections)."""
+"""``kvad translate MODEL [FILE|-]``: run an encoder-decoder on every line (translation, summaries, corrections)."""
 
 from __future__ import annotations
 
@@ -28,46 +28,59 @@ if TYPE_CHECKING:
     from kvad.engine import Completion
     from kvad.llm import LLM
 
-MAX_TOKENS = 256  # of a translation, where neither the user nor the checkpoint says
-MAX_PARALLEL_LINES, MAX_SEQS = 32, 512  # at a time, where nothing is said: lines, and the beams of all of them
-SAMPLING_OPTIONS = ("beams", "length_penalty", "max_tokens", "temperature", "top_k", "top_p", "seed")
+MAX_TOKENS = 256  # tokens of a translation, if neither the user nor the checkpoint sets it
+MAX_PARALLEL_LINES, MAX_SEQS = 32, 512  # default limits: lines, and beams of all lines
+SAMPLING_OPTIONS = ("num_beams", "length_penalty", "max_tokens", "temperature", "top_k", "top_p", "seed")
 
 
 class Translation(NamedTuple):
+    """One translation of a line."""
+
     text: str
-    score: float | None = None  # of a beam search
+    score: float | None = None  # of a beam search only
 
 
 @click.command(cls=SectionedCommand)
 @model_argument
-@click.option("--language", metavar="CODE", help="Of the translation, where the model writes several.")
-@click.option("--source-language", metavar="CODE", help="Of the lines, where the model marks it.")
-@click.option("--prefix", metavar="TEXT", help="How every translation begins.")
-@click.option("--beams", type=int, help="Beam search with so many; 1 is greedy [default: the checkpoint's, else 1].")
-@click.option("--length-penalty", type=float, help="Of the beam search: above 0 favours long [default: as above, 1].")
-@click.option("--n-best", type=int, default=1, show_default=True, help="Translations of each line, the best first.")
-@click.option("--max-tokens", type=int, help=f"Of a translation [default: the checkpoint's, else {MAX_TOKENS}].")
-@click.option("--temperature", type=float, help="Sample instead of searching.")
-@click.option("--top-k", type=int, help="Of the sampling: keep the K likeliest tokens.")
-@click.option("--top-p", type=float, help="Of the sampling: keep the fewest tokens that reach P.")
-@click.option("--seed", type=int, help="Sample, with this seed [default: 0].")
+@click.option("--language", metavar="CODE", help="Target language of a multilingual model.")
+@click.option("--source-language", metavar="CODE", help="Language of the lines, for models that mark it.")
+@click.option("--prefix", metavar="TEXT", help="Beginning of every translation.")
+@click.option("--num-beams", type=int, help="Beams of the search; 1 is greedy [default: the checkpoint's, else 1].")
 @click.option(
-    "--rows", type=int, help=f"Of the cache: a line takes one per beam [default: for {MAX_PARALLEL_LINES} lines]."
+    "--length-penalty", type=float, help="Divide beam scores by length ** X [default: the checkpoint's, else 1]."
 )
-@click.option("--context", type=int, help="Tokens of the longest row of the cache [default: what --max-tokens takes].")
+@click.option("--n-best", type=int, default=1, show_default=True, help="Number of translations per line, best first.")
+@click.option(
+    "-n",
+    "--max-tokens",
+    type=int,
+    help=f"Maximum tokens of a translation [default: the checkpoint's, else {MAX_TOKENS}].",
+)
+@click.option("-t", "--temperature", type=float, help="Sample at this temperature instead of searching [default: off].")
+@click.option("--top-k", type=int, help="Sample from the K most likely tokens [default: 0, off].")
+@click.option(
+    "--top-p", type=float, help="Sample from the most likely tokens that together reach probability X [default: 1]."
+)
+@click.option("-s", "--seed", type=int, help="Sample with this seed [default: 0].")
+@click.option(
+    "--max-num-seqs",
+    type=int,
+    help=f"Maximum number of sequences in the cache, one per beam [default: {MAX_PARALLEL_LINES} lines].",
+)
+@click.option("-c", "--max-seq-len", type=int, help="Maximum tokens of a sequence [default: as --max-tokens needs].")
 @format_options
 @short_policy_options
 @line_options
 def translate_command(model: Path, file: Path | None, **options: Any) -> None:
     """Translate every line of FILE, or of standard input.
 
-    A line in gives a line out, in the same order; an empty line stays empty.  With --n-best N a line gives N of
-    `LINE<tab>SCORE<tab>TEXT`.  A line that is too long is told on stderr and gives an empty one; the exit code is 1.
+    Every line gives one line, in order; an empty line stays empty. With --n-best N every line gives N lines
+    `LINE<tab>SCORE<tab>TEXT`. A line that is too long is reported on stderr and gives an empty line; exit code 1.
 
     \b
     kvad translate Helsinki-NLP/opus-mt-de-en letter.txt > letter.en.txt
     kvad translate facebook/nllb-200-distilled-600M --source-language deu_Latn --language eng_Latn < letter.txt
-    echo "Ein Haus am See." | kvad translate runs/opus --beams 6 --n-best 3 --json
+    echo "Ein Haus am See." | kvad translate runs/opus --num-beams 6 --n-best 3 --json
     """
     _check(options)
     with LineSource(file) as lines:
@@ -81,28 +94,30 @@ def translate_command(model: Path, file: Path | None, **options: Any) -> None:
 
 
 def _check(options: Mapping[str, Any]) -> None:
-    """What can be refused before anything is opened."""
+    """Check the options before a model is opened."""
     check_sampling_ranges(explicit_options(options, SAMPLING_OPTIONS))
     parse_policy_options(options)
     if options["n_best"] < 1:
         raise RequestError(f"--n-best: {options['n_best']} is out of range, must be at least 1")
-    if options["beams"] is not None and options["n_best"] > options["beams"] and options["temperature"] is None:
-        raise RequestError(f"--n-best {options['n_best']} exceeds --beams {options['beams']}", "search with more beams")
+    if options["num_beams"] is not None and options["n_best"] > options["num_beams"] and options["temperature"] is None:
+        raise RequestError(
+            f"--n-best {options['n_best']} exceeds --num-beams {options['num_beams']}", "search with more beams"
+        )
 
 
 def _sampling(opened: CheckpointHandle, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of LLM.generate: what was asked for, over the checkpoint's own, over a greedy search."""
+    """Merge the options with the checkpoint's sampling defaults; without both, search greedily."""
     from kvad.engine import scheduling
 
-    said: Mapping[str, Any] = opened.generation.sampling or {}
+    defaults: Mapping[str, Any] = opened.generation.sampling or {}
     chosen = explicit_options(options, SAMPLING_OPTIONS)
-    chosen.setdefault("max_tokens", min(said.get("max_tokens", MAX_TOKENS), opened.config.max_seq_len))
+    chosen.setdefault("max_tokens", min(defaults.get("max_tokens", MAX_TOKENS), opened.config.max_seq_len))
     sampled = any(name in chosen for name in scheduling.request.SAMPLING_ONLY_FIELDS)
-    if not sampled and "beams" not in chosen and options["n_best"] > 1:
-        chosen["beams"] = max(options["n_best"], said.get("beams", 1))
-    if not sampled and "beams" not in chosen and not said:
-        chosen["beams"] = 1
-    if chosen.get("beams") == 1 and not sampled:
+    if not sampled and "num_beams" not in chosen and options["n_best"] > 1:
+        chosen["num_beams"] = max(options["n_best"], defaults.get("num_beams", 1))
+    if not sampled and "num_beams" not in chosen and not defaults:
+        chosen["num_beams"] = 1
+    if chosen.get("num_beams") == 1 and not sampled:
         chosen["temperature"] = 0.0
     if options["n_best"] > 1:
         chosen["n"] = options["n_best"]
@@ -110,50 +125,59 @@ def _sampling(opened: CheckpointHandle, options: Mapping[str, Any]) -> dict[str,
 
 
 def _load(opened: CheckpointHandle, sampling: Mapping[str, Any], options: Mapping[str, Any]) -> LLM:
-    """With a cache of rows for as many lines as half of the memory holds, 32 at most."""
+    """Load the model with a cache for at most 32 lines that takes at most half of the available memory."""
     from kvad.llm import LLM, resolve_sampling
 
-    asked = resolve_sampling(sampling, opened.generation)
-    each = max(asked.num_beams, asked.n)
-    longest = sampling["max_tokens"] + len((options["prefix"] or "").encode()) + 2  # no text has more tokens than bytes
-    capacity = min(opened.config.max_seq_len, longest) if options["context"] is None else options["context"]
-    if options["rows"] is not None and options["rows"] < each:
-        raise UsageError(f"--rows {options['rows']}: a line's {each} beams or samples take a row each", f"give {each}")
-    rows = _rows(opened, each, options, capacity) if options["rows"] is None else options["rows"]
+    requested = resolve_sampling(sampling, opened.generation)
+    seqs_per_line = max(requested.num_beams, requested.n)
+    longest = (
+        sampling["max_tokens"] + len((options["prefix"] or "").encode()) + 2
+    )  # a text has at most one token per byte
+    max_seq_len = min(opened.config.max_seq_len, longest) if options["max_seq_len"] is None else options["max_seq_len"]
+    if options["max_num_seqs"] is not None and options["max_num_seqs"] < seqs_per_line:
+        raise UsageError(
+            f"--max-num-seqs: must be at least {seqs_per_line}, the beams or samples of a line, "
+            f"got {options['max_num_seqs']}"
+        )
+    max_num_seqs = (
+        _max_num_seqs(opened, seqs_per_line, options, max_seq_len)
+        if options["max_num_seqs"] is None
+        else options["max_num_seqs"]
+    )
     chosen = {
         **parse_format_options(options),
         **parse_policy_options(options),
         "deterministic": options["deterministic"],
     }
     chosen["adapter"] = options["adapter"]
-    return LLM.load(opened.path, dtype=options["dtype"], rows=rows, capacity=capacity, **chosen)
+    return LLM.load(opened.path, dtype=options["dtype"], max_num_seqs=max_num_seqs, max_seq_len=max_seq_len, **chosen)
 
 
-def _rows(opened: CheckpointHandle, each: int, options: Mapping[str, Any], capacity: int) -> int:
-    """``each``: of one line."""
+def _max_num_seqs(opened: CheckpointHandle, seqs_per_line: int, options: Mapping[str, Any], max_seq_len: int) -> int:
+    """Choose the number of sequences that half of the available memory can hold."""
     from kvad.cache import CacheConfig
     from kvad.cache.sizing import available_bytes, plan_memory
 
-    have, source = available_bytes(), opened.config.encoder_input
-    assert source is not None, "an encoder-decoder has a source"
+    available, source = available_bytes(), opened.config.encoder_input
+    assert source is not None, "an encoder-decoder has an encoder input"
     stored = str(opened.stored_dtype).removeprefix("torch.")
     computed = options["dtype"] or ("float32" if stored == "float16" else stored)
     fields: dict[str, Any] = {
         name.removeprefix("cache_"): value for name, value in parse_format_options(options).items()
     }
     fields |= parse_policy_options(options)
-    lines = max(1, min(MAX_PARALLEL_LINES, MAX_SEQS // each))
-    while lines > 1 and have is not None:
+    lines = max(1, min(MAX_PARALLEL_LINES, MAX_SEQS // seqs_per_line))
+    while lines > 1 and available is not None:
         cache = CacheConfig(
-            max_num_seqs=lines * each,
-            max_seq_len=capacity,
+            max_num_seqs=lines * seqs_per_line,
+            max_seq_len=max_seq_len,
             max_source_len=source.max_seq_len,
             **{"dtype": computed, **fields},
         )
-        if plan_memory(opened.config, cache, weights_dtype=computed).total <= have // 2:
+        if plan_memory(opened.config, cache, weights_dtype=computed).total <= available // 2:
             break
         lines //= 2
-    return lines * each
+    return lines * seqs_per_line
 
 
 # ---------------------------------------------------------------- the task
@@ -163,54 +187,61 @@ def _task(llm: LLM, sampling: Mapping[str, Any], options: Mapping[str, Any]) -> 
     language, source_language = options["language"], options["source_language"]
     if (
         require_tokenizer(llm).source_tokenizer is not None and language is not None
-    ):  # Marian marks what it translates to in the source
+    ):  # Marian marks the target language in the source
         language, source_language = None, language
-    prefix, spelled = _start(llm, options["prefix"], language)
-    llm.texts.encode_source("a", source_language)  # an unknown language is nobody's line
+    target_prefix, prefix_tokens = _target_prefix(llm, options["prefix"], language)
+    llm.texts.encode_source("a", source_language)  # an unknown language is an error of the command, not of a line
     numbered = options["n_best"] > 1
 
-    def ask(many: list[list[int]]) -> list[list[Translation]]:
-        chosen = {**sampling, "prefix": prefix, "language": None if prefix is not None else language}
-        return [_translations(llm, done, spelled) for done in llm.generate(many, **chosen)]
+    def generate(many: list[list[int]]) -> list[list[Translation]]:
+        chosen = {
+            **sampling,
+            "target_prefix": target_prefix,
+            "language": None if target_prefix is not None else language,
+        }
+        return [_translations(llm, done, prefix_tokens) for done in llm.generate(many, **chosen)]
 
-    def fields(found: Sequence[Translation]) -> dict[str, object]:
-        best = found[0] if found else Translation("")
-        more = {"translations": [each._asdict() for each in found]} if numbered else {}
+    def fields(translations: Sequence[Translation]) -> dict[str, object]:
+        best = translations[0] if translations else Translation("")
+        more = {"translations": [translation._asdict() for translation in translations]} if numbered else {}
         return {"text": best.text, "score": best.score, **more}
 
-    def plain(number: int, found: Sequence[Translation]) -> str:
+    def plain(number: int, translations: Sequence[Translation]) -> str:
         if not numbered:
-            return _one_line(found[0].text) if found else ""
-        return "\n".join(f"{number}\t{_score(each)}\t{_one_line(each.text)}" for each in found or [Translation("")])
+            return _one_line(translations[0].text) if translations else ""
+        return "\n".join(
+            f"{number}\t{_score(translation)}\t{_one_line(translation.text)}"
+            for translation in translations or [Translation("")]
+        )
 
-    return LineTask(lambda text: llm.texts.encode_source(text, source_language), ask, plain, fields, empty=())
+    return LineTask(lambda text: llm.texts.encode_source(text, source_language), generate, plain, fields, empty=())
 
 
-def _start(llm: LLM, prefix: str | None, language: str | None) -> tuple[list[int] | None, list[int]]:
-    """(how every target begins where there is a prefix: its opening token, its language, the prefix; the prefix)."""
+def _target_prefix(llm: LLM, prefix: str | None, language: str | None) -> tuple[list[int] | None, list[int]]:
+    """Return the first tokens of every target (None without a prefix) and the tokens of the prefix."""
     code = llm.generation.forced_bos_token_id if language is None else llm.texts.language_token(language)
     if not prefix:
         return None, []
     assert llm.tokenizer is not None
-    spelled = llm.tokenizer.encode(prefix)
-    return [*llm.texts.encode_target(None), *([] if code is None else [code]), *spelled], spelled
+    prefix_tokens = llm.tokenizer.encode(prefix)
+    return [*llm.texts.encode_target(None), *([] if code is None else [code]), *prefix_tokens], prefix_tokens
 
 
-def _translations(llm: LLM, done: Completion, spelled: list[int]) -> list[Translation]:
-    """The samples with the prefix put before them, spelled together: a space may stand between."""
-    if not spelled:
-        return [Translation(sample.text, sample.cumulative_logprob) for sample in done.choices]
+def _translations(llm: LLM, completion: Completion, prefix_tokens: list[int]) -> list[Translation]:
+    """Put the prefix before the samples and decode both together, because a space may be between them."""
+    if not prefix_tokens:
+        return [Translation(sample.text, sample.cumulative_logprob) for sample in completion.choices]
     assert llm.tokenizer is not None
-    found = []
-    for sample in done.choices:
+    translations = []
+    for sample in completion.choices:
         tokens = sample.token_ids[:-1] if sample.finish_reason == "stop" else sample.token_ids
-        found.append(Translation(llm.tokenizer.decode([*spelled, *tokens]), sample.cumulative_logprob))
-    return found
+        translations.append(Translation(llm.tokenizer.decode([*prefix_tokens, *tokens]), sample.cumulative_logprob))
+    return translations
 
 
 def _one_line(text: str) -> str:
     return " ".join(text.splitlines())
 
 
-def _score(found: Translation) -> str:
-    return "" if found.score is None else f"{found.score:.4f}"
+def _score(translation: Translation) -> str:
+    return "" if translation.score is None else f"{translation.score:.4f}"

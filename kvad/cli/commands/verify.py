@@ -1,4 +1,4 @@
-"""``kvad verify MODEL``: every memory against the model without one; exit code 1 when one is broken."""
+"""``kvad verify MODEL``: compare every cache configuration with the uncached model; exit code 1 if one is broken."""
 
 from __future__ import annotations
 
@@ -20,33 +20,41 @@ if TYPE_CHECKING:
     from kvad.verify import ScenarioOptions
 
 LAYOUTS = ("paged", "contiguous")
-DTYPES = ("float32", "bfloat16", "float16", "float64")  # verified unless others are asked for
-MAX_ROWS = 64  # by then a row of prompts_of has a single token
+DTYPES = ("float32", "bfloat16", "float16", "float64")  # default formats
+MAX_ROWS = 64  # a longer list has prompts of a single token
 FAULT_NAMES = tuple(name for name in verify.report.FAULTS if name != verify.report.UNKNOWN_FAULT)
-ROUND_TRIP_NAMES = ("park", "park-disk", "ram", "disk", "session", "spill", "spill-disk")  # lab/through.py's
-ROUND_TRIP_COLUMNS = ("memory", "through", "max |dlogit|", "moved", "verdict")
-LOSS_COLUMNS = ("lost by", "KL mean", "KL max", "greedy", "perplexity", "the judge's", "times", "recall")
-HEADINGS = ("memory", "max |dlogit|", "tolerance", "float64 twin", "KL mean", "KL max", "greedy", "verdict")
+ROUND_TRIP_NAMES = (
+    "swap",
+    "swap-disk",
+    "prefix-ram",
+    "prefix-disk",
+    "session",
+    "offload",
+    "offload-disk",
+)
+ROUND_TRIP_COLUMNS = ("cache", "round trip", "max |dlogit|", "moved", "verdict")
+LOSS_COLUMNS = ("loss of", "KL mean", "KL max", "greedy", "perplexity", "reference", "ratio", "recall")
+HEADINGS = ("cache", "max |dlogit|", "tolerance", "in float64", "KL mean", "KL max", "greedy", "verdict")
 
 
 def _names(_ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
-    """The names of a list with commas between, each once; UsageError offers the nearest for an unknown one."""
+    """Parse a comma-separated list of names; the error for an unknown name suggests the nearest."""
     known = LAYOUTS if param.name == "layouts" else tuple(cache.quantization.FORMATS)
     names = tuple(dict.fromkeys(name.strip() for name in value.split(",")))
     for name in (
         part
-        for said in names
-        for part in (cache.quantization.split_format_name(said) if param.name == "dtypes" else (said,))
+        for item in names
+        for part in (cache.quantization.split_format_name(item) if param.name == "dtypes" else (item,))
     ):
         if ":" in name and param.name == "dtypes":
-            cache.quantization.get_format(name, "--dtype")
+            cache.quantization.get_format(name, "--cache-dtype")
         elif name not in known:
             raise click.BadParameter(f"{name!r} is not known; {suggest(name, known)}", param=param)
     return names
 
 
 def _round_trips(_ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
-    """The names of a list with commas between, or all."""
+    """Parse a comma-separated list of round trips, or "all"."""
     if value is None:
         return ()
     names = tuple(dict.fromkeys(name.strip() for name in value.split(",")))
@@ -60,38 +68,49 @@ def _round_trips(_ctx: click.Context, param: click.Parameter, value: str | None)
 @model_argument
 @click.option("--layout", "layouts", callback=_names, default=",".join(LAYOUTS), show_default=True)
 @click.option(
-    "--dtype",
+    "--cache-dtype",
     "dtypes",
     callback=_names,
     default=",".join(DTYPES),
     show_default=True,
-    help="What to store; fp8-e4m3, fp8-e5m2, int8, int4 too; int8/int4: keys/values; package.module:Class.",
+    help="Cache formats; int8/int4 stores keys as int8 and values as int4; package.module:Class is a custom format.",
 )
 @click.option(
     "--policy",
     "policies",
     multiple=True,
     metavar="NAME",
-    help="What stays of a row, again for more: sinks(4,60), snapkv (sized for the prompts), or all.  [default: full]",
+    help="Policy, such as sinks(4,60), snapkv (sized for the prompts) or all. Repeatable [default: full].",
 )
 @click.option(
-    "--rotate", type=click.Choice(["write", "read", "both"]), default="write", show_default=True, help="RoPE's keys."
+    "--rope-at",
+    type=click.Choice(["write", "read", "both"]),
+    default="write",
+    show_default=True,
+    help="Rotate RoPE keys when written or read.",
 )
-@click.option("--endless", is_flag=True, help="Let rows pass the model's limit, under policies that allow it.")
-@click.option("--rows", type=int, help="Ragged rows, beside a forked and a prefix-sharing one.  [default: 5]")
-@click.option("--chunk", type=int, default=32, show_default=True, help="Tokens of a prompt in one step, at most.")
-@click.option("--block-size", type=int, help="Slots of a block (paged).  [default: 16, or what fits]")
-@click.option("--tokens", type=int, help="Tokens generated after every prompt.  [default: 32, or what fits]")
-@click.option("--preempt/--no-preempt", default=True, show_default=True, help="Preempt rows and compute them again.")
-@click.option("--prefix-hit/--no-prefix-hit", default=True, show_default=True, help="Let a row share another's prefix.")
+@click.option("--endless", is_flag=True, help="Let sequences exceed the model's limit, under policies that allow it.")
+@click.option("--num-prompts", type=int, help="Number of prompts of different length [default: 5].")
+@click.option("--prefill-chunk-size", type=int, default=32, show_default=True, help="Maximum prompt tokens per step.")
+@click.option("--block-size", type=int, help="Tokens per block (paged layout) [default: 16, or what fits].")
+@click.option("-n", "--max-tokens", type=int, help="Tokens generated after every prompt [default: 32, or what fits].")
+@click.option("--preempt/--no-preempt", default=True, show_default=True, help="Preempt sequences and recompute them.")
 @click.option(
-    "--through",
+    "--prefix-hit/--no-prefix-hit", default=True, show_default=True, help="Let a sequence reuse the prefix of another."
+)
+@click.option(
+    "--round-trip",
     callback=_round_trips,
-    metavar="WAYS",
-    help="Send rows out of the cache and back, too: park, park-disk, ram, disk, session, spill, spill-disk, or all.",
+    metavar="NAMES",
+    help="Also move sequences out of the cache and back: swap, swap-disk, prefix-ram, prefix-disk, session, offload,"
+    " offload-disk, or all.",
 )
-@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A row's prompt; again for more rows.")
-@click.option("--break", "fault", metavar="FAULT", help=f"Verify a broken memory: {', '.join(FAULT_NAMES)}.")
+@click.option(
+    "--prompt", "prompts", multiple=True, metavar="TEXT", help="Prompt of a sequence. Repeatable [default: generated]."
+)
+@click.option(
+    "--inject-fault", metavar="FAULT", help=f"Verify a cache with an injected fault: {', '.join(FAULT_NAMES)}."
+)
 @json_option
 @click.pass_context
 def verify_command(
@@ -100,69 +119,86 @@ def verify_command(
     layouts: tuple[str, ...],
     dtypes: tuple[str, ...],
     policies: tuple[str, ...],
-    rotate: str,
+    rope_at: str,
     endless: bool,
-    rows: int | None,
-    chunk: int,
+    num_prompts: int | None,
+    prefill_chunk_size: int,
     block_size: int | None,
-    tokens: int | None,
+    max_tokens: int | None,
     preempt: bool,
     prefix_hit: bool,
-    through: tuple[str, ...],
+    round_trip: tuple[str, ...],
     prompts: tuple[str, ...],
-    fault: str | None,
+    inject_fault: str | None,
     as_json: bool,
 ) -> None:
-    """Prove that the cache changes nothing.
+    """Compare every cache configuration with the uncached model.
 
-    The same rows run through the model without a cache and through every memory: ragged, in chunks, preempted,
-    resumed, forked, on a shared prefix.  Exit code 1 when a memory is broken; then the first difference is named,
-    and what usually causes it.  A policy that goes by position is exact beside the model that sees as little; one that
-    ranks or summarises must make each row a function of itself; what either loses is a number, and no failure.
-    With --through, rows are parked, restored from sessions, found in tiers or spilled, and must say the same.  The
-    checkpoint's files must be those that were saved: every sha256 is compared first.
+    The same sequences run without a cache and through every configuration: with different lengths, in chunks,
+    preempted, resumed, forked and with a shared prefix. Exit code 1 if a configuration is broken; the first difference
+    and its usual causes are printed. A policy by position must equal the model restricted to the same positions; one
+    that ranks or summarizes must depend on its own sequence only. Their loss is measured and is not a failure. With
+    --round-trip, sequences are swapped, restored, loaded from the prefix cache or offloaded, and must give
+    the same output. The sha256 of every file of the checkpoint is compared first.
 
     \b
     kvad verify runs/demo
-    kvad verify runs/demo --dtype float32,int8,int8/int4
-    kvad verify runs/demo --break mask
-    kvad verify runs/demo --policy "sinks(4,60)" --policy snapkv --dtype float32,int8
-    kvad verify runs/demo --policy all --rotate both
-    kvad verify runs/demo --through all --dtype float32,int8
-    kvad verify runs/demo --layout paged --dtype int8 --through session,disk --policy sinks
+    kvad verify runs/demo --cache-dtype float32,int8,int8/int4
+    kvad verify runs/demo --inject-fault mask
+    kvad verify runs/demo --policy "sinks(4,60)" --policy snapkv --cache-dtype float32,int8
+    kvad verify runs/demo --policy all --rope-at both
+    kvad verify runs/demo --round-trip all --cache-dtype float32,int8
+    kvad verify runs/demo --layout paged --cache-dtype int8 --round-trip session,prefix-disk --policy sinks
     """
-    if fault is not None and fault not in FAULT_NAMES:
-        raise UsageError(f"--break: no fault is called {fault!r}", suggest(fault, FAULT_NAMES))
-    if prompts and rows is not None and rows != len(prompts):
-        raise UsageError(f"--rows {rows}, but {len(prompts)} prompts", "leave --rows out: every --prompt is a row")
-    _check_positive({"--rows": rows, "--chunk": chunk, "--block-size": block_size, "--tokens": tokens})
+    if inject_fault is not None and inject_fault not in FAULT_NAMES:
+        raise UsageError(f"--inject-fault: unknown fault {inject_fault!r}", suggest(inject_fault, FAULT_NAMES))
+    if prompts and num_prompts is not None and num_prompts != len(prompts):
+        raise UsageError(
+            f"--num-prompts {num_prompts}, but {len(prompts)} prompts",
+            "leave --num-prompts out: every --prompt is a row",
+        )
+    _check_positive(
+        {
+            "--num-prompts": num_prompts,
+            "--prefill-chunk-size": prefill_chunk_size,
+            "--block-size": block_size,
+            "--max-tokens": max_tokens,
+        }
+    )
     try:
         from kvad import checkpoint as checkpoint_lib
         from kvad.verify import ScenarioOptions, default_sizes, parse_policies
-        from kvad.verify import verify as hold_against_the_judge
+        from kvad.verify import verify as run_verify
 
         loaded, checkpoint = checkpoint_lib.loader.load_model(model, verify="tensors")
-        tokens, block_size = default_sizes(loaded.config, tokens, block_size)
+        max_tokens, block_size = default_sizes(loaded.config, max_tokens, block_size)
         options = ScenarioOptions(
-            layouts, dtypes, rows or len(prompts) or 5, chunk, block_size, tokens, preempt, prefix_hit
+            layouts,
+            dtypes,
+            num_prompts or len(prompts) or 5,
+            prefill_chunk_size,
+            block_size,
+            max_tokens,
+            preempt,
+            prefix_hit,
         )
-        options = replace(options, rotates=("write", "read") if rotate == "both" else (rotate,), endless=endless)
-        options = replace(options, round_trips=through)
+        options = replace(options, rotates=("write", "read") if rope_at == "both" else (rope_at,), endless=endless)
+        options = replace(options, round_trips=round_trip)
         ids = _prompts(loaded.config, options, checkpoint.tokenizer, prompts)
         longest = max(map(len, ids)) + options.tokens
         options = replace(options, policies=parse_policies(policies, longest, options.block_size))
         _check_room(loaded.config, options, ids)
         with console().status("verifying") as status:
-            report = hold_against_the_judge(
+            report = run_verify(
                 loaded,
                 ids,
                 options,
-                fault=fault,
+                fault=inject_fault,
                 language=_language(checkpoint.tokenizer),
-                progress=lambda what: status.update(f"verifying: {what}"),
+                progress=lambda label: status.update(f"verifying: {label}"),
             )
     except KeyboardInterrupt:
-        click.echo("kvad: interrupted before every memory was verified: nothing was decided", err=True)
+        click.echo("kvad: interrupted before every configuration was verified: no verdict", err=True)
         ctx.exit(130)
     if as_json:
         emit_json({"model": str(model), **report.to_dict()})
@@ -175,19 +211,19 @@ def verify_command(
 def _check_positive(values: dict[str, int | None]) -> None:
     for name, value in values.items():
         if value is not None and value < 1:
-            raise UsageError(f"{name}: must be at least 1, found {value}")
+            raise UsageError(f"{name}: must be at least 1, got {value}")
 
 
 def _prompts(
     config: ModelConfig, options: ScenarioOptions, tokenizer: Tokenizer | None, texts: tuple[str, ...]
 ) -> list[list[int]]:
-    """The rows' prompts; MemoryPlanError, before any is made, when so many rows would not fit."""
+    """Build the prompts; MemoryPlanError is raised first if so many would not fit."""
     from kvad.verify import build_prompts
 
     if not texts:
         prompts = build_prompts(config, replace(options, num_seqs=min(options.num_seqs, MAX_ROWS)), tokenizer)
     elif tokenizer is None:
-        raise RequestError("this model came without a tokenizer", "leave --prompt out: random tokens will do")
+        raise RequestError("the model has no tokenizer", "omit --prompt: random tokens are used")
     else:
         prompts = [tokenizer.encode(text) for text in texts]
     _check_room(config, options, prompts)
@@ -202,7 +238,7 @@ def _check_room(config: ModelConfig, options: ScenarioOptions, prompts: Sequence
 
 
 def _language(tokenizer: Tokenizer | None) -> benchmarks.needle_tasks.HaystackLanguage | None:
-    """What needles are hidden in: the lookup language where the tokenizer is its own, else known text."""
+    """Choose the text of needle tasks: the lookup language if the tokenizer has it, else the built-in text."""
     from kvad import benchmarks, verify
 
     if tokenizer is None:
@@ -222,42 +258,44 @@ def _language(tokenizer: Tokenizer | None) -> benchmarks.needle_tasks.HaystackLa
 
 def _print(report: verify.report.VerifyReport) -> None:
     tokens = ", ".join(map(str, report.rows)) + (" token" if report.rows == (1,) else " tokens")
-    click.echo(f"judge      the model without a cache: {format_count(len(report.rows), 'row')} of {tokens}, ", nl=False)
+    click.echo(
+        f"reference  the model without a cache: {format_count(len(report.rows), 'sequence')} of {tokens}, ", nl=False
+    )
     click.echo(f"largest |logit| {report.logit_scale:.3g}")
-    for number, rule in enumerate(report.rules):
-        click.echo(f"{'rules' if number == 0 else '':11}{rule}")
+    for index, rule in enumerate(report.rules):
+        click.echo(f"{'rules' if index == 0 else '':11}{rule}")
     if report.injected is not None:
         click.echo(f"injected   {report.injected}: {verify.report.FAULTS[report.injected].what}")
-    for layout in dict.fromkeys(memory.layout for memory in report.cases):
-        happened = next(memory.scenario_counts for memory in report.cases if memory.layout == layout)
-        click.echo(f"{layout:11}{_format_counts(happened)}")
+    for layout in dict.fromkeys(case.layout for case in report.cases):
+        counts = next(case.scenario_counts for case in report.cases if case.layout == layout)
+        click.echo(f"{layout:11}{_format_counts(counts)}")
     for note in report.notes:
         click.echo(f"note       {note}")
     _print_skipped(report)
     click.echo()
     _print_table([HEADINGS, *map(_cells, report.cases)])
     click.echo()
-    lost = [memory for memory in report.cases if memory.loss is not None]
-    if lost:
-        _print_table([LOSS_COLUMNS, *map(_lost, lost)])
+    lossy = [case for case in report.cases if case.loss is not None]
+    if lossy:
+        _print_table([LOSS_COLUMNS, *map(_loss_row, lossy)])
         click.echo()
     _print_round_trips(report)
-    for memory in report.cases:
-        if memory.policy == "full" or memory.verdict != "lossy by design":  # else 'lost by' has said it
-            _print_details(memory)
+    for case in report.cases:
+        if case.policy == "full" or case.verdict != "lossy by design":  # else the table of losses has it
+            _print_details(case)
     _print_findings(report)
     click.echo(f"verdict: {report.verdict()}")
 
 
 def _print_round_trips(report: verify.report.VerifyReport) -> None:
-    """Rows that left and came back; below, each reason why some did not, with where that was."""
+    """Print the round trips, and each reason for skipped ones with the first case."""
     if not report.round_trips:
         return
     _print_table(
         [ROUND_TRIP_COLUMNS, *(_round_trip_row(each) for each in report.round_trips if each.max_dlogit is not None)]
     )
     for reason in dict.fromkeys(each.reason for each in report.round_trips if each.reason):
-        names = [f"{each.memory} through {each.round_trip}" for each in report.round_trips if each.reason == reason]
+        names = [f"{each.memory}, round trip {each.round_trip}" for each in report.round_trips if each.reason == reason]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         click.echo(f"skipped    {names[0]}{more}: {reason}")
     click.echo()
@@ -268,15 +306,15 @@ def _round_trip_row(each: verify.report.RoundTripResult) -> tuple[str, ...]:
 
 
 def _print_skipped(report: verify.report.VerifyReport) -> None:
-    """Each reason once, with the memories that it forbids."""
+    """Print each reason once, with the skipped configurations."""
     for reason in dict.fromkeys(each.reason for each in report.skipped):
         names = [each.memory for each in report.skipped if each.reason == reason]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         click.echo(f"skipped    {names[0]}{more}: {reason}")
 
 
-def _lost(memory: verify.report.CaseReport) -> tuple[str, ...]:
-    loss = memory.loss
+def _loss_row(case: verify.report.CaseReport) -> tuple[str, ...]:
+    loss = case.loss
     assert loss is not None
     text = (
         ("-", "-", "-")
@@ -284,12 +322,12 @@ def _lost(memory: verify.report.CaseReport) -> tuple[str, ...]:
         else (f"{loss.perplexity:.4g}", f"{loss.reference_perplexity:.4g}", f"{loss.ratio:.3f}")
     )
     recall = "-" if loss.recall is None else f"{loss.recall.recall:.2f} of {loss.recall.full:.2f}"
-    return (memory.name, f"{loss.kl_mean:.2e}", f"{loss.kl_max:.2e}", f"{loss.agree}/{loss.compared}", *text, recall)
+    return (case.name, f"{loss.kl_mean:.2e}", f"{loss.kl_max:.2e}", f"{loss.agree}/{loss.compared}", *text, recall)
 
 
 def _format_counts(counts: dict[str, int]) -> str:
     words = {
-        "rows": ("row", ""),
+        "rows": ("sequence", ""),
         "steps": ("step", ""),
         "tokens": ("token", " computed"),
         "chunks": ("partial prompt chunk", ""),
@@ -302,16 +340,16 @@ def _format_counts(counts: dict[str, int]) -> str:
     return ", ".join(format_count(counts[name], noun) + rest for name, (noun, rest) in words.items())
 
 
-def _cells(memory: verify.report.CaseReport) -> tuple[str, ...]:
+def _cells(case: verify.report.CaseReport) -> tuple[str, ...]:
     return (
-        memory.name,
-        f"{memory.max_dlogit:.2e}",
-        f"{memory.tolerance:.2e}",
-        f"{memory.structure:.2e}",
-        f"{memory.kl_mean:.2e}",
-        f"{memory.kl_max:.2e}",
-        f"{memory.agree}/{memory.compared}",
-        memory.verdict,
+        case.name,
+        f"{case.max_dlogit:.2e}",
+        f"{case.tolerance:.2e}",
+        f"{case.structure:.2e}",
+        f"{case.kl_mean:.2e}",
+        f"{case.kl_max:.2e}",
+        f"{case.agree}/{case.compared}",
+        case.verdict,
     )
 
 
@@ -323,31 +361,32 @@ def _print_table(lines: Sequence[Sequence[str]]) -> None:
         click.echo("  ".join(cells))
 
 
-def _print_details(memory: verify.report.CaseReport) -> None:
-    first = memory.first_divergence
+def _print_details(case: verify.report.CaseReport) -> None:
+    first = case.first_divergence
     if first is not None:
-        many = memory.compared - memory.agree
+        many = case.compared - case.agree
         sample = f" (sample {first.sample})" if first.sample else ""
         click.echo(
-            f"{memory.name}: {many} greedy token{'s' * (many > 1)} differ{'s' * (many == 1)}, "
-            f"{memory.ties} by a tie; first row {first.row}{sample}, position {first.position}: token {first.cached_token} "
-            f"for the judge's {first.reference_token}, whose lead is {first.gap:.2e}{' (a tie)' if first.tie else ''}"
+            f"{case.name}: {many} greedy token{'s' * (many > 1)} differ{'s' * (many == 1)}, "
+            f"{case.ties} by a tie; first sequence {first.row}{sample}, position {first.position}: "
+            f"token {first.cached_token} instead of the reference's {first.reference_token}, "
+            f"whose lead is {first.gap:.2e}{' (a tie)' if first.tie else ''}"
         )
 
 
 def _print_findings(report: verify.report.VerifyReport) -> None:
-    """Each finding once, with the memories that it explains."""
-    broken = [memory for memory in report.cases if memory.verdict == "BROKEN"]
-    for finding in dict.fromkeys(memory.finding for memory in broken):
+    """Print each finding once, with the configurations that it explains."""
+    broken = [case for case in report.cases if case.verdict == "broken"]
+    for finding in dict.fromkeys(case.finding for case in broken):
         names = ", ".join(m.name for m in broken if m.finding == finding)
-        click.echo(f"BROKEN     {names}")
-        said = next((m.reason for m in broken if m.finding is None and m.reason), "") if finding is None else ""
-        if said:
-            click.echo(f"           {said}")
+        click.echo(f"broken     {names}")
+        reason = next((m.reason for m in broken if m.finding is None and m.reason), "") if finding is None else ""
+        if reason:
+            click.echo(f"           {reason}")
         elif finding is None:
             click.echo(
-                "           no q, k, v or attention output differs beyond rounding: look at what follows them, or at a "
-                "model whose own float64 noise is above 1e-10"
+                "           no q, k, v or attention output differs beyond rounding: check the later layers, or a "
+                "model whose float64 rounding exceeds 1e-10"
             )
         else:
             click.echo(f"fault      {finding.sentence()}")

@@ -1,4 +1,4 @@
-"""kvad.engine.execution"""
+"""Input buffers, ModelRunner and sampler."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""From a plan to logits: apply the moves, put the plan's integers into the step's static buffers, run the model once.
+"""Model runner: apply block operations, fill input buffers and run the model.
 
-The model sees tensors only; :meth:`Runner.leaves` is the flat list of all that outlive a step.  It runs eagerly.
+The model receives tensors only; :meth:`ModelRunner.tensors` lists all that outlive a step. It runs eagerly.
 """
 
 from __future__ import annotations
@@ -21,91 +21,114 @@ from kvad.model_input import BlockOps, CacheProtocol, ModelInput, SlotMapping
 
 
 class ManagedCache(CacheProtocol, Protocol):
-    """A memory that a ledger moves: :class:`kvad.cache.device.kv_cache.KVCache`, or a stand-in for it."""
+    """Cache that a KVCacheManager controls.
 
-    def apply(self, moves: BlockOps) -> None: ...
+    :class:`kvad.cache.device.kv_cache.KVCache`, or a stand-in.
+    """
+
+    def apply(self, block_ops: BlockOps) -> None: ...
 
     def tensors(self) -> list[Tensor]: ...
 
 
 class ModelRunner:
-    """Runs plans on one model and one cache."""
+    """Runs scheduled steps on one model and one cache."""
 
     def __init__(self, model: Transformer, cache: ManagedCache) -> None:
         self.model, self.cache = model, cache
         self.device = model.token_embedding.device
         encoder = model.config.encoder
-        self._sources_have_limits = encoder is not None and _asks_for_limits(encoder)
+        self._encoder_depends_on_length = encoder is not None and _depends_on_length(encoder)
         self.buffers = InputBuffers(
-            self.device, longest=model.config.max_seq_len if _asks_for_limits(model.config.stack) else None
+            self.device, max_model_len=model.config.max_seq_len if _depends_on_length(model.config.stack) else None
         )
 
-    def rope_regime(self, limit: int) -> str:
-        """Names the rotary regime of a row that may reach ``limit``: rows of other regimes share no blocks."""
-        kinds = self.model.config.stack.layer_types
+    def rope_regime(self, max_len: int) -> str:
+        """Return the rotary regime of a sequence of up to ``max_len`` tokens.
+
+        Others share no blocks.
+        """
+        layer_types = self.model.config.stack.layer_types
         ropes = [
-            layer.attention.position for layer in kinds.values() if isinstance(layer.attention.position, cfg.RopeConfig)
+            layer.attention.position
+            for layer in layer_types.values()
+            if isinstance(layer.attention.position, cfg.RopeConfig)
         ]
-        return ",".join(str(model_lib.positions.rope_regime(rope, limit)) for rope in ropes)
+        return ",".join(str(model_lib.positions.rope_regime(rope, max_len)) for rope in ropes)
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor that a step reads or writes and that outlives it: inputs, cache, weights; none is made anew."""
+        """Return every tensor that a step uses and that outlives it: inputs, cache and weights."""
         return [*self.buffers.tensors(), *self.cache.tensors(), *self.model.tensors()]
 
     @torch.inference_mode()
-    def execute(self, plan: SchedulerOutput) -> Tensor:
-        """Logits [N, V] of the plan's wanted positions, in the order of its work."""
-        assert plan.encoder_batch is None, "an encoder's step gives no logits: encode it"
-        self.cache.apply(plan.allocation.block_ops)
-        step = self.buffers.fill(plan)
-        hidden = self.model(step, self.cache)
-        return self.model.logits(hidden, step.logit_indices)
+    def execute(self, output: SchedulerOutput) -> Tensor:
+        """Return logits [N, V] of the step's logit positions, in scheduled order."""
+        assert output.encoder_batch is None, "an encoder step has no logits; call encode"
+        self.cache.apply(output.allocation.block_ops)
+        model_input = self.buffers.fill(output)
+        hidden = self.model(model_input, self.cache)
+        return self.model.logits(hidden, model_input.logit_indices)
 
     @torch.inference_mode()
-    def encode(self, encoding: scheduling.sequence.EncoderBatch) -> tuple[Tensor, ModelInput]:
-        """The encoder's output [T, E] and its step; what cross-attention will read of it is written.
+    def encode(self, encoder_batch: scheduling.sequence.EncoderBatch) -> tuple[Tensor, ModelInput]:
+        """Return the encoder's output [T, E] and its input.
 
-        A source's limit, which decides its rotary regime, is its own length: it never grows.
+        Cross-attention keys and values are written.
+
+        The limit of an encoder input, which decides its rotary regime, is its own length, because it never grows.
         """
-        tokens = [token for row in encoding.sequences for token in row.request.encoder_tokens or ()]
-        positions = [at for row in encoding.sequences for at in range(len(row.request.encoder_tokens or ()))]
-        placed = encoding.allocation
-        places = () if placed is None else tuple(SlotMapping(self._integers(slots), ()) for slots in placed.slots)
-        where = self._integers(positions)
-        nothing = where[:0]
+        tokens = [token for seq in encoder_batch.sequences for token in seq.request.encoder_tokens or ()]
+        positions = [
+            position for seq in encoder_batch.sequences for position in range(len(seq.request.encoder_tokens or ()))
+        ]
+        allocation = encoder_batch.allocation
+        slot_mappings = (
+            () if allocation is None else tuple(SlotMapping(self._integers(slots), ()) for slots in allocation.slots)
+        )
+        position_tensor = self._integers(positions)
+        no_tokens = position_tensor[:0]
         lengths = (
-            [len(row.request.encoder_tokens or ()) for row in encoding.sequences] if self._sources_have_limits else []
+            [len(seq.request.encoder_tokens or ()) for seq in encoder_batch.sequences]
+            if self._encoder_depends_on_length
+            else []
         )
-        limits = self._integers([length for length in lengths for _ in range(length)]) if lengths else None
-        source = ModelInput(
-            self._integers(tokens), where, encoding.sub_batches, nothing, max_seq_lens=limits, slot_mappings=places
+        max_seq_lens = self._integers([length for length in lengths for _ in range(length)]) if lengths else None
+        encoder_input = ModelInput(
+            self._integers(tokens),
+            position_tensor,
+            encoder_batch.sub_batches,
+            no_tokens,
+            max_seq_lens=max_seq_lens,
+            slot_mappings=slot_mappings,
         )
-        if placed is None:
-            return self.model.encode(source), source
-        self.cache.apply(placed.block_ops)
-        return self.model(ModelInput(nothing, nothing, (), nothing, encoder_input=source), self.cache), source
+        if allocation is None:
+            return self.model.encode(encoder_input), encoder_input
+        self.cache.apply(allocation.block_ops)
+        return self.model(
+            ModelInput(no_tokens, no_tokens, (), no_tokens, encoder_input=encoder_input), self.cache
+        ), encoder_input
 
     @torch.inference_mode()
     def encoder_outputs(
-        self, hidden: Tensor, step: ModelInput, lengths: Sequence[int], wants: Sequence[str]
+        self, hidden: Tensor, model_input: ModelInput, lengths: Sequence[int], output_kinds: Sequence[str]
     ) -> list[Tensor]:
-        """What each row of an encoder's step asks for: the head's answer, or its hidden states pooled."""
-        said: dict[str, Sequence[Tensor]] = {}
-        if "head" in wants:
-            said["head"] = self._head(hidden, step, list(lengths))
-        if "mean" in wants:
-            said["mean"] = model_lib.heads.pool_hidden(hidden, step.sub_batches, "mean").unbind(0)
-        if "first" in wants:
-            said["first"] = model_lib.heads.pool_hidden(hidden, step.sub_batches, "first").unbind(0)
-        return [said[want][number] for number, want in enumerate(wants)]
+        """Return the requested output of each sequence: the head's, or pooled hidden states."""
+        outputs: dict[str, Sequence[Tensor]] = {}
+        if "head" in output_kinds:
+            outputs["head"] = self._head(hidden, model_input, list(lengths))
+        if "mean" in output_kinds:
+            outputs["mean"] = model_lib.heads.pool_hidden(hidden, model_input.sub_batches, "mean").unbind(0)
+        if "first" in output_kinds:
+            outputs["first"] = model_lib.heads.pool_hidden(hidden, model_input.sub_batches, "first").unbind(0)
+        return [outputs[kind][index] for index, kind in enumerate(output_kinds)]
 
-    def _head(self, hidden: Tensor, step: ModelInput, lengths: list[int]) -> Sequence[Tensor]:
-        """Of every token, or of the whole row; the hidden states of an encoder-decoder's source."""
+    def _head(self, hidden: Tensor, model_input: ModelInput, lengths: list[int]) -> Sequence[Tensor]:
+        """Return the head's output per sequence; hidden states for an encoder-decoder."""
         rows: tuple[Tensor, ...]
         if self.model.decoder is not None:
             rows = hidden.split(lengths)
         elif self.model.config.pools_sequence:
-            rows = self.model.pooled_outputs(hidden, step).unbind(0)
+            rows = self.model.pooled_outputs(hidden, model_input).unbind(0)
         else:
             rows = self.model.logits(hidden, torch.arange(len(hidden), device=hidden.device)).split(lengths)
         return rows
@@ -114,8 +137,8 @@ class ModelRunner:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
 
-def _asks_for_limits(stack: cfg.StackConfig) -> bool:
-    """Whether a rotary regime of the stack depends on how long a row may become."""
+def _depends_on_length(stack: cfg.StackConfig) -> bool:
+    """True if a rotary regime of the stack depends on the sequence's maximum length."""
     positions = [layer.attention.position for layer in stack.layer_types.values()]
     return any(
         isinstance(position, cfg.RopeConfig) and model_lib.positions.depends_on_length(position)

@@ -1,17 +1,11 @@
-"""From logits to tokens: a fold of small functions over [N, V], each skipped when no row asks for it.
+"""Sampler: from logits to tokens, candidates, log-probabilities or errors.
 
-Every function leaves rows that do not use it bit for bit as they were, and a row's draw is a function of its seed,
-sample and position; so what a row gets never depends on its neighbours.  Logits that are NaN or infinite become a
-fault of that row, never a token.
+Sampling is a chain of small functions over [N, V], each skipped if no row uses it. Every function leaves other rows
+unchanged bit for bit, and a row's draw is a function of seed, sample and position, so results do not depend on
+neighbors. Logits that are NaN or infinite, or an exception in a caller's function, are an error of that row only.
 
-What came out of a step: the logits of each row's work become a token, candidates and scores, or a fault.
-
-A fault is one row's: what its logits hold that is no number, what a caller's own function raises.  Its neighbours' are
-read as if it were not there.
-
-Counter-based random numbers: Philox4x32-10 (Salmon et al. 2011), so that a draw is a function and not a state.
-
-``uniform(seed, sample, position)`` is the same whoever else is in the batch, after a preemption, and on every machine.
+Random numbers are counter-based: Philox4x32-10 (Salmon et al. 2011). ``uniform(seed, sample, position)`` is the same in
+any batch, after a preemption, and on every machine.
 """
 
 from __future__ import annotations
@@ -44,7 +38,7 @@ Words = npt.NDArray[np.uint64]
 
 
 def philox(counter: Words, key: Words) -> Words:
-    """counter [4, N] and key [2, N] of 32-bit words -> [4, N] random 32-bit words."""
+    """Counter [4, N] and key [2, N] of 32-bit words -> [4, N] random 32-bit words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -67,19 +61,18 @@ def uniform(seeds: Sequence[int], samples: Sequence[int], positions: Sequence[in
 
 
 class SamplingRow(NamedTuple):
-    """One row to sample: ``tokens`` is its prompt and output so far, the first ``prompt`` of them the prompt, and
-    ``limit`` how many they may become."""
+    """Inputs for one row of logits."""
 
-    sampling: SamplingParams
-    tokens: Sequence[int]
-    prompt: int
-    sample: int
+    sampling_params: SamplingParams
+    tokens: Sequence[int]  # prompt and output
+    num_prompt_tokens: int  # length of the prompt in tokens
+    sample_index: int
     stop_tokens: frozenset[int]
-    limit: int = 1 << 62
+    max_len: int = 1 << 62  # maximum number of tokens
 
 
 class SampledToken(NamedTuple):
-    """``candidates``: of a beam, in place of the token; it may have none that is allowed, while others go on."""
+    """Sampled token; for a beam, ``candidates`` instead (possibly empty)."""
 
     token: int
     logprob: TokenLogprob | None
@@ -88,81 +81,87 @@ class SampledToken(NamedTuple):
 
 
 NONFINITE_ERROR = "numerical error: the model's logits are NaN or infinite"
-NO_ALLOWED_TOKEN = "every token is banned by allowed, bad_words, logit_bias, min_tokens or no_repeat_ngram"
+NO_ALLOWED_TOKEN = (
+    "every token is banned by allowed_tokens_fn, bad_words_ids, logit_bias, min_tokens or no_repeat_ngram_size"
+)
 
 
-def sample_tokens(logits: Tensor, jobs: Sequence[SamplingRow]) -> list[SampledToken]:
-    """logits [N, V], one job per row -> one token per row."""
+def sample_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+    """Sample one token per row from logits [N, V]."""
     raw = logits.float()
-    healthy = torch.isfinite(raw).all(dim=-1).tolist()
-    if not all(healthy):
+    is_finite = torch.isfinite(raw).all(dim=-1).tolist()
+    if not all(is_finite):
         raw = torch.where(torch.isfinite(raw), raw, torch.zeros_like(raw))
     scores = raw
-    searched = [i for i, job in enumerate(jobs) if job.sampling.num_beams > 1]
-    if searched:  # beams add up log-probabilities, and what the fold bans or penalises of them (as transformers does)
+    beam_rows = [i for i, row in enumerate(rows) if row.sampling_params.num_beams > 1]
+    if beam_rows:  # beams sum log-probabilities, to which bans and penalties apply (as in transformers)
         scores = raw.clone()
-        scores[searched] = raw[searched].log_softmax(dim=-1)
+        scores[beam_rows] = raw[beam_rows].log_softmax(dim=-1)
     for step in SAMPLER_STEPS:
-        scores = step(scores, jobs)
+        scores = step(scores, rows)
     tokens = scores.argmax(dim=-1)
-    drawn = [i for i, job in enumerate(jobs) if not job.sampling.greedy]
-    if drawn:
-        tokens[drawn] = _draw(scores[drawn], [jobs[i] for i in drawn])
+    sampled_rows = [i for i, row in enumerate(rows) if not row.sampling_params.greedy]
+    if sampled_rows:
+        tokens[sampled_rows] = _draw(scores[sampled_rows], [rows[i] for i in sampled_rows])
     chosen = tokens.tolist()
-    left = (scores.amax(dim=-1) > -math.inf).tolist()
-    reports = _reports(raw, jobs, chosen)
-    found = _candidates(scores, jobs, searched)
+    has_allowed = (scores.amax(dim=-1) > -math.inf).tolist()
+    logprobs = _requested_logprobs(raw, rows, chosen)
+    candidates = _candidates(scores, rows, beam_rows)
     return [
         SampledToken(
             token,
-            report,
-            (None if some or i in found else NO_ALLOWED_TOKEN) if fine else NONFINITE_ERROR,
-            found.get(i, ()),
+            logprob,
+            (None if has_token or i in candidates else NO_ALLOWED_TOKEN) if is_row_finite else NONFINITE_ERROR,
+            candidates.get(i, ()),
         )
-        for i, (token, report, fine, some) in enumerate(zip(chosen, reports, healthy, left, strict=True))
+        for i, (token, logprob, is_row_finite, has_token) in enumerate(
+            zip(chosen, logprobs, is_finite, has_allowed, strict=True)
+        )
     ]
 
 
 def _candidates(
-    scores: Tensor, jobs: Sequence[SamplingRow], rows: Sequence[int]
+    scores: Tensor, rows: Sequence[SamplingRow], row_indices: Sequence[int]
 ) -> dict[int, tuple[tuple[int, float], ...]]:
-    """The best continuations of beams, as many as their search looks at."""
-    found = {}
-    for i in rows:
-        count = min(num_candidates(jobs[i].sampling, len(jobs[i].stop_tokens)), scores.shape[-1])
+    """Return the best continuations of beams, as many as the search considers."""
+    candidates = {}
+    for i in row_indices:
+        count = min(num_candidates(rows[i].sampling_params, len(rows[i].stop_tokens)), scores.shape[-1])
         values, tokens = scores[i].topk(count)
-        found[i] = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
-    return found
+        candidates[i] = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+    return candidates
 
 
-def gather_logprobs(logits: Tensor, targets: Sequence[int], top: int) -> list[TokenLogprob] | None:
-    """Log-probabilities of ``targets`` [N] under logits [N, V], with the ``top`` best alternatives; None on a fault."""
+def gather_logprobs(logits: Tensor, targets: Sequence[int], top_logprobs: int) -> list[TokenLogprob] | None:
+    """Return log-probabilities of ``targets`` [N] under logits [N, V]; None if not finite."""
     raw = logits.float()
     if not bool(torch.isfinite(raw).all()):
         return None
-    return _score(raw, targets, [top] * len(targets))
+    return _score(raw, targets, [top_logprobs] * len(targets))
 
 
-def _reports(raw: Tensor, jobs: Sequence[SamplingRow], chosen: Sequence[int]) -> list[TokenLogprob | None]:
-    asked = [i for i, job in enumerate(jobs) if job.sampling.logprobs is not None]
-    if not asked:
-        return [None] * len(jobs)
-    reports: list[TokenLogprob | None] = [None] * len(jobs)
-    tops = [jobs[i].sampling.logprobs or 0 for i in asked]
-    for i, score in zip(asked, _score(raw[asked], [chosen[i] for i in asked], tops), strict=True):
-        reports[i] = score
-    return reports
+def _requested_logprobs(raw: Tensor, rows: Sequence[SamplingRow], chosen: Sequence[int]) -> list[TokenLogprob | None]:
+    requested = [i for i, row in enumerate(rows) if row.sampling_params.logprobs is not None]
+    if not requested:
+        return [None] * len(rows)
+    logprobs: list[TokenLogprob | None] = [None] * len(rows)
+    num_alternatives = [rows[i].sampling_params.logprobs or 0 for i in requested]
+    for i, score in zip(
+        requested, _score(raw[requested], [chosen[i] for i in requested], num_alternatives), strict=True
+    ):
+        logprobs[i] = score
+    return logprobs
 
 
-def _score(raw: Tensor, targets: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
+def _score(raw: Tensor, targets: Sequence[int], num_alternatives: Sequence[int]) -> list[TokenLogprob]:
     logprobs = raw.log_softmax(dim=-1)
-    own = logprobs[range(len(targets)), list(targets)].tolist()
-    best = min(max(tops), raw.shape[-1])
-    values, ids = logprobs.topk(best, dim=-1) if best else (logprobs[:, :0], logprobs[:, :0])
+    target_logprobs = logprobs[range(len(targets)), list(targets)].tolist()
+    max_top = min(max(num_alternatives), raw.shape[-1])
+    values, ids = logprobs.topk(max_top, dim=-1) if max_top else (logprobs[:, :0], logprobs[:, :0])
     alternatives = [list(zip(map(int, i), v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
     return [
-        TokenLogprob(token, logprob, tuple(row[:top]))
-        for token, logprob, row, top in zip(targets, own, alternatives, tops, strict=True)
+        TokenLogprob(token, logprob, tuple(row[:num_top]))
+        for token, logprob, row, num_top in zip(targets, target_logprobs, alternatives, num_alternatives, strict=True)
     ]
 
 
@@ -170,144 +169,158 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(-1)
 
 
-# ---------------------------------------------------------------- the fold
+# ---------------------------------------------------------------- sampler steps
 
 
-def apply_bans(scores: Tensor, jobs: Sequence[SamplingRow]) -> Tensor:
-    """-inf for what must not come next: the end before ``min_tokens``, the last token of a bad word."""
-    banned = [(i, token) for i, job in enumerate(jobs) for token in _banned(job) if token < scores.shape[-1]]
-    if not banned:
+def apply_bans(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Ban end tokens before ``min_tokens``, ends of bad words, and repeated n-grams."""
+    banned_tokens = [(i, token) for i, row in enumerate(rows) for token in _banned(row) if token < scores.shape[-1]]
+    if not banned_tokens:
         return scores
     scores = scores.clone()
-    rows, tokens = zip(*banned, strict=True)
-    scores[list(rows), list(tokens)] = -math.inf
+    row_indices, tokens = zip(*banned_tokens, strict=True)
+    scores[list(row_indices), list(tokens)] = -math.inf
     return scores
 
 
-def _banned(job: SamplingRow) -> set[int]:
-    s, tokens = job.sampling, job.tokens
-    found = set(job.stop_tokens) if len(tokens) - job.prompt < s.min_tokens else set()
-    for word in s.bad_words_ids:
+def _banned(row: SamplingRow) -> set[int]:
+    params, tokens = row.sampling_params, row.tokens
+    banned = set(row.stop_tokens) if len(tokens) - row.num_prompt_tokens < params.min_tokens else set()
+    for word in params.bad_words_ids:
         prefix = word[:-1]
         if not prefix or tuple(tokens[-len(prefix) :]) == tuple(prefix):
-            found.add(word[-1])
-    if s.no_repeat_ngram_size:
-        found |= _repeated(tokens, s.no_repeat_ngram_size)
-    return found
+            banned.add(word[-1])
+    if params.no_repeat_ngram_size:
+        banned |= _repeated(tokens, params.no_repeat_ngram_size)
+    return banned
 
 
 def _repeated(tokens: Sequence[int], n: int) -> set[int]:
-    """The tokens that followed earlier occurrences of the last n - 1 (Paulus et al. 2018, sec. 2.5)."""
+    """Return tokens that would repeat an n-gram (Paulus et al. 2018, sec. 2.5)."""
     if len(tokens) + 1 < n:
         return set()
     last = tuple(tokens[len(tokens) - n + 1 :])
-    return {tokens[at + n - 1] for at in range(len(tokens) - n + 1) if tuple(tokens[at : at + n - 1]) == last}
+    return {
+        tokens[start + n - 1] for start in range(len(tokens) - n + 1) if tuple(tokens[start : start + n - 1]) == last
+    }
 
 
-def apply_forced_tokens(scores: Tensor, jobs: Sequence[SamplingRow]) -> Tensor:
-    """Only what ``allowed`` allows; the first token, or the last, where it is forced."""
-    rows = [i for i, job in enumerate(jobs) if _forces(job.sampling)]
-    if not rows:
+def apply_forced_tokens(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Keep only allowed tokens, and the forced first or last token."""
+    row_indices = [i for i, row in enumerate(rows) if _forces(row.sampling_params)]
+    if not row_indices:
         return scores
     scores = scores.clone()
-    for i in rows:
-        s, tokens = jobs[i].sampling, jobs[i].tokens
-        if s.allowed_tokens_fn is not None:
-            ids = [token for token in s.allowed_tokens_fn(tuple(tokens)) if 0 <= token < scores.shape[-1]]
-            kept = scores[i, ids]
+    for i in row_indices:
+        params, tokens = rows[i].sampling_params, rows[i].tokens
+        if params.allowed_tokens_fn is not None:
+            ids = [token for token in params.allowed_tokens_fn(tuple(tokens)) if 0 <= token < scores.shape[-1]]
+            allowed_scores = scores[i, ids]
             scores[i] = -math.inf
-            scores[i, ids] = kept
-        forced = s.forced_bos_token_id if len(tokens) == jobs[i].prompt else None
-        if s.forced_eos_token_id is not None and len(tokens) + 1 == jobs[i].limit:
-            forced = s.forced_eos_token_id
-        if forced is not None:
+            scores[i, ids] = allowed_scores
+        forced_token = params.forced_bos_token_id if len(tokens) == rows[i].num_prompt_tokens else None
+        if params.forced_eos_token_id is not None and len(tokens) + 1 == rows[i].max_len:
+            forced_token = params.forced_eos_token_id
+        if forced_token is not None:
             scores[i] = -math.inf
-            scores[i, forced] = 0.0
+            scores[i, forced_token] = 0.0
     return scores
 
 
-def _forces(s: SamplingParams) -> bool:
-    return s.allowed_tokens_fn is not None or s.forced_bos_token_id is not None or s.forced_eos_token_id is not None
+def _forces(params: SamplingParams) -> bool:
+    return (
+        params.allowed_tokens_fn is not None
+        or params.forced_bos_token_id is not None
+        or params.forced_eos_token_id is not None
+    )
 
 
-def apply_logit_bias(scores: Tensor, jobs: Sequence[SamplingRow]) -> Tensor:
-    if not any(job.sampling.logit_bias for job in jobs):
+def apply_logit_bias(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    if not any(row.sampling_params.logit_bias for row in rows):
         return scores
     scores = scores.clone()
-    for i, job in enumerate(jobs):
-        for token, bias in job.sampling.logit_bias.items():
+    for i, row in enumerate(rows):
+        for token, bias in row.sampling_params.logit_bias.items():
             scores[i, token] += bias
     return scores
 
 
-def apply_penalties(scores: Tensor, jobs: Sequence[SamplingRow]) -> Tensor:
-    """Repetition (Keskar et al. 2019, sec. 4.1): positive logits are divided, negative multiplied, for tokens of the
-    prompt and the output; presence and frequency are subtracted, for tokens of the output."""
-    rows = [i for i, job in enumerate(jobs) if _has_penalty(job.sampling)]
-    if not rows:
+def apply_penalties(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Apply repetition, presence and frequency penalties.
+
+    Repetition (Keskar et al. 2019, sec. 4.1): positive logits are divided, negative ones multiplied, for tokens of
+    prompt and output. Presence and frequency are subtracted, for output tokens.
+    """
+    row_indices = [i for i, row in enumerate(rows) if _has_penalty(row.sampling_params)]
+    if not row_indices:
         return scores
     scores = scores.clone()
-    for i in rows:
-        s, tokens = jobs[i].sampling, torch.tensor(jobs[i].tokens, device=scores.device)
-        seen = tokens.unique()
-        old = scores[i, seen]
-        scores[i, seen] = torch.where(old > 0, old / s.repetition_penalty, old * s.repetition_penalty)
-        output, counts = tokens[jobs[i].prompt :].unique(return_counts=True)
-        scores[i, output] -= s.presence_penalty + s.frequency_penalty * counts.to(scores.dtype)
+    for i in row_indices:
+        params, tokens = rows[i].sampling_params, torch.tensor(rows[i].tokens, device=scores.device)
+        token_ids = tokens.unique()
+        old_scores = scores[i, token_ids]
+        scores[i, token_ids] = torch.where(
+            old_scores > 0, old_scores / params.repetition_penalty, old_scores * params.repetition_penalty
+        )
+        output, counts = tokens[rows[i].num_prompt_tokens :].unique(return_counts=True)
+        scores[i, output] -= params.presence_penalty + params.frequency_penalty * counts.to(scores.dtype)
     return scores
 
 
-def _has_penalty(s: SamplingParams) -> bool:
-    return s.repetition_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
+def _has_penalty(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
-def apply_temperature(scores: Tensor, jobs: Sequence[SamplingRow]) -> Tensor:
-    """z / tau; rows at temperature 0 (greedy) and 1 stay as they are."""
-    taus = [job.sampling.temperature or 1.0 for job in jobs]
+def apply_temperature(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Divide by the temperature; rows at 0 (greedy) and 1 are unchanged."""
+    taus = [row.sampling_params.temperature or 1.0 for row in rows]
     if all(tau == 1 for tau in taus):
         return scores
     best = scores.amax(dim=-1, keepdim=True)
-    below = scores - best.masked_fill(best == -math.inf, 0.0)  # so that a tiny tau gives -inf and never infinity
+    below = scores - best.masked_fill(best == -math.inf, 0.0)  # a tiny tau then gives -inf, never infinity
     used = torch.tensor([tau != 1 for tau in taus], device=scores.device).unsqueeze(-1)
     return torch.where(used, below / _column([max(tau, 1e-30) for tau in taus], scores), scores)
 
 
-def apply_top_k(scores: Tensor, jobs: Sequence[SamplingRow]) -> Tensor:
-    """Fan et al. 2018: the k best; ties with the k-th stay."""
+def apply_top_k(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Keep the k best tokens and ties with the k-th (Fan et al. 2018)."""
     vocab = scores.shape[-1]
-    ks = [min(job.sampling.top_k, vocab) if job.sampling.top_k and not job.sampling.greedy else vocab for job in jobs]
+    ks = [
+        min(row.sampling_params.top_k, vocab) if row.sampling_params.top_k and not row.sampling_params.greedy else vocab
+        for row in rows
+    ]
     if all(k == vocab for k in ks):
         return scores
     best = scores.topk(max(k for k in ks if k < vocab), dim=-1).values
-    which = torch.tensor([k - 1 if k < vocab else 0 for k in ks], device=scores.device).unsqueeze(-1)
-    floor = best.gather(-1, which)
+    rank_index = torch.tensor([k - 1 if k < vocab else 0 for k in ks], device=scores.device).unsqueeze(-1)
+    floor = best.gather(-1, rank_index)
     floor = torch.where(torch.tensor([k < vocab for k in ks], device=scores.device).unsqueeze(-1), floor, -math.inf)
     return scores.masked_fill(scores < floor, -math.inf)
 
 
-def apply_top_p(scores: Tensor, jobs: Sequence[SamplingRow]) -> Tensor:
-    """Holtzman et al. 2020: the fewest tokens whose probabilities reach p."""
-    ps = [1.0 if job.sampling.greedy else job.sampling.top_p for job in jobs]
+def apply_top_p(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Keep the fewest tokens whose probabilities reach p (Holtzman et al. 2020)."""
+    ps = [1.0 if row.sampling_params.greedy else row.sampling_params.top_p for row in rows]
     if all(p >= 1 for p in ps):
         return scores
     ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
     probabilities = ordered.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    return _drop(scores, ids, before >= _column([p if p < 1 else math.inf for p in ps], scores))
+    previous = probabilities.cumsum(dim=-1) - probabilities
+    return _drop(scores, ids, previous >= _column([p if p < 1 else math.inf for p in ps], scores))
 
 
-def apply_min_p(scores: Tensor, jobs: Sequence[SamplingRow]) -> Tensor:
-    """Nguyen et al. 2024: tokens of at least min_p times the best one's probability."""
-    ps = [0.0 if job.sampling.greedy else job.sampling.min_p for job in jobs]
+def apply_min_p(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Keep tokens with at least min_p times the best probability (Nguyen et al. 2024)."""
+    ps = [0.0 if row.sampling_params.greedy else row.sampling_params.min_p for row in rows]
     if not any(ps):
         return scores
     floor = scores.amax(dim=-1, keepdim=True) + _column([math.log(p) if p else -math.inf for p in ps], scores)
     return scores.masked_fill(scores < floor, -math.inf)
 
 
-def apply_typical_p(scores: Tensor, jobs: Sequence[SamplingRow]) -> Tensor:
-    """Meister et al. 2023: the tokens whose surprise is nearest to the entropy, until their mass reaches typical_p."""
-    ps = [1.0 if job.sampling.greedy else job.sampling.typical_p for job in jobs]
+def apply_typical_p(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Keep tokens with surprise nearest to the entropy, up to typical_p (Meister et al. 2023)."""
+    ps = [1.0 if row.sampling_params.greedy else row.sampling_params.typical_p for row in rows]
     if all(p >= 1 for p in ps):
         return scores
     logprobs = scores.log_softmax(dim=-1)
@@ -315,12 +328,12 @@ def apply_typical_p(scores: Tensor, jobs: Sequence[SamplingRow]) -> Tensor:
     entropy = -(probabilities * logprobs.masked_fill(probabilities == 0, 0.0)).sum(dim=-1, keepdim=True)
     ids = (-logprobs - entropy).abs().sort(dim=-1, stable=True).indices
     ordered = probabilities.gather(-1, ids)
-    before = ordered.cumsum(dim=-1) - ordered
-    return _drop(scores, ids, before >= _column([p if p < 1 else math.inf for p in ps], scores))
+    previous = ordered.cumsum(dim=-1) - ordered
+    return _drop(scores, ids, previous >= _column([p if p < 1 else math.inf for p in ps], scores))
 
 
 def _drop(scores: Tensor, ids: Tensor, out: Tensor) -> Tensor:
-    """-inf where ``out`` (in the order of ``ids``) says so; the first of the order stays, whatever a rounded p says."""
+    """Set ``out`` (in the order of ``ids``) to -inf, but never the first token."""
     out[:, 0] = False
     return scores.masked_fill(torch.zeros_like(out).scatter(-1, ids, out), -math.inf)
 
@@ -338,60 +351,68 @@ SAMPLER_STEPS: tuple[Callable[[Tensor, Sequence[SamplingRow]], Tensor], ...] = (
 )
 
 
-def _draw(scores: Tensor, jobs: Sequence[SamplingRow]) -> Tensor:
-    """Inverse transform: the first token at which the cumulated probability exceeds the row's uniform number."""
-    u = uniform([j.sampling.seed for j in jobs], [j.sample for j in jobs], [len(j.tokens) for j in jobs])
+def _draw(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Draw by inverse transform.
+
+    The first token whose cumulative probability exceeds the uniform number.
+    """
+    u = uniform([j.sampling_params.seed for j in rows], [j.sample_index for j in rows], [len(j.tokens) for j in rows])
     cumulated = scores.double().softmax(dim=-1).cumsum(dim=-1)
     threshold = torch.from_numpy(u).to(scores.device).unsqueeze(-1) * cumulated[:, -1:]
     return torch.searchsorted(cumulated, threshold, right=True).squeeze(-1).clamp(max=scores.shape[-1] - 1)
 
 
-def sample_outputs(plan: SchedulerOutput, logits: Tensor) -> list[SequenceOutput]:
-    """Sample and score each work's share of the logits [N, V]."""
+def sample_outputs(output: SchedulerOutput, logits: Tensor) -> list[SequenceOutput]:
+    """Sample and score each scheduled sequence's share of the logits [N, V]."""
     sampled: list[tuple[int, int]] = []
-    start, shares = 0, []
-    for number, work in enumerate(plan.scheduled):
-        stop = start + len(work.logit_offsets)
-        if work.is_sampled:
-            sampled.append((number, stop - 1))
-        shares.append((start, stop - 1 if work.is_sampled else stop))
+    start, ranges = 0, []
+    for index, scheduled in enumerate(output.scheduled):
+        stop = start + len(scheduled.logit_offsets)
+        if scheduled.is_sampled:
+            sampled.append((index, stop - 1))
+        ranges.append((start, stop - 1 if scheduled.is_sampled else stop))
         start = stop
-    results = [_scored(work, logits, share) for work, share in zip(plan.scheduled, shares, strict=True)]
+    results = [
+        _score_span(scheduled, logits, logit_range)
+        for scheduled, logit_range in zip(output.scheduled, ranges, strict=True)
+    ]
     if sampled:
-        jobs = [_job(plan.scheduled[number]) for number, _ in sampled]
-        for (number, _), chosen in zip(sampled, _chosen(logits[[at for _, at in sampled]], jobs), strict=True):
-            before = results[number]
-            fault = before.error or chosen.error
-            results[number] = SequenceOutput(
-                chosen.token, chosen.logprob, before.prompt_logprobs, fault, candidates=chosen.candidates
+        rows = [_sampling_row(output.scheduled[index]) for index, _ in sampled]
+        for (index, _), chosen in zip(
+            sampled, _sample_rows(logits[[start for _, start in sampled]], rows), strict=True
+        ):
+            previous = results[index]
+            error = previous.error or chosen.error
+            results[index] = SequenceOutput(
+                chosen.token, chosen.logprob, previous.prompt_logprobs, error, candidates=chosen.candidates
             )
     return results
 
 
-def _chosen(logits: Tensor, jobs: Sequence[SamplingRow]) -> list[SampledToken]:
-    """Sample [N, V]; a caller's own function (``Sampling.allowed``) that raises ends its row and no other."""
+def _sample_rows(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+    """Sample [N, V]; an exception in ``allowed_tokens_fn`` fails its row only."""
     try:
-        return sample_tokens(logits, jobs)
+        return sample_tokens(logits, rows)
     except Exception as error:
-        if all(job.sampling.allowed_tokens_fn is None for job in jobs):
+        if all(row.sampling_params.allowed_tokens_fn is None for row in rows):
             raise
-        if len(jobs) == 1:
+        if len(rows) == 1:
             return [SampledToken(0, None, f"sampling failed: {type(error).__name__}: {error}")]
-        return [chosen for row, job in zip(logits.split(1), jobs, strict=True) for chosen in _chosen(row, [job])]
+        return [chosen for part, row in zip(logits.split(1), rows, strict=True) for chosen in _sample_rows(part, [row])]
 
 
-def _scored(work: ScheduledSequence, logits: Tensor, share: tuple[int, int]) -> SequenceOutput:
-    low, high = share
+def _score_span(scheduled: ScheduledSequence, logits: Tensor, logit_range: tuple[int, int]) -> SequenceOutput:
+    low, high = logit_range
     if low == high:
         return SequenceOutput()
-    first = work.start + work.logit_offsets[0] + 1
-    targets = work.sequence.token_ids[first : first + high - low]
-    scores = gather_logprobs(logits[low:high], targets, work.sequence.sampling_params.prompt_logprobs or 0)
+    first = scheduled.start + scheduled.logit_offsets[0] + 1
+    targets = scheduled.sequence.token_ids[first : first + high - low]
+    scores = gather_logprobs(logits[low:high], targets, scheduled.sequence.sampling_params.prompt_logprobs or 0)
     return SequenceOutput(error=NONFINITE_ERROR) if scores is None else SequenceOutput(prompt_logprobs=tuple(scores))
 
 
-def _job(work: ScheduledSequence) -> SamplingRow:
-    row = work.sequence
+def _sampling_row(scheduled: ScheduledSequence) -> SamplingRow:
+    row = scheduled.sequence
     return SamplingRow(
         row.sampling_params, row.token_ids, row.num_prompt_tokens, row.sample_index, row.stop_tokens, row.max_len
     )

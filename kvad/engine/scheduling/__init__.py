@@ -1,4 +1,4 @@
-"""kvad.engine.scheduling"""
+"""Requests, sequences, scheduler, batching, preemption and beam search; no torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Who has a seat and who waits for one: rows come with what the cache has of them, and leave with it or without.
+"""Admission: assign indices to waiting sequences with their cached tokens, and release them.
 
-Invariants: a row is in exactly one of *waiting* (no seat, no blocks), *running* (a seat) and neither (it has ended, or
-is a beam that has no history, with a seat that is kept for it or without); the lowest free seat is taken first; both
-lists stand in the order in which rows came.  Never: a decision about whose turn it is.  Integers only, no torch.
+Invariants: a sequence is *waiting* (no index, no blocks), *running* (an index), or neither (it has ended, or is a beam
+without tokens, with or without a reserved index); the lowest free index is assigned first; both lists are in order of
+arrival. The scheduler decides which sequence is next. Integers only, no torch.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from kvad.cache.manager import KVCacheManager
 from kvad.engine.scheduling.preemption import PreemptionManager
 from kvad.engine.scheduling.sequence import DONE, IDLE, RUNNING, WAITING, Request, TokenSequence
 
-MAX_PREFETCHES = (
-    2  # rows whose blocks are brought from the tiers at once, and the oldest: their bytes are in host memory
-)
+MAX_PREFETCHES = 2  # sequences that load from the block store at once, besides the oldest (their bytes are in RAM)
 
 
 class AdmissionQueue:
-    """Of ``num_seats`` rows at once; ``free``: seats that nobody has, a heap."""
+    """Waiting and running sequences; ``free_indices`` is a heap."""
 
     def __init__(self, kv_cache_manager: KVCacheManager, max_num_seqs: int) -> None:
         self._kv_cache_manager, self.max_num_seqs = kv_cache_manager, max_num_seqs
@@ -29,185 +27,199 @@ class AdmissionQueue:
         self.running: list[TokenSequence] = []
         self.waiting: list[TokenSequence] = []
 
-    # ------------------------------------------------------------ a row comes
+    # ------------------------------------------------------------ admit
 
-    def enqueue(self, row: TokenSequence) -> None:
-        """The row waits, at its place in the order."""
-        insort(self.waiting, row, key=_order)
+    def enqueue(self, seq: TokenSequence) -> None:
+        """Insert a sequence into the waiting list by priority."""
+        insort(self.waiting, seq, key=_priority)
 
-    def is_admissible(self, row: TokenSequence) -> bool:
-        """Could a waiting row go on if it had a seat?"""
-        return self.is_ready(row) and self._fetched(row)
+    def is_admissible(self, seq: TokenSequence) -> bool:
+        """True if a waiting sequence could run with an index."""
+        return self.is_ready(seq) and self._is_prefetched(seq)
 
-    def is_ready(self, row: TokenSequence) -> bool:
-        """Samples 1 .. n-1 wait until sample 0 has computed the prompt that they share."""
-        first = row.request.sequences[0]
-        if row is first or first.state in (DONE, IDLE):
+    def is_ready(self, seq: TokenSequence) -> bool:
+        """True unless sample 0 must first compute the prompt that samples 1 .. n-1 share."""
+        first = seq.request.sequences[0]
+        if seq is first or first.state in (DONE, IDLE):
             return True
-        return first.state == RUNNING and first.num_computed_tokens >= row.num_prompt_tokens
+        return first.state == RUNNING and first.num_computed_tokens >= seq.num_prompt_tokens
 
-    def _fetched(self, row: TokenSequence) -> bool:
-        """Is all here that the tiers have of this row?  It is asked when a row might be admitted; few are brought at
-        once, and only they wait: who needs nothing from there goes past them."""
-        if self._kv_cache_manager.prefix_offload is None or row.swapped is not None or not row.token_ids:
-            return True
-        if row.prefetch is None:
-            row.prefetch = self._kv_cache_manager.prefetch(row.token_ids, row.request.prefix_root, _max_hit_tokens(row))
-        if row.prefetch.ready():
-            return True
-        others = sum(other.prefetch is not None and bool(other.prefetch.tickets) for other in self.waiting)
-        if row.prefetch.started or (
-            others >= MAX_PREFETCHES and row is not self.waiting[0]
-        ):  # the oldest waits for nobody
-            return False
-        row.prefetch.start()
-        return row.prefetch.ready()
+    def _is_prefetched(self, seq: TokenSequence) -> bool:
+        """True if the sequence's blocks from the block store are in RAM.
 
-    def try_admit(self, row: TokenSequence, swaps: PreemptionManager, fresh: Sequence[TokenSequence] = ()) -> bool:
-        """Give a row a seat and what the cache knows of it; False, and no change, if its tokens have no room now,
-        beside those that run and ``fresh`` ones that are about to."""
-        idle, others = self._idle_beams(row), [*self.running, *fresh]
-        if len(self.free_indices) <= len(idle) or not swaps.ready(row):
+        Called when a sequence might be admitted. Few sequences load at once, and only these wait; a sequence that needs
+        nothing from the store passes them.
+        """
+        if self._kv_cache_manager.prefix_offload is None or seq.swapped is not None or not seq.token_ids:
+            return True
+        if seq.prefetch is None:
+            seq.prefetch = self._kv_cache_manager.prefetch(seq.token_ids, seq.request.prefix_root, _max_hit_tokens(seq))
+        if seq.prefetch.ready():
+            return True
+        others = sum(other.prefetch is not None and bool(other.prefetch.handles) for other in self.waiting)
+        if seq.prefetch.started or (
+            others >= MAX_PREFETCHES and seq is not self.waiting[0]
+        ):  # the oldest is never delayed by others
             return False
-        if others and not swaps.can_always_swap(row, others):
+        seq.prefetch.start()
+        return seq.prefetch.ready()
+
+    def try_admit(
+        self, seq: TokenSequence, preemption: PreemptionManager, new_seqs: Sequence[TokenSequence] = ()
+    ) -> bool:
+        """Assign an index and the cached tokens to a sequence.
+
+        Returns:
+            False, without changes, if its tokens do not fit next to the running and ``new_seqs`` ones.
+        """
+        idle_beams, others = self._idle_beams(seq), [*self.running, *new_seqs]
+        if len(self.free_indices) <= len(idle_beams) or not preemption.ready(seq):
             return False
-        seat = row.seq_index = self.free_indices[0]
-        if row.swapped is not None and not self._kv_cache_manager.swap_in(seat, row.swapped):
-            row.seq_index = -1
+        if others and not preemption.can_always_swap(seq, others):
             return False
-        length = row.swapped.length if row.swapped is not None else self._share(row, seat)
+        seq_index = seq.seq_index = self.free_indices[0]
+        if seq.swapped is not None and not self._kv_cache_manager.swap_in(seq_index, seq.swapped):
+            seq.seq_index = -1
+            return False
+        length = seq.swapped.length if seq.swapped is not None else self._fork_prompt(seq, seq_index)
         if length is None:
             length = self._kv_cache_manager.add_sequence(
-                seat, row.token_ids, row.request.prefix_root, _max_hit_tokens(row), row.prefetch
+                seq_index, seq.token_ids, seq.request.prefix_root, _max_hit_tokens(seq), seq.prefetch
             )
-            assert length is not None, f"seat {seat} is taken"
+            assert length is not None, f"index {seq_index} is in use"
         if (
-            row.request.encoder_tokens is not None
-            and not row.encoder_ready
-            and not self._attach(row, seat, row.request.encoder_tokens)
+            seq.request.encoder_tokens is not None
+            and not seq.encoder_ready
+            and not self._attach_encoder_input(seq, seq_index, seq.request.encoder_tokens)
         ):
-            self.release(row, seated=False)
+            self.release(seq, has_index=False)
             return False
-        row.num_computed_tokens = length
-        # Others have still to take blocks for what they were admitted with.  An admission looks past that, as long as
-        # no watermark has to be kept: they may preempt it.
-        claims = (
-            [(each.seq_index, len(each.token_ids)) for each in others]
+        seq.num_computed_tokens = length
+        # Other sequences still need blocks for the tokens they were admitted with. Without a watermark, admission
+        # ignores that, because they may preempt this one.
+        pending_needs = (
+            [(other.seq_index, len(other.token_ids)) for other in others]
             if any(self._kv_cache_manager.watermark_blocks)
             else []
         )
-        if others and not self._kv_cache_manager.can_allocate(seat, len(row.token_ids), claims):
-            self.release(row, seated=False)
+        if others and not self._kv_cache_manager.can_allocate(seq_index, len(seq.token_ids), pending_needs):
+            self.release(seq, has_index=False)
             return False
         heapq.heappop(self.free_indices)
-        for beam in idle:
+        for beam in idle_beams:
             beam.seq_index = heapq.heappop(self.free_indices)
         return True
 
-    def start(self, row: TokenSequence, now: float) -> None:
-        """The row, which has taken its seat, runs from ``now`` on."""
-        row.state = RUNNING
-        insort(self.running, row, key=_order)
-        usage = row.request.metrics
-        if usage.admitted is None:
-            usage.admitted = now
-            usage.num_cached_tokens = row.num_computed_tokens
+    def start(self, seq: TokenSequence, now: float) -> None:
+        """Mark an admitted sequence as running from time ``now``."""
+        seq.state = RUNNING
+        insort(self.running, seq, key=_priority)
+        metrics = seq.request.metrics
+        if metrics.admitted is None:
+            metrics.admitted = now
+            metrics.num_cached_tokens = seq.num_computed_tokens
 
-    def _share(self, row: TokenSequence, seat: int) -> int | None:
-        """Fork a new sample from a sibling that has the prompt: all of it but the last token, which gives logits."""
-        length = row.num_prompt_tokens - 1
-        if row.sample_index == 0 or row.num_generated_tokens or length == 0:
+    def _fork_prompt(self, seq: TokenSequence, seq_index: int) -> int | None:
+        """Fork a new sample from a sibling, up to the prompt's last token (needed for logits)."""
+        length = seq.num_prompt_tokens - 1
+        if seq.sample_index == 0 or seq.num_generated_tokens or length == 0:
             return None
-        for sibling in row.request.sequences:
-            if sibling.state == RUNNING and sibling.num_computed_tokens >= row.num_prompt_tokens:
-                if not self._kv_cache_manager.fork(sibling.seq_index, seat, length):
+        for sibling in seq.request.sequences:
+            if sibling.state == RUNNING and sibling.num_computed_tokens >= seq.num_prompt_tokens:
+                if not self._kv_cache_manager.fork(sibling.seq_index, seq_index, length):
                     return None
-                row.encoder_ready = True
+                seq.encoder_ready = True
                 return length
         return None
 
-    def _attach(self, row: TokenSequence, seat: int, source: tuple[int, ...]) -> bool:
-        """Hold the row's source: a sibling's, a known one, or room for it; False: there is no room now."""
-        if not row.token_ids:
-            return True  # nothing is kept
-        for sibling in row.request.sequences:
-            if sibling is not row and sibling.state == RUNNING and sibling.encoder_ready:
-                self._kv_cache_manager.share_encoder_blocks(sibling.seq_index, seat)
-                row.encoder_ready = True
+    def _attach_encoder_input(self, seq: TokenSequence, seq_index: int, encoder_tokens: tuple[int, ...]) -> bool:
+        """Attach encoder input: a sibling's, a cached one, or free blocks; False if none are free."""
+        if not seq.token_ids:
+            return True  # an encoder-only request caches nothing
+        for sibling in seq.request.sequences:
+            if sibling is not seq and sibling.state == RUNNING and sibling.encoder_ready:
+                self._kv_cache_manager.share_encoder_blocks(sibling.seq_index, seq_index)
+                seq.encoder_ready = True
                 return True
-        known = self._kv_cache_manager.attach_encoder_input(seat, source, row.request.prefix_root)
-        if known is False and row.swapped is not None and row.swapped.has_encoder_blocks:
-            self._kv_cache_manager.restore_encoder_blocks(seat)
-            known = True
-        row.encoder_ready = known is True
-        return known is not None
+        is_cached = self._kv_cache_manager.attach_encoder_input(seq_index, encoder_tokens, seq.request.prefix_root)
+        if is_cached is False and seq.swapped is not None and seq.swapped.has_encoder_blocks:
+            self._kv_cache_manager.restore_encoder_blocks(seq_index)
+            is_cached = True
+        seq.encoder_ready = is_cached is True
+        return is_cached is not None
 
-    def _idle_beams(self, row: TokenSequence) -> list[TokenSequence]:
-        """Beams that take a seat with this row, the first of its search to be seated: they will be forked into it."""
-        rows = row.request.sequences if row.request.beams is not None else []
-        return [beam for beam in rows if beam.state == IDLE and beam.seq_index < 0]
+    def _idle_beams(self, seq: TokenSequence) -> list[TokenSequence]:
+        """Return beams that get an index together with the first admitted beam, to be forked later."""
+        seqs = seq.request.sequences if seq.request.beams is not None else []
+        return [beam for beam in seqs if beam.state == IDLE and beam.seq_index < 0]
 
-    def fork(self, row: TokenSequence, twin: TokenSequence) -> TokenSequence:
-        """The beam ``twin``, which is idle, goes on from where ``row`` stands."""
-        forked = self._kv_cache_manager.fork(row.seq_index, twin.seq_index, row.num_computed_tokens)
-        assert forked, "the end of a row can be forked"
-        twin.token_ids, twin.num_computed_tokens, twin.read_bucket = (
-            list(row.token_ids),
-            row.num_computed_tokens,
-            row.read_bucket,
+    def fork(self, seq: TokenSequence, beam: TokenSequence) -> TokenSequence:
+        """Let the idle beam ``beam`` continue with the tokens of ``seq``."""
+        forked = self._kv_cache_manager.fork(seq.seq_index, beam.seq_index, seq.num_computed_tokens)
+        assert forked, "a sequence can always be forked at its end"
+        beam.token_ids, beam.num_computed_tokens, beam.read_bucket = (
+            list(seq.token_ids),
+            seq.num_computed_tokens,
+            seq.read_bucket,
         )
-        twin.encoder_ready, twin.state = True, RUNNING
-        insort(self.running, twin, key=_order)
-        return twin
+        beam.encoder_ready, beam.state = True, RUNNING
+        insort(self.running, beam, key=_priority)
+        return beam
 
-    # ------------------------------------------------------------ and leaves
+    # ------------------------------------------------------------ release
 
-    def release(self, row: TokenSequence, *, seated: bool = True, publish: bool = True, released: bool = False) -> None:
-        """The row gives its blocks back (``released``: it has) and its seat (``seated``: it had taken it)."""
-        if not released:
-            self._kv_cache_manager.free(row.seq_index, publish)
-        if seated:
-            heapq.heappush(self.free_indices, row.seq_index)
-        row.seq_index, row.num_computed_tokens, row.read_bucket = -1, 0, 0
-        row.encoder_ready = row.request.encoder_tokens is None
+    def release(
+        self, seq: TokenSequence, *, has_index: bool = True, publish: bool = True, is_freed: bool = False
+    ) -> None:
+        """Free the sequence's blocks unless ``is_freed``, and its index if ``has_index``."""
+        if not is_freed:
+            self._kv_cache_manager.free(seq.seq_index, publish)
+        if has_index:
+            heapq.heappush(self.free_indices, seq.seq_index)
+        seq.seq_index, seq.num_computed_tokens, seq.read_bucket = -1, 0, 0
+        seq.encoder_ready = seq.request.encoder_tokens is None
 
     def release_idle_beams(self, request: Request) -> None:
-        """Beams without a history give up the seats that are kept for them."""
+        """Release the indices reserved for beams without tokens."""
         for beam in request.sequences:
             if beam.state == IDLE and beam.seq_index >= 0:
                 heapq.heappush(self.free_indices, beam.seq_index)
                 beam.seq_index = -1
 
-    def check(self, rows: Sequence[TokenSequence]) -> None:
-        """Assert that every one of ``rows``, all that there are, is in one place, and that seats add up."""
-        beams = [row for row in rows if row.state == IDLE]
-        idle = [row.seq_index for row in beams if row.seq_index >= 0]
-        assert len(self.running) + len(idle) + len(self.free_indices) == self.max_num_seqs, "seats leak"
-        seats = sorted([row.seq_index for row in self.running] + idle + self.free_indices)
-        assert seats == list(range(self.max_num_seqs)), "a seat is taken twice"
-        for listed, state in ((self.running, RUNNING), (self.waiting, WAITING)):
-            assert all(row.state == state for row in listed), f"a row in the {state} list is not {state}"
-            assert [_order(row) for row in listed] == sorted({_order(row) for row in listed}), f"{state}: out of order"
-        alive = [row for row in rows if row.state not in (DONE, IDLE)]
-        assert len(alive) == len(self.running) + len(self.waiting), "a row is lost"
-        for row in self.running:
-            assert row.num_computed_tokens == self._kv_cache_manager.seq_len(row.seq_index), (
-                "the row and the ledger disagree on its length"
+    def check(self, seqs: Sequence[TokenSequence]) -> None:
+        """Assert that each of ``seqs`` (all sequences) is in one place and that the indices add up."""
+        beams = [seq for seq in seqs if seq.state == IDLE]
+        idle_beams = [seq.seq_index for seq in beams if seq.seq_index >= 0]
+        assert len(self.running) + len(idle_beams) + len(self.free_indices) == self.max_num_seqs, "indices leak"
+        indices = sorted([seq.seq_index for seq in self.running] + idle_beams + self.free_indices)
+        assert indices == list(range(self.max_num_seqs)), "an index is used twice"
+        for seq_list, state in ((self.running, RUNNING), (self.waiting, WAITING)):
+            assert all(seq.state == state for seq in seq_list), f"a sequence in the {state} list is not {state}"
+            assert [_priority(seq) for seq in seq_list] == sorted({_priority(seq) for seq in seq_list}), (
+                f"{state}: out of order"
             )
-            answered = (row.request.encoder_tokens is not None and not row.token_ids) or row.beam_candidates is not None
-            assert answered or row.num_computed_tokens < len(row.token_ids) <= row.max_len, (
-                "a row with nothing to compute is running"
+        active = [seq for seq in seqs if seq.state not in (DONE, IDLE)]
+        assert len(active) == len(self.running) + len(self.waiting), "a sequence is lost"
+        for seq in self.running:
+            assert seq.num_computed_tokens == self._kv_cache_manager.seq_len(seq.seq_index), (
+                "the sequence and the manager disagree on its length"
+            )
+            is_exempt = (
+                seq.request.encoder_tokens is not None and not seq.token_ids
+            ) or seq.beam_candidates is not None
+            assert is_exempt or seq.num_computed_tokens < len(seq.token_ids) <= seq.max_len, (
+                "a sequence without tokens to compute is running"
             )
 
 
-def _max_hit_tokens(row: TokenSequence) -> int | None:
-    """Tokens that a hit of this row may cover, where prompt log-probabilities are wanted."""
+def _max_hit_tokens(seq: TokenSequence) -> int | None:
+    """Return the longest allowed prefix hit if prompt log-probabilities are requested."""
     return (
-        row.num_scored_tokens
-        if row.wants_prompt_logprobs and row.num_scored_tokens < row.num_prompt_tokens - 1
+        seq.num_scored_tokens
+        if seq.wants_prompt_logprobs and seq.num_scored_tokens < seq.num_prompt_tokens - 1
         else None
     )
 
 
-def _order(row: TokenSequence) -> tuple[int, int]:
-    return row.priority
+def _priority(seq: TokenSequence) -> tuple[int, int]:
+    return seq.priority

@@ -1,6 +1,6 @@
-"""How a step's rows are cut into lanes: rows with as many new tokens and like reading lengths side by side.
+"""Grouping of a step's sequences into sub-batches.
 
-Integers only: no torch.
+The sequences of a sub-batch have equally many new tokens and similar read lengths. Integers only: no torch.
 """
 
 from __future__ import annotations
@@ -13,65 +13,79 @@ from kvad.cache.manager import BlockAllocation
 from kvad.engine.scheduling.sequence import TokenSequence
 from kvad.model_input import SubBatch
 
-MIN_READ_BUCKET = 64  # slots; rows that read less are not told apart: one more lane would cost more than the reading
+MIN_READ_BUCKET = 64  # slots; shorter reads share a bucket, because another sub-batch costs more than reading
 
-BatchItem = tuple[int, TokenSequence, int]  # sort key, row, number of new tokens
+BatchItem = tuple[int, TokenSequence, int]  # sort key, sequence, number of new tokens
 
 
 class SubBatchBuilder:
-    """Cuts the steps of one cache."""
+    """Builds the sub-batches of one cache's steps."""
 
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
         self._groups = tuple(groups)
-        many = [group for group in self._groups if group.max_blocks_per_seq > 1]
-        self._unit = max([MIN_READ_BUCKET, *(group.block_size for group in many)])
-        self._reads = max((g.max_blocks_per_seq * g.block_size for g in self._groups), default=1)  # of a row at most
+        paged_groups = [group for group in self._groups if group.max_blocks_per_seq > 1]
+        self._bucket_unit = max([MIN_READ_BUCKET, *(group.block_size for group in paged_groups)])
+        self._max_read_slots = max(
+            (g.max_blocks_per_seq * g.block_size for g in self._groups), default=1
+        )  # per sequence
 
-    def sort_key(self, row: TokenSequence, new: int) -> int:
-        """Sorts by (new tokens, read bucket, seat); the bucket is a power of two of units."""
-        end = row.num_computed_tokens + new
-        if end > row.read_bucket:
-            units = -(-min(end, self._reads) // self._unit)
-            row.read_bucket = self._unit << (units - 1).bit_length()
-        return ((new << 40 | row.read_bucket) << 16) + row.seq_index
+    def sort_key(self, seq: TokenSequence, num_new_tokens: int) -> int:
+        """Return a sort key: (new tokens, read bucket, index).
 
-    def build(self, items: list[BatchItem], placed: BlockAllocation) -> tuple[SubBatch, ...]:
-        lanes, begin = [], 0
+        Buckets are units times powers of two.
+        """
+        end = seq.num_computed_tokens + num_new_tokens
+        if end > seq.read_bucket:
+            units = -(-min(end, self._max_read_slots) // self._bucket_unit)
+            seq.read_bucket = self._bucket_unit << (units - 1).bit_length()
+        return ((num_new_tokens << 40 | seq.read_bucket) << 16) + seq.seq_index
+
+    def build(self, items: list[BatchItem], allocation: BlockAllocation) -> tuple[SubBatch, ...]:
+        """Split sorted items into sub-batches."""
+        sub_batches, begin = [], 0
         for stop in range(1, len(items) + 1):
             if stop == len(items) or items[stop][0] >> 16 != items[begin][0] >> 16:
-                lanes.append(SubBatch(stop - begin, items[begin][2], self._read(items, placed, begin, stop)))
+                sub_batches.append(
+                    SubBatch(stop - begin, items[begin][2], self._num_read_slots(items, allocation, begin, stop))
+                )
                 begin = stop
-        return tuple(lanes)
+        return tuple(sub_batches)
 
-    def _read(self, items: list[BatchItem], placed: BlockAllocation, begin: int, stop: int) -> int:
-        """Slots that the lane's widest row reads in the group where it reads most."""
-        read = 0
-        for group, tables in zip(self._groups, placed.block_tables, strict=True):
+    def _num_read_slots(self, items: list[BatchItem], allocation: BlockAllocation, begin: int, stop: int) -> int:
+        """Return the slots that the sub-batch's longest sequence reads in the group with most slots."""
+        num_read_slots = 0
+        for group, tables in zip(self._groups, allocation.block_tables, strict=True):
             if group.lower_level is not None:
                 continue
             if group.max_blocks_per_seq > 1:
                 slots = max(map(len, tables[begin:stop])) * group.block_size
-            else:  # a row's only block: no further than it is written
-                longest = max(row.num_computed_tokens + new for _, row, new in items[begin:stop])
-                slots = min(group.block_size, -(-longest // MIN_READ_BUCKET) * MIN_READ_BUCKET)
-            read = max(read, slots)
-        return read
+            else:  # a sequence's only block is read up to its last written slot
+                max_length = max(
+                    seq.num_computed_tokens + num_new_tokens for _, seq, num_new_tokens in items[begin:stop]
+                )
+                slots = min(group.block_size, -(-max_length // MIN_READ_BUCKET) * MIN_READ_BUCKET)
+            num_read_slots = max(num_read_slots, slots)
+        return num_read_slots
 
 
-def group_by_source(items: list[BatchItem], lanes: tuple[SubBatch, ...]) -> tuple[SubBatch, ...]:
-    """The lanes as cross-attention cuts them: each run of rows of one request is one row, where all runs of a lane
-    are equally long.  ``read`` is the longest source's length in whole blocks."""
-    folded, begin = [], 0
-    for lane in lanes:
-        rows = [row for _, row, _ in items[begin : begin + lane.num_seqs]]
-        begin += lane.num_seqs
+def group_by_source(items: list[BatchItem], sub_batches: tuple[SubBatch, ...]) -> tuple[SubBatch, ...]:
+    """Regroup sub-batches for cross-attention: runs of one request's sequences become one row.
+
+    Applies if all runs of a sub-batch have the same length. ``num_read_slots`` is the longest encoder input's length.
+    """
+    cross_sub_batches, begin = [], 0
+    for sub_batch in sub_batches:
+        seqs = [seq for _, seq, _ in items[begin : begin + sub_batch.num_seqs]]
+        begin += sub_batch.num_seqs
         runs = [1]
-        for before, row in pairwise(rows):
-            if row.request is before.request:
+        for previous, seq in pairwise(seqs):
+            if seq.request is previous.request:
                 runs[-1] += 1
             else:
                 runs.append(1)
-        beams = runs[0] if len(set(runs)) == 1 else 1
-        read = max(len(row.request.encoder_tokens or ()) for row in rows)
-        folded.append(SubBatch(lane.num_seqs // beams, beams * lane.num_new_tokens, read))
-    return tuple(folded)
+        run_length = runs[0] if len(set(runs)) == 1 else 1
+        num_read_slots = max(len(seq.request.encoder_tokens or ()) for seq in seqs)
+        cross_sub_batches.append(
+            SubBatch(sub_batch.num_seqs // run_length, run_length * sub_batch.num_new_tokens, num_read_slots)
+        )
+    return tuple(cross_sub_batches)

@@ -1,13 +1,13 @@
-"""Beam search over one request: which continuations live, which have ended, and when nothing better can come.
+"""Beam search over one request: live continuations, ended hypotheses, end of the search.
 
-A pure function of candidates, so that it can be held against a search by hand.  Each step, of all continuations of the
-live beams the best ``keep`` are looked at; those that end (a stop token, or the limit) among the first ``beams`` become
-hypotheses, the others live on.  Scores are sums of log-probabilities, divided by a penalty of the generated length
-(ends included): ``length ** a``, as transformers and fairseq have it, or ``((5 + length) / 6) ** a`` (Wu et al. 2016,
-eq. 14).  ``early_stopping``: True ends at ``beams * patience`` hypotheses (Kasai et al. 2022); False when the best live
-beam, as long as it is now, would not come in; "never" when it could not even at the limit.
+A pure function of candidates, so it can be compared with a search by hand. In each step the best
+``num_candidates`` continuations of the live beams are considered; those of the first ``num_beams`` that end (a stop
+token, or the limit) become hypotheses, the others stay live. Scores are sums of log-probabilities divided by a penalty
+of the generated length (ends included): ``length ** a`` as in transformers and fairseq, or ``((5 + length) / 6) ** a``
+(Wu et al. 2016, eq. 14). ``early_stopping``: True ends at ``num_beams * patience`` hypotheses (Kasai et al. 2022);
+False when the best live beam at its current length would not enter; "never" when it could not even at the limit.
 
-The choices are those of transformers' ``_beam_search``, to the order of ties.  No torch.
+The choices equal those of transformers' ``_beam_search``, up to the order of ties. No torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Candidates = Sequence[tuple[int, float]]  # (token, log-probability), best first
 
 
 class BeamCandidate(NamedTuple):
-    """The beam ``parent`` goes on with ``token``."""
+    """Continuation of the beam ``parent`` with ``token``."""
 
     parent: int
     token: int
@@ -32,75 +32,99 @@ class BeamCandidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """An ended continuation: its generated tokens, and its sum of log-probabilities over the penalty."""
+    """Ended continuation: its generated tokens and its penalized sum of log-probabilities."""
 
     score: float
     tokens: tuple[int, ...]
     finish: FinishReason
 
 
-def num_candidates(sampling: SamplingParams, num_stops: int) -> int:
-    """How many continuations must be looked at so that ``beams`` of them do not end."""
-    return max(2, 1 + num_stops) * sampling.num_beams
+def num_candidates(sampling_params: SamplingParams, num_stop_tokens: int) -> int:
+    """Return the number of continuations to consider so that ``num_beams`` of them do not end."""
+    return max(2, 1 + num_stop_tokens) * sampling_params.num_beams
 
 
 class BeamSearch:
-    """``limit``: tokens, prompt included, that a beam may reach."""
+    """State of one search; ``max_len`` is the maximum length of a beam, prompt included."""
 
-    def __init__(self, sampling: SamplingParams, prompt: int, limit: int, stops: frozenset[int]) -> None:
-        self.sampling, self.prompt, self.limit, self.stops = sampling, prompt, limit, stops
-        self.scores = [0.0]  # of the live beams, best first
+    def __init__(
+        self, sampling_params: SamplingParams, num_prompt_tokens: int, max_len: int, stop_tokens: frozenset[int]
+    ) -> None:
+        self.sampling_params, self.num_prompt_tokens, self.max_len, self.stop_tokens = (
+            sampling_params,
+            num_prompt_tokens,
+            max_len,
+            stop_tokens,
+        )
+        self.scores = [0.0]  # scores of the live beams, best first
         self.finished: list[Hypothesis] = []
-        self._room = max(sampling.num_beams, math.ceil(sampling.num_beams * sampling.patience))
-        self._full = math.ceil(sampling.num_beams * sampling.patience)
+        self._max_hypotheses = max(
+            sampling_params.num_beams, math.ceil(sampling_params.num_beams * sampling_params.patience)
+        )
+        self._num_hypotheses_to_end = math.ceil(sampling_params.num_beams * sampling_params.patience)
         self._improvable = True
-        self._left: list[tuple[int, ...]] | None = None  # the live beams of a search that is over
+        self._final_sequences: list[tuple[int, ...]] | None = None  # the live beams of a finished search
 
     def advance(self, sequences: Sequence[Sequence[int]], candidates: Sequence[Candidates]) -> list[BeamCandidate]:
-        """The beams that live on, given each one's tokens so far and its best continuations; [] when it is over."""
-        s, length = self.sampling, len(sequences[0]) + 1 - self.prompt
-        last = len(sequences[0]) + 1 >= self.limit
-        every = [
+        """Return the continuations that stay live, given tokens and candidates; [] at the end."""
+        params, length = self.sampling_params, len(sequences[0]) + 1 - self.num_prompt_tokens
+        last = len(sequences[0]) + 1 >= self.max_len
+        all_candidates = [
             BeamCandidate(parent, token, self.scores[parent] + logprob)
-            for parent, found in enumerate(candidates)
-            for token, logprob in found
+            for parent, continuations in enumerate(candidates)
+            for token, logprob in continuations
             if logprob > -math.inf
         ]
-        every.sort(key=lambda child: (-child.score, child.parent, child.token))
-        best = every[: num_candidates(s, len(self.stops))]
-        open_ = self._improvable and not (s.early_stopping is True and len(self.finished) >= self._full)
-        for child in best[: s.num_beams] if open_ else ():
-            if last or child.token in self.stops:
-                tokens = (*sequences[child.parent][self.prompt :], child.token)
-                reason: FinishReason = "stop" if child.token in self.stops else "length"
+        all_candidates.sort(key=lambda child: (-child.score, child.parent, child.token))
+        best = all_candidates[: num_candidates(params, len(self.stop_tokens))]
+        accepts_hypotheses = self._improvable and not (
+            params.early_stopping is True and len(self.finished) >= self._num_hypotheses_to_end
+        )
+        for child in best[: params.num_beams] if accepts_hypotheses else ():
+            if last or child.token in self.stop_tokens:
+                tokens = (*sequences[child.parent][self.num_prompt_tokens :], child.token)
+                reason: FinishReason = "stop" if child.token in self.stop_tokens else "length"
                 self.finished.append(Hypothesis(child.score / self._penalty(length), tokens, reason))
-        self.finished = sorted(self.finished, key=lambda each: -each.score)[: self._room]
-        alive = [] if last else [child for child in best if child.token not in self.stops][: s.num_beams]
-        self.scores = [child.score for child in alive]
-        if alive and not self._over(length):
-            return alive
-        self._left = [(*sequences[child.parent], child.token) for child in alive]
+        self.finished = sorted(self.finished, key=lambda hypothesis: -hypothesis.score)[: self._max_hypotheses]
+        live = [] if last else [child for child in best if child.token not in self.stop_tokens][: params.num_beams]
+        self.scores = [child.score for child in live]
+        if live and not self._over(length):
+            return live
+        self._final_sequences = [(*sequences[child.parent], child.token) for child in live]
         return []
 
     def best_hypotheses(self, sequences: Sequence[Sequence[int]]) -> list[Hypothesis]:
-        """The ``n`` best hypotheses; where too few have ended, the live beams ``sequences`` stand in as they are (those
-        of a search that is over: with the tokens that they would have gone on with)."""
-        sequences = sequences if self._left is None else self._left
+        """Return the ``n`` best hypotheses.
+
+        If too few have ended, the live beams ``sequences`` fill up as they are; those of a finished search include the
+        tokens that would have continued them.
+        """
+        sequences = sequences if self._final_sequences is None else self._final_sequences
         live = [
-            Hypothesis(score / self._penalty(max(1, len(tokens) - self.prompt)), tuple(tokens[self.prompt :]), "length")
+            Hypothesis(
+                score / self._penalty(max(1, len(tokens) - self.num_prompt_tokens)),
+                tuple(tokens[self.num_prompt_tokens :]),
+                "length",
+            )
             for score, tokens in zip(self.scores, sequences, strict=False)
         ]
-        return (self.finished + live)[: self.sampling.n]
+        return (self.finished + live)[: self.sampling_params.n]
 
     def _over(self, length: int) -> bool:
-        s = self.sampling
-        longest = self.limit - self.prompt if s.early_stopping == "never" and s.length_penalty > 0 else length
-        if len(self.finished) >= s.num_beams:
-            worst = min(each.score for each in self.finished)
-            self._improvable = self._improvable and self.scores[0] / self._penalty(longest) > worst
-        return not self._improvable or (s.early_stopping is True and len(self.finished) >= self._full)
+        params = self.sampling_params
+        max_output_len = (
+            self.max_len - self.num_prompt_tokens
+            if params.early_stopping == "never" and params.length_penalty > 0
+            else length
+        )
+        if len(self.finished) >= params.num_beams:
+            worst = min(hypothesis.score for hypothesis in self.finished)
+            self._improvable = self._improvable and self.scores[0] / self._penalty(max_output_len) > worst
+        return not self._improvable or (
+            params.early_stopping is True and len(self.finished) >= self._num_hypotheses_to_end
+        )
 
     def _penalty(self, length: int) -> float:
-        s = self.sampling
-        base = (5 + length) / 6 if s.length_penalty_form == "gnmt" else length
-        return float(base**s.length_penalty)
+        params = self.sampling_params
+        base = (5 + length) / 6 if params.length_penalty_form == "gnmt" else length
+        return float(base**params.length_penalty)

@@ -1,8 +1,8 @@
-"""Where rows end and whose limit that is, and what a pool owes to requests that must never give way.
+"""Length limits of sequences, and blocks reserved for requests in overflow mode "reject".
 
-Integers only; ``cache/full.py`` has the words.  A request's own ``on_full`` stands before the engine's.  Rows go on
-past ``row`` only where the cache was laid out for it; there, one that asks for ``stop``, ``preempt`` or ``refuse`` ends
-at ``row`` with the same tokens as in a cache that drops nothing, for nothing is dropped before.
+Integers only; ``cache/config.py`` defines the overflow modes. A request's own mode precedes the engine's. Sequences
+continue past ``max_len`` only if the cache was created for it; there, a request in mode ``stop``, ``preempt`` or
+``reject`` ends at ``max_len`` with the same tokens as in a cache that evicts nothing, since nothing is evicted earlier.
 """
 
 from __future__ import annotations
@@ -16,126 +16,142 @@ from kvad.cache.manager import max_blocks
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import RequestError
 
-ENDLESS = 1 << 40  # tokens of a row without a limit
+ENDLESS = 1 << 40  # tokens of a sequence without a limit
 LIMIT_NAMES: dict[cache_lib.config.LengthLimit, str] = {
     "model": "the model's limit",
-    "cache": "what the cache holds of one row",
+    "cache": "the longest sequence of the cache",
     "pool": "the pool",
 }
 
 
 @dataclass(frozen=True)
 class LengthLimits:
-    """``row``: tokens of the longest row, ``by`` whom; ``beyond``: of one that goes on, under the policy ``under``."""
+    """Longest sequence, the overflow mode, and the limit of sequences that continue."""
 
-    max_len: int
-    limited_by: cache_lib.config.LengthLimit = "model"
-    on_full: cache_lib.config.OverflowMode = "preempt"
-    overflow_max_len: int | None = None
-    overflow_policy: str = ""
+    max_len: int  # tokens of the longest sequence
+    limited_by: cache_lib.config.LengthLimit = "model"  # what sets max_len
+    overflow: cache_lib.config.OverflowMode = "preempt"
+    overflow_max_len: int | None = None  # tokens of a sequence that continues past max_len
+    overflow_policy: str = ""  # policy under which it continues
 
     @staticmethod
     def from_config(model: int, cache: CacheConfig) -> LengthLimits:
-        """Of a model's limit and a settled cache."""
-        by: cache_lib.config.LengthLimit = "cache" if cache.max_seq_len < model else "model"
-        under = (
+        """Build the limits from the model's maximum length and a resolved cache configuration."""
+        limited_by: cache_lib.config.LengthLimit = "cache" if cache.max_seq_len < model else "model"
+        overflow_policy = (
             cache.overflow
             if cache.overflow in cache_lib.config.CONTINUING_MODES
             else cache.resolved_policy.name
             if cache.endless
             else ""
         )
-        beyond = ENDLESS if cache.endless else model if cache.exceeds_max_seq_len else None
-        return LengthLimits(min(model, cache.max_seq_len), by, cache.overflow, beyond, under)
+        overflow_max_len = ENDLESS if cache.endless else model if cache.exceeds_max_seq_len else None
+        return LengthLimits(
+            min(model, cache.max_seq_len), limited_by, cache.overflow, overflow_max_len, overflow_policy
+        )
 
     @property
     def endless(self) -> bool:
-        """Whether a request that says nothing of it has no limit."""
+        """True if a request without ``overflow`` has no length limit."""
         return self.overflow_max_len == ENDLESS
 
-    def overflow_mode(self, sampling: SamplingParams) -> cache_lib.config.OverflowMode:
-        """RequestError where rows cannot go on in the way that is asked for."""
-        asked = sampling.overflow
-        if asked in cache_lib.config.CONTINUING_MODES and asked != self.overflow_policy:
-            other = f", and this one's goes on under {self.overflow_policy}" if self.overflow_policy else ""
+    def overflow_mode(self, sampling_params: SamplingParams) -> cache_lib.config.OverflowMode:
+        """Return the request's overflow mode; raise RequestError if the cache does not support it."""
+        requested = sampling_params.overflow
+        if requested in cache_lib.config.CONTINUING_MODES and requested != self.overflow_policy:
+            other = f", which uses {self.overflow_policy}" if self.overflow_policy else ""
             raise RequestError(
-                f"on_full={asked}: the cache has to be laid out for it{other}",
-                f"start the engine with it: --on-full {asked}, or on_full={asked!r} where the model is loaded",
+                f"overflow: {requested} must be configured when the cache is created{other}",
+                f"Start the engine with --overflow {requested}, or pass overflow={requested!r} to LLM.load.",
             )
-        return asked or self.on_full
+        return requested or self.overflow
 
-    def max_len_for(self, sampling: SamplingParams) -> tuple[int, cache_lib.config.LengthLimit]:
-        """Tokens of the longest row of a request, and whose limit that is."""
-        goes_on = self.overflow_max_len is not None and (
-            sampling.overflow is None or sampling.overflow in cache_lib.config.CONTINUING_MODES
+    def max_len_for(self, sampling_params: SamplingParams) -> tuple[int, cache_lib.config.LengthLimit]:
+        """Return the tokens of the request's longest sequence, and what limits them."""
+        continues = self.overflow_max_len is not None and (
+            sampling_params.overflow is None or sampling_params.overflow in cache_lib.config.CONTINUING_MODES
         )
         return (
             (self.overflow_max_len, "model")
-            if goes_on and self.overflow_max_len is not None
+            if continues and self.overflow_max_len is not None
             else (self.max_len, self.limited_by)
         )
 
-    def resolve(self, length: int, sampling: SamplingParams, holds: int) -> tuple[int, cache_lib.config.LengthLimit]:
-        """What a row that starts with ``length`` tokens may reach, and whose limit that is; ``holds``: what the whole
-        pool holds of one row.  RequestError for what could never fit, with both numbers."""
-        most, by = self.max_len_for(sampling)
-        if not length:
-            raise RequestError("the prompt is empty: a model continues at least one token")
-        if length > most:
-            raise RequestError(
-                f"the prompt has {length} tokens, the limit is {most}", "shorten the prompt, nothing is cut"
-            )
-        asked = sampling.max_tokens
-        if self.overflow_mode(sampling) == "refuse" and most < ENDLESS:
-            self._check_refused(length, asked, most, by)
-        limit = most if asked is None else min(most, length + asked)
-        if asked is None and limit > max(length, holds + 1):  # the last token is sampled, never stored
-            limit, by = max(length, holds + 1), "pool"
-        needed = max(length, limit - 1)
-        if needed > holds:
-            raise RequestError(
-                f"{length} prompt tokens and max_tokens {asked} need room for {needed} tokens, "
-                f"the whole cache holds {holds} of one row",
-                "ask for fewer tokens, or give the cache more blocks",
-            )
-        return limit, "max_tokens" if asked is not None and length + asked <= most else by
+    def resolve(
+        self, length: int, sampling_params: SamplingParams, max_cached_tokens: int
+    ) -> tuple[int, cache_lib.config.LengthLimit]:
+        """Return a sequence's maximum length, given its prompt length, and what limits it.
 
-    def _check_refused(self, length: int, asked: int | None, most: int, by: cache_lib.config.LengthLimit) -> None:
-        hint = f"ask for max_tokens of at most {most - length}"
-        if asked is None:
+        Args:
+            length: Prompt tokens.
+            sampling_params: Options of the request.
+            max_cached_tokens: Tokens of one sequence that the whole pool can hold.
+
+        Raises:
+            RequestError: If the request can never fit.
+        """
+        max_len, limited_by = self.max_len_for(sampling_params)
+        if not length:
+            raise RequestError("prompt: must have at least 1 token, got 0")
+        if length > max_len:
+            raise RequestError(f"prompt: must have at most {max_len} tokens, got {length}", "Shorten it.")
+        requested = sampling_params.max_tokens
+        if self.overflow_mode(sampling_params) == "reject" and max_len < ENDLESS:
+            self._check_rejected(length, requested, max_len, limited_by)
+        limit = max_len if requested is None else min(max_len, length + requested)
+        if requested is None and limit > max(length, max_cached_tokens + 1):  # the last token is sampled, never stored
+            limit, limited_by = max(length, max_cached_tokens + 1), "pool"
+        num_slots = max(length, limit - 1)
+        if num_slots > max_cached_tokens:
             raise RequestError(
-                f"on_full=refuse: without max_tokens it could pass {LIMIT_NAMES[by]}, {most} tokens", hint
+                f"{length} prompt tokens and max_tokens {requested} need room for {num_slots} tokens, "
+                f"the whole cache holds {max_cached_tokens} of one sequence",
+                "Request fewer tokens, or give the cache more blocks.",
             )
-        if length + asked > most:
+        return limit, "max_tokens" if requested is not None and length + requested <= max_len else limited_by
+
+    def _check_rejected(
+        self, length: int, requested: int | None, max_len: int, limited_by: cache_lib.config.LengthLimit
+    ) -> None:
+        hint = f"Set max_tokens to at most {max_len - length}."
+        if requested is None:
             raise RequestError(
-                f"on_full=refuse: {length} prompt tokens and max_tokens {asked} pass {LIMIT_NAMES[by]}, {most} tokens",
+                f"overflow=reject: without max_tokens the request could exceed {LIMIT_NAMES[limited_by]}, "
+                f"{max_len} tokens",
+                hint,
+            )
+        if length + requested > max_len:
+            raise RequestError(
+                f"overflow=reject: {length} prompt tokens and max_tokens {requested} exceed {LIMIT_NAMES[limited_by]}, "
+                f"{max_len} tokens",
                 hint,
             )
 
 
 class BlockReservations:
-    """Blocks promised to requests that say "refuse": all of them would fit at their longest, above the watermark.
+    """Blocks reserved for requests in mode "reject".
 
-    Samples count as if they shared nothing.  What other requests hold does not count: they give way.
+    All of them fit at their longest, above the watermark. Samples count as if they shared no
+    blocks. Blocks of other requests do not count, because those can be preempted.
     """
 
-    def __init__(self, groups: Sequence[CacheGroup], spare: Sequence[int]) -> None:
-        self._groups = groups[: len(spare)]
-        self._every = groups
-        self._left = [group.num_usable_blocks - free for group, free in zip(groups, spare, strict=False)]
+    def __init__(self, groups: Sequence[CacheGroup], watermark_blocks: Sequence[int]) -> None:
+        self._groups = groups[: len(watermark_blocks)]
+        self._all_groups = groups
+        self._left = [group.num_usable_blocks - free for group, free in zip(groups, watermark_blocks, strict=False)]
 
-    def reserve(self, rows: int, length: int) -> tuple[int, ...]:
-        """Blocks of each group for ``rows`` rows of ``length`` tokens.  RequestError: they are not there to promise."""
-        need = tuple(rows * max_blocks(group, self._every, length) for group in self._groups)
-        for blocks, left, group in zip(need, self._left, self._groups, strict=True):
-            if blocks > left:
+    def reserve(self, num_seqs: int, length: int) -> tuple[int, ...]:
+        """Reserve and return blocks per group; raise RequestError if too few are left."""
+        num_blocks = tuple(num_seqs * max_blocks(group, self._all_groups, length) for group in self._groups)
+        for num_blocks_of_group, left, group in zip(num_blocks, self._left, self._groups, strict=True):
+            if num_blocks_of_group > left:
                 raise RequestError(
-                    f"on_full=refuse: at its longest it takes {blocks} blocks, and {left} of {group.num_usable_blocks} are not "
-                    "promised to others or left free",
-                    "ask again when another request has ended, or for fewer tokens",
+                    f"overflow=reject: the request can need {num_blocks_of_group} blocks, but {left} of "
+                    f"{group.num_usable_blocks} are neither reserved nor kept free",
+                    "Retry when another request has ended, or request fewer tokens.",
                 )
-        self.release(tuple(-blocks for blocks in need))
-        return need
+        self.release(tuple(-num_blocks_of_group for num_blocks_of_group in num_blocks))
+        return num_blocks
 
-    def release(self, blocks: Sequence[int]) -> None:
-        self._left = [left + more for left, more in zip(self._left, blocks, strict=True)]
+    def release(self, num_blocks: Sequence[int]) -> None:
+        self._left = [left + change for left, change in zip(self._left, num_blocks, strict=True)]

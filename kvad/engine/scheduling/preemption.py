@@ -1,22 +1,19 @@
-"""How a row gives way: its blocks copied out and in again, or given back and its tokens computed again.
+"""Preemption: swap a sequence's blocks out and in, or free them and recompute its tokens.
 
-What a lossy row keeps is a matter of what it saw, so it is always copied (parked).  An exact row is copied where the
-parking has room and that is expected to take less time than computing again what no other row keeps; when it comes back
-the way in is weighed once more against what is known by then.  Which it was is never seen in what a row says.
+A sequence under a lossy policy is always swapped, because its cache content cannot be recomputed. An exact sequence is
+swapped if the swap space has room and copying is expected to be faster than recomputing the tokens that no prefix
+cache entry retains; before it is restored, the remaining copy is compared once more with what is cached by then. The
+choice never changes the output.
 
-Where parking is bounded, lossy rows are seated side by side only as far as all but those that fit into the pool at
-their longest could be parked: so one that must give way always can, and the oldest goes on alone if need be.
+With bounded swap space, lossy sequences run together only if all of them, except those that fit into the pool at
+their maximum length, could be swapped out. So preemption always succeeds, and the oldest sequence can run alone.
 
-Integers, and costs as they are told; no torch.
+The cost model holds seconds per computed token and per copied byte ("out", "in": between pool and host; "write",
+"read": between host and disk). The engine reports every prompt step and every copy; recent measurements weigh most. An
+initial estimate is used before the first copy, and gains weight each time a copy is too expensive
+(:meth:`SwapCostModel.decay`), so one slow moment does not count forever.
 
-What giving way costs on this machine: seconds per token computed, seconds per byte copied, as they were measured.
-
-A row that gives way is computed again, or its bytes are copied out and in ("out", "in": between the pool and the host;
-"write", "read": between the host and the disk).  The engine tells every prompt step and every copy; averages weigh the
-latest most.  Until something was copied a guess stands in, as it does more and more for a way that was found too dear
-again and again (:meth:`Costs.fade`): one slow moment is not believed for ever.
-
-Plain numbers; no torch, and no clock but the one given.  Nothing that a row says depends on what is answered here.
+Integers and measured seconds only; no torch.
 """
 
 from __future__ import annotations
@@ -38,71 +35,79 @@ INITIAL_SECONDS_PER_BYTE: Mapping[CopyDirection, float] = {
     "in": 5e-10,
     "write": 2e-9,
     "read": 1e-9,
-}  # seconds per byte
-GUESS_WEIGHT_BYTES = 1 << 20  # bytes that a guess weighs as much as
-SMOOTHING = 0.75  # of what was known, when something new is measured
-DECAY_FACTOR = 0.9  # of what was measured, when a way was too dear
+}
+GUESS_WEIGHT_BYTES = 1 << 20  # bytes; weight of the initial estimate
+SMOOTHING = 0.75  # weight of older measurements when a new one is added
+DECAY_FACTOR = 0.9  # weight of measured copies after copying was too expensive
 
 
 class _Rate(NamedTuple):
-    """Seconds for so many units, of late."""
+    """Recent seconds for a number of units."""
 
-    units: float = 0.0
+    num_units: float = 0.0
     seconds: float = 0.0
 
-    def later(self, units: float, seconds: float) -> _Rate:
-        return _Rate(SMOOTHING * self.units + units, SMOOTHING * self.seconds + seconds)
+    def add(self, num_units: float, seconds: float) -> _Rate:
+        return _Rate(SMOOTHING * self.num_units + num_units, SMOOTHING * self.seconds + seconds)
 
 
 class SwapCostModel:
-    """``clock``: seconds, for whoever measures."""
+    """Measured costs of computing and copying; ``clock`` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self._seconds_per_token = _Rate()
-        self._bytes: dict[CopyDirection, _Rate] = {way: _Rate() for way in get_args(CopyDirection)}
+        self._byte_rates: dict[CopyDirection, _Rate] = {direction: _Rate() for direction in get_args(CopyDirection)}
 
     def record_compute(self, tokens: int, seconds: float) -> None:
-        """A step that read prompts computed so many tokens."""
+        """Record a step that computed prompt tokens."""
         if tokens > 0 and seconds >= 0:
-            self._seconds_per_token = self._seconds_per_token.later(tokens, seconds)
+            self._seconds_per_token = self._seconds_per_token.add(tokens, seconds)
 
-    def record_copy(self, way: CopyDirection, nbytes: int, seconds: float) -> None:
+    def record_copy(self, direction: CopyDirection, nbytes: int, seconds: float) -> None:
+        """Record a copy."""
         if nbytes > 0 and seconds >= 0:
-            self._bytes[way] = self._bytes[way].later(nbytes, seconds)
+            self._byte_rates[direction] = self._byte_rates[direction].add(nbytes, seconds)
 
     @property
     def seconds_per_token(self) -> float:
-        """Seconds per token; 0 while no prompt has been read."""
-        return self._seconds_per_token.seconds / self._seconds_per_token.units if self._seconds_per_token.units else 0.0
+        """Seconds per token; 0 before the first prompt."""
+        return (
+            self._seconds_per_token.seconds / self._seconds_per_token.num_units
+            if self._seconds_per_token.num_units
+            else 0.0
+        )
 
-    def seconds_per_byte(self, way: CopyDirection) -> float:
-        """Seconds per byte, measured and guessed."""
-        rate = self._bytes[way]
-        return (rate.seconds + GUESS_WEIGHT_BYTES * INITIAL_SECONDS_PER_BYTE[way]) / (rate.units + GUESS_WEIGHT_BYTES)
+    def seconds_per_byte(self, direction: CopyDirection) -> float:
+        """Return seconds per byte, measured and estimated."""
+        rate = self._byte_rates[direction]
+        return (rate.seconds + GUESS_WEIGHT_BYTES * INITIAL_SECONDS_PER_BYTE[direction]) / (
+            rate.num_units + GUESS_WEIGHT_BYTES
+        )
 
     def swap_seconds(self, nbytes: int, *, disk: bool = False, back: bool = False) -> float:
-        """Seconds to copy a row out and in, by way of the disk where said; ``back``: of the way in alone."""
-        ways: tuple[CopyDirection, ...] = ("read", "in") if disk else ("in",)
+        """Return the seconds to copy a sequence out and in (``back``: only in)."""
+        directions: tuple[CopyDirection, ...] = ("read", "in") if disk else ("in",)
         if not back:
-            ways += ("out", "write") if disk else ("out",)
-        return nbytes * sum(self.seconds_per_byte(way) for way in ways)
+            directions += ("out", "write") if disk else ("out",)
+        return nbytes * sum(self.seconds_per_byte(direction) for direction in directions)
 
     def swap_is_cheaper(self, nbytes: int, tokens: int, *, disk: bool = False, back: bool = False) -> bool:
-        """Than computing so many tokens again."""
+        """True if copying is faster than recomputing ``tokens`` tokens."""
         return self.swap_seconds(nbytes, disk=disk, back=back) < tokens * self.seconds_per_token
 
     def decay(self) -> None:
-        """Copying was found too dear: what was measured of it counts a little less from now on."""
-        self._bytes = {
-            way: _Rate(DECAY_FACTOR * rate.units, DECAY_FACTOR * rate.seconds) for way, rate in self._bytes.items()
+        """Reduce the weight of measured copies after copying was too expensive."""
+        self._byte_rates = {
+            direction: _Rate(DECAY_FACTOR * rate.num_units, DECAY_FACTOR * rate.seconds)
+            for direction, rate in self._byte_rates.items()
         }
 
     def measured(self) -> dict[str, float]:
-        """Microseconds per token, nanoseconds per byte each way, as they are believed now."""
+        """Return current microseconds per token and nanoseconds per byte and direction."""
         return {
             "token_us": 1e6 * self.seconds_per_token,
-            **{f"{way}_ns": 1e9 * self.seconds_per_byte(way) for way in self._bytes},
+            **{f"{direction}_ns": 1e9 * self.seconds_per_byte(direction) for direction in self._byte_rates},
         }
 
 
@@ -111,24 +116,26 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PreemptionStats:
-    """Rows that gave way, by what was done, and tokens and bytes of them; those that were parked and are lost.
-    ``seconds``: of copying, by way; ``costs``: microseconds per token, nanoseconds per byte (``Costs.measured``)."""
+    """Preempted sequences by action, with tokens, bytes and seconds."""
 
-    recomputed: int = 0
+    recomputed: int = 0  # sequences
     recomputed_tokens: int = 0
-    to_ram: int = 0
-    to_disk: int = 0
+    to_ram: int = 0  # sequences
+    to_disk: int = 0  # sequences
     swapped_bytes: int = 0
-    num_lost: int = 0
-    seconds: dict[CopyDirection, float] = field(default_factory=dict)
+    num_lost: int = 0  # swapped sequences whose copy was lost
+    seconds: dict[CopyDirection, float] = field(default_factory=dict)  # of copying
     swap_space: offload.swap_space.SwapSpaceStats = field(default_factory=offload.swap_space.SwapSpaceStats)
-    costs: dict[str, float] = field(default_factory=dict)
+    costs: dict[str, float] = field(default_factory=dict)  # see SwapCostModel.measured
 
 
 class PreemptionRecord(NamedTuple):
-    """What became of a row that gave way: its copy went "out" or came "back", its tokens are computed "again", or its
-    copy is "lost" or "dropped" (enough of it is known by now).  ``place``: to or from where; None: to host memory
-    beyond its bound, or back from elsewhere (``Ledger.adopt``)."""
+    """Outcome for a preempted sequence.
+
+    ``action``: its copy went "out" or came "back", its tokens are recomputed ("again"), or its copy is "lost" or
+    "dropped" (enough is cached by now). ``location``: source or target of the copy; None is host memory beyond its
+    limit, or an imported state (``KVCacheManager.import_sequence``).
+    """
 
     action: Literal["out", "back", "again", "lost", "dropped"]
     location: offload.swap_space.SwapLocation | None = None
@@ -137,8 +144,14 @@ class PreemptionRecord(NamedTuple):
 
 
 class PreemptionManager:
-    """Decides for the rows of one scheduler.  ``parking`` None: lossy rows are copied without a bound and kept by the
-    device alone, exact ones are always computed again.  ``block_bytes``: of each group, as the memory says."""
+    """Chooses between swapping and recomputing for the sequences of one scheduler.
+
+    Args:
+        kv_cache_manager: Bookkeeping of the cache.
+        costs: Cost model (None: a new one).
+        swap_space: Storage of swapped blocks. None: lossy sequences are copied without a limit, exact ones recomputed.
+        block_bytes: Bytes of a block in each group (None: computed from the groups).
+    """
 
     def __init__(
         self,
@@ -158,139 +171,151 @@ class PreemptionManager:
         if block_bytes is None:
             block_bytes = [group_bytes(group).total // group.num_blocks for group in self._groups]
         self._block_bytes = block_bytes[: len(self._groups)]
-        self._recomputed = self._tokens = self._ram = self._disk = self._bytes = self._failed = 0
+        self._recomputed = self._tokens = self._num_to_ram = self._num_to_disk = self._bytes = self._num_lost = 0
         self._seconds: dict[CopyDirection, float] = {}
-        self.witness: Callable[[TokenSequence, PreemptionRecord], None] | None = None  # hears what becomes of every row
+        self.preemption_hook: Callable[[TokenSequence, PreemptionRecord], None] | None = (
+            None  # called for every sequence that is preempted or restored
+        )
         if swap_space is not None:
             swap_space.on_copied = self.on_copied
 
-    def on_copied(self, way: CopyDirection, nbytes: int, seconds: float) -> None:
-        """So many bytes were copied."""
-        self._seconds[way] = self._seconds.get(way, 0.0) + seconds
-        self.costs.record_copy(way, nbytes, seconds)
+    def on_copied(self, direction: CopyDirection, nbytes: int, seconds: float) -> None:
+        """Record a finished copy."""
+        self._seconds[direction] = self._seconds.get(direction, 0.0) + seconds
+        self.costs.record_copy(direction, nbytes, seconds)
 
-    # ------------------------------------------------------------ a row gives way
+    # ------------------------------------------------------------ preempting
 
-    def preempt(self, row: TokenSequence) -> str:
-        """Park a seated row, or leave it to be computed again (``row.parked`` None); says which, and why."""
-        if row.swapped is None and not self._parks(row):
+    def preempt(self, seq: TokenSequence) -> str:
+        """Swap a running sequence out, or let it be recomputed (``swapped`` None); describe it."""
+        if seq.swapped is None and not self._should_swap(seq):
             self._recomputed += 1
-            self._tokens += row.num_computed_tokens
-            self._tell(row, PreemptionRecord("again"))
-            return f"its {row.num_computed_tokens} tokens are to be computed again"
-        anew, nbytes = row.swapped is None, self.nbytes(row)
-        where = (
+            self._tokens += seq.num_computed_tokens
+            self._notify(seq, PreemptionRecord("again"))
+            return f"its {seq.num_computed_tokens} tokens will be recomputed"
+        is_new, nbytes = seq.swapped is None, self.nbytes(seq)
+        location = (
             "ram"
             if self.swap_space is None
-            else self.swap_space.location_for(nbytes, needed=self._kv_cache_manager.lossy)
+            else self.swap_space.location_for(nbytes, required=self._kv_cache_manager.lossy)
         )
-        row.swapped = self._kv_cache_manager.swap_out(row.seq_index)
-        if not anew:
-            return "its copy was not touched yet"
+        seq.swapped = self._kv_cache_manager.swap_out(seq.seq_index)
+        if not is_new:
+            return "its host copy is unchanged"
         if self.swap_space is not None:
-            self.swap_space.store(row.swapped.key, nbytes, row.priority, needed=self._kv_cache_manager.lossy)
+            self.swap_space.store(seq.swapped.key, nbytes, seq.priority, required=self._kv_cache_manager.lossy)
         self._bytes += nbytes
-        self._tell(row, PreemptionRecord("out", where, nbytes))
-        self._ram, self._disk = self._ram + (where != "disk"), self._disk + (where == "disk")
-        return f"{nbytes:,} bytes are swapped to {where or 'host memory, beyond its bound: nothing else has room'}"
+        self._notify(seq, PreemptionRecord("out", location, nbytes))
+        self._num_to_ram, self._num_to_disk = (
+            self._num_to_ram + (location != "disk"),
+            self._num_to_disk + (location == "disk"),
+        )
+        return f"{nbytes:,} bytes are swapped to {location or 'host memory beyond its limit: there is no other room'}"
 
-    def _parks(self, row: TokenSequence) -> bool:
-        if not row.num_computed_tokens or (row.swapped is None and self._kv_cache_manager.is_loading(row.seq_index)):
-            return False  # there is nothing to copy yet
+    def _should_swap(self, seq: TokenSequence) -> bool:
+        if not seq.num_computed_tokens or (seq.swapped is None and self._kv_cache_manager.is_loading(seq.seq_index)):
+            return False  # nothing to copy yet
         if self._kv_cache_manager.lossy:
             return True
-        if self.swap_space is None or row.request.beams is not None:  # beams share what would be copied for each
+        if (
+            self.swap_space is None or seq.request.beams is not None
+        ):  # beams share blocks; a copy of each would repeat them
             return False
-        if self._kv_cache_manager.uses_offload:  # most of such a row lies outside the pool already
+        if self._kv_cache_manager.uses_offload:  # most of this sequence is outside the pool already
             return False
-        nbytes = self.nbytes(row)
-        where = self.swap_space.location_for(nbytes)
-        tokens = row.num_computed_tokens - self._kv_cache_manager.retained_prefix_length(row.seq_index)
-        if where is not None and self.costs.swap_is_cheaper(nbytes, tokens, disk=where == "disk"):
+        nbytes = self.nbytes(seq)
+        location = self.swap_space.location_for(nbytes)
+        tokens = seq.num_computed_tokens - self._kv_cache_manager.retained_prefix_length(seq.seq_index)
+        if location is not None and self.costs.swap_is_cheaper(nbytes, tokens, disk=location == "disk"):
             return True
-        if where is not None:
+        if location is not None:
             self.costs.decay()
         return False
 
-    def nbytes(self, row: TokenSequence) -> int:
-        """What a seated row's blocks hold, sources apart."""
-        held = self._kv_cache_manager.num_blocks(row.seq_index)
-        return sum(count * size for count, size in zip(held, self._block_bytes, strict=True))
+    def nbytes(self, seq: TokenSequence) -> int:
+        """Return the bytes of a running sequence's blocks, without encoder blocks."""
+        num_blocks = self._kv_cache_manager.num_blocks(seq.seq_index)
+        return sum(count * size for count, size in zip(num_blocks, self._block_bytes, strict=True))
 
-    # ------------------------------------------------------------ and comes back
+    # ------------------------------------------------------------ restoring
 
     def poll(self) -> bool:
-        """See what the parking has done.  True: rows that wait may find something changed."""
+        """Process finished I/O; True if waiting sequences may be affected."""
         return self.swap_space is not None and self.swap_space.poll(
             self._kv_cache_manager.pending_swap_outs, self._kv_cache_manager.pending_swap_ins
         )
 
-    def prefetch(self, row: TokenSequence) -> None:
-        """The row is the next that could be seated: have its copy in memory by then."""
-        if self.swap_space is not None and row.swapped is not None and self.swap_space.state(row.swapped.key) == "away":
-            if self._known_by_now(row):
-                self.forget(row)
-                self._tell(row, PreemptionRecord("dropped"))
+    def prefetch(self, seq: TokenSequence) -> None:
+        """Start loading the copy of the sequence that is admitted next."""
+        if (
+            self.swap_space is not None
+            and seq.swapped is not None
+            and self.swap_space.state(seq.swapped.key) == "on-disk"
+        ):
+            if self._is_cached_by_now(seq):
+                self.forget(seq)
+                self._notify(seq, PreemptionRecord("dropped"))
             else:
-                self.swap_space.prefetch(row.swapped.key)
+                self.swap_space.prefetch(seq.swapped.key)
 
-    def ready(self, row: TokenSequence) -> bool:
-        """Can a parked row be woken (or, ``row.parked`` None by now, be computed again)?"""
-        if self.swap_space is None or row.swapped is None:
+    def ready(self, seq: TokenSequence) -> bool:
+        """True if a swapped sequence can be restored now, or (``swapped`` now None) recomputed."""
+        if self.swap_space is None or seq.swapped is None:
             return True
-        self.prefetch(row)
-        return row.swapped is None or self.swap_space.state(row.swapped.key) in ("coming", "here", "leaving")
+        self.prefetch(seq)
+        return seq.swapped is None or self.swap_space.state(seq.swapped.key) in ("pending", "in-ram", "writing")
 
-    def _known_by_now(self, row: TokenSequence) -> bool:
-        """Has enough of an exact row become known that computing the rest is cheaper than reading its copy?"""
-        if self._kv_cache_manager.lossy or row.swapped is None:
+    def _is_cached_by_now(self, seq: TokenSequence) -> bool:
+        """True if recomputing from the prefix cache is cheaper than reading the copy."""
+        if self._kv_cache_manager.lossy or seq.swapped is None:
             return False
-        known = self._kv_cache_manager.cached_prefix_length(row.token_ids, row.request.prefix_root)
-        nbytes = 0 if self.swap_space is None else self.swap_space.nbytes(row.swapped.key)
-        left = max(0, row.swapped.length - known)
-        return known > 0 and not self.costs.swap_is_cheaper(nbytes, left, disk=True, back=True)
+        num_cached = self._kv_cache_manager.cached_prefix_length(seq.token_ids, seq.request.prefix_root)
+        nbytes = 0 if self.swap_space is None else self.swap_space.nbytes(seq.swapped.key)
+        num_left = max(0, seq.swapped.length - num_cached)
+        return num_cached > 0 and not self.costs.swap_is_cheaper(nbytes, num_left, disk=True, back=True)
 
-    def on_restored(self, row: TokenSequence) -> None:
-        """The moves that wake the row are told."""
-        if self.swap_space is not None and row.swapped is not None:
-            key = row.swapped.key
-            self._tell(row, PreemptionRecord("back", self.swap_space.read_from(key), self.swap_space.nbytes(key)))
+    def on_restored(self, seq: TokenSequence) -> None:
+        """Release the copy; its swap-in operations are part of the step."""
+        if self.swap_space is not None and seq.swapped is not None:
+            key = seq.swapped.key
+            self._notify(seq, PreemptionRecord("back", self.swap_space.read_from(key), self.swap_space.nbytes(key)))
             self.swap_space.pop(key)
-        row.swapped = None
+        seq.swapped = None
 
-    def forget(self, row: TokenSequence) -> None:
-        """The row's copy is wanted no more."""
-        if row.swapped is not None:
-            self._kv_cache_manager.drop_swapped(row.swapped)
+    def forget(self, seq: TokenSequence) -> None:
+        """Drop the sequence's copy."""
+        if seq.swapped is not None:
+            self._kv_cache_manager.drop_swapped(seq.swapped)
             if self.swap_space is not None:
-                self.swap_space.drop(row.swapped.key)
-            row.swapped = None
+                self.swap_space.drop(seq.swapped.key)
+            seq.swapped = None
 
-    def failed(self, rows: Sequence[TokenSequence]) -> list[tuple[TokenSequence, str]]:
-        """Which of the rows that wait have lost their copy, and why.  Exact ones have forgotten it already, and will be
-        computed again; the others cannot go on."""
-        ended = []
-        for row in rows:
-            if self.swap_space is None or row.swapped is None or self.swap_space.state(row.swapped.key) != "lost":
+    def failed(self, seqs: Sequence[TokenSequence]) -> list[tuple[TokenSequence, str]]:
+        """Return lossy sequences whose copy was lost, with reasons; exact ones are recomputed."""
+        failed_seqs = []
+        for seq in seqs:
+            if self.swap_space is None or seq.swapped is None or self.swap_space.state(seq.swapped.key) != "lost":
                 continue
-            why = self.swap_space.failure(row.swapped.key)
-            self._failed += 1
-            self.forget(row)
-            self._tell(row, PreemptionRecord("lost", reason=why))
+            reason = self.swap_space.failure(seq.swapped.key)
+            self._num_lost += 1
+            self.forget(seq)
+            self._notify(seq, PreemptionRecord("lost", reason=reason))
             if self._kv_cache_manager.lossy:
-                ended.append((row, f"what the cache had kept of this row is lost, and cannot be computed again: {why}"))
+                failed_seqs.append(
+                    (seq, f"the swapped blocks of this sequence are lost and cannot be recomputed: {reason}")
+                )
             else:
-                LOG.info("request %d, sample %d: it is computed again: %s", row.request_id, row.sample_index, why)
+                LOG.info("request %d, sample %d is recomputed: %s", seq.request_id, seq.sample_index, reason)
                 self._recomputed += 1
-        return ended
+        return failed_seqs
 
-    def _tell(self, row: TokenSequence, swapped: PreemptionRecord) -> None:
-        if self.witness is not None:
-            self.witness(row, swapped)
+    def _notify(self, seq: TokenSequence, swapped: PreemptionRecord) -> None:
+        if self.preemption_hook is not None:
+            self.preemption_hook(seq, swapped)
 
     @property
     def has_swapped(self) -> bool:
-        """Whether a parking holds a row."""
+        """True if the swap space holds a sequence."""
         return self.swap_space is not None and len(self.swap_space) > 0
 
     @property
@@ -298,33 +323,33 @@ class PreemptionManager:
         return self.swap_space is not None and self.swap_space.pending
 
     def wait(self) -> None:
-        """For one read or write that is under way: there is nothing else to do."""
+        """Wait for one read or write, because nothing else can run."""
         assert self.swap_space is not None
         self.swap_space.wait(self._kv_cache_manager.pending_swap_ins)
 
     # ------------------------------------------------------------ room
 
-    def can_always_swap(self, row: TokenSequence, others: Sequence[TokenSequence]) -> bool:
-        """Could every row that may have to give way be parked at its longest, if ``row`` were seated too?"""
+    def can_always_swap(self, seq: TokenSequence, others: Sequence[TokenSequence]) -> bool:
+        """True if all preemptible sequences could be swapped at their longest, including ``seq``."""
         if not self._kv_cache_manager.lossy or self.swap_space is None or not self.swap_space.bounded:
             return True
-        rows = sorted([*others, row], key=lambda each: (each.overflow not in ("refuse", "stop"), each.priority))
-        left = [group.num_usable_blocks for group in self._groups]
-        fits, parked = True, 0
-        for number, each in enumerate(rows):
-            need = [max_blocks(group, self._kv_cache_manager.groups, _max_len(each)) for group in self._groups]
-            left = [have - count for have, count in zip(left, need, strict=True)]
-            fits = fits and all(have >= 0 for have in left)
-            if not fits and (number or each.overflow in ("refuse", "stop")):
-                parked += sum(count * size for count, size in zip(need, self._block_bytes, strict=True))
-        back = 0 if row.swapped is None else self.swap_space.nbytes(row.swapped.key)
-        return self.swap_space.has_room(max(0, parked - back))
+        seqs = sorted([*others, seq], key=lambda other: (other.overflow not in ("reject", "stop"), other.priority))
+        num_left = [group.num_usable_blocks for group in self._groups]
+        fits, num_swap_bytes = True, 0
+        for index, other in enumerate(seqs):
+            num_needed = [max_blocks(group, self._kv_cache_manager.groups, _max_len(other)) for group in self._groups]
+            num_left = [available - count for available, count in zip(num_left, num_needed, strict=True)]
+            fits = fits and all(available >= 0 for available in num_left)
+            if not fits and (index or other.overflow in ("reject", "stop")):
+                num_swap_bytes += sum(count * size for count, size in zip(num_needed, self._block_bytes, strict=True))
+        own_bytes = 0 if seq.swapped is None else self.swap_space.nbytes(seq.swapped.key)
+        return self.swap_space.has_room(max(0, num_swap_bytes - own_bytes))
 
     def stats(self) -> PreemptionStats:
-        parking = offload.swap_space.SwapSpaceStats() if self.swap_space is None else self.swap_space.stats()
+        swap_space_stats = offload.swap_space.SwapSpaceStats() if self.swap_space is None else self.swap_space.stats()
         return PreemptionStats(
-            self._recomputed, self._tokens, self._ram, self._disk, self._bytes, self._failed, dict(self._seconds),
-            parking, self.costs.measured(),
+            self._recomputed, self._tokens, self._num_to_ram, self._num_to_disk, self._bytes, self._num_lost,
+            dict(self._seconds), swap_space_stats, self.costs.measured(),
         )  # fmt: skip
 
     def close(self) -> None:
@@ -332,5 +357,5 @@ class PreemptionManager:
             self.swap_space.close()
 
 
-def _max_len(row: TokenSequence) -> int:
-    return max(len(row.token_ids), row.max_len - 1)
+def _max_len(seq: TokenSequence) -> int:
+    return max(len(seq.token_ids), seq.max_len - 1)

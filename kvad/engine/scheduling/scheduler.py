@@ -1,22 +1,24 @@
-"""Which rows run in the next step, and with how many tokens.  Integers only: no torch, no clock but the one given.
+"""Scheduler: choose the sequences of the next step and their numbers of tokens.
 
-A source (of an encoder-decoder's row, or an encoder's own) is read whole, in a step of its own, before anything else of
-its row; sources that wait are encoded together.
+Integers only: no torch.
 
-``plan`` gives every decoding row its token, then continues the prompts that are being read (in chunks), then admits
-who waits, first come, first served, all under ``budget`` tokens and ``rows`` seats; a plan is already placed by the
-ledger.  ``settle`` takes what came out and says what happened.  One plan may be in flight.
+The encoder's input (of an encoder-decoder, or an encoder's own text) is encoded whole in a separate step before the
+rest of its sequence; waiting inputs are encoded together.
 
-Invariants: the oldest row advances or ends, so everything ends; a row's tokens do not depend on its neighbours; a row
-is in exactly one of *waiting* (no seat, no blocks), *running* (a seat) and *done*.
+:meth:`Scheduler.schedule` gives every decoding sequence its token, then continues prompts in chunks, then admits
+waiting sequences first come, first served, all within ``max_num_batched_tokens`` and ``max_num_seqs``; its output has
+blocks allocated. :meth:`Scheduler.update_from_output` takes the results and returns events. One step may be in flight.
 
-A beam search's beams are rows that go on together: each waits until all have their candidates, then some are forked
-(blocks shared, copied when written) and some given up.  They are preempted together.
+Invariants: the oldest sequence advances or ends, so every request ends; the tokens of a sequence do not depend on its
+neighbors; a sequence is in exactly one of *waiting* (no index, no blocks), *running* (an index) and *done*.
 
-When a pool is full the youngest running row is preempted: it gives its blocks back (published ones may survive until
-it returns), waits at its old place in the queue and computes its tokens again, or is parked and has its blocks back as
-they were (``swaps.py``); others run until what was parked is at hand.  A row that says "stop" ends instead, when it is
-the one that cannot grow; one that says "refuse" never gives way: its blocks were promised when it came (``limits.py``).
+The beams of a search are sequences that advance together: each waits until all have candidates, then some are forked
+(blocks are shared and copied on write) and some are freed. They are preempted together.
+
+When a pool is full, the youngest running sequence is preempted: its blocks are freed (published ones may survive), it
+waits at its old place in the queue and is recomputed; or it is swapped out and later swapped in unchanged
+(``preemption.py``), while others run. A sequence with overflow mode "stop" ends instead if it is the one that cannot
+grow; one with "reject" is never preempted, because its blocks were reserved on arrival (``limits.py``).
 """
 
 from __future__ import annotations
@@ -51,23 +53,34 @@ from kvad.engine.scheduling.sequence import (
 from kvad.errors import ConfigError, RequestError
 from kvad.model_input import BlockOps, SubBatch
 
-MAX_RECOVERIES = 2  # a row whose spilled part was lost is computed again so often, then it ends
-MAX_FINISHED_METRICS = 4096  # of ended requests, the latest
+MAX_RECOVERIES = 2  # recomputations of a sequence whose offloaded tokens were lost; then it ends with an error
+MAX_FINISHED_METRICS = 4096  # metrics of ended requests that stay available
 LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class SchedulerStats:
+    """Counts of sequences, preemptions, steps and tokens."""
+
     running: int
     waiting: int
     preemptions: int
     steps: int
-    tokens: int  # computed, recomputed ones included
+    tokens: int  # computed tokens, recomputed ones included
 
 
 class Scheduler:
-    """Owns the ledger.  ``budget``: tokens per step; ``chunk``: of one row; ``limit``: tokens of the longest row, or
-    all that there is to say of where rows end; ``swaps``: how they give way (None: as without a parking)."""
+    """Schedules the sequences of one KVCacheManager.
+
+    Args:
+        kv_cache_manager: Host bookkeeping of the cache; owned by the scheduler.
+        max_num_seqs: Sequences that run at the same time.
+        max_num_batched_tokens: New tokens per step.
+        prefill_chunk_size: New tokens of one sequence per step.
+        limit: Longest sequence in tokens, or the limits with their overflow modes.
+        clock: Time in seconds, for request metrics.
+        preemption: How sequences are preempted (None: without a swap space).
+    """
 
     def __init__(
         self,
@@ -83,30 +96,31 @@ class Scheduler:
         limits = limit if isinstance(limit, LengthLimits) else LengthLimits(limit)
         if max_num_seqs < 1 or prefill_chunk_size < 1 or limits.max_len < 1:
             raise ConfigError(
-                f"rows {max_num_seqs}, chunk {prefill_chunk_size} and limit {limits.max_len} must be at least 1"
+                "max_num_seqs, prefill_chunk_size and max_len: must be at least 1, "
+                f"got {max_num_seqs}, {prefill_chunk_size} and {limits.max_len}"
             )
         if max_num_batched_tokens < max_num_seqs:
             raise ConfigError(
-                f"budget: {max_num_batched_tokens} tokens per step do not give each of {max_num_seqs} rows one"
+                f"max_num_batched_tokens: must be at least max_num_seqs ({max_num_seqs}), got {max_num_batched_tokens}"
             )
         self.kv_cache_manager = kv_cache_manager
         self.preemption = PreemptionManager(kv_cache_manager) if preemption is None else preemption
         self._max_num_batched_tokens = max_num_batched_tokens
         self._prefill_chunk_size = prefill_chunk_size
         self.limits = limits
-        self._promises = BlockReservations(kv_cache_manager.groups, kv_cache_manager.watermark_blocks)
+        self._reservations = BlockReservations(kv_cache_manager.groups, kv_cache_manager.watermark_blocks)
         self._clock = clock
-        self._seating = AdmissionQueue(kv_cache_manager, max_num_seqs)
-        self._running, self._waiting = self._seating.running, self._seating.waiting  # oldest first, both
-        self._seats = self._seating.free_indices
+        self._admission = AdmissionQueue(kv_cache_manager, max_num_seqs)
+        self._running, self._waiting = self._admission.running, self._admission.waiting  # oldest first, both
+        self._free_indices = self._admission.free_indices
         self._requests: dict[int, Request] = {}
         self._ended: dict[int, RequestMetrics] = {}
-        self._flying: SchedulerOutput | None = None
-        self._pending: list[SequenceEvent] = []
-        self._pop_finished_states: list[FinishedState] = []
+        self._in_flight: SchedulerOutput | None = None
+        self._pending_events: list[SequenceEvent] = []
+        self._finished_states: list[FinishedState] = []
         self._arrivals = self._preemptions = self._steps = self._tokens = 0
-        self._blocked = -1  # ledger.releases when an admission last failed: no sense in trying before it grows
-        self._lanes = SubBatchBuilder(kv_cache_manager.groups)
+        self._num_frees_when_blocked = -1  # at the last failed admission; retried when blocks are freed
+        self._sub_batch_builder = SubBatchBuilder(kv_cache_manager.groups)
 
     # ------------------------------------------------------------ requests
 
@@ -114,506 +128,543 @@ class Scheduler:
         self,
         request_id: int,
         prompt: Sequence[int],
-        sampling: SamplingParams,
-        root: bytes = b"",
+        sampling_params: SamplingParams,
+        prefix_root: bytes = b"",
         *,
         stop_tokens: frozenset[int] = frozenset(),
-        source: Sequence[int] | None = None,
-        want: str = "head",
-        parked: SwappedSequence | None = None,
-        keep: bool = False,
+        encoder_tokens: Sequence[int] | None = None,
+        encoder_output: str = "head",
+        swapped: SwappedSequence | None = None,
+        keep_state: bool = False,
     ) -> RequestMetrics:
-        """Queue a request; ``stop_tokens`` join those of ``sampling``.  The Usage is kept up to date until it ends.
+        """Queue a request and return its metrics, which are updated until it ends.
 
-        ``parked``: what there is of the first tokens of the one row (``Ledger.adopt``); it is the caller's no more.
-        ``keep``: tell with :meth:`left` what the row leaves when it ends by itself.
+        Args:
+            request_id: Unused number of the request.
+            prompt: Token ids; the start of the target of an encoder-decoder; empty to request the encoder's output.
+            sampling_params: Sampling options; ``max_tokens=None`` means the lowest limit of model, cache and pool.
+            prefix_root: Start of the block hash chain.
+            stop_tokens: Token ids that end a sample, in addition to those of ``sampling_params``.
+            encoder_tokens: Input of the encoder.
+            encoder_output: Encoder's result: "head", or hidden states pooled by "mean" or "first".
+            swapped: Cached first tokens of the only sequence (``KVCacheManager.import_sequence``). Ownership passes to
+                the scheduler.
+            keep_state: Return the final state with :meth:`pop_finished_states`.
 
-        ``source``: what an encoder reads, known to it; ``prompt`` then begins the target, or is empty: the encoder's
-        answer itself is wanted (``want``: the head's, or its states pooled by "mean" or "first"), as the one event.
-
-        RequestError: no prompt; a prompt beyond the model's limit; more tokens than the whole pool could hold; a way to
-        go on that the cache was not laid out for; what "refuse" refuses.  ``max_tokens=None`` goes up to the model's
-        limit, the cache's or what the pool holds, whichever is less, or without an end where there is none.
+        Raises:
+            RequestError: If the prompt is empty or too long, the pool could never hold the tokens, the overflow mode is
+                not available, or "reject" rejects the request.
         """
-        assert request_id not in self._requests, f"request {request_id} is running already"
-        answered = source is not None and not prompt
-        self._check_source(source, answered)
-        on_full = self.limits.on_full if answered else self.limits.overflow_mode(sampling)
-        limit, by = (
-            (0, None) if answered else self.limits.resolve(len(prompt), sampling, self.kv_cache_manager.capacity)
+        assert request_id not in self._requests, f"request {request_id} is already running"
+        encoder_only = encoder_tokens is not None and not prompt
+        self._check_encoder_tokens(encoder_tokens, encoder_only)
+        overflow = self.limits.overflow if encoder_only else self.limits.overflow_mode(sampling_params)
+        limit, limited_by = (
+            (0, None)
+            if encoder_only
+            else self.limits.resolve(len(prompt), sampling_params, self.kv_cache_manager.capacity)
         )
-        usage = RequestMetrics(len(prompt) if source is None else len(source), self._clock())
-        stops = stop_tokens | frozenset(sampling.stop_token_ids)
-        read = None if source is None else tuple(source)
-        request = Request(request_id, self._arrivals, sampling, root, stops, usage, read, want)
+        metrics = RequestMetrics(len(prompt) if encoder_tokens is None else len(encoder_tokens), self._clock())
+        stop_ids = stop_tokens | frozenset(sampling_params.stop_token_ids)
+        encoder_token_ids = None if encoder_tokens is None else tuple(encoder_tokens)
+        request = Request(
+            request_id,
+            self._arrivals,
+            sampling_params,
+            prefix_root,
+            stop_ids,
+            metrics,
+            encoder_token_ids,
+            encoder_output,
+        )
         self._arrivals += 1
-        if sampling.num_beams > 1 and not answered:
-            self._check_beams(sampling, limit)
-            if limit > len(prompt):  # else there is nothing to search
-                request.beams = BeamSearch(sampling, len(prompt), limit, stops)
-        if on_full == "refuse" and not answered:
-            request.reserved_blocks = self._promises.reserve(
-                max(sampling.n, sampling.num_beams), max(len(prompt), limit - 1)
+        if sampling_params.num_beams > 1 and not encoder_only:
+            self._check_beams(sampling_params, limit)
+            if limit > len(prompt):  # otherwise no token is generated
+                request.beams = BeamSearch(sampling_params, len(prompt), limit, stop_ids)
+        if overflow == "reject" and not encoder_only:
+            request.reserved_blocks = self._reservations.reserve(
+                max(sampling_params.n, sampling_params.num_beams), max(len(prompt), limit - 1)
             )
-        request.keep_state = keep
+        request.keep_state = keep_state
         self._requests[request_id] = request
-        for sample in range(sampling.n if request.beams is None else sampling.num_beams):
-            row = TokenSequence(request, sample, list(prompt), limit, by or "model", on_full)
-            row.swapped = parked
-            request.sequences.append(row)
+        for sample in range(sampling_params.n if request.beams is None else sampling_params.num_beams):
+            seq = TokenSequence(request, sample, list(prompt), limit, limited_by or "model", overflow)
+            seq.swapped = swapped
+            request.sequences.append(seq)
             if request.beams is not None and sample:
-                row.state = IDLE
+                seq.state = IDLE
             else:
-                self._waiting.append(row)
+                self._waiting.append(seq)
         request.live_beams = request.sequences[:1]
-        return usage
+        return metrics
 
-    def _check_beams(self, sampling: SamplingParams, limit: int) -> None:
+    def _check_beams(self, sampling_params: SamplingParams, limit: int) -> None:
+        """Raise RequestError if a beam search is impossible with this cache."""
         if self.kv_cache_manager.lossy:
             raise RequestError(
-                "beams share what they have read, and under this cache's policy each row keeps what it ranks highest",
-                "search under a policy by position (full, window, sinks, truncate), or sample",
+                "num_beams: beams share cached tokens, but under this policy each sequence keeps its own selection",
+                "Use a policy by position (full, window, sinks, block-window), or sample.",
             )
-        if sampling.num_beams > self._seating.max_num_seqs:
+        if sampling_params.num_beams > self._admission.max_num_seqs:
             raise RequestError(
-                f"{sampling.num_beams} beams need as many rows, there are {self._seating.max_num_seqs}", "ask for fewer"
+                f"num_beams: must be at most max_num_seqs ({self._admission.max_num_seqs}), "
+                f"got {sampling_params.num_beams}",
+                "Request fewer beams.",
             )
-        if not self.kv_cache_manager.has_capacity(sampling.num_beams, limit):
+        if not self.kv_cache_manager.has_capacity(sampling_params.num_beams, limit):
             raise RequestError(
-                f"the cache has no room for {sampling.num_beams} beams of {limit} tokens",
-                "ask for fewer beams or tokens, or give the cache more blocks",
+                f"the cache has no room for {sampling_params.num_beams} beams of {limit} tokens",
+                "Request fewer beams or tokens, or give the cache more blocks.",
             )
 
-    def _check_source(self, source: Sequence[int] | None, answered: bool) -> None:
-        """The caller knows the encoder's own limit; here it is what the cache holds."""
-        if source is None:
+    def _check_encoder_tokens(self, encoder_tokens: Sequence[int] | None, encoder_only: bool) -> None:
+        """Compare the encoder input with the cache; the engine checks the encoder's own limit."""
+        if encoder_tokens is None:
             return
-        if not source:
-            raise RequestError("the source is empty: an encoder reads at least one token")
-        holds = self.kv_cache_manager.max_source_len
-        if not answered and len(source) > holds:
+        if not encoder_tokens:
+            raise RequestError("encoder input: must have at least 1 token, got 0")
+        max_source_len = self.kv_cache_manager.max_source_len
+        if not encoder_only and len(encoder_tokens) > max_source_len:
             raise RequestError(
-                f"the source has {len(source)} tokens, the cache holds {holds} of one", "shorten it, nothing is cut"
+                f"encoder input: must have at most {max_source_len} tokens, got {len(encoder_tokens)}", "Shorten it."
             )
 
     def abort_request(self, request_id: int) -> list[SequenceEvent]:
-        """End every sample of a request, also while a plan is in flight.  Nothing happens if it has ended."""
+        """End every sample of a request, also while a step is in flight; ended requests are ignored."""
         request = self._requests.get(request_id)
         if request is not None and request.beams is not None:
-            return self._end_beams(request, "cancelled")
-        rows = [row for row in request.sequences if row.state != DONE] if request is not None else []
-        return [self._end(row, "cancelled") for row in rows]
+            return self._end_beams(request, "abort")
+        seqs = [seq for seq in request.sequences if seq.state != DONE] if request is not None else []
+        return [self._end(seq, "abort") for seq in seqs]
 
     def finish_sequence(self, request_id: int, sample: int, reason: FinishReason = "stop") -> list[SequenceEvent]:
-        """End one sample (a stop string was found).  Nothing happens if it has ended."""
+        """End one sample, for example at a stop string; ended samples are ignored."""
         request = self._requests.get(request_id)
         if request is not None and request.beams is not None:
             return self._end_beams(request, reason)
-        rows = [row for row in request.sequences if row.sample_index == sample and row.state != DONE] if request else []
-        return [self._end(row, reason) for row in rows]
+        seqs = [seq for seq in request.sequences if seq.sample_index == sample and seq.state != DONE] if request else []
+        return [self._end(seq, reason) for seq in seqs]
 
     def preempt(self, request_id: int) -> bool:
-        """Make a request's running rows give way between two steps, as if the pool had run out (``kvad verify``
-        do).  False: none of them runs."""
-        assert self._flying is None, "a plan is in flight: settle it first"
-        running = [row for row in self.sequences(request_id) if row.state == RUNNING and row.beam_candidates is None]
-        for row in running:
-            if row.state == RUNNING:  # beams leave together
-                self._preempt(row)
+        """Preempt a request's running sequences between two steps (``kvad verify``, tests).
+
+        Returns:
+            False if none of them is running.
+        """
+        assert self._in_flight is None, "a step is in flight: call update_from_output first"
+        running = [seq for seq in self.sequences(request_id) if seq.state == RUNNING and seq.beam_candidates is None]
+        for seq in running:
+            if seq.state == RUNNING:  # the beams of a request are preempted together
+                self._preempt(seq)
         return bool(running)
 
     @property
     def idle(self) -> bool:
-        """Nothing to do: no request, no event that was not told."""
-        return not self._requests and not self._pending
+        """True if there is no request and no pending event."""
+        return not self._requests and not self._pending_events
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(len(self._running), len(self._waiting), self._preemptions, self._steps, self._tokens)
 
     def metrics(self, request_id: int) -> RequestMetrics:
-        """Of a request that runs or waits, or of the latest that ended; KeyError for others."""
+        """Return the metrics of an active or recently ended request; KeyError for others."""
         request = self._requests.get(request_id)
         return request.metrics if request is not None else self._ended[request_id]
 
     def num_cached_tokens(self, request_id: int) -> int:
-        """Prompt tokens of the request that a prefix hit made free."""
+        """Return the number of prompt tokens that a prefix hit covered."""
         return self.metrics(request_id).num_cached_tokens
 
     def sequences(self, request_id: int) -> tuple[TokenSequence, ...]:
         request = self._requests.get(request_id)
         return tuple(request.sequences) if request is not None else ()
 
-    # ------------------------------------------------------------ a step
+    # ------------------------------------------------------------ scheduling
 
     def schedule(self) -> SchedulerOutput | None:
-        """The next step, placed; None when there is nothing to run, or all that waits is on its way from the tiers.
-        :meth:`settle` it before the next."""
-        assert self._flying is None, "a plan is in flight: settle it first"
-        admitting = True
-        self._see_parked()
+        """Build the next step, with blocks allocated.
+
+        Returns:
+            None if nothing can run, or all waiting sequences wait for the block store. Otherwise call
+            :meth:`update_from_output` before the next call.
+        """
+        assert self._in_flight is None, "a step is in flight: call update_from_output first"
+        can_admit = True
+        self._poll_swaps()
         while True:
-            if admitting and self._waiting:
-                self._admit_sources()
-            encoding = self._encode()
-            if encoding is not None:
-                return encoding
-            items, left = self._continue()
-            fresh = self._admit(left) if admitting and left > 0 and self._waiting else []
-            placed = self._reserve(items, fresh)
-            if placed is not None:
-                return self._depart(*placed)
+            if can_admit and self._waiting:
+                self._admit_with_encoder_input()
+            encoder_step = self._schedule_encoder()
+            if encoder_step is not None:
+                return encoder_step
+            items, num_tokens_left = self._continue_running()
+            new_items = self._admit(num_tokens_left) if can_admit and num_tokens_left > 0 and self._waiting else []
+            allocation = self._allocate(items, new_items)
+            if allocation is not None:
+                return self._build_output(*allocation)
             if self._running:
-                self._give_way(items)
-                # Alone, without shared blocks, it will fit: try again at once.  So do beams that waited for others.
-                admitting = not items or not self._running
-            elif not self._waiting or any(row.prefetch is not None and row.prefetch.in_flight for row in self._waiting):
+                self._preempt_or_stop(items)
+                # Alone and without shared blocks, a sequence fits, so retry at once. The same holds for waiting beams.
+                can_admit = not items or not self._running
+            elif not self._waiting or any(seq.prefetch is not None and seq.prefetch.in_flight for seq in self._waiting):
                 return None
-            elif self.preemption.pending:  # nothing else to do
+            elif self.preemption.pending:  # nothing else can run
                 self.preemption.wait()
-                self._see_parked()
+                self._poll_swaps()
 
-    def _see_parked(self) -> None:
-        """What the parking has done meanwhile; and the next row that could be seated is fetched."""
+    def _poll_swaps(self) -> None:
+        """Process finished swap I/O and prefetch the next admissible sequence."""
         if self.preemption.poll():
-            self._blocked = -1
-            for row, error in self.preemption.failed(self._waiting):
-                self._end(row, "error", error, tell=True)
+            self._num_frees_when_blocked = -1
+            for seq, error in self.preemption.failed(self._waiting):
+                self._end(seq, "error", error, emit=True)
         if self.preemption.has_swapped and self._waiting:
-            row = next((row for row in self._waiting if self._seating.is_ready(row)), self._waiting[0])
-            self.preemption.prefetch(row)
+            seq = next((seq for seq in self._waiting if self._admission.is_ready(seq)), self._waiting[0])
+            self.preemption.prefetch(seq)
 
-    def _continue(self) -> tuple[list[BatchItem], int]:
-        """The running rows' next tokens: decoding rows first, then prompts, oldest first; and the budget left."""
+    def _continue_running(self) -> tuple[list[BatchItem], int]:
+        """Return the running sequences' next tokens (decoding first) and the tokens left."""
         items: list[BatchItem] = []
-        reading: list[TokenSequence] = []
-        left = self._max_num_batched_tokens
-        for row in self._running:
-            assert row.encoder_ready, "sources come first"
-            if row.beam_candidates is not None:
-                continue  # a beam that waits for the others
-            if row.num_computed_tokens + 1 == len(row.token_ids):
-                items.append((self._lanes.sort_key(row, 1), row, 1))
-                left -= 1
+        prefilling: list[TokenSequence] = []
+        num_tokens_left = self._max_num_batched_tokens
+        for seq in self._running:
+            assert seq.encoder_ready, "the encoder input is computed first"
+            if seq.beam_candidates is not None:
+                continue  # this beam waits for the other beams
+            if seq.num_computed_tokens + 1 == len(seq.token_ids):
+                items.append((self._sub_batch_builder.sort_key(seq, 1), seq, 1))
+                num_tokens_left -= 1
             else:
-                reading.append(row)
-        for row in reading:
-            if left <= 0:
+                prefilling.append(seq)
+        for seq in prefilling:
+            if num_tokens_left <= 0:
                 break
-            new = self._span(row, left)
-            items.append((self._lanes.sort_key(row, new), row, new))
-            left -= new
-        return items, left
+            num_new_tokens = self._num_new_tokens(seq, num_tokens_left)
+            items.append((self._sub_batch_builder.sort_key(seq, num_new_tokens), seq, num_new_tokens))
+            num_tokens_left -= num_new_tokens
+        return items, num_tokens_left
 
-    def _admit(self, left: int) -> list[BatchItem]:
-        """Seat waiting rows while there are seats, tokens and blocks; they are not running yet."""
-        fresh: list[BatchItem] = []
+    def _admit(self, num_tokens_left: int) -> list[BatchItem]:
+        """Admit waiting sequences while indices, tokens and blocks last; they are not running yet."""
+        new_items: list[BatchItem] = []
         if (
             self._running
-            and self._blocked == self.kv_cache_manager.num_frees
+            and self._num_frees_when_blocked == self.kv_cache_manager.num_frees
             and self._waiting[0].request.beams is None
         ):
-            return fresh
-        place = 0
-        while place < len(self._waiting) and self._seats and left > 0:
-            row = self._waiting[place]
-            if row.request.encoder_tokens is not None or not self._seating.is_admissible(row):
-                place += 1
+            return new_items
+        index = 0
+        while index < len(self._waiting) and self._free_indices and num_tokens_left > 0:
+            seq = self._waiting[index]
+            if seq.request.encoder_tokens is not None or not self._admission.is_admissible(seq):
+                index += 1
                 continue
-            if not self._seating.try_admit(row, self.preemption, [each for _, each, _ in fresh]):
-                self._blocked = self.kv_cache_manager.num_frees
+            if not self._admission.try_admit(seq, self.preemption, [other for _, other, _ in new_items]):
+                self._num_frees_when_blocked = self.kv_cache_manager.num_frees
                 break
-            del self._waiting[place]
-            new = self._span(row, left)
-            fresh.append((self._lanes.sort_key(row, new), row, new))
-            left -= new
-        return fresh
+            del self._waiting[index]
+            num_new_tokens = self._num_new_tokens(seq, num_tokens_left)
+            new_items.append((self._sub_batch_builder.sort_key(seq, num_new_tokens), seq, num_new_tokens))
+            num_tokens_left -= num_new_tokens
+        return new_items
 
-    def _span(self, row: TokenSequence, left: int) -> int:
-        """New tokens of a row in this step: a chunk, that ends where a policy cuts the row."""
+    def _num_new_tokens(self, seq: TokenSequence, num_tokens_left: int) -> int:
+        """Return the tokens of a sequence in this step: a chunk that ends where the policy evicts."""
         return min(
-            len(row.token_ids) - row.num_computed_tokens,
+            len(seq.token_ids) - seq.num_computed_tokens,
             self._prefill_chunk_size,
-            left,
-            self.kv_cache_manager.tokens_until_eviction(row.seq_index),
+            num_tokens_left,
+            self.kv_cache_manager.tokens_until_eviction(seq.seq_index),
         )
 
-    def _admit_sources(self) -> None:
-        """Seat waiting rows that have a source, oldest first; those whose source is not known wait to be encoded."""
+    def _admit_with_encoder_input(self) -> None:
+        """Admit waiting sequences with encoder input; uncached inputs are encoded next."""
         if (
             self._running
-            and self._blocked == self.kv_cache_manager.num_frees
+            and self._num_frees_when_blocked == self.kv_cache_manager.num_frees
             and self._waiting[0].request.beams is None
         ):
             return
-        place, now = 0, self._clock()
-        while place < len(self._waiting) and self._seats:
-            row = self._waiting[place]
-            if row.request.encoder_tokens is None or not self._seating.is_admissible(row):
-                place += 1
+        index, now = 0, self._clock()
+        while index < len(self._waiting) and self._free_indices:
+            seq = self._waiting[index]
+            if seq.request.encoder_tokens is None or not self._admission.is_admissible(seq):
+                index += 1
                 continue
-            if not self._seating.try_admit(row, self.preemption):
-                self._blocked = self.kv_cache_manager.num_frees
+            if not self._admission.try_admit(seq, self.preemption):
+                self._num_frees_when_blocked = self.kv_cache_manager.num_frees
                 return
-            del self._waiting[place]
-            self._seating.start(row, now)
+            del self._waiting[index]
+            self._admission.start(seq, now)
 
-    def _encode(self) -> SchedulerOutput | None:
-        """A step of the encoder, for as many unread sources as the budget allows, at least one; None: none waits."""
-        unread = [row for row in self._running if not row.encoder_ready]
-        if not unread:
+    def _schedule_encoder(self) -> SchedulerOutput | None:
+        """Build an encoder step for uncached inputs within the token limit, or return None."""
+        unencoded = [seq for seq in self._running if not seq.encoder_ready]
+        if not unencoded:
             return None
-        unread = [
-            row for row in unread if bool(row.token_ids) == bool(unread[0].token_ids)
-        ]  # what is kept, or answered
+        unencoded = [
+            seq for seq in unencoded if bool(seq.token_ids) == bool(unencoded[0].token_ids)
+        ]  # either all are cached, or all are returned
         chosen: list[tuple[int, int, TokenSequence]] = []
-        left = self._max_num_batched_tokens
-        for row in unread:
-            length = len(row.request.encoder_tokens or ())
-            if chosen and length > left:
+        num_tokens_left = self._max_num_batched_tokens
+        for seq in unencoded:
+            length = len(seq.request.encoder_tokens or ())
+            if chosen and length > num_tokens_left:
                 break
-            chosen.append((length, row.seq_index, row))
-            left -= length
-        chosen.sort(key=lambda each: each[:2])
-        rows = tuple(row for _, _, row in chosen)
+            chosen.append((length, seq.seq_index, seq))
+            num_tokens_left -= length
+        chosen.sort(key=lambda entry: entry[:2])
+        seqs = tuple(seq for _, _, seq in chosen)
         lengths = [length for length, _, _ in chosen]
-        lanes = tuple(SubBatch(lengths.count(n), n, n) for n in sorted(set(lengths)))
-        kept = [row.seq_index for row in rows if row.token_ids]
-        assert len(kept) in (0, len(rows)), "an encoder answers, or is read by a decoder"
-        placed = self.kv_cache_manager.allocate_encoder_slots(kept) if kept else None
+        sub_batches = tuple(SubBatch(lengths.count(n), n, n) for n in sorted(set(lengths)))
+        seq_indices = [seq.seq_index for seq in seqs if seq.token_ids]
+        assert len(seq_indices) in (0, len(seqs)), "encoder outputs are either returned or read by a decoder"
+        allocation = self.kv_cache_manager.allocate_encoder_slots(seq_indices) if seq_indices else None
         self._steps += 1
         self._tokens += sum(lengths)
-        nothing = BlockAllocation(BlockOps((), ()), (), ())
-        self._flying = SchedulerOutput((), (), nothing, EncoderBatch(rows, lanes, placed))
-        return self._flying
+        no_allocation = BlockAllocation(BlockOps((), ()), (), ())
+        self._in_flight = SchedulerOutput((), (), no_allocation, EncoderBatch(seqs, sub_batches, allocation))
+        return self._in_flight
 
-    def _reserve(
-        self, items: list[BatchItem], fresh: list[BatchItem]
+    def _allocate(
+        self, items: list[BatchItem], new_items: list[BatchItem]
     ) -> tuple[list[BatchItem], BlockAllocation] | None:
-        """Place all of ``items``, and as many of ``fresh`` as there is room for: the others wait on."""
-        while items or fresh:
-            every = items + fresh
-            every.sort(key=_request_order if self.kv_cache_manager.max_source_len else None)
-            placed = self.kv_cache_manager.allocate_slots(
-                [(row.seq_index, row.num_computed_tokens, new) for _, row, new in every]
+        """Allocate slots for all ``items`` and as many ``new_items`` as fit; others keep waiting."""
+        while items or new_items:
+            all_items = items + new_items
+            all_items.sort(key=_request_order if self.kv_cache_manager.max_source_len else None)
+            allocation = self.kv_cache_manager.allocate_slots(
+                [(seq.seq_index, seq.num_computed_tokens, num_new_tokens) for _, seq, num_new_tokens in all_items]
             )
-            if placed is not None:
-                return every, placed
-            if not fresh:
+            if allocation is not None:
+                return all_items, allocation
+            if not new_items:
                 return None
-            row = fresh.pop()[1]
-            self._seating.release(row)
-            if all(beam.seq_index < 0 for beam in row.request.sequences if beam.state != IDLE):
-                self._seating.release_idle_beams(row.request)
-            self._blocked = self.kv_cache_manager.num_frees
-            if not items and not fresh and not self._running:
-                error = f"the cache has no room for {len(row.token_ids)} tokens of one row"
-                self._end(row, "length", error, limit="pool", tell=True)
+            seq = new_items.pop()[1]
+            self._admission.release(seq)
+            if all(beam.seq_index < 0 for beam in seq.request.sequences if beam.state != IDLE):
+                self._admission.release_idle_beams(seq.request)
+            self._num_frees_when_blocked = self.kv_cache_manager.num_frees
+            if not items and not new_items and not self._running:
+                error = f"the cache has no room for {len(seq.token_ids)} tokens of one sequence"
+                self._end(seq, "length", error, limit="pool", emit=True)
             else:
-                self._seating.enqueue(row)
+                self._admission.enqueue(seq)
         return None
 
-    def _give_way(self, items: Sequence[BatchItem]) -> None:
-        """The pool has run out: the youngest row that may give way does.  A row that says "stop" does so only where it
-        is one that cannot grow, or where one that was promised room cannot."""
+    def _preempt_or_stop(self, items: Sequence[BatchItem]) -> None:
+        """Preempt the youngest sequence that may be preempted.
+
+        A sequence in mode "stop" ends only if it is one that cannot grow, or if one with reserved blocks cannot grow.
+        """
         growing = {
-            id(row)
-            for _, row, new in items
-            if row.overflow != "preempt" and self.kv_cache_manager.needs_blocks(row.seq_index, new)
+            id(seq)
+            for _, seq, num_new_tokens in items
+            if seq.overflow != "preempt" and self.kv_cache_manager.needs_blocks(seq.seq_index, num_new_tokens)
         }
-        yielding = [row for row in reversed(self._running) if row.overflow != "refuse"]
-        assert yielding, "rows that were promised room have none"
-        row = next((row for row in yielding if not _stops_when_full(row) or id(row) in growing), yielding[0])
-        if _stops_when_full(row):
-            self._stop(row)
+        candidates = [seq for seq in reversed(self._running) if seq.overflow != "reject"]
+        assert candidates, "sequences with reserved blocks have none"
+        seq = next((seq for seq in candidates if not _stops_when_full(seq) or id(seq) in growing), candidates[0])
+        if _stops_when_full(seq):
+            self._stop_when_full(seq)
         else:
-            self._log("a row is preempted", row)
-            self._preempt(row)
+            self._log("a sequence is preempted", seq)
+            self._preempt(seq)
 
-    def _stop(self, row: TokenSequence) -> None:
-        """End a row with what it has, or a search with the best of it."""
-        self._log("a row is ended", row)
-        if row.request.beams is not None:
-            self._pending.extend(self._end_beams(row.request, limit="pool"))
+    def _stop_when_full(self, seq: TokenSequence) -> None:
+        """End a sequence with its tokens so far, or a search with its best hypotheses."""
+        self._log("a sequence is ended", seq)
+        if seq.request.beams is not None:
+            self._pending_events.extend(self._end_beams(seq.request, limit="pool"))
         else:
-            self._end(row, "length", limit="pool", tell=True)
+            self._end(seq, "length", limit="pool", emit=True)
 
-    def _log(self, what: str, row: TokenSequence, stats: CacheStats | None = None) -> None:
-        """``stats``: of the pools as they were when they had run out."""
+    def _log(self, message: str, seq: TokenSequence, stats: CacheStats | None = None) -> None:
+        """Log pool usage; ``stats`` are those of the moment when the pool was full."""
         if LOG.isEnabledFor(logging.INFO):
             stats = self.kv_cache_manager.stats() if stats is None else stats
             LOG.info(
-                "the pool has run out: %s (request %d, sample %d); blocks used %s, peak %s, watermark %s, of %s",
-                what, row.request_id, row.sample_index, stats.used, stats.peak, stats.watermark, stats.total,
+                "the pool is full: %s (request %d, sample %d); blocks used %s, peak %s, watermark %s, of %s",
+                message, seq.request_id, seq.sample_index, stats.used, stats.peak, stats.watermark, stats.total,
             )  # fmt: skip
 
-    def _preempt(self, row: TokenSequence) -> None:
-        rows = [row] if row.request.beams is None else [beam for beam in row.request.sequences if beam.state == RUNNING]
-        for each in rows:
-            self._running.remove(each)
-            full = self.kv_cache_manager.stats() if LOG.isEnabledFor(logging.INFO) else None
-            self._log(f"a row is preempted, {self.preemption.preempt(each)}", each, full)
-            self._seating.release(each, released=each.swapped is not None)
-            each.state, each.beam_candidates = WAITING, None
-            self._seating.enqueue(each)
-        self._seating.release_idle_beams(row.request)
-        row.request.metrics.num_preemptions += 1
+    def _preempt(self, seq: TokenSequence) -> None:
+        seqs = [seq] if seq.request.beams is None else [beam for beam in seq.request.sequences if beam.state == RUNNING]
+        for other in seqs:
+            self._running.remove(other)
+            stats = self.kv_cache_manager.stats() if LOG.isEnabledFor(logging.INFO) else None
+            self._log(f"a sequence is preempted, {self.preemption.preempt(other)}", other, stats)
+            self._admission.release(other, is_freed=other.swapped is not None)
+            other.state, other.beam_candidates = WAITING, None
+            self._admission.enqueue(other)
+        self._admission.release_idle_beams(seq.request)
+        seq.request.metrics.num_preemptions += 1
         self._preemptions += 1
-        self._blocked = self.kv_cache_manager.num_frees
+        self._num_frees_when_blocked = self.kv_cache_manager.num_frees
 
-    def _depart(self, items: list[BatchItem], placed: BlockAllocation) -> SchedulerOutput:
-        work = []
+    def _build_output(self, items: list[BatchItem], allocation: BlockAllocation) -> SchedulerOutput:
+        scheduled = []
         now: float | None = None
-        for _, row, new in items:
-            if row.swapped is not None:
-                self.preemption.on_restored(row)
-            row.prefetch = None
-            if row.state == WAITING:
+        for _, seq, num_new_tokens in items:
+            if seq.swapped is not None:
+                self.preemption.on_restored(seq)
+            seq.prefetch = None
+            if seq.state == WAITING:
                 now = self._clock() if now is None else now
-                self._seating.start(row, now)
-            work.append(self._work(row, new))
-            self._tokens += new
+                self._admission.start(seq, now)
+            scheduled.append(self._scheduled_sequence(seq, num_new_tokens))
+            self._tokens += num_new_tokens
         self._steps += 1
-        lanes = self._lanes.build(items, placed)
-        cross = group_by_source(items, lanes) if self.kv_cache_manager.max_source_len else None
-        self._flying = SchedulerOutput(tuple(work), lanes, placed, cross_sub_batches=cross)
-        return self._flying
+        sub_batches = self._sub_batch_builder.build(items, allocation)
+        cross_sub_batches = group_by_source(items, sub_batches) if self.kv_cache_manager.max_source_len else None
+        self._in_flight = SchedulerOutput(
+            tuple(scheduled), sub_batches, allocation, cross_sub_batches=cross_sub_batches
+        )
+        return self._in_flight
 
-    def _work(self, row: TokenSequence, new: int) -> ScheduledSequence:
-        start, end = row.num_computed_tokens, row.num_computed_tokens + new
-        samples = end == len(row.token_ids) and end < row.max_len
-        # The last token scores what follows it, unless nothing does: its logits vouch for this span (see settle).
-        stop = new if samples or end < len(row.token_ids) else new - 1
-        first = stop - 1
-        if row.wants_prompt_logprobs and row.num_scored_tokens < row.num_prompt_tokens - 1:
-            first = min(first, max(row.num_scored_tokens - start, 0))
-        return ScheduledSequence(row, start, new, range(max(first, 0), stop), samples)
+    def _scheduled_sequence(self, seq: TokenSequence, num_new_tokens: int) -> ScheduledSequence:
+        start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_new_tokens
+        is_sampled = end == len(seq.token_ids) and end < seq.max_len
+        # The last token scores the next one, if any: finite logits there validate the span (see update_from_output).
+        stop = num_new_tokens if is_sampled or end < len(seq.token_ids) else num_new_tokens - 1
+        first_offset = stop - 1
+        if seq.wants_prompt_logprobs and seq.num_scored_tokens < seq.num_prompt_tokens - 1:
+            first_offset = min(first_offset, max(seq.num_scored_tokens - start, 0))
+        return ScheduledSequence(seq, start, num_new_tokens, range(max(first_offset, 0), stop), is_sampled)
 
-    # ------------------------------------------------------------ what came out
+    # ------------------------------------------------------------ results
 
-    def update_from_output(self, plan: SchedulerOutput, results: Sequence[SequenceOutput]) -> list[SequenceEvent]:
-        """One Result per work, in its order.  Results of samples that ended meanwhile are dropped."""
-        assert plan is self._flying, "this plan is not in flight"
-        if plan.encoder_batch is not None:
-            return self._settle_encoding(plan.encoder_batch, results)
-        assert len(results) == len(plan.scheduled), f"{len(results)} results for {len(plan.scheduled)} spans"
-        self._flying = None
+    def update_from_output(self, output: SchedulerOutput, results: Sequence[SequenceOutput]) -> list[SequenceEvent]:
+        """Apply one result per scheduled sequence, in order; results of ended samples are dropped."""
+        assert output is self._in_flight, "this output is not in flight"
+        if output.encoder_batch is not None:
+            return self._update_from_encoder(output.encoder_batch, results)
+        assert len(results) == len(output.scheduled), f"{len(results)} results for {len(output.scheduled)} spans"
+        self._in_flight = None
         events = self.pop_events()
         commit = self.kv_cache_manager.commit
-        for (row, start, count, wanted, samples), result in zip(plan.scheduled, results, strict=True):
-            if row.state != RUNNING:  # it has ended, or goes back with a beam that is computed again
+        for (seq, start, count, logit_offsets, is_sampled), result in zip(output.scheduled, results, strict=True):
+            if seq.state != RUNNING:  # it ended, or was preempted with a beam that is recomputed
                 continue
             if result.error is not None:
-                events.extend(self._lost(row, result.error) if result.retry else self._fault(row, result.error))
+                events.extend(self._recover(seq, result.error) if result.retry else self._fail(seq, result.error))
                 continue
-            row.num_computed_tokens = end = start + count
-            tokens = row.token_ids
-            commit(row.seq_index, tokens[start:end], start + wanted.stop)
-            if row.wants_prompt_logprobs:
-                self._score(row, end, result)
-            if samples and row.request.beams is not None:
-                row.beam_candidates = result.candidates
-                events.extend(self._advance(row.request, row.request.beams))
-            elif samples:
-                events.append(self._sampled(row, result))
-            elif end >= row.max_len:  # nothing was to be generated
+            seq.num_computed_tokens = end = start + count
+            tokens = seq.token_ids
+            commit(seq.seq_index, tokens[start:end], start + logit_offsets.stop)
+            if seq.wants_prompt_logprobs:
+                self._record_prompt_logprobs(seq, end, result)
+            if is_sampled and seq.request.beams is not None:
+                seq.beam_candidates = result.candidates
+                events.extend(self._advance(seq.request, seq.request.beams))
+            elif is_sampled:
+                events.append(self._append_sampled(seq, result))
+            elif end >= seq.max_len:  # no token was requested
                 events.append(
-                    self._end(row, "length", limit=row.limited_by)._replace(prompt_logprobs=_pop_prompt_logprobs(row))
+                    self._end(seq, "length", limit=seq.limited_by)._replace(prompt_logprobs=_pop_prompt_logprobs(seq))
                 )
         return events
 
-    def _settle_encoding(self, encoding: EncoderBatch, results: Sequence[SequenceOutput]) -> list[SequenceEvent]:
-        assert len(results) == len(encoding.sequences), f"{len(results)} results for {len(encoding.sequences)} sources"
-        self._flying = None
+    def _update_from_encoder(
+        self, encoder_batch: EncoderBatch, results: Sequence[SequenceOutput]
+    ) -> list[SequenceEvent]:
+        assert len(results) == len(encoder_batch.sequences), (
+            f"{len(results)} results for {len(encoder_batch.sequences)} encoder inputs"
+        )
+        self._in_flight = None
         events = self.pop_events()
-        for row, result in zip(encoding.sequences, results, strict=True):
-            if row.state == DONE:
+        for seq, result in zip(encoder_batch.sequences, results, strict=True):
+            if seq.state == DONE:
                 continue
             if result.error is not None:
-                events.extend(self._fault(row, result.error))
-            elif not row.token_ids:
-                events.append(self._end(row, "stop")._replace(output=result.output))
+                events.extend(self._fail(seq, result.error))
+            elif not seq.token_ids:
+                events.append(self._end(seq, "stop")._replace(output=result.output))
             else:
-                row.encoder_ready = True
-                self.kv_cache_manager.commit_encoder_blocks(row.seq_index)
+                seq.encoder_ready = True
+                self.kv_cache_manager.commit_encoder_blocks(seq.seq_index)
         return events
 
     def pop_finished_states(self) -> list[FinishedState]:
-        """What ended rows have left, where it was asked for; read it before the next step is run."""
-        left, self._pop_finished_states = self._pop_finished_states, []
-        return left
+        """Return the states of ended requests with ``keep_state``; valid until the next step."""
+        states, self._finished_states = self._finished_states, []
+        return states
 
     def pop_events(self) -> list[SequenceEvent]:
-        """Events that happened outside a step.  ``settle`` tells them too."""
-        events, self._pending = self._pending, []
+        """Return events from outside a step; :meth:`update_from_output` returns them too."""
+        events, self._pending_events = self._pending_events, []
         return events
 
-    def _score(self, row: TokenSequence, end: int, result: SequenceOutput) -> None:
-        stop = _prompt_end(row, end)
-        if stop > row.num_scored_tokens:
-            assert len(result.prompt_logprobs) == stop - row.num_scored_tokens, (
-                f"{len(result.prompt_logprobs)} scores for {stop - row.num_scored_tokens} tokens"
+    def _record_prompt_logprobs(self, seq: TokenSequence, end: int, result: SequenceOutput) -> None:
+        stop = _prompt_end(seq, end)
+        if stop > seq.num_scored_tokens:
+            assert len(result.prompt_logprobs) == stop - seq.num_scored_tokens, (
+                f"{len(result.prompt_logprobs)} scores for {stop - seq.num_scored_tokens} tokens"
             )
-            row.prompt_logprobs.extend(result.prompt_logprobs)
-            row.num_scored_tokens = stop
+            seq.prompt_logprobs.extend(result.prompt_logprobs)
+            seq.num_scored_tokens = stop
 
-    def _sampled(self, row: TokenSequence, result: SequenceOutput) -> SequenceEvent:
+    def _append_sampled(self, seq: TokenSequence, result: SequenceOutput) -> SequenceEvent:
         token = result.token_id
-        assert token is not None, "this span was to be sampled"
-        usage = row.request.metrics
-        if usage.first_token is None:
-            usage.first_token = self._clock()
-        usage.num_completion_tokens += 1
-        prompt = _pop_prompt_logprobs(row) if row.prompt_logprobs else ()
-        row.token_ids.append(token)
-        if token in row.stop_tokens and row.num_generated_tokens > row.sampling_params.min_tokens:
-            return self._end(row, "stop")._replace(token_id=token, logprob=result.logprob, prompt_logprobs=prompt)
-        if len(row.token_ids) >= row.max_len:
-            end = self._end(row, "length", limit=row.limited_by)
+        assert token is not None, "a sampled span must return a token"
+        metrics = seq.request.metrics
+        if metrics.first_token is None:
+            metrics.first_token = self._clock()
+        metrics.num_completion_tokens += 1
+        prompt = _pop_prompt_logprobs(seq) if seq.prompt_logprobs else ()
+        seq.token_ids.append(token)
+        if token in seq.stop_tokens and seq.num_generated_tokens > seq.sampling_params.min_tokens:
+            return self._end(seq, "stop")._replace(token_id=token, logprob=result.logprob, prompt_logprobs=prompt)
+        if len(seq.token_ids) >= seq.max_len:
+            end = self._end(seq, "length", limit=seq.limited_by)
             return end._replace(token_id=token, logprob=result.logprob, prompt_logprobs=prompt)
-        return SequenceEvent(row.request_id, row.sample_index, token, result.logprob, prompt)
+        return SequenceEvent(seq.request_id, seq.sample_index, token, result.logprob, prompt)
 
-    def _lost(self, row: TokenSequence, why: str) -> list[SequenceEvent]:
-        """What the row had spilled cannot be read.  Its tokens are known: it goes back to be computed again."""
-        row.num_recoveries += 1
-        if row.num_recoveries > MAX_RECOVERIES:
-            return self._fault(row, f"the spilled part of request {row.request_id} cannot be read: {why}")
-        LOG.warning("request %d, sample %d is computed again: %s", row.request_id, row.sample_index, why)
-        self._preempt(row)
+    def _recover(self, seq: TokenSequence, reason: str) -> list[SequenceEvent]:
+        """Preempt a sequence whose offloaded tokens cannot be read; it is recomputed."""
+        seq.num_recoveries += 1
+        if seq.num_recoveries > MAX_RECOVERIES:
+            return self._fail(seq, f"the offloaded tokens of request {seq.request_id} cannot be read: {reason}")
+        LOG.warning("request %d, sample %d is recomputed: %s", seq.request_id, seq.sample_index, reason)
+        self._preempt(seq)
         return []
 
-    def _fault(self, row: TokenSequence, fault: str) -> list[SequenceEvent]:
-        if row.request.beams is not None:
-            return self._end_beams(row.request, "error", fault)
-        return [self._end(row, "error", fault)]
+    def _fail(self, seq: TokenSequence, error: str) -> list[SequenceEvent]:
+        if seq.request.beams is not None:
+            return self._end_beams(seq.request, "error", error)
+        return [self._end(seq, "error", error)]
 
     # ------------------------------------------------------------ beams
 
     def _advance(self, request: Request, beams: BeamSearch) -> list[SequenceEvent]:
-        """Once every beam has its candidates: fork those with several children, give up those with none."""
-        if any(row.beam_candidates is None for row in request.live_beams):
+        """Once all beams have candidates, fork beams with several children and free those with none."""
+        if any(seq.beam_candidates is None for seq in request.live_beams):
             return []
-        live, sequences = request.live_beams, [row.token_ids for row in request.live_beams]
+        live, sequences = request.live_beams, [seq.token_ids for seq in request.live_beams]
         if request.metrics.first_token is None:
             request.metrics.first_token = self._clock()
-        children = beams.advance(sequences, [row.beam_candidates or () for row in live])
+        children = beams.advance(sequences, [seq.beam_candidates or () for seq in live])
         if not children:
             return self._end_beams(request)
-        first: dict[int, int] = {}  # parent -> its first child, which goes on in its seat
+        first_child: dict[int, int] = {}  # parent -> its first child, which continues at its index
         for rank, child in enumerate(children):
-            first.setdefault(child.parent, rank)
-        for number, row in enumerate(live):
-            row.beam_candidates = None
-            if number not in first:
-                self._running.remove(row)
-                self.kv_cache_manager.free(row.seq_index)
-                row.state = IDLE
-        spare = [row for row in request.sequences if row.state == IDLE]
+            first_child.setdefault(child.parent, rank)
+        for index, seq in enumerate(live):
+            seq.beam_candidates = None
+            if index not in first_child:
+                self._running.remove(seq)
+                self.kv_cache_manager.free(seq.seq_index)
+                seq.state = IDLE
+        idle_beams = [seq for seq in request.sequences if seq.state == IDLE]
         request.live_beams = [
-            live[child.parent] if first[child.parent] == rank else self._seating.fork(live[child.parent], spare.pop(0))
+            live[child.parent]
+            if first_child[child.parent] == rank
+            else self._admission.fork(live[child.parent], idle_beams.pop(0))
             for rank, child in enumerate(children)
         ]
-        for row, child in zip(request.live_beams, children, strict=True):
-            row.token_ids.append(child.token)
+        for seq, child in zip(request.live_beams, children, strict=True):
+            seq.token_ids.append(child.token)
         return []
 
     def _end_beams(
@@ -623,100 +674,109 @@ class Scheduler:
         error: str | None = None,
         limit: cache.config.LengthLimit | None = None,
     ) -> list[SequenceEvent]:
-        """End a search: its best hypotheses, token by token, or (``reason``) nothing of it.  ``limit``: what ended
-        those that live, where it is not their own."""
+        """End a search and return its best hypotheses; with ``reason``, return only the ends.
+
+        Args:
+            request: The request of the search.
+            reason: Finish reason without results ("abort", "error").
+            error: Message for "error".
+            limit: Limit that ended the live beams, if not their own.
+        """
         assert request.beams is not None
         limit = limit or request.sequences[0].limited_by
-        best = request.beams.best_hypotheses([row.token_ids for row in request.live_beams]) if reason is None else []
+        best = request.beams.best_hypotheses([seq.token_ids for seq in request.live_beams]) if reason is None else []
         if reason is None and len(best) < request.sampling_params.n:
-            best, reason, error = [], "error", "no continuation of the beams is allowed"
-        for row in request.sequences:
-            if row.state == IDLE:
-                if row.seq_index >= 0:
-                    heapq.heappush(self._seats, row.seq_index)
-                row.state = DONE
-        for row in [row for row in request.sequences if row.state != DONE]:
-            self._end(row, reason or "stop", error)
+            best, reason, error = [], "error", "the beams have no allowed continuation"
+        for seq in request.sequences:
+            if seq.state == IDLE:
+                if seq.seq_index >= 0:
+                    heapq.heappush(self._free_indices, seq.seq_index)
+                seq.state = DONE
+        for seq in [seq for seq in request.sequences if seq.state != DONE]:
+            self._end(seq, reason or "stop", error)
         events: list[SequenceEvent] = []
-        request.metrics.num_completion_tokens = sum(len(each.tokens) for each in best)
-        for number, each in enumerate(best):
-            events.extend(SequenceEvent(request.id, number, token) for token in each.tokens[:-1])
-            last = each.tokens[-1] if each.tokens else None
-            by = limit if each.finish == "length" else None
+        request.metrics.num_completion_tokens = sum(len(hypothesis.tokens) for hypothesis in best)
+        for index, hypothesis in enumerate(best):
+            events.extend(SequenceEvent(request.id, index, token) for token in hypothesis.tokens[:-1])
+            last = hypothesis.tokens[-1] if hypothesis.tokens else None
+            limited_by = limit if hypothesis.finish == "length" else None
             events.append(
                 SequenceEvent(
-                    request.id, number, last, finish_reason=each.finish, cumulative_logprob=each.score, limit=by
+                    request.id,
+                    index,
+                    last,
+                    finish_reason=hypothesis.finish,
+                    cumulative_logprob=hypothesis.score,
+                    limit=limited_by,
                 )
             )
         if not best:
             ends = range(request.sampling_params.n)
-            events = [
-                SequenceEvent(request.id, number, finish_reason=reason or "error", error=error) for number in ends
-            ]
+            events = [SequenceEvent(request.id, index, finish_reason=reason or "error", error=error) for index in ends]
         return events
 
     def _end(
         self,
-        row: TokenSequence,
+        seq: TokenSequence,
         reason: FinishReason,
         error: str | None = None,
         *,
         limit: cache.config.LengthLimit | None = None,
-        tell: bool = False,
+        emit: bool = False,
     ) -> SequenceEvent:
-        if row.state == RUNNING:
-            standing = (
-                self.kv_cache_manager.export_layout(row.seq_index)
-                if row.request.keep_state and reason in ("stop", "length")
+        if seq.state == RUNNING:
+            layout = (
+                self.kv_cache_manager.export_layout(seq.seq_index)
+                if seq.request.keep_state and reason in ("stop", "length")
                 else None
             )
-            if standing is not None and standing.length:
-                self._pop_finished_states.append(
-                    FinishedState(row.request_id, tuple(row.token_ids[: standing.length]), standing)
+            if layout is not None and layout.length:
+                self._finished_states.append(
+                    FinishedState(seq.request_id, tuple(seq.token_ids[: layout.length]), layout)
                 )
-            self._running.remove(row)
-            self._seating.release(row, publish=reason != "error")
-        elif row in self._waiting:
-            self._waiting.remove(row)
-            self._blocked = -1
-        self.preemption.forget(row)
-        row.prefetch = None  # what is still on its way comes into memory that nobody reads
-        row.state = DONE
-        request = row.request
+            self._running.remove(seq)
+            self._admission.release(seq, publish=reason != "error")
+        elif seq in self._waiting:
+            self._waiting.remove(seq)
+            self._num_frees_when_blocked = -1
+        self.preemption.forget(seq)
+        seq.prefetch = None  # late loads write to an unreferenced buffer
+        seq.state = DONE
+        request = seq.request
         if all(sibling.state == DONE for sibling in request.sequences):
             request.metrics.finished = self._clock()
             if request.reserved_blocks is not None:
-                self._promises.release(request.reserved_blocks)
+                self._reservations.release(request.reserved_blocks)
             del self._requests[request.id]
             self._ended[request.id] = request.metrics
             if len(self._ended) > MAX_FINISHED_METRICS:
                 del self._ended[next(iter(self._ended))]
-        event = SequenceEvent(row.request_id, row.sample_index, finish_reason=reason, error=error, limit=limit)
-        if tell:
-            self._pending.append(event)
+        event = SequenceEvent(seq.request_id, seq.sample_index, finish_reason=reason, error=error, limit=limit)
+        if emit:
+            self._pending_events.append(event)
         return event
 
     def check(self) -> None:
-        """Assert that every row is in one place, seats add up, and the ledger's own law."""
-        self._seating.check([row for request in self._requests.values() for row in request.sequences])
+        """Assert that every sequence is in one place, and the invariants of indices and blocks."""
+        self._admission.check([seq for request in self._requests.values() for seq in request.sequences])
         self.kv_cache_manager.check()
 
 
-def _stops_when_full(row: TokenSequence) -> bool:
-    """Nothing is lost of a row that has said nothing yet: it can wait."""
-    return row.overflow == "stop" and row.num_generated_tokens > 0
+def _stops_when_full(seq: TokenSequence) -> bool:
+    """True if the sequence ends when the pool is full; without output it can wait."""
+    return seq.overflow == "stop" and seq.num_generated_tokens > 0
 
 
 def _request_order(item: BatchItem) -> tuple[int, tuple[int, int]]:
-    """Lane by lane as without it, but there a request's rows side by side: they share a source (``fold_lanes``)."""
+    """Sort within sub-batches by request, so sequences with one encoder input are adjacent."""
     return item[0] >> 16, item[1].priority
 
 
-def _prompt_end(row: TokenSequence, end: int) -> int:
-    """Positions before this one, computed up to ``end``, score a prompt token (the last prompt token scores none)."""
-    return min(end, row.num_prompt_tokens - 1)
+def _prompt_end(seq: TokenSequence, end: int) -> int:
+    """Return the end of positions that score a prompt token; the last one scores none."""
+    return min(end, seq.num_prompt_tokens - 1)
 
 
-def _pop_prompt_logprobs(row: TokenSequence) -> tuple[TokenLogprob, ...]:
-    scores, row.prompt_logprobs = tuple(row.prompt_logprobs), []
+def _pop_prompt_logprobs(seq: TokenSequence) -> tuple[TokenLogprob, ...]:
+    scores, seq.prompt_logprobs = tuple(seq.prompt_logprobs), []
     return scores

@@ -1,6 +1,6 @@
-"""What the scheduler keeps of a request (:class:`Request`), of each of its samples (:class:`Row`), and a step's plan.
+"""State of requests and their samples, and the output of the scheduler.
 
-Plain values; the scheduler alone changes them.  Integers only: no torch.
+Plain values, changed by the scheduler only. Integers only: no torch.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from kvad.engine.scheduling.request import SamplingParams, TokenLogprob
 from kvad.model_input import SubBatch
 
 WAITING, RUNNING, DONE = "waiting", "running", "done"
-IDLE = "idle"  # a beam without a history: it gets one when another beam has two children
+IDLE = "idle"  # a beam without tokens, until another beam is forked into it
 
 
 class RequestMetrics:
-    """What one request has used so far.  ``cached``: prompt tokens of sample 0 that a prefix hit, or what it resumed
-    from, made free; ``missed``: why what it was to resume from was of no use, "" where it was.
-    Times are the scheduler's clock, in seconds: arrived, first seated, first token, last sample finished."""
+    """Counts and times of one request.
+
+    ``num_cached_tokens``: prompt tokens of sample 0 from a prefix hit or a resumed state; ``resume_miss_reason``: why a
+        state
+    was not used, or "". Times are seconds on the scheduler's clock: arrived, first admitted, first token, finished.
+    """
 
     __slots__ = (
         "admitted",
@@ -46,10 +49,13 @@ class RequestMetrics:
 
 
 class TokenSequence:
-    """One sample of one request.  ``tokens``: prompt and generated; ``computed``: how many are in the cache.
+    """One sample of one request.
 
-    ``limit``: tokens, prompt included, that it may reach, ``by`` whose limit.  ``encoded``: its source can be read
-    (there is none, or it is written).  ``pending``: a beam's candidates, until all beams of the request have theirs."""
+    ``token_ids``: prompt and generated tokens, the first ``num_computed_tokens`` of them cached; ``max_len``: maximum
+        number
+    of tokens, prompt included, set by ``limited_by``; ``encoder_ready``: the encoder input, if any, is cached;
+    ``beam_candidates``: a beam's candidates, until all beams of the request have theirs.
+    """
 
     __slots__ = (
         "beam_candidates",
@@ -98,16 +104,14 @@ class TokenSequence:
         self.num_computed_tokens = 0
         self.encoder_ready = request.encoder_tokens is None
         self.beam_candidates: tuple[tuple[int, float], ...] | None = None
-        self.swapped: SwappedSequence | None = None  # what it gave back, and will have again
-        self.num_recoveries = 0  # how often it was begun anew, because what it had spilled could not be read
-        self.prefetch: manager.prefix_offload.PrefetchRequest | None = (
-            None  # what it is brought from the tiers while it waits, if they were asked
-        )
+        self.swapped: SwappedSequence | None = None  # its blocks while it is swapped out
+        self.num_recoveries = 0  # recomputations after offloaded tokens could not be read
+        self.prefetch: manager.prefix_offload.PrefetchRequest | None = None  # blocks loading from the block store
         self.seq_index = -1
         self.state = WAITING
-        self.num_scored_tokens = 0  # prompt positions whose successor has been scored
+        self.num_scored_tokens = 0  # prompt positions whose next token is scored
         self.prompt_logprobs: list[TokenLogprob] = []
-        self.read_bucket = 0  # read bucket: at most this many slots
+        self.read_bucket = 0  # upper bound of the slots read
 
     @property
     def num_generated_tokens(self) -> int:
@@ -119,8 +123,12 @@ class TokenSequence:
 
 
 class Request:
-    """``source``: what the encoder reads, where there is one; ``beams``: the search over it, where it is one;
-    ``promised``: blocks of each group that are kept for it (``limits.py``); ``keep``: what it leaves is asked for."""
+    """State of one request.
+
+    ``encoder_tokens``: the encoder's input, if any; ``beams``: the beam search, if any; ``reserved_blocks``: blocks per
+        group
+    reserved for it (``limits.py``); ``keep_state``: its final state was requested.
+    """
 
     __slots__ = (
         "arrival",
@@ -140,7 +148,7 @@ class Request:
 
     def __init__(
         self,
-        number: int,
+        request_id: int,
         arrival: int,
         sampling_params: SamplingParams,
         prefix_root: bytes,
@@ -149,15 +157,13 @@ class Request:
         encoder_tokens: tuple[int, ...] | None = None,
         encoder_output: str = "head",
     ) -> None:
-        self.encoder_output = (
-            encoder_output  # of an encoder's answer: what the head says, or hidden states pooled: "mean", "first"
-        )
+        self.encoder_output = encoder_output  # "head", or hidden states pooled by "mean" or "first"
         self.encoder_tokens = encoder_tokens
         self.beams: BeamSearch | None = None
         self.reserved_blocks: tuple[int, ...] | None = None
-        self.live_beams: list[TokenSequence] = []  # the beams, best first
+        self.live_beams: list[TokenSequence] = []  # best first
         self.keep_state = False
-        self.id = number
+        self.id = request_id
         self.arrival = arrival
         self.sampling_params = sampling_params
         self.prefix_root = prefix_root
@@ -167,8 +173,7 @@ class Request:
 
 
 class FinishedState(NamedTuple):
-    """What the one row of a request that ended has left: its tokens, and where their keys and values lie until the next
-    step."""
+    """Final tokens of an ended request, and where their keys and values are until the next step."""
 
     request: int
     tokens: tuple[int, ...]
@@ -176,11 +181,12 @@ class FinishedState(NamedTuple):
 
 
 class ScheduledSequence(NamedTuple):
-    """One row's part of a step: its tokens at positions ``start .. start + count - 1``.
+    """Part of a step for one sequence: tokens at positions ``start .. start + num_tokens - 1``.
 
-    ``wanted``: offsets in the span whose logits are needed; ``samples``: the last of them is sampled.  The others
-    score the token that follows: for prompt log-probabilities, and at the end of every span, so that no block is
-    published before finite logits behind it have been seen.
+    ``logit_offsets``: offsets in the span whose logits are needed; the last one is sampled if ``is_sampled``. The
+        others
+    score the next token: for prompt log-probabilities, and at the end of every span, so that no block is published
+    before finite logits after it were seen.
     """
 
     sequence: TokenSequence
@@ -191,7 +197,7 @@ class ScheduledSequence(NamedTuple):
 
 
 class EncoderBatch(NamedTuple):
-    """A step of the encoder: the sources of ``rows``, whole, in flat order; ``placed`` None: nothing is kept."""
+    """Step of the encoder: whole inputs in flat order; ``allocation`` None: nothing is cached."""
 
     sequences: tuple[TokenSequence, ...]
     sub_batches: tuple[SubBatch, ...]
@@ -199,9 +205,12 @@ class EncoderBatch(NamedTuple):
 
 
 class SchedulerOutput(NamedTuple):
-    """``work`` in flat order (that of the lanes), placed; or, with no work, an encoder's step.
+    """One step: sequences with allocated blocks, or an encoder's step.
 
-    ``cross``: how cross-attention cuts the same tokens: rows that share a source as one row (``step.Place``)."""
+    ``scheduled`` is in the flat order of the sub-batches.
+    ``cross_sub_batches``: the same tokens for cross-attention, sequences with one encoder input as one row
+        (``SlotMapping``).
+    """
 
     scheduled: tuple[ScheduledSequence, ...]
     sub_batches: tuple[SubBatch, ...]

@@ -1,4 +1,4 @@
-"""kvad.train.config.run"""
+"""Run files (TOML) as frozen dataclasses, and model presets."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""[data] and [tokenizer] of a run file: which texts are learned from, in what rows, and how they become tokens.
-
-Standard library only.
-"""
+"""[data] and [tokenizer] of a run file: texts, rows and tokenizer. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,11 +10,10 @@ from kvad.train.config.optim import require
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """One of a mixture: ``paths`` are files, folders, or one folder of ``kvad data prepare``; ``weight``: its share of
-    the rows, in any unit."""
+    """Source of a mixture."""
 
-    paths: tuple[str, ...]
-    weight: float = 1.0
+    paths: tuple[str, ...]  # files, folders, or one folder of `kvad data prepare`
+    weight: float = 1.0  # share of the rows, in any unit
 
     def __post_init__(self) -> None:
         require(len(self.paths) > 0, "data.sources.paths", list(self.paths), "at least one")
@@ -26,38 +22,29 @@ class SourceConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """``context``: tokens of a training row.  ``suffixes``: which files of a folder (none: all that are text).
+    """Texts of a run and how they become rows.
 
-    ``documents``: whether every file is one, or every line that is not empty.
-
-    ``errors``: what to do with bytes that are not UTF-8.  ``validation``: share of the tokens held out.  ``order``:
-    ``epochs`` cuts the corpus into rows, each seen once per epoch, at a new offset every epoch; ``windows`` draws the
-    start of every row at random (nanoGPT's way); ``sequential`` reads the corpus in its order and mixes ``shuffle``
-    rows at a time; ``stream`` does that without writing tokens to the disk first (``stream.py``).
-
-    ``packing``: how documents share rows, ``split``, ``first-fit`` or ``best-fit`` (``packing.py``; auto: documents are
-    split, pairs go by first fit).  ``reset``: positions restart in every document; ``isolate``: documents do not see
-    each other (``rows.py``).
-
-    ``format``: how files are read (``readers.py``; auto: by their names); of JSON lines, ``field`` is the text, or
-    ``source_field`` and ``target_field`` are a pair.  ``sources``: a mixture, in the place of what is named.
+    ``order``: ``epochs`` cuts the corpus into rows, each used once per epoch, at a new offset every epoch; ``windows``
+    starts every row at random (as nanoGPT does); ``sequential`` reads the corpus in order and shuffles
+    ``shuffle_buffer`` rows at a time; ``stream`` does so without writing tokens to disk first (``data/streaming.py``).
     """
 
-    seq_len: int = 256
-    file_suffixes: tuple[str, ...] = ()
-    document_unit: Literal["files", "lines"] = "files"
-    encoding_errors: Literal["strict", "replace"] = "strict"
-    validation_fraction: float = 0.1
+    seq_len: int = 256  # tokens of a training row
+    file_suffixes: tuple[str, ...] = ()  # files to read of a folder; () for all text files
+    document_unit: Literal["files", "lines"] = "files"  # a document per file or per non-empty line
+    encoding_errors: Literal["strict", "replace"] = "strict"  # for bytes that are not UTF-8
+    validation_fraction: float = 0.1  # of the tokens
     order: Literal["epochs", "windows", "sequential", "stream"] = "epochs"
+    # `data/packing.py`; auto: documents are split, pairs use first-fit
     packing: Literal["auto", "split", "first-fit", "best-fit"] = "auto"
-    reset_positions: bool = True
-    isolate_documents: bool = True
-    format: Literal["auto", "text", "lines", "jsonl", "pairs"] = "auto"
-    text_field: str = "text"
-    source_field: str = "source"
+    reset_positions: bool = True  # positions restart in every document (`data/collate.py`)
+    isolate_documents: bool = True  # documents do not attend to each other
+    format: Literal["auto", "text", "lines", "jsonl", "pairs"] = "auto"  # `sources/formats.py`; auto: by file name
+    text_field: str = "text"  # of JSON lines
+    source_field: str = "source"  # of JSON lines with pairs
     target_field: str = "target"
-    shuffle_buffer: int = 1024
-    sources: tuple[SourceConfig, ...] = ()
+    shuffle_buffer: int = 1024  # rows
+    sources: tuple[SourceConfig, ...] = ()  # a mixture, instead of named texts
 
     def __post_init__(self) -> None:
         require(self.seq_len >= 1, "data.seq_len", self.seq_len, "at least 1")
@@ -69,7 +56,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """``path``: a tokenizer to load; otherwise one of ``kind`` is trained on the corpus (see kvad.text.tokenizer)."""
+    """Tokenizer to load from ``path``, or to train on the corpus."""
 
     kind: Literal["bpe", "byte", "char", "word"] = "bpe"
     path: str | None = None

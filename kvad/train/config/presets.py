@@ -1,6 +1,6 @@
 """Model shapes to train by name.
 
-Decoders, for documents: RoPE, grouped-query attention, SwiGLU, RMSNorm before each part, a tied head.
+Decoders for documents: RoPE, grouped-query attention, SwiGLU, pre-norm RMSNorm, a tied head.
 
 ==========  =====  ======  =======  ========  ======  ==========================
 name        width  layers  heads    kv heads  hidden  parameters with vocab 4096
@@ -12,7 +12,7 @@ name        width  layers  heads    kv heads  hidden  parameters with vocab 4096
 ``base``      768      12       12         4    2048                      78.7 M
 ==========  =====  ======  =======  ========  ======  ==========================
 
-Decoders that others have trained:
+Published decoders:
 
 ====================  =====  ======  =====  ======  ============================================
 name                  width  layers  heads  hidden  parameters
@@ -22,7 +22,7 @@ name                  width  layers  heads  hidden  parameters
 ``llama-small``         768      12     12    2048  109.53 M with vocab 32000
 ====================  =====  ======  =====  ======  ============================================
 
-``shakespeare-char`` is nanoGPT's CPU model (layer norm without a bias, GELU, nothing biased), but with rotary
+``shakespeare-char`` is nanoGPT's CPU model (layer norm without bias, GELU, no biases), but with rotary
 positions; ``gpt2-124m`` is GPT-2 (Radford et al. 2019) to the parameter; ``llama-small`` has Llama's parts in the shape
 of llama2.c's 110 M, with a tied head and as many kv heads as heads.
 
@@ -37,12 +37,10 @@ name                  width  layers  heads  hidden  parameters with vocab 4096, 
 ``transformer-big``    1024   6 + 6     16    4096                 180.55 M  214.25 M
 ====================  =====  ======  =====  ======  =================================
 
-No class of transformers has exactly this one; ``marian-tiny`` and ``marian-base`` are their neighbours that Marian's
-has: all sines before all cosines in each position, a bias at the head, eps 1e-5 in every norm.
+No class of transformers has exactly this one; ``marian-tiny`` and ``marian-base`` are close variants that Marian's
+class has: all sines before all cosines in each position, a bias at the head, eps 1e-5 in every norm.
 
-Encoders, and T5: ``encoder_presets.py``.  Standard library only.
-
-Shapes of encoders, and of T5.
+Encoders, and T5:
 
 ================  =====  ======  =====  ======  ============================================
 name              width  layers  heads  hidden  parameters
@@ -53,7 +51,7 @@ name              width  layers  heads  hidden  parameters
 ``t5-small``        512   6 + 6      8    2048  60.5 M with vocab 32128 (Raffel et al. 2020, sec. 3.7)
 ================  =====  ======  =====  ======  ============================================
 
-``encoder-tiny`` is BERT's shape.  Objectives tag and classify put their own head in the place of the masked one's.
+``encoder-tiny`` has BERT's shape. Objectives tag and classify replace the language head.
 Standard library only.
 """
 
@@ -97,17 +95,26 @@ def _bert(vocab: int, context: int, *, width: int, layers: int, heads: int, hidd
 
 
 def _t5(vocab: int, context: int, *, width: int, layers: int, heads: int, hidden: int) -> ModelConfig:
-    """No biases, RMSNorm before each part, attention that divides by nothing, one table of relative positions in each
-    stack, one table of tokens; logits times width^-0.5 (v1.0)."""
+    """Build T5 v1.0: no biases, pre-norm RMSNorm, attention without a softmax scale.
+
+    Each stack has one table of relative positions; one token table serves all; logits are scaled by width^-0.5.
+    """
     norm, mlp = NormConfig("rms", 1e-6), PlainMLPConfig(hidden, "relu")
-    own = AttentionConfig(heads, position=T5BiasConfig(), softmax_scale="none")
-    seeing = replace(own, causal=False, position=T5BiasConfig(bidirectional=True))
+    self_attention = AttentionConfig(heads, position=T5BiasConfig(), softmax_scale="none")
+    bidirectional_attention = replace(self_attention, causal=False, position=T5BiasConfig(bidirectional=True))
     return ModelConfig(
         hidden_size=width,
         vocab_size=vocab,
         max_seq_len=context,
-        encoder=StackConfig(layers, {"L": LayerConfig(seeing, mlp, norm)}),
-        decoder=StackConfig(layers, {"L": LayerConfig(own, mlp, norm, cross_attention=replace(seeing, position=None))}),
+        encoder=StackConfig(layers, {"L": LayerConfig(bidirectional_attention, mlp, norm)}),
+        decoder=StackConfig(
+            layers,
+            {
+                "L": LayerConfig(
+                    self_attention, mlp, norm, cross_attention=replace(bidirectional_attention, position=None)
+                )
+            },
+        ),
         encoder_input=EncoderInputConfig(context),
         head=LanguageHeadConfig(logit_scale=width**-0.5),
     )
@@ -147,13 +154,15 @@ def _gpt2(vocab: int, context: int) -> ModelConfig:
 def _transformer(
     vocab: int, context: int, *, width: int, layers: int, heads: int, hidden: int, marian: bool = False
 ) -> ModelConfig:
-    """Post-norm, ReLU, sinusoidal positions, one table of tokens scaled by sqrt(width) for source, target and output
-    (sec. 3.4).  Biases everywhere, as most implementations have them; the paper writes them for the MLP (eq. 2) only.
+    """Build the Transformer of Vaswani et al.: post-norm, ReLU, sinusoidal positions.
+
+    One token table, scaled by sqrt(width), serves source, target and output (sec. 3.4). Biases everywhere, as most
+    implementations have them; the paper has them for the MLP (eq. 2) only.
     """
-    norm = NormConfig("layer", eps=1e-5 if marian else 1e-6, bias=True)  # the paper gives none; 1e-6 is tensor2tensor's
+    norm = NormConfig("layer", eps=1e-5 if marian else 1e-6, bias=True)  # not in the paper; 1e-6 is tensor2tensor's
     mlp = PlainMLPConfig(hidden, "relu", bias=True)
-    own = AttentionConfig(heads, position=None, qkv_bias=True, out_bias=True)
-    seeing = replace(own, causal=False)
+    self_attention = AttentionConfig(heads, position=None, qkv_bias=True, out_bias=True)
+    bidirectional_attention = replace(self_attention, causal=False)
     positions = SinusoidalPositionsConfig(form="concat") if marian else SinusoidalPositionsConfig()
     embed = EmbeddingConfig(positions, scale=math.sqrt(width))
 
@@ -164,8 +173,8 @@ def _transformer(
         hidden_size=width,
         vocab_size=vocab,
         max_seq_len=context,
-        encoder=stack(LayerConfig(seeing, mlp, norm)),
-        decoder=stack(LayerConfig(own, mlp, norm, cross_attention=seeing)),
+        encoder=stack(LayerConfig(bidirectional_attention, mlp, norm)),
+        decoder=stack(LayerConfig(self_attention, mlp, norm, cross_attention=bidirectional_attention)),
         embedding=embed,
         encoder_input=EncoderInputConfig(max_seq_len=context, embedding=embed),
         head=LanguageHeadConfig(bias=marian),

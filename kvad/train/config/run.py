@@ -1,24 +1,20 @@
-"""What a training run is, as frozen dataclasses: a TOML file in ``runs/``, and what ``--resume`` holds a run against.
+"""Run files: a training run as frozen dataclasses.
 
 A run file has these tables::
 
-    [model]       a whole ModelConfig, or preset = "small" and what differs from it; vocab and limit may be left out.
-                  Or init = "MODEL" alone: a checkpoint that training goes on from, with its tokenizer
-    [data]        context, suffixes, documents, errors, validation, ...   DataConfig (data_config.py)
-    [tokenizer]   kind, path, vocab_size, ...                            TokenizerConfig
-    [objective]   kind: what the model learns to say                     ObjectiveConfig
-    [optim]       name, lr, schedule, weight_decay, clip, ema, ...        OptimConfig (optim_config.py)
-    [train]       steps, minutes, batch, precision, save_every, ...      TrainConfig
-    [callbacks]       check_cache, prompts, bleu, ...: what is looked at at evaluations    WatchConfig
-    [summarizer]    model, ratio, recent, ...: what objective.kind = "compress" trains, in the place of [model] and
-                  [tokenizer]                                            CompressConfig (adapt_config.py)
-    [lora]        rank, alpha, targets, ...: adapters are trained beside a frozen model.init    LoraConfig
+    [model]       a complete ModelConfig, or preset = "small" and overrides; vocab_size and max_seq_len may be left out.
+                  Or init = "MODEL" alone: a checkpoint to continue from, with its tokenizer
+    [data]        seq_len, file_suffixes, document_unit, ...                     DataConfig (data.py)
+    [tokenizer]   kind, path, vocab_size, ...                                    TokenizerConfig (data.py)
+    [objective]   kind and its options                                           ObjectiveConfig
+    [optim]       name, lr, schedule, weight_decay, max_grad_norm, ...           OptimConfig (optim.py)
+    [train]       steps, minutes, batch_size, precision, save_interval, ...      TrainConfig
+    [callbacks]   check_cache, prompts, bleu_samples, ...                        CallbacksConfig
+    [summarizer]  model, ratio, recent, ...: instead of [model] and [tokenizer]
+                  if objective.kind = "summarizer"                               SummarizerConfig
+    [lora]        rank, alpha, target_modules, ...: adapters on a frozen model.init      LoraConfig
 
-Unknown tables and keys are refused with the nearest known name.  TOML has no null: in [model] the text "null" is one.
-Standard library only.
-
-[compress] and [lora] of a run file: what is trained beside a model whose own weights stay.
-
+Unknown tables and keys are refused with the nearest known name. TOML has no null: in [model] the text "null" is one.
 Standard library only.
 """
 
@@ -42,47 +38,42 @@ from kvad.train.config.presets import MODEL_PRESETS
 
 @dataclass(frozen=True)
 class SummarizerConfig:
-    """A compressor of the cache of ``model`` (a checkpoint), which makes one summary of ``ratio`` tokens.
+    """Summarizer of the cache of ``model``, which merges ``ratio`` tokens into one summary.
 
-    It is trained to stand for all but the first ``sinks`` and the latest ``recent`` tokens of a row, for ``every``
-    queries at a time, as ``hierarchy(recent, sinks=, every=, ratio=)`` lets tokens descend.  ``hidden``: units of its
-    correction, for each kv head.
+    It is trained to replace all but the first ``num_sinks`` and the latest ``recent`` tokens of a row, for ``interval``
+    queries at a time, as ``tiered(recent, num_sinks=, interval=, ratio=)`` demotes tokens.
     """
 
-    model: str | None = None
+    model: str | None = None  # a checkpoint
     ratio: int = 8
     recent: int = 64
     interval: int = 16
     num_sinks: int = 0
-    hidden_size: int = 16
+    hidden_size: int = 16  # hidden units per key-value head
 
     def __post_init__(self) -> None:
-        for name, least in (("ratio", 2), ("recent", 1), ("interval", 1), ("num_sinks", 0), ("hidden_size", 1)):
-            require(getattr(self, name) >= least, f"compress.{name}", getattr(self, name), f"at least {least}")
+        for name, minimum in (("ratio", 2), ("recent", 1), ("interval", 1), ("num_sinks", 0), ("hidden_size", 1)):
+            require(getattr(self, name) >= minimum, f"summarizer.{name}", getattr(self, name), f"at least {minimum}")
 
     def check_context(self, context: int) -> None:
-        """ConfigError where nothing of a row of ``context`` tokens would be summarised."""
+        """Raise ConfigError if nothing of a row of ``context`` tokens would be summarized."""
         last = (context - 1) // self.interval * self.interval
         if max(0, last - self.recent) // self.ratio * self.ratio <= self.num_sinks:
             raise ConfigError(
-                f"summarizer.recent: of rows of {context} tokens nothing is older than {self.recent}",
-                f"train on a longer --context than {self.num_sinks + self.recent + self.interval + self.ratio}",
+                f"summarizer.recent: rows of {context} tokens have nothing older than {self.recent} tokens",
+                f"train on a longer --seq-len than {self.num_sinks + self.recent + self.interval + self.ratio}",
             )
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters (Hu et al. 2021; ``model/lora.py``) of ``rank``, scaled by ``alpha`` / rank (``rslora``: alpha
-    / sqrt(rank)), beside the linear parts that ``targets`` name: "all", "q,v", or a list, with dotted patterns in it.
-
-    ``dropout``: of an adapter's input, while it is trained.
-    """
+    """Low-rank adapters (Hu et al. 2021; ``model/lora.py``) on linear modules."""
 
     rank: int = 8
-    alpha: float = 16.0
-    target_modules: str | tuple[str, ...] = ("q", "v")
-    dropout: float = 0.0
-    use_rslora: bool = False
+    alpha: float = 16.0  # scale: alpha / rank
+    target_modules: str | tuple[str, ...] = ("q", "v")  # "all", "q,v", or a list that may contain dotted patterns
+    dropout: float = 0.0  # of an adapter's input, in training
+    use_rslora: bool = False  # scale: alpha / sqrt(rank)
 
     def __post_init__(self) -> None:
         require(self.rank >= 1, "lora.rank", self.rank, "at least 1")
@@ -90,49 +81,46 @@ class LoraConfig:
         require(0 <= self.dropout < 1, "lora.dropout", self.dropout, "in [0, 1)")
         if not self.target_names:
             raise ConfigError(
-                "lora.target_modules: no part is named", 'name some, as in targets = ["q", "v"], or "all"'
+                "lora.target_modules: must not be empty", 'For example: target_modules = ["q", "v"], or "all".'
             )
 
     @property
     def target_names(self) -> tuple[str, ...]:
-        """The targets, one by one."""
-        said = self.target_modules.split(",") if isinstance(self.target_modules, str) else self.target_modules
-        return tuple(name.strip() for name in said if name.strip())
+        """Target modules as a tuple."""
+        names = self.target_modules.split(",") if isinstance(self.target_modules, str) else self.target_modules
+        return tuple(name.strip() for name in names if name.strip())
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied by."""
+        """Factor of the product B A."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
-TABLES = ("model", "data", "tokenizer", "objective", "optim", "train", "watch", "compress", "lora")
+TABLES = ("model", "data", "tokenizer", "objective", "optim", "train", "callbacks", "summarizer", "lora")
 MODEL = tuple(part.name for part in fields(ModelConfig))
 
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """What is learned.  ``auto``: ``next-token`` of a decoder, ``seq2seq`` of an encoder-decoder, ``masked`` of an
-    encoder; ``fitting`` (``objectives.py``) says which kinds a model can have, and which keys a kind.
+    """Objective of a run and its options.
 
-    ``smoothing``: label smoothing of the cross entropy.  ``density``: of masked and spans, the share of tokens that are
-    hidden; ``mean_span``: of spans, how long those are.  ``sampling``: of seq2seq, the share of a decoder's tokens that
-    are the model's own at last; it rises as ``sampling_schedule`` says over ``sampling_steps`` (None: the run's).
-    ``hide``: of tag and classify, the share of the tokens that are read as the mask in training, against overfitting.
-    ``template``: of chat, a file with the chat template (None: the tokenizer's, else ChatML).  ``text_field`` and
-    ``label_field``: of classify, names in JSONL.
+    ``auto`` is ``next-token`` for a decoder, ``seq2seq`` for an encoder-decoder, ``masked-lm`` for an encoder;
+    ``resolve_objective`` (``setup/objective_factory.py``) checks which kinds a model can have, and which keys a kind.
     """
 
-    kind: Literal["auto", "next-token", "seq2seq", "masked", "spans", "tag", "classify", "chat", "compress"] = "auto"
+    kind: Literal[
+        "auto", "next-token", "seq2seq", "masked-lm", "span-corruption", "tag", "classify", "chat", "summarizer"
+    ] = "auto"
     label_smoothing: float = 0.0
-    noise_density: float = 0.15
-    mean_span_length: float = 3.0
-    scheduled_sampling: float = 0.0
+    noise_density: float = 0.15  # masked-lm, span-corruption: share of hidden tokens
+    mean_span_length: float = 3.0  # span-corruption
+    scheduled_sampling: float = 0.0  # seq2seq: final share of decoder inputs that are the model's predictions
     scheduled_sampling_schedule: Literal["linear", "exponential", "sigmoid"] = "linear"
-    scheduled_sampling_steps: int | None = None
-    chat_template: str | None = None
-    text_field: str = "text"
-    label_field: str = "label"
-    input_mask_ratio: float = 0.0
+    scheduled_sampling_steps: int | None = None  # steps of the rise; None: the run's
+    chat_template: str | None = None  # chat: a file; None: the tokenizer's, else ChatML
+    text_field: str = "text"  # classify: in JSONL
+    label_field: str = "label"  # classify: in JSONL
+    input_mask_ratio: float = 0.0  # tag, classify: share of input tokens masked in training
 
     def __post_init__(self) -> None:
         require(0 <= self.label_smoothing < 1, "objective.label_smoothing", self.label_smoothing, "in [0, 1)")
@@ -146,37 +134,28 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A run ends after ``steps`` optimizer steps or ``minutes`` of training, whichever is first (neither: 1,000 steps).
+    """Length, batches, evaluation, checkpoints and acceleration of a run.
 
-    A step is ``accumulate`` micro-batches of ``batch`` rows.  ``precision``: ``auto`` is bf16 autocast where the
-    machine multiplies bf16 faster, else fp32.  ``eval_tokens``: how much of the validation split an evaluation reads,
-    evenly spread (0 = all of it).
-
-    ``keep``: how many of the newest checkpoints stay; ``keep_best``: and the one with the lowest validation loss, which
-    is saved when it is found.  ``save_beside``: from a copy, while training goes on (``saver.py``).
-
-    ``recompute``: a layer's activations are computed again in the backward pass instead of kept.  ``compile``: the
-    model's training steps run through torch.compile.  ``tensorboard``: event files are written beside the metrics
-    (``events.py``).
+    It ends after ``steps`` optimizer steps or ``minutes`` of training, whichever is first (neither: 1,000 steps).
     """
 
     steps: int | None = None
     minutes: float | None = None
     batch_size: int = 16
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: int = 1  # micro-batches of batch_size rows per step
     seed: int = 0
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 autocast if it is faster here, else fp32
     device: str = "cpu"
-    eval_interval: int = 250
-    eval_tokens: int = 65536
-    save_interval: int = 500
-    log_interval: int = 10
-    keep_checkpoints: int = 2
-    keep_best: bool = True
-    async_save: bool = True
-    activation_checkpointing: bool = False
-    compile: bool = False
-    tensorboard: bool = False
+    eval_interval: int = 250  # steps
+    eval_tokens: int = 65536  # of the validation split, evenly spread; 0: all
+    save_interval: int = 500  # steps
+    log_interval: int = 10  # steps
+    keep_checkpoints: int = 2  # number of newest checkpoints to keep
+    keep_best: bool = True  # also keep the one with the lowest validation loss, saved when it is found
+    async_save: bool = True  # write a copy in the background (`loop/checkpointer.py`)
+    activation_checkpointing: bool = False  # recompute activations in the backward pass
+    compile: bool = False  # torch.compile in training steps
+    tensorboard: bool = False  # also write event files
 
     def __post_init__(self) -> None:
         for name in (
@@ -192,52 +171,49 @@ class TrainConfig:
             value = getattr(self, name)
             require(value is None or value > 0, f"train.{name}", value, "above 0")
         for name in ("eval_tokens", "seed"):
-            require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
+            require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "at least 0")
         _check_precision(self.precision, self.device)
 
     @property
     def last_step(self) -> int | None:
-        """None where only the clock ends the run."""
+        """Last step; None if only the clock ends the run."""
         return 1000 if self.steps is None and self.minutes is None else self.steps
 
 
 @dataclass(frozen=True)
 class CallbacksConfig:
-    """What is looked at at every evaluation, on a copy of the weights (``kvad.evaluation.training_callbacks``): no number of the run
-    changes.
+    """Callbacks at every evaluation, on a copy of the weights; they change no number of the run.
 
-    ``check_cache``: a cache beside the model without one.  ``prompts``: how they go on (an encoder-decoder: what it
-    answers), for ``prompt_tokens`` tokens at most, at ``temperature`` (0: greedily).  ``bleu``: of so many held-out
-    pairs (None: of none).
+    They are built by ``kvad.evaluation.training_callbacks``.
     """
 
-    check_cache: bool = False
-    prompts: tuple[str, ...] = ()
-    max_tokens: int = 64
-    temperature: float = 0.0
-    bleu_samples: int | None = None
+    check_cache: bool = False  # compare the cached with the uncached model
+    prompts: tuple[str, ...] = ()  # texts to continue (encoder-decoder: to answer)
+    max_tokens: int = 64  # of each continuation
+    temperature: float = 0.0  # 0: greedy
+    bleu_samples: int | None = None  # number of held-out pairs for BLEU
 
     def __post_init__(self) -> None:
         require(self.max_tokens >= 1, "callbacks.max_tokens", self.max_tokens, "at least 1")
-        require(self.temperature >= 0, "callbacks.temperature", self.temperature, "0 or more")
+        require(self.temperature >= 0, "callbacks.temperature", self.temperature, "at least 0")
         require(
             self.bleu_samples is None or self.bleu_samples >= 1,
             "callbacks.bleu_samples",
             self.bleu_samples,
             "at least 1",
         )
-        require("" not in self.prompts, "callbacks.prompts", list(self.prompts), "texts that are not empty")
+        require("" not in self.prompts, "callbacks.prompts", list(self.prompts), "non-empty texts")
         for name in ("max_tokens", "temperature"):
             if not self.prompts and getattr(self, name) != getattr(CallbacksConfig, name):
-                raise ConfigError(f"watch.{name}: means nothing without callbacks.prompts", "say what is to go on")
+                raise ConfigError(f"callbacks.{name}: has no meaning without callbacks.prompts", "Give prompts.")
 
     @property
     def requested(self) -> tuple[str, ...]:
-        """The keys that ask for something to be looked at."""
+        """Keys that request a callback."""
         return tuple(name for name in ("check_cache", "prompts", "bleu_samples") if getattr(self, name))
 
 
-# What may change on resume, as no number does.
+# Keys that may change on resume, because no number of the run depends on them.
 RESUMABLE_KEYS = (
     *(
         f"train.{key}"
@@ -257,7 +233,10 @@ RESUMABLE_KEYS = (
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One training run.  ``model`` is the table as it was written; ``resolve`` makes a ModelConfig of it."""
+    """Configuration of a training run.
+
+    ``model`` is the table as written; :meth:`resolve` makes a ModelConfig of it.
+    """
 
     model: Mapping[str, Any] = field(default_factory=dict)
     data: DataConfig = field(default_factory=DataConfig)
@@ -272,32 +251,31 @@ class RunConfig:
     def __post_init__(self) -> None:
         init, others = self.model.get("init"), sorted({*self.model} - {"init"})
         if "init" in self.model and not (isinstance(init, str) and init):
-            raise ConfigError(f"model.init: expected a checkpoint's path or name, found {init!r}")
+            raise ConfigError(f"model.init: must be a checkpoint's path or name, got {init!r}")
         if "init" in self.model and others:
+            raise ConfigError(f"model.{others[0]}: must not be given with model.init {init}", "Leave out one of them.")
+        if self.objective.kind == "summarizer" and self.callbacks.requested:
             raise ConfigError(
-                f"model.{others[0]}: the model is {init}, as it is", "leave it out, or leave model.init out"
-            )
-        if self.objective.kind == "compress" and self.callbacks.requested:
-            raise ConfigError(
-                f"watch.{self.callbacks.requested[0]}: looks at a model, and a compressor is trained", "leave it out"
+                f"callbacks.{self.callbacks.requested[0]}: must not be given when a summarizer is trained",
+                "Leave it out.",
             )
         if self.lora is not None and init is None:
-            raise ConfigError("[lora]: adapters stand beside a trained model", "name its checkpoint: --init MODEL")
+            raise ConfigError("[lora]: adapters need a trained model", "Name its checkpoint: --init MODEL")
 
     @property
     def init(self) -> str | None:
-        """The checkpoint that training goes on from; None of a model that begins at random."""
-        found = self.model.get("init")
-        return found if isinstance(found, str) else None
+        """Checkpoint to continue from; None for a new model."""
+        init = self.model.get("init")
+        return init if isinstance(init, str) else None
 
     @staticmethod
     def from_dict(content: Mapping[str, Any]) -> RunConfig:
-        """Raises ConfigError naming the table and the key."""
+        """Build from tables; ConfigErrors name table and key."""
         for name, table in content.items():
             if name not in TABLES:
                 raise ConfigError(f"unknown table [{name}]", suggest(name, TABLES))
             if not isinstance(table, Mapping):
-                raise ConfigError(f"{name}: expected a table, found {table!r}")
+                raise ConfigError(f"{name}: must be a table, got {table!r}")
         return RunConfig(
             dict(content.get("model", {})),
             config.serialization.from_dict(DataConfig, content.get("data", {}), "data"),
@@ -305,33 +283,34 @@ class RunConfig:
             config.serialization.from_dict(ObjectiveConfig, content.get("objective", {}), "objective"),
             config.serialization.from_dict(OptimConfig, content.get("optim", {}), "optim"),
             config.serialization.from_dict(TrainConfig, content.get("train", {}), "train"),
-            config.serialization.from_dict(CallbacksConfig, content.get("watch", {}), "watch"),
-            config.serialization.from_dict(SummarizerConfig, content.get("compress", {}), "compress"),
+            config.serialization.from_dict(CallbacksConfig, content.get("callbacks", {}), "callbacks"),
+            config.serialization.from_dict(SummarizerConfig, content.get("summarizer", {}), "summarizer"),
             config.serialization.from_dict(LoraConfig, content["lora"], "lora") if "lora" in content else None,
         )
 
     @staticmethod
     def load(path: Path) -> RunConfig:
-        """From a TOML file.  Raises ConfigError naming the file."""
+        """Read a TOML file; ConfigErrors name the file."""
         return RunConfig.from_dict(read_toml(path))
 
     def to_dict(self) -> dict[str, Any]:
-        """As :meth:`from_dict` reads it; without [lora] where there is none."""
+        """Return tables for :meth:`from_dict`, without [lora] if there is none."""
         content: dict[str, Any] = config.serialization.to_dict(self)
         return content if self.lora is not None else {name: content[name] for name in content if name != "lora"}
 
     def resolve(self, vocab: int) -> ModelConfig:
-        """The model's config, given the tokenizer's size: the preset, what differs from it, vocab and limit.
+        """Return the model config for a vocabulary size, from preset and overrides.
 
-        ConfigError where training goes on from a checkpoint, which has its own (``start.py``).
+        Raises:
+            ConfigError: If the run continues from a checkpoint, which has its own config, or a key is not valid.
         """
         if self.init is not None:
-            raise ConfigError(f"model.init: the model is {self.init}, as it is")
+            raise ConfigError(f"model.init: the config is that of {self.init}")
         table = _with_nulls(self.model)
         name = table.pop("preset", None if table.keys() & {"decoder", "encoder"} else "small")
         dotted = table.pop("set", {})
         if name is not None and name not in MODEL_PRESETS:
-            raise ConfigError(f"model.preset: {name!r} is not known", suggest(str(name), MODEL_PRESETS))
+            raise ConfigError(f"model.preset: unknown preset {name!r}", suggest(str(name), MODEL_PRESETS))
         base = (
             {"embedding": {}}
             if name is None
@@ -348,6 +327,7 @@ class RunConfig:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file as tables."""
     try:
         return tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError as error:
@@ -359,13 +339,15 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def apply_overrides(content: Mapping[str, Any], pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    """A run file's tables with ``("optim.lr", "1e-3")`` and the like put in.
+    """Return a run file's tables with pairs such as ``("optim.lr", "1e-3")`` applied.
 
-    A key begins with its table's name; one that does not is the model's (``decoder.num_layers``).  Values are JSON where
-    they can be, else text; of another kind than a key asks for, they are refused when the tables are read.  Raises
-    ConfigError for a key that begins with neither.
+    A key begins with its table's name, else it belongs to the model (``decoder.num_layers``). Values are JSON if they
+    parse, else text; wrong types are refused when the tables are read.
+
+    Raises:
+        ConfigError: If a key begins with neither a table nor a model key.
     """
-    made = {name: dict(table) if isinstance(table, Mapping) else table for name, table in content.items()}
+    tables = {name: dict(table) if isinstance(table, Mapping) else table for name, table in content.items()}
     for key, text in pairs:
         try:
             value = json.loads(text)
@@ -374,60 +356,63 @@ def apply_overrides(content: Mapping[str, Any], pairs: Iterable[tuple[str, str]]
         name, _, inner = key.partition(".")
         if inner and name not in (*TABLES, *MODEL):
             raise ConfigError(
-                f"unknown key {key!r}: {name!r} is no table, and no part of a model", suggest(name, (*TABLES, *MODEL))
+                f"unknown key {key!r}: {name!r} is neither a table nor a model key", suggest(name, (*TABLES, *MODEL))
             )
         if name not in TABLES or not inner:
             name, inner = "model", key
-        table = made.setdefault(name, {})
+        table = tables.setdefault(name, {})
         if not isinstance(table, dict):
-            continue  # what is no table is refused by RunConfig, by name
+            continue  # RunConfig refuses it by name
         if name == "model" and inner != "preset":
             table["set"] = {**table.get("set", {}), inner: value}
         else:
             table[inner] = value
-    return made
+    return tables
 
 
 def config_differences(stored: Mapping[str, Any], wanted: Mapping[str, Any], where: str = "") -> list[str]:
-    """Dotted keys whose values differ, as ``"train.lr: 0.001 there, 0.01 here"``; FREE ones never do."""
-    found: list[str] = []
+    """Return dotted keys whose values differ, such as ``"train.lr: 0.001 there, 0.01 here"``.
+
+    RESUMABLE_KEYS are ignored.
+    """
+    differences: list[str] = []
     for key in sorted({*stored, *wanted}):
         dotted = f"{where}{key}"
         there, here = stored.get(key), wanted.get(key)
         if isinstance(there, Mapping) and isinstance(here, Mapping):
-            found += config_differences(there, here, f"{dotted}.")
+            differences += config_differences(there, here, f"{dotted}.")
         elif there != here and dotted not in RESUMABLE_KEYS:
-            found.append(f"{dotted}: {there!r} there, {here!r} here")
-    return found
+            differences.append(f"{dotted}: {there!r} there, {here!r} here")
+    return differences
 
 
 def _with_nulls(table: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
+    result = {}
     for key, value in table.items():
-        found[key] = _with_nulls(value) if isinstance(value, Mapping) else None if value == "null" else value
-    return found
+        result[key] = _with_nulls(value) if isinstance(value, Mapping) else None if value == "null" else value
+    return result
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested tables merge; everything else of ``over`` replaces.  A table of another ``kind`` replaces whole."""
+    """Merge nested tables; other values and tables of another ``kind`` replace."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
-        same = (
+        is_same_kind = (
             isinstance(below, Mapping) and isinstance(value, Mapping) and value.get("kind") in (None, below.get("kind"))
         )
-        merged[key] = _merge(below, value) if same else value  # type: ignore[arg-type]
+        merged[key] = _merge(below, value) if is_same_kind else value  # type: ignore[arg-type]
     return merged
 
 
-def _require_at_least(table: dict[str, Any], key: str, least: int, what: str, where: str = "") -> None:
-    if table.setdefault(key, least) < least:
-        raise ConfigError(f"model.{where}{key}: {table[key]} is below {least}, {what}")
+def _require_at_least(table: dict[str, Any], key: str, minimum: int, reason: str, where: str = "") -> None:
+    if table.setdefault(key, minimum) < minimum:
+        raise ConfigError(f"model.{where}{key}: must be at least {minimum}, {reason}, got {table[key]}")
 
 
 def _check_precision(precision: str, device: str) -> None:
     if precision == "fp16" and device.startswith("cpu"):
         raise ConfigError(
-            "train.precision: fp16 compute on a CPU is refused: its matrix products stall there for minutes",
-            "use bf16 or fp32",
+            "train.precision: fp16 must not be used on a CPU, where its matrix products take minutes",
+            "Use bf16 or fp32.",
         )

@@ -1,8 +1,8 @@
-"""A run's configuration as a run file: readable TOML that reads back as the same run.
+"""Run configurations as TOML text that reads back as the same run.
 
-Every key stands in it with the value that the run had, also those that nobody said; tables that mean nothing to it are
-left out.  TOML has no null: in [model] it is the text "null", elsewhere a key that is null is left out, which is what
-null means there.  Standard library only; it is read by ``tomllib``.
+Every key has the value that the run used, defaults included; tables without meaning for the run are left out. TOML has
+no null: in [model] it is the text "null", elsewhere the key is left out, which means null there. Standard library only;
+it is read by ``tomllib``.
 """
 
 from __future__ import annotations
@@ -17,29 +17,33 @@ from typing import Any
 from kvad.train.config.run import RunConfig
 
 RUN_FILE = "run.toml"
-HEAD = "# What this run was configured as."
+HEAD = "# Configuration of this run."
 
 BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def format_run_file(config: RunConfig, corpus: Any = None) -> str:
-    """``kvad train FILE CORPUS --out FOLDER`` trains so again.  ``corpus``: what it was trained on, as a comment."""
+    """Format a run's configuration as TOML; ``corpus`` is added as a comment."""
     tables = config.to_dict()
-    compressing = config.objective.kind == "compress"
-    unused = {"compress": not compressing, "model": compressing, "tokenizer": compressing or config.init is not None}
-    kept = {
+    is_summarizer = config.objective.kind == "summarizer"
+    unused = {
+        "summarizer": not is_summarizer,
+        "model": is_summarizer,
+        "tokenizer": is_summarizer or config.init is not None,
+    }
+    used = {
         name: _nulls(table) if name == "model" else _drop_none(table)
         for name, table in tables.items()
         if not unused.get(name, False) or (name == "tokenizer" and config.tokenizer.path is not None)
     }
-    head = f"{HEAD}  Again:  kvad train run.toml CORPUS --out FOLDER\n"
+    head = f"{HEAD}  Repeat:  kvad train run.toml CORPUS --out FOLDER\n"
     if corpus is not None:
-        head += f"# CORPUS was {json.dumps(corpus)}\n"
-    return head + "\n" + dumps(kept)
+        head += f"# CORPUS: {json.dumps(corpus)}\n"
+    return head + "\n" + dumps(used)
 
 
 def is_run_file(path: Path) -> bool:
-    """Whether :func:`run_file` wrote it."""
+    """Return True for a file written by :func:`format_run_file`."""
     try:
         return path.read_bytes().startswith(HEAD.encode())
     except OSError:
@@ -63,16 +67,17 @@ def _nulls(value: Any) -> Any:
 
 
 def dumps(content: Mapping[str, Any]) -> str:
-    """TOML that ``tomllib`` reads back as ``content``: text, numbers, booleans, lists, and tables of them.
+    """Format text, numbers, booleans, lists and tables as TOML for ``tomllib``.
 
-    Raises ValueError for what TOML cannot say: null, half a surrogate pair, other types.
+    Raises:
+        ValueError: For null, half a surrogate pair and other types.
     """
     text = "\n".join(_table(content, ())).strip("\n")
     return text + "\n" if text else ""
 
 
 def _table(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
-    """Its plain keys first, then the tables in it."""
+    """Yield plain keys first, then inner tables."""
     plain = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
     inner = {key: value for key, value in table.items() if isinstance(value, Mapping)}
     if path and (plain or not inner):
@@ -99,15 +104,15 @@ def _value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_value, value))}]"
     if isinstance(value, Mapping):
-        inner = ", ".join(f"{_key(key)} = {_value(one)}" for key, one in value.items())
+        inner = ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items())
         return f"{{ {inner} }}" if inner else "{}"
-    raise ValueError(f"TOML cannot say {value!r}")
+    raise ValueError(f"TOML has no form for {value!r}")
 
 
 def _text(text: str) -> str:
-    """A basic string: JSON's escapes are TOML's, but that DEL must be escaped too."""
+    """Format a basic string: JSON's escapes are TOML's, except that DEL must be escaped too."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"TOML cannot say {text!r}") from error
+        raise ValueError(f"TOML has no form for {text!r}") from error
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,4 +1,4 @@
-"""kvad.train.data.document_dataset"""
+"""Token store, packing, collation, datasets and streaming."""
 
 from __future__ import annotations
 

@@ -1,25 +1,25 @@
-"""Documents -> packed Steps: who is trained on what, in an order that integers alone decide.
+"""Documents as packed rows of next-token prediction; the protocol of training data.
 
-What the loop asks of any data is :class:`TrainingData`; of documents it is :class:`DocumentData` (of pairs,
-``pair_data.py``; of what is read in its order, ``stream.py``).
+The loop requires :class:`TrainingData`; for documents it is :class:`DocumentDataset` (pairs: ``pair_dataset.py``;
+sequential data: ``streaming.py``).
 
-**Packing** ("split").  A split is a circle of documents, each opened by the separator.  A row is ``context``
-consecutive tokens of the circle; its targets are the tokens one further on::
+**Packing** ("split"). A split is a circle of documents, each opened by the separator. A row is ``seq_len`` consecutive
+tokens of the circle; its targets are the following tokens::
 
     row        <sep> a1 a2 a3 <sep> b1 b2          target     a1 a2 a3 <sep> b1 b2 b3
     position       0  1  2  3     0  1  2          document    0  0  0     0  1  1  1
 
 So p(first word | separator) is learned, and so is the end of a document: the target of its last token is the separator.
-No target crosses into the next document's text: the token after a separator is predicted from the separator alone, as
-documents do not see each other (``Step.documents``) and positions restart.  A row that begins inside a document starts
-at position 0 there.  Where a split had to cut a document in two, no target reaches over the cut.
+No target crosses into the next document's text: the token after a separator is predicted from the separator alone,
+because documents do not attend to each other (``ModelInput.document_ids``) and positions restart. A row that begins
+inside a document starts at position 0 there. Where a split had to cut a document in two, no target crosses the cut.
 
-"first-fit" and "best-fit" put whole documents into rows (``packing.py``); one longer than a row is cut into windows,
-and the target of a window's last token is the token behind it.
+"first-fit" and "best-fit" put whole documents into rows (``packing.py``); a longer document is cut into windows, and
+the target of a window's last token is the token after it.
 
-**Order.**  Which rows a step takes is a function of (seed, step): nothing to save but the step.  ``epochs``: every
-epoch cuts the circle, or the long documents, into rows at a fresh offset and takes them in a fresh order; ``windows``:
-every row starts at random.
+**Order.** The rows of a step are a function of (seed, step), so only the step must be saved. ``epochs``: every epoch
+cuts the circle, or the long documents, into rows at a new offset and shuffles them; ``windows``: every row starts at
+random.
 """
 
 from __future__ import annotations
@@ -49,23 +49,20 @@ from kvad.train.data.collate import (
 from kvad.train.data.packing import MixtureRows, PackedLayout, PackingMethod, pack_rows, source_seed, split_windows
 from kvad.train.data.token_store import Ints, TokenStore
 
-MANY_DOCUMENTS = 10  # from here on whole documents are held out
+MANY_DOCUMENTS = 10  # with this many, whole documents are held out
 
 
 class MixtureSource(NamedTuple):
-    """A source of a run's texts: those of the store from ``first`` to ``last``, and its share of the rows.
-
-    ``held``: how many of its last ones are for validation only (0: a share is held out).
-    """
+    """Texts ``first`` to ``last`` of the store, with their share of the rows."""
 
     first: int
     last: int
-    weight: float = 1.0
-    num_held_out: int = 0
+    weight: float = 1.0  # in any unit
+    num_held_out: int = 0  # texts at the end for validation only; 0 holds out a fraction
 
 
 class TrainingData(Protocol):
-    """What the loop asks of data: targets to train on and to judge by, those of a full step, and the Steps."""
+    """Data as the training loop reads it."""
 
     @property
     def train_tokens(self) -> int: ...
@@ -77,23 +74,30 @@ class TrainingData(Protocol):
     def tokens_per_step(self) -> int: ...
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """Of optimizer step ``step`` (from 0): a function of the step alone."""
+        """Return the micro-batches of step ``step`` (from 0), a function of the step alone."""
         ...
 
     def evaluation(self) -> Iterator[Batch]:
-        """The validation split, or as much of it as the configuration asks for."""
+        """Yield the validation split, or as much of it as the configuration requests."""
         ...
 
     def summary(self) -> list[str]:
-        """What a user should know of it, in lines."""
+        """Return lines about the data for the user."""
         ...
 
 
 class DocumentDataset:
-    """Documents, next token by next token.
+    """Documents for next-token prediction.
 
-    ``parts``: the sources of a mixture, whose rows are drawn by weight; none: the store is one.  Raises DataError where
-    they are too few for a row of each split, ConfigError for a packing that the order cannot have.
+    Args:
+        store: The run's tokens.
+        config: The run's configuration.
+        parts: Sources of a mixture, whose rows are drawn by weight; none for a single source.
+        vocab: Upper limit of token ids.
+
+    Raises:
+        DataError: If a split is shorter than one row.
+        ConfigError: If the order does not support the packing.
     """
 
     def __init__(
@@ -109,8 +113,8 @@ class DocumentDataset:
             seed = train.seed if len(parts) == 1 else source_seed(train.seed, number)
             splits.append(split_validation(store, data.validation_fraction, seed, (part.first, part.last)))
             self._sources.append(_build_rows(splits[-1][0], config, rows, seed))
-        self.validation = TokenSpans(store, np.concatenate([held.spans for _, held in splits]))
-        self.training = TokenSpans(store, np.concatenate([rest.spans for rest, _ in splits]))
+        self.validation = TokenSpans(store, np.concatenate([validation.spans for _, validation in splits]))
+        self.training = TokenSpans(store, np.concatenate([training.spans for training, _ in splits]))
         weights = [part.weight for part in parts]
         self._rows: RowSource = self._sources[0] if len(parts) == 1 else MixtureRows(self._sources, weights, train.seed)
         self.train_tokens, self.validation_tokens = len(self.training), len(self.validation)
@@ -128,7 +132,7 @@ class DocumentDataset:
         ]
 
     def rows(self, numbers: Ints) -> list[PackedRow]:
-        """Rows by number, as segments (``rows.py``)."""
+        """Return rows by number, as segments (``collate.py``)."""
         return self._rows.rows(numbers)
 
     def provenance(self, number: int) -> list[int]:
@@ -140,21 +144,20 @@ class DocumentDataset:
             yield collate_rows(self.validation.segments(starts, length), self.shape)
 
     def packing_stats(self) -> PackingStats:
-        """Of the first epoch of all sources together."""
-        uses = [source.use() for source in self._sources]
-        return PackingStats(*(sum(each) for each in zip(*uses, strict=True)))
+        """Return the packing of the first epoch, summed over sources."""
+        stats = [source.packing_stats() for source in self._sources]
+        return PackingStats(*(sum(values) for values in zip(*stats, strict=True)))
 
     def summary(self) -> list[str]:
-        use = self.packing_stats()
+        stats = self.packing_stats()
         packing = "split" if self._data.packing == "auto" else self._data.packing
-        packed = (
-            f"packed by {packing}: {format_count(use.rows, 'row')} of {self._data.seq_len:,} tokens, {use.summary()}"
-        )
+        rows = format_count(stats.rows, "row")
+        packed = f"packed by {packing}: {rows} of {self._data.seq_len:,} tokens, {stats.summary()}"
         return [f"tokens: {self._store.num_tokens:,} in {format_count(self._store.num_documents, 'document')}", packed]
 
 
 def collate_config(config: RunConfig, pad: int = 0, vocab: int | None = None) -> CollateConfig:
-    """How a run's rows become Steps."""
+    """Return the collate options of a run."""
     data = config.data
     return CollateConfig(data.seq_len, pad, data.reset_positions, data.isolate_documents, config.train.device, vocab)
 
@@ -165,15 +168,15 @@ def _build_rows(training: TokenSpans, config: RunConfig, rows: int, seed: int) -
         return PackedRows(training, RowOrder(data.order, len(training), data.seq_len, rows, seed), data.seq_len)
     if data.order == "windows":
         raise ConfigError(
-            f'data.packing: {data.packing} is for whole documents, and order = "windows" draws rows at random',
-            'order = "epochs" takes every document once',
+            f'data.packing: {data.packing} packs whole documents, but order = "windows" draws rows at random',
+            'Use order = "epochs".',
         )
     assert data.packing in ("first-fit", "best-fit")
     return BestFitRows(training, data.packing, data.seq_len, rows, seed)
 
 
 class PackedRows:
-    """Rows cut from the circle."""
+    """Rows cut from the circle of documents."""
 
     def __init__(self, training: TokenSpans, order: RowOrder, context: int) -> None:
         self._split, self._order, self._context = training, order, context
@@ -185,17 +188,17 @@ class PackedRows:
         (start,) = self._order.at(np.array([number]))
         return self._split.texts(int(start), self._context)
 
-    def use(self) -> PackingStats:
+    def packing_stats(self) -> PackingStats:
         rows, tokens = self._order.rows_per_epoch, len(self._split)
         return PackingStats(rows, rows * self._context, rows * self._context, tokens - rows * self._context)
 
 
 class BestFitRows:
-    """Rows of whole documents, and of windows of those that are longer; packed anew in every epoch."""
+    """Rows of whole documents and of windows of longer ones, packed again in every epoch."""
 
     def __init__(self, training: TokenSpans, fit: PackingMethod, context: int, num_rows: int, seed: int) -> None:
         self._split, self._fit, self._context, self._seed = training, fit, context, seed
-        self._plan = lru_cache(2)(self._make)  # a step spans two epochs at most, but for tiny ones
+        self._plan = lru_cache(2)(self._build_plan)  # a step rarely spans more than two epochs
         self._epochs = Epochs(None, num_rows, lambda epoch: self._plan(epoch).order)
 
     def rows(self, numbers: Ints) -> list[PackedRow]:
@@ -208,7 +211,7 @@ class BestFitRows:
         pieces = plan.packed.pieces[plan.packed.first[row] : plan.packed.first[row + 1]]
         return [self._split.text_at(int(plan.document[piece])) for piece in pieces]
 
-    def use(self) -> PackingStats:
+    def packing_stats(self) -> PackingStats:
         packed = self._plan(0).packed
         taken = int(packed.lengths.sum())
         return PackingStats(packed.num_rows, packed.num_rows * self._context, taken, len(self._split) - taken)
@@ -222,20 +225,20 @@ class BestFitRows:
             for piece, length in zip(pieces, lengths, strict=True)
         ]
 
-    def _make(self, epoch: int) -> _Plan:
+    def _build_plan(self, epoch: int) -> _Plan:
         random = seeded_rng(self._seed, epoch)
         lengths = self._split.lengths
         document, begin, end = split_windows(
             lengths, self._context, random.integers(1, self._context + 1, len(lengths))
         )
-        mixed = random.permutation(len(document))
-        document, begin, end = document[mixed], begin[mixed], end[mixed]
+        order = random.permutation(len(document))
+        document, begin, end = document[order], begin[order], end[order]
         packed = pack_rows((end - begin)[:, None], self._context, self._fit, crop=True)
         return _Plan(packed, document, begin, random.permutation(packed.num_rows))
 
 
 class _Plan(NamedTuple):
-    """An epoch: piece i is of ``document[i]`` from ``begin[i]`` on; ``order``: its rows in the order they are taken."""
+    """Packed epoch: piece i is ``document[i]`` from ``begin[i]`` on; ``order`` of its rows."""
 
     packed: PackedLayout
     document: Ints
@@ -246,7 +249,7 @@ class _Plan(NamedTuple):
 class TokenSpans:
     """Documents, or parts of them, as one circular stream of tokens.
 
-    ``spans`` [n, 2]: first and last + 1 in the store, each within one document.
+    ``spans`` [n, 2] holds first and last + 1 in the store, each within one document.
     """
 
     def __init__(self, store: TokenStore, spans: Ints) -> None:
@@ -261,9 +264,9 @@ class TokenSpans:
         return int(self._starts[-1])
 
     def rows(self, starts: Ints, length: int) -> tuple[Ints, Ints, Ints, Ints]:
-        """tokens, positions, documents and targets, each [rows, length]; target -1 = none.
+        """Return tokens, positions, documents and targets, each [rows, length]; target -1 is none.
 
-        The document number counts within the row, from 0.
+        Document ids count within the row, from 0.
         """
         at = (starts[:, None] + np.arange(length + 1)) % len(self)
         span = np.searchsorted(self._starts, at, side="right") - 1
@@ -273,38 +276,38 @@ class TokenSpans:
         targets = np.where(crossing, -1, tokens[:, 1:])
         first = first[:, :-1]
         column = np.arange(length)
-        begun = np.maximum.accumulate(np.where(first, column, 0), axis=1)
+        segment_start = np.maximum.accumulate(np.where(first, column, 0), axis=1)
         documents = np.cumsum(first & (column > 0), axis=1)
-        return tokens[:, :-1], column - begun, documents, targets
+        return tokens[:, :-1], column - segment_start, documents, targets
 
     def segments(self, starts: Ints, length: int) -> list[PackedRow]:
-        """The same rows as segments: cut where a document begins."""
+        """Return the same rows as segments, cut where documents begin."""
         tokens, _, documents, targets = self.rows(starts, length)
-        found: list[PackedRow] = []
+        packed: list[PackedRow] = []
         for row in range(len(starts)):
             cuts = [0, *(np.flatnonzero(np.diff(documents[row])) + 1).tolist(), length]
             spans = (slice(*pair) for pair in pairwise(cuts))
-            found.append([Segment(tokens[row, span], targets[row, span]) for span in spans])
-        return found
+            packed.append([Segment(tokens[row, span], targets[row, span]) for span in spans])
+        return packed
 
     def texts(self, start: int, length: int) -> list[int]:
-        """The documents of the store that a row reads, in its order."""
+        """Return the store's documents that a row reads, in order."""
         at = (start + np.arange(length)) % len(self)
         spans = np.searchsorted(self._starts, at, side="right") - 1
         return list(dict.fromkeys(self.text_at(int(span)) for span in spans))
 
     def text_at(self, span: int) -> int:
-        """The document of the store that a span is, or is a part of."""
+        """Return the store's document that contains a span."""
         return int(np.searchsorted(self.store.offsets, self._begin[span], side="right")) - 1
 
     def part(self, document: int, begin: int, end: int) -> Segment:
-        """Tokens ``begin`` to ``end`` of a document; the target of the last one is what stands behind it."""
+        """Return tokens ``begin`` to ``end`` of a document; the last target is the token after them."""
         low, high = self.spans[document]
         tokens = self.store.take(np.arange(low + begin, min(low + end + 1, high)))
         if low + end < high:
             return Segment(tokens[:-1], tokens[1:])
-        follow = self._separator if self._ended[document] else -1
-        return Segment(tokens, np.append(tokens[1:], follow))
+        next_token = self._separator if self._ended[document] else -1
+        return Segment(tokens, np.append(tokens[1:], next_token))
 
     @cached_property
     def _separator(self) -> int:
@@ -312,32 +315,35 @@ class TokenSpans:
 
 
 def build_batch(rows: TokenSpans, starts: Ints, length: int, device: torch.device | str = "cpu") -> Batch:
-    """The rows that begin at ``starts``, as one Step; without ``documents`` where no row has a boundary."""
+    """Return the rows that begin at ``starts`` as one batch.
+
+    It has no ``document_ids`` if no row has a boundary.
+    """
     return collate_rows(rows.segments(starts, length), CollateConfig(length, device=device))
 
 
 class RowOrder:
-    """Where the rows of a step begin."""
+    """Start positions of the rows of a step."""
 
     def __init__(self, kind: str, num_tokens: int, context: int, num_rows: int, seed: int) -> None:
-        """``num_rows``: rows of one optimizer step.  Raises DataError if the split is shorter than one row."""
+        """Raise DataError if the split is shorter than one row; ``num_rows`` are the rows of a step."""
         if num_tokens < context + 1:
             raise DataError(
-                f"the corpus is too short: {format_count(num_tokens, 'token')} to train on, and a row of {context:,} needs "
-                f"{context + 1:,}",
-                "use more text or a smaller --context",
+                f"the corpus is too short: {format_count(num_tokens, 'token')} to train on, and a row of {context:,} "
+                f"needs {context + 1:,}",
+                "Use more text or a smaller --seq-len.",
             )
         self._kind, self._num_tokens, self._context = kind, num_tokens, context
         self._num_rows, self._seed = num_rows, seed
         self.rows_per_epoch = num_tokens // context
-        self._epochs = Epochs(self.rows_per_epoch, num_rows, self._of_epoch)
+        self._epochs = Epochs(self.rows_per_epoch, num_rows, self._epoch_starts)
 
     def starts(self, step: int) -> Ints:
-        """Where the rows of optimizer step ``step`` (from 0) begin, [num_rows]."""
+        """Return the starts of the rows of optimizer step ``step`` (from 0), [num_rows]."""
         return self.at(np.arange(step * self._num_rows, (step + 1) * self._num_rows))
 
     def at(self, numbers: Ints) -> Ints:
-        """Where rows ``numbers`` [n] begin."""
+        """Return the starts of rows ``numbers`` [n]."""
         if self._kind != "windows":
             return self._epochs.epoch_and_row(numbers)[1]
         steps, inside = numbers // self._num_rows, numbers % self._num_rows
@@ -347,7 +353,7 @@ class RowOrder:
             starts[steps == step] = drawn[inside[steps == step]]
         return starts
 
-    def _of_epoch(self, epoch: int) -> Ints:
+    def _epoch_starts(self, epoch: int) -> Ints:
         random = seeded_rng(self._seed, epoch)
         offset = random.integers(0, self._num_tokens)
         starts: Ints = (offset + random.permutation(self.rows_per_epoch) * self._context) % self._num_tokens
@@ -357,42 +363,46 @@ class RowOrder:
 def split_validation(
     store: TokenStore, validation: float, seed: int, documents: tuple[int, int] | None = None
 ) -> tuple[TokenSpans, TokenSpans]:
-    """Training and validation, of the store or of its ``documents`` from the first to the last.
+    """Split the store, or its ``documents`` from first to last, into training and validation.
 
-    With MANY_DOCUMENTS whole documents are drawn until their share is reached; with fewer, or where no draw comes near
-    it, the stream is cut at the place.  Raises DataError where nothing is left for one of them.
+    With MANY_DOCUMENTS whole documents are drawn until their share is reached; with fewer, or if no draw comes near it,
+    the stream is cut at that share.
+
+    Raises:
+        DataError: If a split would be empty.
     """
     first, last = documents or (0, store.num_documents)
     begin, end = int(store.offsets[first]), int(store.offsets[last])
     spans = np.stack((store.offsets[first:last], store.offsets[first + 1 : last + 1]), axis=1)
-    wanted = (end - begin) * validation
-    held = _draw(spans[:, 1] - spans[:, 0], wanted, seed) if len(spans) >= MANY_DOCUMENTS else None
-    if held is not None:
-        return TokenSpans(store, spans[~held]), TokenSpans(store, spans[held])
-    cut = end - int(wanted)
+    num_tokens = (end - begin) * validation
+    held_out = _draw(spans[:, 1] - spans[:, 0], num_tokens, seed) if len(spans) >= MANY_DOCUMENTS else None
+    if held_out is not None:
+        return TokenSpans(store, spans[~held_out]), TokenSpans(store, spans[held_out])
+    cut = end - int(num_tokens)
     if not begin + 1 < cut < end - 1:
         raise DataError(
-            f"the corpus is too short: {format_count(end - begin, 'token')} cannot be split into training and validation",
-            "use more text",
+            f"the corpus is too short: {format_count(end - begin, 'token')} "
+            "cannot be split into training and validation",
+            "Use more text.",
         )
     before = np.minimum(spans, cut)
     after = np.maximum(spans, cut)
     return TokenSpans(store, before[before[:, 0] < before[:, 1]]), TokenSpans(store, after[after[:, 0] < after[:, 1]])
 
 
-def _draw(lengths: Ints, wanted: float, seed: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
-    held, left = np.zeros(len(lengths), bool), wanted
+def _draw(lengths: Ints, num_tokens: float, seed: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
+    held_out, left = np.zeros(len(lengths), bool), num_tokens
     for document in np.random.Generator(np.random.PCG64(seed)).permutation(len(lengths)):
         if lengths[document] <= left:
-            held[document] = True
+            held_out[document] = True
             left -= lengths[document]
-    return held if left < wanted / 2 else None
+    return held_out if left < num_tokens / 2 else None
 
 
 def evaluation_rows(rows: TokenSpans, context: int, tokens: int, batch: int) -> Iterator[tuple[Ints, int]]:
-    """(starts, length) of batches that cover a split once, or ``tokens`` of it, evenly spread (0 = all).
+    """Yield (starts, length) of batches covering a split once, or ``tokens`` of it (0 = all).
 
-    Rows do not overlap; a last, shorter one takes what is left.
+    Rows do not overlap and are evenly spread; a last, shorter one takes the rest.
     """
     length = min(context, len(rows) - 1)
     starts = np.arange(0, len(rows) - length, length)

@@ -1,17 +1,17 @@
-"""Pairs -> packed Steps with sources: an encoder-decoder learns every target token from its source and those before it.
+"""Pairs as packed rows for an encoder-decoder.
 
-**Packing.**  A row holds several pairs on both sides (``packing.py``); each is a document of its own, so that neither
-the encoder, nor the decoder, nor its attention to the source sees another pair, and positions restart::
+**Packing.** A row holds several pairs on both sides (``packing.py``); each is a separate document, so neither encoder,
+decoder nor cross-attention attends to another pair, and positions restart::
 
     source    x1 x2 EOS y1 EOS  .       decoder   BOS t1 t2 BOS u1  .       target   t1 t2 EOS u1 EOS  .
     position   0  1   2  0   1  0                   0  1  2   0  1  0
     document   0  0   0  1   1 -1                   0  0  0   1  1 -1
 
-What is left over is padding: document -1, which nobody else sees and whose logits nobody wants.  A micro-batch is as
-wide as its fullest row.  ``data.packing`` is first-fit or best-fit (``packing.py``): a pair is never cut.
+The rest of a row is padding: document -1, which no other token attends to and which has no logits. A micro-batch is as
+wide as its fullest row. ``data.packing`` is first-fit or best-fit (``packing.py``): a pair is never cut.
 
-**Order.**  Pairs are packed once, in an order that the seed decides; every epoch takes the rows in an order of its own.
-So there are as many rows in every epoch, and which of them a step takes is a function of (seed, step).
+**Order.** Pairs are packed once, in an order given by the seed; every epoch takes the rows in another order. So all
+epochs have the same number of rows, and the rows of a step are a function of (seed, step).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from kvad.train.data.token_store import Ints, TokenStore
 
 
 def packing_method(data: DataConfig) -> PackingMethod:
-    """How pairs are packed.  ConfigError for a way that would cut them."""
+    """Return the packing method of pairs; raise ConfigError for one that would cut them."""
     if data.packing == "split":
-        raise ConfigError("data.packing: split cuts documents where a row ends, and a pair is never cut", "first-fit")
+        raise ConfigError("data.packing: must be first-fit or best-fit for pairs, got 'split'", "Use first-fit.")
     return "first-fit" if data.packing == "auto" else data.packing
 
 
 class PairRows:
-    """Pairs of a store, packed into rows of ``context`` and ``context`` tokens; ``pad`` fills what is left over."""
+    """Pairs of a store in rows of ``context`` tokens on each side, padded with ``pad``."""
 
     def __init__(
         self,
@@ -74,23 +74,23 @@ class PairRows:
 
     @property
     def utilization(self) -> tuple[float, float]:
-        """Shares of the places for source and for target tokens that are taken."""
-        places = len(self) * self._context
-        return self.num_sources / places, self.num_targets / places
+        """Filled shares of the source side and of the target side."""
+        capacity = len(self) * self._context
+        return self.num_sources / capacity, self.num_targets / capacity
 
     def batch(self, rows: Ints, device: torch.device | str | None = None) -> Batch:
-        """The given rows as one Step."""
+        """Return the given rows as one batch."""
         shape = self._shape if device is None else replace(self._shape, device=device)
         return collate_rows(self.segments(rows), shape)
 
     def segments(self, rows: Ints) -> list[PackedRow]:
-        """The pairs of the given rows."""
+        """Return the pairs of the given rows."""
         return [[self._segment(int(pair)) for pair in self._pairs[self._first[r] : self._first[r + 1]]] for r in rows]
 
     def pair_indices(self, row: int) -> list[int]:
-        """By their place in the store."""
-        found: list[int] = self._pairs[self._first[row] : self._first[row + 1]].tolist()
-        return found
+        """Return the store indices of a row's pairs."""
+        pairs: list[int] = self._pairs[self._first[row] : self._first[row + 1]].tolist()
+        return pairs
 
     def _segment(self, pair: int) -> Segment:
         begin, middle, end = self._store.offsets[2 * pair : 2 * pair + 3].tolist()
@@ -109,7 +109,7 @@ class _Epochs:
     def rows(self, numbers: Ints) -> list[PackedRow]:
         return self._pairs.segments(self._epochs.epoch_and_row(numbers)[1])
 
-    def texts_of(self, number: int) -> list[int]:
+    def provenance(self, number: int) -> list[int]:
         return self._pairs.pair_indices(int(self._epochs.epoch_and_row(np.array([number]))[1][0]))
 
 
@@ -129,7 +129,7 @@ class PairDataset:
         parts: Sequence[MixtureSource] = (),
         vocab: int | None = None,
     ) -> None:
-        """``parts``: the sources of a mixture, in pairs of the store; ``vocab``: what no token id may reach."""
+        """Build the data; ``parts`` are mixture sources, ``vocab`` is the limit of token ids."""
         data, train = config.data, config.train
         if data.order != "epochs":
             raise ConfigError(f"data.order: {data.order} is for documents", "pairs are taken in epochs")
@@ -147,9 +147,9 @@ class PairDataset:
         def packed(pairs: Ints) -> PairRows:
             return PairRows(store, pairs, data.seq_len, pad, fit=fit, shape=self.shape)
 
-        self._held = np.concatenate([found["validation"] for found in chosen])
-        self.sources = [packed(found["training"]) for found in chosen]
-        self.training, self.validation = self.sources[0], packed(self._held)
+        self._held_out = np.concatenate([splits["validation"] for splits in chosen])
+        self.sources = [packed(splits["training"]) for splits in chosen]
+        self.training, self.validation = self.sources[0], packed(self._held_out)
         orders = [_Epochs(rows, num_rows, seed) for rows, seed in zip(self.sources, seeds, strict=True)]
         weights = [part.weight for part in parts]
         self._rows: RowSource = orders[0] if len(parts) == 1 else MixtureRows(orders, weights, train.seed)
@@ -160,7 +160,7 @@ class PairDataset:
         self.tokens_per_step = round(num_rows * float(shares @ targets))
 
     def _choose(self, part: MixtureSource, data: DataConfig, seed: int) -> dict[str, Ints]:
-        """The pairs of one source that are trained on, in the order they are packed, and those held out."""
+        """Split one source's pairs into training, in packing order, and validation."""
         count = part.last - part.first
         cut = count - (part.num_held_out or max(1, int(count * data.validation_fraction)))
         fits = self._fits[part.first : part.last]
@@ -169,9 +169,10 @@ class PairDataset:
         for name, pairs in chosen.items():
             if not len(pairs):
                 raise DataError(
-                    f"no pair is left for {name}: {format_count(cut if name == 'training' else count - cut, 'pair')}, of "
-                    f"which none fits a context of {data.seq_len}",
-                    "use more pairs or a larger --context",
+                    f"no pair is left for {name}: none of "
+                    f"{format_count(cut if name == 'training' else count - cut, 'pair')} "
+                    f"fits data.seq_len {data.seq_len}",
+                    "Use more pairs or a larger --seq-len.",
                 )
         return {name: part.first + pairs for name, pairs in chosen.items()}
 
@@ -194,14 +195,14 @@ class PairDataset:
         ]
 
     def rows(self, numbers: Ints) -> list[PackedRow]:
-        """Rows by number, as segments (``rows.py``)."""
+        """Return rows by number, as segments (``collate.py``)."""
         return self._rows.rows(numbers)
 
     def provenance(self, number: int) -> list[int]:
         return row_provenance(self._rows, number)
 
     def evaluation(self) -> Iterator[Batch]:
-        """All rows, or as many, evenly spread, as have ``eval_tokens`` targets."""
+        """Yield all validation rows, or evenly spread ones with ``eval_tokens`` targets."""
         tokens, count = self._train.eval_tokens, len(self.validation)
         rows = np.arange(count)
         if 0 < tokens < self.validation_tokens:
@@ -211,34 +212,34 @@ class PairDataset:
             yield self.validation.batch(rows[low : low + self._train.batch_size])
 
     def examples(self, count: int) -> list[tuple[list[int], list[int]]]:
-        """The first held-out pairs as ids: a source as the encoder reads it, a target as it stands in the store."""
-        found = []
-        for pair in self._held[:count]:
+        """Return the first held-out pairs as ids: the encoder's input and the stored target."""
+        examples = []
+        for pair in self._held_out[:count]:
             begin, middle, end = (int(self._store.offsets[2 * pair + i]) for i in (0, 1, 2))
             source, target = (self._store.take(np.arange(*span)).tolist() for span in ((begin, middle), (middle, end)))
-            found.append((source, target))
-        return found
+            examples.append((source, target))
+        return examples
 
     def packing_stats(self) -> PackingStats:
-        """Of both sides of all training rows."""
+        """Return the use of both sides of all training rows."""
         rows = sum(map(len, self.sources))
         taken = sum(source.num_sources + source.num_targets for source in self.sources)
         return PackingStats(rows, 2 * rows * self._context, taken)
 
     def summary(self) -> list[str]:
         store, rows = self._store, sum(map(len, self.sources))
-        places = rows * self._context
+        capacity = rows * self._context
         lines = [f"tokens: {store.num_tokens:,} in {format_count(store.num_documents // 2, 'pair')}"]
         if self._left_out:
             lines.append(
-                f"left out: {format_count(self._left_out, 'pair')} longer than the context of {self._context} "
-                f"(the longest has a side of {format_count(self._longest, 'token')})"
+                f"left out: {format_count(self._left_out, 'pair')} longer than data.seq_len {self._context} "
+                f"(the longest side has {format_count(self._longest, 'token')})"
             )
         sources, targets = (
-            sum(getattr(each, name) for each in self.sources) / places for name in ("num_sources", "num_targets")
+            sum(getattr(part, name) for part in self.sources) / capacity for name in ("num_sources", "num_targets")
         )
         lines.append(
             f"packed: {format_count(rows, 'row')} of {self._context} + {self._context} tokens, "
-            f"{sources:.1%} of the sources' places and {targets:.1%} of the targets' taken"
+            f"{sources:.1%} of the sources and {targets:.1%} of the targets filled"
         )
         return lines

@@ -1,17 +1,17 @@
-"""Texts as token ids on disk: memory-mapped shards that are made once and read by position.
+"""Token store: texts as token ids on disk, in memory-mapped shards.
 
-The *stream* of a corpus is all its texts in order, each in the corpus's frame: of documents, each **opened by the
-separator**; of pairs (``pairs.py``), each source and then its target::
+The *stream* of a corpus is all its texts in order, each in the corpus's frame: documents are **opened by the
+separator**; of pairs (``sources/pairs.py``), each source is followed by its target::
 
     <|endofdoc|> a a a <|endofdoc|> b b <|endofdoc|> c c c c
     0            1 2 3 4            5 6 7            8          offsets = 0, 4, 7, 12
 
-A store is a folder: ``tokens-00000.bin`` and the like (uint16, or uint32 for a vocabulary that needs it;
-little-endian), ``offsets.bin`` (uint64 [documents + 1]) and ``manifest.json`` (counts, the hashes of these files, the
-largest token id, the tokenizer's fingerprint, the sources with their hashes; ``cuts``: where a document that was read
-in pieces goes on).  It appears whole or not at all, and is used again as long as sources, tokenizer and
-settings are the same.  A corpus may say more of every token than its id (``columns.py``).  Invariant: text d is
-``tokens[offsets[d] : offsets[d + 1]]``; of documents, its first token is the separator.  No torch.
+A store is a folder: ``tokens-00000.bin`` and so on (uint16, or uint32 for a vocabulary that needs it; little-endian),
+``offsets.bin`` (uint64 [documents + 1]) and ``manifest.json`` (counts, hashes of these files, the largest token id, the
+tokenizer's fingerprint, the sources with their hashes; ``cuts``: where the later pieces of long documents begin). It is
+written completely or not at all, and reused while sources, tokenizer and settings are the same. Columns add integers to
+every token (``sources/columns.py``). Invariant: text d is ``tokens[offsets[d] : offsets[d + 1]]``; the first token of a
+document is the separator. No torch.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from kvad.text import Tokenizer
 from kvad.train import sources as sources_lib
 
 MANIFEST, OFFSETS = "manifest.json", "offsets.bin"
-TOKENIZER, TEMPLATE = "tokenizer", "template"  # folders of prepared data (prepared.py)
+FORMAT = 2  # version of the manifest
+TOKENIZER, TEMPLATE = "tokenizer", "template"  # folders of prepared data (setup/prepared.py)
 SHARD_TOKENS = 1 << 27
-BATCH_CHARS = 1 << 22  # documents encoded together
-SCAN_CHUNK = 1 << 20  # tokens looked at together
+BATCH_CHARS = 1 << 22  # characters of documents encoded together
+SCAN_CHUNK = 1 << 20  # tokens scanned together
 
 Ints = npt.NDArray[np.int64]
 
 
 class TextSource(Protocol):
-    """What a store is made of: a :class:`~kvad.train.sources.documents.DocumentCorpus`, or one of pairs."""
+    """Corpus of a store, such as :class:`~kvad.train.sources.documents.DocumentCorpus`."""
 
     @property
     def sources(self) -> tuple[sources_lib.documents.CorpusFile, ...]: ...
@@ -54,30 +55,29 @@ class TextSource(Protocol):
 
 
 class EncodedPiece(NamedTuple):
-    """A piece of a text as tokens, framed; ``number``: of the text, from 0."""
+    """Framed tokens of a piece of a text."""
 
-    number: int
+    number: int  # index of the text
     ids: list[int]
-    opens: bool
-    closes: bool
+    opens: bool  # the piece begins its text
+    closes: bool  # the piece ends its text
 
 
 class OutOfVocabulary(NamedTuple):
-    """A token id that no vocabulary of the run has: ``place`` in the text ``text``, both from 0, at ``byte`` of a
-    shard."""
+    """Location of a token id outside the vocabulary."""
 
     token: int
-    text: int
-    offset: int
-    shard: str
-    byte: int
+    text: int  # index of the text
+    offset: int  # token index within the text
+    shard: str  # file name
+    byte: int  # offset in the shard
 
 
 class TokenStore:
-    """Reads a store, also one that is renamed meanwhile; ``fingerprint`` says which tokens they are."""
+    """Reader of a store, which may be renamed while open; ``fingerprint`` identifies its tokens."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
-        self.manifest, self.fingerprint = manifest, str(manifest["key"])
+        self.manifest, self.fingerprint = manifest, str(manifest["fingerprint"])
         dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
         self._shards = [np.memmap(folder / shard["file"], dtype, "r") for shard in manifest["shards"]]
         self._columns = sources_lib.columns.ColumnFiles(folder, manifest)
@@ -87,22 +87,22 @@ class TokenStore:
 
     @staticmethod
     def concat(stores: Sequence[TokenStore]) -> TokenStore:
-        """Several as one, one behind the other, without copying a token."""
+        """Concatenate stores without copying tokens."""
         if len(stores) == 1:
             return stores[0]
-        made = TokenStore.__new__(TokenStore)
-        keys = [store.fingerprint for store in stores]
-        made.fingerprint = combined_fingerprint(keys)
-        made.manifest = {"key": made.fingerprint, "joined": keys}
-        made._shards = [shard for store in stores for shard in store._shards]
-        made._starts = np.cumsum([0, *(len(shard) for shard in made._shards)])
+        joined = TokenStore.__new__(TokenStore)
+        fingerprints = [store.fingerprint for store in stores]
+        joined.fingerprint = combined_fingerprint(fingerprints)
+        joined.manifest = {"fingerprint": joined.fingerprint, "joined": fingerprints}
+        joined._shards = [shard for store in stores for shard in store._shards]
+        joined._starts = np.cumsum([0, *(len(shard) for shard in joined._shards)])
         before = np.cumsum([0, *(store.num_tokens for store in stores)])
         moved = [store.offsets[:-1] + first for store, first in zip(stores, before, strict=False)]
-        made.offsets = np.concatenate([*moved, before[-1:]])
-        made.document_starts = np.concatenate(
+        joined.offsets = np.concatenate([*moved, before[-1:]])
+        joined.document_starts = np.concatenate(
             [store.document_starts + first for store, first in zip(stores, before, strict=False)]
         )
-        return made
+        return joined
 
     @property
     def num_tokens(self) -> int:
@@ -113,7 +113,7 @@ class TokenStore:
         return len(self.offsets) - 1
 
     def find_out_of_vocabulary(self, vocab: int) -> OutOfVocabulary | None:
-        """Where the first token id beyond a vocabulary stands; None where none does.  Reads all tokens."""
+        """Return the first token id >= ``vocab``, or None; reads all tokens."""
         for number, shard in enumerate(self._shards):
             for low in range(0, len(shard), SCAN_CHUNK):
                 tokens = shard[low : low + SCAN_CHUNK]
@@ -128,11 +128,11 @@ class TokenStore:
         return None
 
     def column(self, name: str, at: Ints) -> Ints:
-        """What the column ``name`` says of the tokens at stream positions ``at``, any shape."""
+        """Return the values of column ``name`` at stream positions ``at``, any shape."""
         return self._columns.take(name, at)
 
     def take(self, at: Ints) -> Ints:
-        """Token ids at stream positions ``at``, any shape."""
+        """Return token ids at stream positions ``at``, any shape."""
         if len(self._shards) == 1:
             return self._shards[0][at].astype(np.int64)
         out = np.empty(at.shape, np.int64)
@@ -150,17 +150,28 @@ def open_store(
     accept: Callable[[TokenStore], object] = lambda store: None,
     progress: sources_lib.documents.Progress = lambda chars, tokens: None,
 ) -> tuple[TokenStore, bool]:
-    """The corpus as tokens in ``folder``, and whether it was there already.
+    """Open the corpus's tokens in ``folder``, writing them first if needed.
 
-    ``accept`` looks at the tokens before they appear as ``folder``; where it raises, nothing of them is left.  Raises
-    DataError for text that cannot be read, SaveError if the disk refuses (an old store is then whole).
+    Args:
+        folder: The store's folder.
+        corpus: The texts.
+        tokenizer: Encodes them.
+        accept: Checks the store before it appears as ``folder``; if it raises, nothing is left.
+        progress: Receives numbers of characters and tokens.
+
+    Returns:
+        The store, and True if it existed already.
+
+    Raises:
+        DataError: If texts cannot be read.
+        SaveError: If the disk refuses; an old store stays complete.
     """
-    key = store_fingerprint(corpus, tokenizer)
-    if (manifest := _usable_manifest(folder, key)) is not None:
+    fingerprint = store_fingerprint(corpus, tokenizer)
+    if (manifest := _usable_manifest(folder, fingerprint)) is not None:
         store = TokenStore(folder, manifest)
         accept(store)
         return store, True
-    corpus.framer(tokenizer)  # refuses a tokenizer that cannot frame them, before anything is made
+    corpus.framer(tokenizer)  # refuses a tokenizer that cannot frame them, before anything is joined
     with storage.atomic.new_folder(folder) as new:
         store = TokenStore(new, write_store(new, corpus, tokenizer, progress=progress))
         accept(store)
@@ -168,17 +179,17 @@ def open_store(
 
 
 def is_prepared(path: Path) -> bool:
-    """Whether a path is a folder that ``kvad data prepare`` made, of any version."""
+    """Return True for a folder written by ``kvad data prepare`` of any version."""
     return "prepared" in _read_manifest(path)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    """Its manifest; empty where it has none that can be read."""
+    """Return the folder's manifest, or {} if it has none that can be read."""
     try:
-        found = json.loads((folder / MANIFEST).read_bytes())
+        manifest = json.loads((folder / MANIFEST).read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return manifest if isinstance(manifest, dict) else {}
 
 
 def write_store(
@@ -189,22 +200,22 @@ def write_store(
     *,
     progress: sources_lib.documents.Progress,
 ) -> dict[str, Any]:
-    """Write the corpus as tokens into an empty folder; -> its manifest, with ``more`` in it."""
+    """Write the corpus as tokens into an empty folder; return its manifest, with ``more`` added."""
     columns = dict(corpus.columns) if isinstance(corpus, sources_lib.columns.HasColumns) else {}
     if isinstance(corpus, sources_lib.columns.HasColumns):
         texts = enumerate(sources_lib.columns.write_columns(folder, columns, corpus.encoded(tokenizer, progress)))
         pieces: Iterator[EncodedPiece] = (EncodedPiece(number, ids, True, True) for number, ids in texts)
     else:
         pieces = encode_pieces(corpus, tokenizer, progress)
-    vocab = max(each.vocab_size for each in (tokenizer, tokenizer.source_tokenizer) if each is not None)
+    vocab = max(part.vocab_size for part in (tokenizer, tokenizer.source_tokenizer) if part is not None)
     counts = _write(folder, pieces, _dtype(vocab))
     if columns:
         digests = {f"{name}.bin": _digest(folder / f"{name}.bin") for name in columns}
         more = {"columns": columns, "column_hashes": digests, **(more or {})}
     more = more or {}
     manifest = {
-        "format": 1,
-        "key": store_fingerprint(corpus, tokenizer),
+        "format": FORMAT,
+        "fingerprint": store_fingerprint(corpus, tokenizer),
         **_settings(corpus, tokenizer),
         **more,
         **counts,
@@ -214,18 +225,18 @@ def write_store(
 
 
 def find_corrupt_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """Names of a store's files that are not what its manifest says; reads all of them."""
-    wanted = {shard["file"]: shard["sha256"] for shard in manifest["shards"]} | {OFFSETS: manifest["offsets"]}
-    wanted |= manifest.get("column_hashes", {})
-    found = []
-    for name, digest in wanted.items():
+    """Return names of files whose hashes differ from the manifest; reads all of them."""
+    expected = {shard["file"]: shard["sha256"] for shard in manifest["shards"]} | {OFFSETS: manifest["offsets"]}
+    expected |= manifest.get("column_hashes", {})
+    corrupt = []
+    for name, digest in expected.items():
         try:
-            whole = _digest(folder / name) == digest
+            is_equal = _digest(folder / name) == digest
         except OSError:
-            whole = False
-        if not whole:
-            found.append(name)
-    return found
+            is_equal = False
+        if not is_equal:
+            corrupt.append(name)
+    return corrupt
 
 
 def _digest(path: Path) -> str:
@@ -234,17 +245,21 @@ def _digest(path: Path) -> str:
 
 
 def store_fingerprint(corpus: TextSource, tokenizer: Tokenizer) -> str:
-    """sha256 (hex) of all that decides the tokens: the store's ``fingerprint``, known before it is made."""
+    """Return the sha256 (hex) of everything that determines the tokens."""
     return hashlib.sha256(json.dumps(_settings(corpus, tokenizer), sort_keys=True).encode()).hexdigest()
 
 
-def combined_fingerprint(keys: Sequence[str]) -> str:
-    """The fingerprint of several stores as one."""
-    return keys[0] if len(keys) == 1 else hashlib.sha256(json.dumps(list(keys)).encode()).hexdigest()
+def combined_fingerprint(fingerprints: Sequence[str]) -> str:
+    """Return the fingerprint of several stores as one."""
+    return (
+        fingerprints[0]
+        if len(fingerprints) == 1
+        else hashlib.sha256(json.dumps(list(fingerprints)).encode()).hexdigest()
+    )
 
 
 def find_changed_sources(folder: Path, corpus: TextSource) -> list[str]:
-    """Names of files that were changed, added or removed since the store in ``folder`` was made."""
+    """Return names of files changed, added or removed since the store was written."""
     try:
         before = {s["name"]: s["sha256"] for s in json.loads((folder / MANIFEST).read_bytes())["sources"]}
     except (OSError, ValueError, KeyError, TypeError):
@@ -262,21 +277,21 @@ def _dtype(vocab: int) -> str:
 
 
 def is_store(folder: Path) -> bool:
-    """Whether kvad made it, of whatever texts."""
-    return {"key", "shards"} <= _read_manifest(folder).keys()
+    """Return True for a token store of any corpus."""
+    return {"fingerprint", "shards"} <= _read_manifest(folder).keys()
 
 
-def _usable_manifest(folder: Path, key: str) -> dict[str, Any] | None:
-    """The manifest of a whole store of exactly these tokens; None asks for a new one."""
+def _usable_manifest(folder: Path, fingerprint: str) -> dict[str, Any] | None:
+    """Return the manifest of a complete store of exactly these tokens, else None."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
-        if manifest["key"] != key:
+        if manifest["fingerprint"] != fingerprint:
             return None
         size = np.dtype(manifest["dtype"]).itemsize
-        whole = all((folder / s["file"]).stat().st_size == s["tokens"] * size for s in manifest["shards"])
-        whole = whole and sources_lib.columns.check_column_files(folder, manifest)
-        whole = whole and (folder / OFFSETS).stat().st_size == 8 * (manifest["documents"] + 1)
-        return dict(manifest) if whole else None
+        is_complete = all((folder / s["file"]).stat().st_size == s["tokens"] * size for s in manifest["shards"])
+        is_complete = is_complete and sources_lib.columns.check_column_files(folder, manifest)
+        is_complete = is_complete and (folder / OFFSETS).stat().st_size == 8 * (manifest["documents"] + 1)
+        return dict(manifest) if is_complete else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -287,18 +302,18 @@ def encode_pieces(
     progress: sources_lib.documents.Progress = lambda chars, tokens: None,
     skip: int = 0,
 ) -> Iterator[EncodedPiece]:
-    """Every piece's ids, framed, but for the first ``skip`` pieces, which are read and not encoded.
+    """Yield every piece's framed ids, except the first ``skip`` pieces, which are not encoded.
 
-    Pieces are encoded many at a time, on all cores where the tokenizer has several, while the next ones are read.
+    Pieces are encoded in batches, on all cores if the tokenizer supports it, while the next ones are read.
     """
     frame = corpus.framer(tokenizer)
     chars = tokens = 0
     with ThreadPoolExecutor(1) as pool:
         running: tuple[list[tuple[int, sources_lib.formats.TextPiece]], Future[list[list[int]]]] | None = None
         for batch in chain(_batches(corpus.pieces(), skip), (None,)):
-            begun = None
+            started = None
             if batch is not None:
-                begun = batch, pool.submit(_encode, tokenizer, batch)
+                started = batch, pool.submit(_encode, tokenizer, batch)
             if running is not None:
                 pieces, rows = running[0], running[1].result()
                 chars += sum(len(piece.text) for _, piece in pieces)
@@ -307,16 +322,16 @@ def encode_pieces(
                 for (number, piece), ids in zip(pieces, rows, strict=True):
                     framed = frame(number, ids) if piece.opens else ids
                     yield EncodedPiece(number, framed, piece.opens, piece.closes)
-            running = begun
+            running = started
 
 
 def _encode(tokenizer: Tokenizer, batch: Sequence[tuple[int, sources_lib.formats.TextPiece]]) -> list[list[int]]:
-    """The ids of pieces; of pairs, whose sources may be read with another vocabulary, each side by its own."""
+    """Encode pieces; the sides of pairs may have different vocabularies."""
     if tokenizer.source_tokenizer is None:
         return tokenizer.encode_batch([piece.text for _, piece in batch])
     sides = {0: tokenizer.source_tokenizer, 1: tokenizer}
-    each = {side: iter(words.encode_batch(_side(batch, side))) for side, words in sides.items()}
-    return [next(each[number % 2]) for number, _ in batch]
+    rows = {side: iter(encoder.encode_batch(_side(batch, side))) for side, encoder in sides.items()}
+    return [next(rows[number % 2]) for number, _ in batch]
 
 
 def _side(batch: Sequence[tuple[int, sources_lib.formats.TextPiece]], side: int) -> list[str]:
@@ -326,11 +341,11 @@ def _side(batch: Sequence[tuple[int, sources_lib.formats.TextPiece]], side: int)
 def _batches(
     pieces: Iterator[sources_lib.formats.TextPiece], skip: int
 ) -> Iterator[list[tuple[int, sources_lib.formats.TextPiece]]]:
-    """Pieces with the numbers of their texts, about BATCH_CHARS characters at a time."""
+    """Yield pieces with the indices of their texts, about BATCH_CHARS characters at a time."""
     waiting, chars, number = list[tuple[int, sources_lib.formats.TextPiece]](), 0, -1
-    for place, piece in enumerate(pieces):
+    for index, piece in enumerate(pieces):
         number += piece.opens
-        if place < skip:
+        if index < skip:
             continue
         waiting.append((number, piece))
         chars += len(piece.text)
@@ -342,7 +357,7 @@ def _batches(
 
 
 class _Shards:
-    """Writes tokens into shards of at most SHARD_TOKENS (but a piece is never cut), and hashes them on the way."""
+    """Writes tokens into shards of at most SHARD_TOKENS (a piece is never cut) and hashes them."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
         self._folder, self._dtype = folder, np.dtype(dtype).newbyteorder("<")
@@ -370,7 +385,7 @@ class _Shards:
 
 
 def _write(folder: Path, pieces: Iterable[EncodedPiece], dtype: str) -> dict[str, Any]:
-    """The shards and the offsets; -> what the manifest says of them."""
+    """Write shards and offsets; return their manifest entries."""
     offsets, cuts, count = [0], list[int](), 0
     shards = _Shards(folder, dtype)
     try:

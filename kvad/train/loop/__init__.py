@@ -1,4 +1,4 @@
-"""kvad.train.loop"""
+"""Trainer, checkpointer, data parallelism and dry run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How a model's training steps are computed, where [train] asks for another way: ``recompute`` and ``compile``.
+"""Activation checkpointing and torch.compile for a model's training steps.
 
-Neither is seen in what a model stores or says.  Compiled are the parts between two attentions that are one graph each:
-norms, projections of queries, keys and values, MLPs; attention itself has kernels already (``ops/attend.py``).
-Evaluations and samples, whose rows have any length, are not compiled.
+Neither changes what a model stores or computes. Only the parts between two attention calls are compiled, because each
+of them is one graph: norms, projections of queries, keys and values, and MLPs. Attention itself already has fused
+kernels (``ops/attention.py``). Evaluations and samples, whose rows have any length, are not compiled.
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ from kvad.train.config import TrainConfig
 
 
 def apply_acceleration(model: Transformer, train: TrainConfig) -> None:
-    """Change a model, before its first step.  ConfigError where torch finds no compiler."""
+    """Apply [train]'s acceleration options to a model before its first step.
+
+    Raises:
+        ConfigError: If torch finds no compiler.
+    """
     for stack in (model.encoder, model.decoder):
         if stack is not None:
             stack.checkpoint_activations = train.activation_checkpointing
     if not train.compile:
         return
-    why = ops.compile.compile_error(train.device)
-    if why is not None:
-        raise ConfigError(f"train.compile: torch compiles nothing for {train.device} here: {why}", "leave it out")
+    reason = ops.compile.compile_error(train.device)
+    if reason is not None:
+        raise ConfigError(f"train.compile: torch cannot compile for {train.device}: {reason}", "Leave it out.")
     for module in model.modules():
         if isinstance(module, (model_lib.layers.Norm, model_lib.layers.PlainMLP, model_lib.layers.GatedMLP)):
             _compile(module, "forward")
@@ -37,10 +41,12 @@ def apply_acceleration(model: Transformer, train: TrainConfig) -> None:
 
 
 def check_acceleration(train: TrainConfig) -> None:
-    """ConfigError for a run whose model is frozen, where neither would mean anything."""
+    """Raise ConfigError if a run with a frozen model requests an acceleration option."""
     for name in ("activation_checkpointing", "compile"):
         if getattr(train, name):
-            raise ConfigError(f"train.{name}: means nothing to objective 'compress', whose model is frozen")
+            raise ConfigError(
+                f"train.{name}: must be false for objective 'summarizer', whose model is frozen", "Leave it out."
+            )
 
 
 def _compile(module: nn.Module, name: str) -> None:
@@ -49,7 +55,7 @@ def _compile(module: nn.Module, name: str) -> None:
 
 
 class _InTraining:
-    """A method that is compiled while its module is trained."""
+    """Method that runs compiled while its module is in training mode."""
 
     def __init__(self, module: nn.Module, plain: Callable[..., Any], fast: Callable[..., Any]) -> None:
         self._module, self._plain, self._fast = module, plain, fast

@@ -1,14 +1,13 @@
-"""Checkpoints written beside training: what is saved is copied between two steps, and a thread writes the copy.
+"""Asynchronous checkpoints, copied between two steps and written by a background thread.
 
     trainer    step 499, 500 | copy | 501, 502, 503, 504, ...
-    thread                          | flush, hash, rename: step-00000500 is there | on_save
+    thread                          | flush, hash, rename: step-00000500 exists | on_save
 
-At most one save is in flight; the next waits for it.  What the disk refuses is raised where training asks next, as the
-thread's own SaveError.  What is written is what would have been written at once, so a resume goes on to the bit
-whichever of the two steps a kill has left.  The copies' memory is kept for the next ones: new memory costs more than
-copying into it.
+At most one save is in flight; the next one waits for it. Errors of the thread are raised as its SaveError at the
+trainer's next call. The bytes are the same as those of a synchronous save, so a run resumes bit for bit from whichever
+of the two steps a kill leaves. The buffers of the copies are reused, because allocating memory costs more than copying.
 
-Nothing is saved of weights that are not finite: the newest checkpoint is one that can be trained on.
+Weights that are not finite are never saved, so training can continue from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -24,15 +23,19 @@ from kvad import checkpoint
 from kvad.errors import NumericalError
 
 
-def checkpoint_status(there: bool) -> str:
-    """What a run that fails has, in words; ``there``: whether it has a checkpoint."""
-    return "the last checkpoint is whole" if there else "there is no checkpoint yet"
+def checkpoint_status(exists: bool) -> str:
+    """Describe the checkpoints of a failed run; ``exists``: the run has one."""
+    return "the last checkpoint is whole" if exists else "there is no checkpoint yet"
 
 
 class AsyncCheckpointer:
-    """``take`` gives the run as it stands, nothing copied; ``write`` makes a checkpoint of it and returns its folder.
+    """Writes checkpoints, in a background thread if ``async_save`` is true.
 
-    ``beside``: written by a thread, from a copy; else at once.  ``there``: whether the run has a checkpoint.
+    Args:
+        snapshot: Returns the current state of the run without copying it.
+        write: Writes a snapshot as a checkpoint and returns its folder.
+        async_save: Copy the snapshot and write it in a thread; otherwise write at once.
+        has_checkpoint: The run already has a checkpoint.
     """
 
     def __init__(
@@ -51,72 +54,76 @@ class AsyncCheckpointer:
         self._written: list[tuple[Path, int]] = []
 
     def save(self) -> None:
-        """Begin a checkpoint of this moment.  Raises SaveError of the one before, or of this one where it is written at
-        once; NumericalError for weights that are not finite."""
+        """Start a checkpoint of the current state.
+
+        Raises:
+            SaveError: If the previous save failed, or this one when it is synchronous.
+            NumericalError: If weights are not finite.
+        """
         self.wait()
-        moment = self._snapshot()
-        _check_finite(moment)
+        snapshot = self._snapshot()
+        _check_finite(snapshot)
         if not self._async_save:
-            self._keep(self._write(moment), moment.step)
+            self._record(self._write(snapshot), snapshot.step)
             return
-        copied = self._copied(moment)
+        copied = self._copied(snapshot)
         self._thread = threading.Thread(target=self._run, args=(copied,), name="kvad-save", daemon=True)
         self._thread.start()
 
     def finished(self) -> list[tuple[Path, int]]:
-        """Folders and steps that were written since the last call.  Raises what the thread met."""
+        """Return folders and steps written since the last call; raise the thread's error, if any."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
         written, self._written = self._written, []
         return written
 
     def wait(self) -> None:
-        """Until nothing is in flight.  Raises what the thread met."""
+        """Wait until no save is in flight; raise the thread's error, if any."""
         self.close()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def close(self) -> None:
-        """Until nothing is in flight; an error of its own is not raised beside another one."""
+        """Wait until no save is in flight, without raising the thread's error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    def _run(self, moment: checkpoint.handle.CheckpointSnapshot) -> None:
+    def _run(self, snapshot: checkpoint.handle.CheckpointSnapshot) -> None:
         try:
-            self._keep(self._write(moment), moment.step)
+            self._record(self._write(snapshot), snapshot.step)
         except BaseException as error:  # raised again by wait
             self._error = error
 
-    def _keep(self, folder: Path, step: int) -> None:
+    def _record(self, folder: Path, step: int) -> None:
         self.has_checkpoint = True
         self._written.append((folder, step))
 
-    def _copied(self, moment: checkpoint.handle.CheckpointSnapshot) -> checkpoint.handle.CheckpointSnapshot:
+    def _copied(self, snapshot: checkpoint.handle.CheckpointSnapshot) -> checkpoint.handle.CheckpointSnapshot:
         training = checkpoint.handle.TrainingState(
-            self._copy("training", moment.training.tensors), moment.training.state
+            self._copy("training", snapshot.training.tensors), snapshot.training.state
         )
-        return moment._replace(weights=self._copy("weights", moment.weights), training=training)
+        return snapshot._replace(weights=self._copy("weights", snapshot.weights), training=training)
 
     @torch.no_grad()
     def _copy(self, group: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Into the host's memory, where the last one of this name and size was."""
-        found = {}
+        """Copy tensors into the host buffers of the previous save where name and shape agree."""
+        copies = {}
         for name, tensor in tensors.items():
-            key, there = f"{group}.{name}", self._copies.get(f"{group}.{name}")
-            if there is None or there.shape != tensor.shape or there.dtype != tensor.dtype:
-                there = self._copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
-            found[name] = there.copy_(tensor)
-        return found
+            key, buffer = f"{group}.{name}", self._copies.get(f"{group}.{name}")
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                buffer = self._copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            copies[name] = buffer.copy_(tensor)
+        return copies
 
 
-def _check_finite(moment: checkpoint.handle.CheckpointSnapshot) -> None:
-    """Of what is evaluated, and of what is trained where that is another."""
-    raw = {name: tensor for name, tensor in moment.training.tensors.items() if name.startswith("raw.")}
-    for name, tensor in {**raw, **moment.weights}.items():
-        # A sum may overflow where no element does: then each is looked at.
+def _check_finite(snapshot: checkpoint.handle.CheckpointSnapshot) -> None:
+    """Check the weights to be evaluated and, where they differ, the weights being trained."""
+    raw = {name: tensor for name, tensor in snapshot.training.tensors.items() if name.startswith("raw.")}
+    for name, tensor in {**raw, **snapshot.weights}.items():
+        # A sum may overflow although no element does, so check the elements before raising.
         if tensor.is_floating_point() and not tensor.sum().isfinite() and not tensor.isfinite().all():
             raise NumericalError(
-                f"step {moment.step}: {name.removeprefix('raw.')} is not finite any more, and is not saved"
+                f"step {snapshot.step}: {name.removeprefix('raw.')} is no longer finite; no checkpoint was saved"
             )

@@ -1,9 +1,10 @@
-"""``kvad train --dry-run``: what a run will take.  Nothing is written but its tokens, in a temporary folder.
+"""``kvad train --dry-run``: the cost of a run, estimated without training.
 
-Counted: parameters, memory (``memory.py``), tokens, steps, epochs, FLOPs (``kvad/flops.py``, the rows of the first
-step), bytes of a checkpoint.  Measured, on this machine as busy as it is now: a matrix product, and rows of the first
-step's first micro-batch, forwards and backwards, with an optimizer's step.  As many rows as take some seconds; a whole
-step is reckoned from them.  Nothing is measured where it would not fit into memory.
+Nothing is written but its tokens, in a temporary folder. Counted: parameters, memory (``memory_estimate.py``), tokens,
+steps, epochs, FLOPs (``kvad/config/flops.py``, the rows of the first step), bytes of a checkpoint. Measured, under the
+machine's current load: a large matrix product, and forward and backward passes with an optimizer step over rows of the
+first step's first micro-batch. As many rows as take a few seconds are measured; a whole step is extrapolated from them.
+Nothing is measured if it would not fit into memory.
 """
 
 from __future__ import annotations
@@ -30,38 +31,35 @@ from kvad.train.objectives import Autocast, Objective
 from kvad.train.optim import OptimizersContainer
 from kvad.train.setup import CorpusArgument, RunData, load_initial, resolve_corpus
 
-TRIAL_SECONDS = 10.0  # that a trial's passes take at most, about
-MAX_REPEATS = 4  # times, where they are soon done
+TRIAL_SECONDS = 10.0  # approximate upper limit of a trial's passes
+MAX_REPEATS = 4  # repetitions of a short trial
 
 
 @dataclass(frozen=True)
 class TrialTiming:
-    """What was measured: ``seconds`` forwards and backwards over ``rows`` rows, and of an optimizer's ``update``.
-    ``utilisation``: the rows' FLOPs a second over those of a matrix product (None: not counted)."""
+    """Measured times of a trial."""
 
     rows: int
-    seconds: float
-    update: float
-    utilization: float | None
+    seconds: float  # forward and backward pass over the rows
+    update: float  # seconds of an optimizer step
+    utilization: float | None  # the rows' FLOP/s over those of a matrix product, None if not counted
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """None is what cannot be known: tokens and epochs of what is read in its order, steps of a run that only the clock
-    ends where nothing was measured, FLOPs and memory of a compressor's training.
+    """Estimated cost of a run; None for what is unknown.
 
-    ``memory``: bytes by what they are for, ``fits``: the most rows of a micro-batch (None: nobody knows what is
-    available).  ``seconds``: all of the run but its saves, of which ``evaluating``.  ``checkpoint``: bytes on the disk,
-    ``kept``: how many stay.
+    Unknown are tokens and epochs of sequential orders, the number of steps of a run that only the clock ends if nothing
+    was measured, and FLOPs and memory of summarizer training.
     """
 
     objective: str
     kind: str
     parameters: int
     trained: int
-    memory: Mapping[str, int] | None
-    available: int | None
-    fits: int | None
+    memory: Mapping[str, int] | None  # bytes by purpose
+    available: int | None  # bytes
+    fits: int | None  # largest micro-batch that fits, None if the available memory is unknown
     train_tokens: int | None
     validation_tokens: int | None
     batch: int
@@ -75,10 +73,10 @@ class TrainingPlan:
     gemm_flops: float
     trial: TrialTiming | None
     step_seconds: float | None
-    seconds: float | None
-    eval_seconds: float | None
-    checkpoint: int
-    num_checkpoints: int
+    seconds: float | None  # of the whole run without its saves
+    eval_seconds: float | None  # part of `seconds`
+    checkpoint: int  # bytes on disk
+    num_checkpoints: int  # number kept
     device: str
     precision: str
     threads: int
@@ -97,17 +95,29 @@ class TrainingPlan:
 
 
 def plan_training(
-    config: RunConfig, corpus: CorpusArgument, available: int | None, tell: Callable[[str], None]
+    config: RunConfig, corpus: CorpusArgument, available: int | None, log: Callable[[str], None]
 ) -> TrainingPlan:
-    """``available``: bytes that may be taken (None: nobody knows).  Raises as ``job.train``, but for memory."""
+    """Estimate the cost of a run.
+
+    Args:
+        config: The run's configuration.
+        corpus: Its texts.
+        available: Bytes that may be used, None if unknown.
+        log: Receives one line per stage of preparation.
+
+    Raises:
+        KvadError: As ``train_model`` does, except for memory.
+    """
     setup.preflight.check_device(config.train)
     with tempfile.TemporaryDirectory() as folder:
-        subject = (_compressor if config.objective.kind == "compress" else _model)(config, corpus, Path(folder), tell)
+        subject = (_plan_summarizer if config.objective.kind == "summarizer" else _plan_model)(
+            config, corpus, Path(folder), log
+        )
         return _planned(subject, available)
 
 
 class _PlannedModel(NamedTuple):
-    """What would be trained; ``make``: the trained module and its objective."""
+    """Model to be trained; ``make`` builds the trained module and its objective."""
 
     config: RunConfig
     model: ModelConfig
@@ -117,59 +127,66 @@ class _PlannedModel(NamedTuple):
     make: Callable[[], tuple[nn.Module, Objective]]
 
     @property
-    def compressor(self) -> bool:
-        return self.config.objective.kind == "compress"
+    def is_summarizer(self) -> bool:
+        return self.config.objective.kind == "summarizer"
 
     @property
     def precision(self) -> str:
         return objectives.cross_entropy.resolve_precision(self.config.train.precision, self.config.train.device)
 
 
-def _model(config: RunConfig, corpus: CorpusArgument, folder: Path, tell: Callable[[str], None]) -> _PlannedModel:
+def _plan_model(config: RunConfig, corpus: CorpusArgument, folder: Path, log: Callable[[str], None]) -> _PlannedModel:
     config = setup.initialize.resolve_paths(config)
     start = load_initial(config)
     config = setup.objective_factory.resolve_objective(
         config, config.resolve(vocab=1).kind if start is None else start.model_config.kind
     )
-    material = RunData(
-        config, resolve_corpus(config.objective.kind, corpus), tell, start=None if start is None else start.opened
+    run_data = RunData(
+        config, resolve_corpus(config.objective.kind, corpus), log, start=None if start is None else start.opened
     )
-    tokenizer = material.make_tokenizer() if start is None else start.tokenizer
-    model = material.with_objective_head(config.resolve(tokenizer.vocab_size)) if start is None else start.model_config
-    material.open(folder / "data", tokenizer)
-    every, trained = (setup.initialize.count_parameters(model),) * 2 if start is None else start.parameters
+    tokenizer = run_data.make_tokenizer() if start is None else start.tokenizer
+    model = run_data.with_objective_head(config.resolve(tokenizer.vocab_size)) if start is None else start.model_config
+    run_data.open(folder / "data", tokenizer)
+    num_parameters, trained = (setup.initialize.count_parameters(model),) * 2 if start is None else start.parameters
 
     def make() -> tuple[nn.Module, Objective]:
-        made = setup.initialize.build_new_model(config, model, start)
-        apply_acceleration(made, config.train)
+        module = setup.initialize.build_new_model(config, model, start)
+        apply_acceleration(module, config.train)
         autocast = Autocast(
             objectives.cross_entropy.resolve_precision(config.train.precision, config.train.device), config.train.device
         )
-        return made, setup.objective_factory.build_objective(config, made, autocast)
+        return module, setup.objective_factory.build_objective(config, module, autocast)
 
-    return _PlannedModel(config, model, every, trained, material.data, make)
+    return _PlannedModel(config, model, num_parameters, trained, run_data.data, make)
 
 
-def _compressor(config: RunConfig, corpus: CorpusArgument, folder: Path, tell: Callable[[str], None]) -> _PlannedModel:
+def _plan_summarizer(
+    config: RunConfig, corpus: CorpusArgument, folder: Path, log: Callable[[str], None]
+) -> _PlannedModel:
     check_acceleration(config.train)
-    opened, tokenizer = load_teacher(config)
-    material = RunData(config, resolve_corpus("compress", corpus), tell)
-    material.open(folder / "data", tokenizer)
-    wanted, train = config.summarizer, config.train
-    compressor = Summarizer(attention_specs(opened.config), wanted.ratio, wanted.hidden_size)
-    trained = sum(parameter.numel() for parameter in compressor.parameters())
+    teacher, tokenizer = load_teacher(config)
+    run_data = RunData(config, resolve_corpus("summarizer", corpus), log)
+    run_data.open(folder / "data", tokenizer)
+    options, train = config.summarizer, config.train
+    summarizer = Summarizer(attention_specs(teacher.config), options.ratio, options.hidden_size)
+    trained = sum(parameter.numel() for parameter in summarizer.parameters())
 
     def make() -> tuple[nn.Module, Objective]:
         from kvad import checkpoint as checkpoint_lib
 
-        model = checkpoint_lib.loader.load_weights(opened, "float32", train.device)
+        model = checkpoint_lib.loader.load_weights(teacher, "float32", train.device)
         autocast = Autocast(objectives.cross_entropy.resolve_precision(train.precision, train.device), train.device)
-        return compressor, objectives.summary_distillation.SummaryDistillation(
-            model, compressor.to(train.device), wanted, autocast
+        return summarizer, objectives.summary_distillation.SummaryDistillation(
+            model, summarizer.to(train.device), options, autocast
         )
 
     return _PlannedModel(
-        config, opened.config, setup.initialize.count_parameters(opened.config) + trained, trained, material.data, make
+        config,
+        teacher.config,
+        setup.initialize.count_parameters(teacher.config) + trained,
+        trained,
+        run_data.data,
+        make,
     )
 
 
@@ -178,16 +195,15 @@ def _compressor(config: RunConfig, corpus: CorpusArgument, folder: Path, tell: C
 
 def _planned(subject: _PlannedModel, available: int | None) -> TrainingPlan:
     config, data, train = subject.config, subject.data, subject.config.train
-    memory, fits = (None, None) if subject.compressor else _memory(subject, available)
+    memory, fits = (None, None) if subject.is_summarizer else _memory(subject, available)
     peak = monitoring.throughput.measure_gemm_peak(train.device, subject.precision)
-    gauge = monitoring.throughput.ThroughputMeter(subject.model, peak, frozen=config.lora is not None)
+    throughput = monitoring.throughput.ThroughputMeter(subject.model, peak, frozen=config.lora is not None)
     batches = data.micro_batches(0)
-    counted = None if subject.compressor else gauge.count_flops(batches)
-    known = data.train_tokens > 0
+    step_flops = None if subject.is_summarizer else throughput.count_flops(batches)
+    is_known = data.train_tokens > 0
     per_step = data.tokens_per_step
-    if (
-        not known and batches[0].model_input.encoder_input is not None
-    ):  # what pairs bring is known of those that were read only
+    # The number of targets of a pair is known only after it was read.
+    if not is_known and batches[0].model_input.encoder_input is not None:
         per_step = sum(len(batch.targets) for batch in batches)
     read = (
         data.read_per_step
@@ -196,18 +212,18 @@ def _planned(subject: _PlannedModel, available: int | None) -> TrainingPlan:
     )
     trial = None
     if fits is None or fits >= train.batch_size:
-        trial = _trial(subject, batches[0], gauge)
+        trial = _trial(subject, batches[0], throughput)
     seconds = (
         None
         if trial is None
         else train.gradient_accumulation_steps * trial.seconds * train.batch_size / trial.rows + trial.update
     )
-    judged = min(train.eval_tokens or data.validation_tokens, data.validation_tokens)
-    evaluation = None if trial is None or seconds is None else (seconds - trial.update) / 3 * judged / read
+    eval_tokens = min(train.eval_tokens or data.validation_tokens, data.validation_tokens)
+    evaluation = None if trial is None or seconds is None else (seconds - trial.update) / 3 * eval_tokens / read
     steps = _steps(config, seconds, evaluation)
-    evaluating = None
+    eval_seconds = None
     if steps is not None and evaluation is not None:
-        evaluating = -(-steps // train.eval_interval) * evaluation  # one at the end, too
+        eval_seconds = -(-steps // train.eval_interval) * evaluation  # one more at the end
     return TrainingPlan(
         objective=config.objective.kind,
         kind=subject.model.kind,
@@ -216,7 +232,7 @@ def _planned(subject: _PlannedModel, available: int | None) -> TrainingPlan:
         memory=memory,
         available=available,
         fits=fits,
-        train_tokens=data.train_tokens if known else None,
+        train_tokens=data.train_tokens if is_known else None,
         validation_tokens=data.validation_tokens,
         batch=train.batch_size,
         accumulate=train.gradient_accumulation_steps,
@@ -224,13 +240,13 @@ def _planned(subject: _PlannedModel, available: int | None) -> TrainingPlan:
         tokens_per_step=per_step,
         steps=steps,
         minutes=train.minutes,
-        epochs=steps * read / data.train_tokens if known and steps is not None else None,
-        step_flops=counted,
+        epochs=steps * read / data.train_tokens if is_known and steps is not None else None,
+        step_flops=step_flops,
         gemm_flops=peak,
         trial=trial,
         step_seconds=seconds,
-        seconds=None if steps is None or seconds is None or evaluating is None else steps * seconds + evaluating,
-        eval_seconds=evaluating,
+        seconds=None if steps is None or seconds is None or eval_seconds is None else steps * seconds + eval_seconds,
+        eval_seconds=eval_seconds,
         checkpoint=_checkpoint(subject),
         num_checkpoints=train.keep_checkpoints + train.keep_best,
         device=train.device,
@@ -240,7 +256,10 @@ def _planned(subject: _PlannedModel, available: int | None) -> TrainingPlan:
 
 
 def _memory(subject: _PlannedModel, available: int | None) -> tuple[dict[str, int], int | None]:
-    """(parts, the most rows of a micro-batch that fit, as many as are asked or fewer).  Only the CPU is asked."""
+    """Return bytes by purpose and the largest micro-batch up to train.batch_size that fits.
+
+    The size is None for devices other than the CPU.
+    """
     config, batch = subject.config, subject.config.train.batch_size
     half = subject.precision == "bf16"
     learned = None if config.lora is None else subject.trained
@@ -258,7 +277,7 @@ def _memory(subject: _PlannedModel, available: int | None) -> tuple[dict[str, in
 
 
 def _steps(config: RunConfig, seconds: float | None, evaluation: float | None) -> int | None:
-    """Where the clock ends it, as many as it leaves time for."""
+    """Return the number of steps, within the time limit if there is one."""
     train = config.train
     if train.minutes is None or seconds is None or evaluation is None:
         return train.last_step if train.minutes is None else None
@@ -267,8 +286,8 @@ def _steps(config: RunConfig, seconds: float | None, evaluation: float | None) -
 
 
 def _checkpoint(subject: _PlannedModel) -> int:
-    """Bytes; of adapters and compressors they alone."""
-    whole = subject.config.lora is None and not subject.compressor
+    """Return the bytes of a checkpoint: of adapters and summarizers, only the trained part."""
+    whole = subject.config.lora is None and not subject.is_summarizer
     return setup.memory_estimate.saved_bytes(
         subject.model, subject.config, subject.parameters, None if whole else subject.trained
     )
@@ -277,39 +296,41 @@ def _checkpoint(subject: _PlannedModel) -> int:
 # ---------------------------------------------------------------- the trial
 
 
-def _trial(subject: _PlannedModel, batch: Batch, gauge: monitoring.throughput.ThroughputMeter) -> TrialTiming:
-    """Of real rows: one to begin with, then as many as are expected to take ``SECONDS`` together; the fastest of
-    several times, if that is soon done."""
+def _trial(subject: _PlannedModel, batch: Batch, throughput: monitoring.throughput.ThroughputMeter) -> TrialTiming:
+    """Time real rows: one first, then as many as should take TRIAL_SECONDS.
+
+    Returns the fastest of several repetitions if they are short.
+    """
     module, objective = subject.make()
     train, model = subject.config.train, subject.model
     optimization = OptimizersContainer(
-        module, subject.config.optim, train, None if subject.compressor else model.hidden_size
+        module, subject.config.optim, train, None if subject.is_summarizer else model.hidden_size
     )
     module.train()
 
-    def timed(some: Batch) -> tuple[float, float]:
+    def timed(batch: Batch) -> tuple[float, float]:
         optimization.begin_step(0, 0.0)
         began = _now(train.device)
-        objective.accumulate_gradients(some, optimization.scaled_total(len(some.targets)))
+        objective.accumulate_gradients(batch, optimization.scaled_total(len(batch.targets)))
         passed = _now(train.device)
         optimization.step(optimization.clip_grad_norm())
         return passed - began, _now(train.device) - passed
 
     rows = batch.model_input.sub_batches[0].num_seqs
-    timed(first_rows(batch, 1))  # makes what a first step makes
-    one, update = timed(first_rows(batch, 1))
-    chosen = min(rows, max(1, int(TRIAL_SECONDS / max(one, 1e-9))))
-    some = first_rows(batch, chosen)
-    best, spent = one, one
+    timed(first_rows(batch, 1))  # the first pass allocates buffers and optimizer state
+    row_seconds, update = timed(first_rows(batch, 1))
+    chosen = min(rows, max(1, int(TRIAL_SECONDS / max(row_seconds, 1e-9))))
+    trial_batch = first_rows(batch, chosen)
+    best, spent = row_seconds, row_seconds
     if chosen > 1:
-        best, update = timed(some)
+        best, update = timed(trial_batch)
         spent += best
     for _ in range(MAX_REPEATS):
         if spent + best > TRIAL_SECONDS / 3:
             break
-        seconds, other = timed(some)
-        spent, best, update = spent + seconds, min(best, seconds), min(update, other)
-    share = None if subject.compressor else gauge.count_flops([some]) / best / gauge.peak
+        seconds, other_update = timed(trial_batch)
+        spent, best, update = spent + seconds, min(best, seconds), min(update, other_update)
+    share = None if subject.is_summarizer else throughput.count_flops([trial_batch]) / best / throughput.peak
     return TrialTiming(chosen, best, update, share)
 
 
@@ -320,28 +341,32 @@ def _now(device: str) -> float:
 
 
 def first_rows(batch: Batch, count: int) -> Batch:
-    """The first rows of a micro-batch."""
-    step = _first(batch.model_input, count)
-    source = None if batch.model_input.encoder_input is None else _first(batch.model_input.encoder_input, count)
-    mixed = (
-        None if batch.sampled_indices is None else batch.sampled_indices[batch.sampled_indices < len(step.token_ids)]
+    """Return the first ``count`` rows of a micro-batch."""
+    model_input = _first(batch.model_input, count)
+    encoder_input = None if batch.model_input.encoder_input is None else _first(batch.model_input.encoder_input, count)
+    sampled = (
+        None
+        if batch.sampled_indices is None
+        else batch.sampled_indices[batch.sampled_indices < len(model_input.token_ids)]
     )
-    return Batch(step._replace(encoder_input=source), batch.targets[: len(step.logit_indices)], mixed)
+    return Batch(
+        model_input._replace(encoder_input=encoder_input), batch.targets[: len(model_input.logit_indices)], sampled
+    )
 
 
-def _first(step: ModelInput, count: int) -> ModelInput:
-    (lane,) = step.sub_batches
-    size = count * lane.num_new_tokens
+def _first(model_input: ModelInput, count: int) -> ModelInput:
+    (sub_batch,) = model_input.sub_batches
+    size = count * sub_batch.num_new_tokens
 
-    def cut(values: Tensor | None) -> Tensor | None:
+    def take(values: Tensor | None) -> Tensor | None:
         return None if values is None else values[:size]
 
-    return step._replace(
-        token_ids=step.token_ids[:size],
-        positions=step.positions[:size],
-        sub_batches=(SubBatch(count, lane.num_new_tokens, lane.num_read_slots),),
-        logit_indices=step.logit_indices[step.logit_indices < size],
-        document_ids=cut(step.document_ids),
-        max_seq_lens=cut(step.max_seq_lens),
-        causal_order=cut(step.causal_order),
+    return model_input._replace(
+        token_ids=model_input.token_ids[:size],
+        positions=model_input.positions[:size],
+        sub_batches=(SubBatch(count, sub_batch.num_new_tokens, sub_batch.num_read_slots),),
+        logit_indices=model_input.logit_indices[model_input.logit_indices < size],
+        document_ids=take(model_input.document_ids),
+        max_seq_lens=take(model_input.max_seq_lens),
+        causal_order=take(model_input.causal_order),
     )

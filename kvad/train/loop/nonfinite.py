@@ -1,13 +1,13 @@
-"""Where a step ceased to be finite: it is done again, to the bit, with a look at what every module gives back.
+"""Location of non-finite values by repeating the failed step with hooks on every module.
 
-Asked in this order, the first answer is told:
+The step is repeated bit for bit. The first of these that applies is reported:
 
-1. a parameter that is not finite already: an earlier update made it so
-2. of the micro-batches in their order, the first module, in the order in which they end, whose output is not finite
-3. the loss, of outputs that all are
+1. a parameter that is already non-finite because of an earlier update
+2. the first module, over micro-batches and then in the order of completion, whose output is not finite
+3. the loss, if all outputs are finite
 4. the first parameter, in the order of the backward pass, whose gradient is not finite
 
-Nothing of it costs anything while a run is well, but a copy of the state of the random numbers at each step.
+Healthy runs pay only for a copy of the random number state at each step.
 """
 
 from __future__ import annotations
@@ -25,32 +25,34 @@ from kvad.train.objectives import Objective
 
 
 class RandomState:
-    """The random numbers of the CPU, and of ``device`` where that is a GPU, as they stand."""
+    """Copy of the random number state of the CPU and, if ``device`` is a GPU, of that GPU."""
 
     def __init__(self, device: str) -> None:
         self._device = device if torch.device(device).type == "cuda" else None
         self._state = torch.get_rng_state()
-        self._there = None if self._device is None else torch.cuda.get_rng_state(self._device)
+        self._device_state = None if self._device is None else torch.cuda.get_rng_state(self._device)
 
     def restore(self) -> None:
         torch.set_rng_state(self._state)
-        if self._device is not None and self._there is not None:
-            torch.cuda.set_rng_state(self._there, self._device)
+        if self._device is not None and self._device_state is not None:
+            torch.cuda.set_rng_state(self._device_state, self._device)
 
 
 class NonFiniteReport(NamedTuple):
-    """``what`` is not finite; ``batch``: in which of the micro-batches, from 0 (None: before any); ``row`` of it, from
-    0, where a row can be told."""
+    """Location of the first non-finite value."""
 
     tensor_name: str
-    batch: int | None = None
-    row: int | None = None
+    batch: int | None = None  # index of the micro-batch, None if before any
+    row: int | None = None  # index of the row within it, None if unknown
 
 
 def locate_nonfinite(
     model: nn.Module, objective: Objective, batches: Sequence[Batch], scaled: float
 ) -> NonFiniteReport | None:
-    """None where everything is finite this time.  Gradients are left as they fall; no parameter is changed."""
+    """Repeat a step and report the first non-finite value, or None if all values are finite.
+
+    Gradients are overwritten; parameters do not change.
+    """
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             return NonFiniteReport(f"the parameter {name}, since an earlier step")
@@ -61,14 +63,17 @@ def locate_nonfinite(
         if seen.output is not None:
             return NonFiniteReport(f"the output of {seen.output}", number, _row_index(batch, seen))
         if not math.isfinite(loss):
-            return NonFiniteReport("the loss, of outputs that all are", number)
+            return NonFiniteReport("the loss, although all outputs are finite", number)
         if seen.gradient is not None:
-            return NonFiniteReport(f"the gradient of {seen.gradient}, in a backward pass of a finite loss", number)
+            return NonFiniteReport(f"the gradient of {seen.gradient}, although the loss is finite", number)
     return None
 
 
 class _FirstNonFinite:
-    """``output``: the module; ``at``: the first index of its output that is not finite, of ``size``."""
+    """First module and gradient with non-finite values.
+
+    ``at`` is the first non-finite index of the module's output, which has ``size`` rows.
+    """
 
     output: str | None = None
     gradient: str | None = None
@@ -111,7 +116,10 @@ def _watch_modules(model: nn.Module) -> Iterator[_FirstNonFinite]:
 
 
 def _row_index(batch: Batch, seen: _FirstNonFinite) -> int | None:
-    """Outputs are flat: [T, ...] of the tokens, or of the source's."""
+    """Return the row of the non-finite output.
+
+    Outputs are flat: [T, ...] of decoder or encoder tokens.
+    """
     for step in (batch.model_input, batch.model_input.encoder_input):
         if step is not None and len(step.token_ids) == seen.size:
             return seen.at // step.sub_batches[0].num_new_tokens

@@ -1,8 +1,8 @@
-"""The loop.  What happens in a step is on this page; what is told about it, and to whom, is handed in.
+"""Training loop: steps, evaluations, saves. Callbacks and data are passed in.
 
-To the bit: a step is a function of the weights, the moments and the step's number, on one machine with one number of
-threads.  Checkpoints are made between optimizer steps only, so one that is killed in the middle of its micro-batches
-is done again from its first row.  A run limited by ``minutes`` resumes too, but its learning rate follows the clock.
+A step is a function of the weights, the moments and the step's number, bit for bit, on one machine with one number of
+threads. Checkpoints are made between optimizer steps only, so a run killed amid its micro-batches repeats that step
+from its first row. A run limited by ``minutes`` resumes too, but its learning rate follows the clock.
 """
 
 from __future__ import annotations
@@ -36,24 +36,32 @@ from kvad.train.optim import OptimizersContainer
 
 @dataclass
 class TrainerState:
-    """How far a run has come: what a checkpoint keeps beside weights and moments."""
+    """Progress of a run, stored in every checkpoint next to weights and moments."""
 
     step: int = 0
     tokens: int = 0
     elapsed: float = 0.0
     loss: float | None = None
     val_loss: float | None = None
-    val_step: int | None = None  # the step at which val_loss was measured
+    val_step: int | None = None  # step of the evaluation that gave val_loss
     best: float | None = None
-    best_step: int | None = None  # the step of the lowest val_loss
-    trend: list[float] = field(default_factory=list)  # divergence.py's
+    best_step: int | None = None  # step of the lowest val_loss
+    trend: list[float] = field(default_factory=list)  # state of the DivergenceDetector
 
 
 @dataclass
 class Trainer:
-    """``model``: what is trained.  ``saver`` makes checkpoints of it and of ``state``; ``sample`` says what the model
-    makes of a few examples, after every evaluation; ``clock`` gives seconds; ``gauge`` counts a step's FLOPs;
-    ``whence`` names the texts of rows, which are counted from the run's first; ``peers`` train the same model."""
+    """Trains ``model`` until the last step, the time limit or a signal.
+
+    Args:
+        model: Module to train.
+        checkpointer: Saves the model and ``state``.
+        sample_fn: Returns the model's outputs for a few examples, called after every evaluation.
+        clock: Returns seconds.
+        throughput: Counts a step's FLOPs.
+        describe_rows: Returns the texts of rows, which are numbered from the run's first row.
+        data_parallel: The processes that train the same model.
+    """
 
     model: nn.Module
     objective: Objective
@@ -73,42 +81,42 @@ class Trainer:
         self.precision = objectives.cross_entropy.resolve_precision(self.config.precision, self.config.device)
         self.speed, self.flops = monitoring.metrics.SpeedMeter(), 0
         self.trend, self.clock = DivergenceDetector(self.state.trend), self.data_parallel.clock(self.clock)
-        self.checkpoint = Path()  # the newest that this run has told of
+        self.checkpoint = Path()  # newest checkpoint reported by this run
 
     def fit(self) -> TrainingResult:
-        """Train to the end, or to the end of the step in which SIGINT or SIGTERM comes; then save."""
+        """Train to the end, or to the end of the step in which SIGINT or SIGTERM arrives; then save."""
         began = self.clock() - self.state.elapsed
-        self._tell("on_start", self._start_report())
+        self._notify("on_start", self._start_report())
         with _stop_signals() as stop, ops.malloc.keep_freed_memory():
             try:
                 checkpoint = self._run(stop, began)
             except NumericalError as error:
-                self.checkpointer.close()  # what is in flight may become the first checkpoint
-                raise NumericalError(error.message, self._cure(error.hint)) from error
+                self.checkpointer.close()  # the save in flight may become the first checkpoint
+                raise NumericalError(error.message, self._failure_hint(error.hint)) from error
             finally:
                 self.checkpointer.close()
         outcome = self._outcome(checkpoint)
-        self._tell("on_end", outcome)
+        self._notify("on_end", outcome)
         return outcome
 
     def _run(self, stop: threading.Event, began: float) -> Path:
-        """All steps; -> the folder of the last one."""
+        """Run all steps and return the folder of the last checkpoint."""
         config, state = self.config, self.state
-        saved: int | None = None  # the step of the last save that was begun
+        saved: int | None = None  # step of the last save that was started
         self.data_parallel.check_weights_equal(self.model, state.step)
         while not self.data_parallel.any_rank(stop.is_set()) and not self._is_over():
             before = self.clock()
             lr, norm, tokens = self._step()
             self.speed.add(tokens, self.clock() - before, self.flops)
             state.elapsed = self.clock() - began
-            self._tell("on_step", self._step_report(lr, norm))
-            self._watch(lr, norm)
+            self._notify("on_step", self._step_report(lr, norm))
+            self._check_divergence(lr, norm)
             if state.step % config.eval_interval == 0 or self._is_over():
-                self._evaluate()  # before the save, so that a resume does not do it again
+                self._evaluate()  # before the save, so that a resumed run does not repeat it
             if state.step % config.save_interval == 0 or (config.keep_best and state.best_step == state.step):
                 self.checkpointer.save()
                 saved = state.step
-            self._tell_saved()
+            self._notify_saved()
             state.elapsed = self.clock() - began
         if self._is_over() and state.val_step != state.step:
             self._evaluate()
@@ -116,107 +124,118 @@ class Trainer:
         if saved != state.step:
             self.checkpointer.save()
         self.checkpointer.wait()
-        self._tell_saved()
+        self._notify_saved()
         return self.checkpoint
 
     def _step(self) -> tuple[float, float, int]:
-        """One optimizer step: (learning rate, gradient norm before clipping, targets)."""
+        """Run one optimizer step.
+
+        Returns:
+            Learning rate, gradient norm before clipping, number of targets.
+        """
         state = self.state
         random = RandomState(self.config.device)
         batches = self._batches()
         total = sum(len(batch.targets) for batch in batches)
-        mine = self.data_parallel.local_batches(batches)
-        self.flops = 0 if self.throughput is None else self.throughput.count_flops(mine)
+        local = self.data_parallel.local_batches(batches)
+        self.flops = 0 if self.throughput is None else self.throughput.count_flops(local)
         self.model.train()
         lr = self.optimization.begin_step(state.step, state.elapsed)
         scaled = self.optimization.scaled_total(total)
-        summed = sum(self.objective.accumulate_gradients(batch, scaled) for batch in mine)
+        summed = sum(self.objective.accumulate_gradients(batch, scaled) for batch in local)
         summed = self.data_parallel.all_reduce_gradients(self.model, summed)
         norm = self.optimization.clip_grad_norm()
         if not math.isfinite(summed) or not self.optimization.can_continue(norm):
             random.restore()
-            fault = locate_nonfinite(self.model, self.objective, mine, scaled)
-            said = self.data_parallel.all_gather_text("" if fault is None else self._told(fault, batches))
-            told = next(filter(None, said), "done again, all of it is finite: is this machine sound?")
-            raise NumericalError(f"step {state.step + 1}: loss {summed / total}, gradient norm {norm}; {told}")
+            report = locate_nonfinite(self.model, self.objective, local, scaled)
+            reports = self.data_parallel.all_gather_text("" if report is None else self._describe(report, batches))
+            cause = next(
+                filter(None, reports), "repeated, all values are finite: check this machine for hardware errors"
+            )
+            raise NumericalError(f"step {state.step + 1}: loss {summed / total}, gradient norm {norm}; {cause}")
         self.optimization.step(norm)
         state.step, state.tokens, state.loss = state.step + 1, state.tokens + total, summed / total
         return lr, norm, total
 
-    def _cure(self, hint: str) -> str:
-        """What is left of a run that numbers end, and what to do; ``hint``: where it is said already."""
+    def _failure_hint(self, hint: str) -> str:
+        """Build the hint for a run stopped by non-finite values.
+
+        ``hint`` replaces the general advice.
+        """
         lower = "train with a lower learning rate" + ("" if self.precision == "fp32" else " or in fp32")
         return f"{checkpoint_status(self.checkpointer.has_checkpoint)}; {hint or lower}"
 
     def _batches(self) -> list[Batch]:
-        """Of the next step.  DataError names step and texts."""
+        """Return the next step's micro-batches; DataErrors name the step and its texts."""
         try:
             return self.data.micro_batches(self.state.step)
         except DataError as error:
             rows = self.config.batch_size * self.config.gradient_accumulation_steps
-            numbers = range(self.state.step * rows, (self.state.step + 1) * rows)
-            whence = "" if self.describe_rows is None else self.describe_rows(numbers)
-            where = f"step {self.state.step + 1}{f', of {whence}' if whence else ''}"
+            row_range = range(self.state.step * rows, (self.state.step + 1) * rows)
+            sources = "" if self.describe_rows is None else self.describe_rows(row_range)
+            where = f"step {self.state.step + 1}{f', of {sources}' if sources else ''}"
             raise DataError(f"{where}: {error.message}", error.hint) from error
 
-    def _watch(self, lr: float, norm: float) -> None:
-        """Warn of a run that diverges."""
+    def _check_divergence(self, lr: float, norm: float) -> None:
+        """Report a warning if the run diverges."""
         state = self.state
         assert state.loss is not None
         warning = self.trend.update(state.step, state.loss, norm, lr)
         state.trend = self.trend.state
         if warning is not None:
-            self._tell("on_warning", monitoring.callbacks.WarningReport(state.step, warning))
+            self._notify("on_warning", monitoring.callbacks.WarningReport(state.step, warning))
 
-    def _told(self, fault: NonFiniteReport, batches: Sequence[Batch]) -> str:
-        """Of a step that is not finite: what, and where."""
-        if fault.batch is None:
-            return f"not finite is {fault.tensor_name}"
-        counts, number = (
+    def _describe(self, report: NonFiniteReport, batches: Sequence[Batch]) -> str:
+        """Describe the first non-finite value of a step."""
+        if report.batch is None:
+            return f"not finite: {report.tensor_name}"
+        counts, index = (
             [batch.model_input.sub_batches[0].num_seqs for batch in batches],
-            self.data_parallel.global_index(fault.batch),
+            self.data_parallel.global_index(report.batch),
         )
-        first = self.state.step * sum(counts) + sum(counts[:number])
-        numbers = range(first, first + counts[number])
-        words = f"first not finite is {fault.tensor_name}, of micro-batch {number + 1} of {len(batches)}"
-        if fault.row is not None:
-            numbers, words = range(first + fault.row, first + fault.row + 1), f"{words}, row {fault.row + 1}"
-        whence = "" if self.describe_rows is None else self.describe_rows(numbers)
-        return f"{words} ({whence})" if whence else words
+        first = self.state.step * sum(counts) + sum(counts[:index])
+        rows = range(first, first + counts[index])
+        text = f"first non-finite value: {report.tensor_name}, of micro-batch {index + 1} of {len(batches)}"
+        if report.row is not None:
+            rows, text = range(first + report.row, first + report.row + 1), f"{text}, row {report.row + 1}"
+        sources = "" if self.describe_rows is None else self.describe_rows(rows)
+        return f"{text} ({sources})" if sources else text
 
     def _is_over(self) -> bool:
-        """No step is begun that would end after the time is over."""
+        """Return True if the run is over; no step starts that would end after the time limit."""
         config, state = self.config, self.state
         if config.last_step is not None and state.step >= config.last_step:
             return True
         return config.minutes is not None and state.elapsed + self.speed.seconds_per_step > 60 * config.minutes
 
     def _evaluate(self) -> None:
-        """Of the weights that a checkpoint says are the model's."""
+        """Evaluate the weights that a checkpoint would store as the model's."""
         self.model.eval()
         state = self.state
         self.data_parallel.check_weights_equal(self.model, state.step)
         with self.optimization.averaged_weights():
-            found = self.objective.evaluate_loss(self.data.evaluation())
-            state.val_loss, state.val_step = self.data_parallel.broadcast_scalar(found.loss), state.step
+            result = self.objective.evaluate_loss(self.data.evaluation())
+            state.val_loss, state.val_step = self.data_parallel.broadcast_scalar(result.loss), state.step
             if state.best is None or state.val_loss < state.best:
                 state.best, state.best_step = state.val_loss, state.step
-            self._tell(
+            self._notify(
                 "on_eval",
-                monitoring.callbacks.EvalReport(state.step, state.val_loss, found.targets, state.best, found.accuracy),
+                monitoring.callbacks.EvalReport(
+                    state.step, state.val_loss, result.targets, state.best, result.accuracy
+                ),
             )
             if self.sample_fn is not None:
-                self._tell("on_samples", monitoring.callbacks.SamplesReport(state.step, self.sample_fn()))
+                self._notify("on_samples", monitoring.callbacks.SamplesReport(state.step, self.sample_fn()))
         self.optimization.on_evaluation(state.val_loss)
 
-    def _tell_saved(self) -> None:
-        """Of checkpoints that are there by now."""
+    def _notify_saved(self) -> None:
+        """Report checkpoints written since the last call."""
         for path, step in self.checkpointer.finished():
             self.checkpoint = path
             for callback in self.callbacks:
                 callback.on_save(path, step)
 
-    def _tell(self, method: str, report: object) -> None:
+    def _notify(self, method: str, report: object) -> None:
         for callback in self.callbacks:
             getattr(callback, method)(report)
 
@@ -256,12 +275,12 @@ class Trainer:
 
     def _eta(self) -> float | None:
         config, state = self.config, self.state
-        left = []
+        limits = []
         if config.last_step is not None:
-            left.append((config.last_step - state.step) * self.speed.seconds_per_step)
+            limits.append((config.last_step - state.step) * self.speed.seconds_per_step)
         if config.minutes is not None:
-            left.append(60 * config.minutes - state.elapsed)
-        return max(0.0, min(left)) if left else None
+            limits.append(60 * config.minutes - state.elapsed)
+        return max(0.0, min(limits)) if limits else None
 
     def _outcome(self, checkpoint: Path) -> TrainingResult:
         s = self.state
@@ -271,7 +290,10 @@ class Trainer:
 
 @contextmanager
 def _stop_signals() -> Iterator[threading.Event]:
-    """SIGINT and SIGTERM set the event; a second SIGINT interrupts at once.  In other threads nothing is installed."""
+    """Yield an event set by SIGINT or SIGTERM; a second SIGINT interrupts at once.
+
+    In threads other than the main thread no handler is installed.
+    """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop

@@ -1,4 +1,4 @@
-"""kvad.train.monitoring"""
+"""Monitoring: callbacks, console, metrics file, TensorBoard, throughput."""
 
 from __future__ import annotations
 

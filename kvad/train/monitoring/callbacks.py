@@ -1,6 +1,6 @@
-"""What a training run tells whoever listens: plain values, and a base class whose methods do nothing.
+"""Callbacks of a training run: reports as plain values, and a base class.
 
-A listener is handed in; the loop knows nothing of terminals, files or figures.  Standard library only.
+Callbacks are passed in; the loop itself uses no terminal, file or figure. Standard library only.
 """
 
 from __future__ import annotations
@@ -19,14 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StartReport:
-    """``step``: how many steps are done already; ``steps`` and ``minutes`` are the limits (None: no such limit).
+    """State at the start of training."""
 
-    ``gemm_flops``: FLOP/s of a large matrix product here (None: nobody measured).
-    """
-
-    step: int
-    steps: int | None
-    minutes: float | None
+    step: int  # steps already done
+    steps: int | None  # limit, None for none
+    minutes: float | None  # limit, None for none
     parameters: int
     train_tokens: int
     validation_tokens: int
@@ -35,46 +32,40 @@ class StartReport:
     device: str
     threads: int
     torch: str
-    gemm_flops: float | None = None
+    gemm_flops: float | None = None  # FLOP/s of a large matrix product here, None if not measured
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """After optimizer step ``step`` (1 is the first).  ``loss``: mean nats per target of this step's rows.
-
-    ``tokens``: targets so far; ``elapsed`` and ``eta``: seconds of training, ``eta`` None before it can be known.
-    ``mfu``: model FLOPs a second over ``StartReport.gemm_flops`` (``gauge.py``; None where either is not known).
-    ``memory`` and ``memory_peak``: bytes held now and at most.
-    """
+    """State after optimizer step ``step`` (the first is 1)."""
 
     step: int
-    loss: float
+    loss: float  # mean nats per target of this step
     lr: float
-    grad_norm: float
-    tokens: int
-    elapsed: float
+    grad_norm: float  # before clipping
+    tokens: int  # targets so far
+    elapsed: float  # seconds of training
     tokens_per_second: float
-    eta: float | None
-    mfu: float | None = None
-    memory: int | None = None
-    memory_peak: int | None = None
+    eta: float | None  # seconds, None if unknown
+    mfu: float | None = None  # model FLOP/s over StartReport.gemm_flops, None if unknown
+    memory: int | None = None  # bytes
+    memory_peak: int | None = None  # bytes
 
 
 @dataclass(frozen=True)
 class EvalReport:
-    """``val_loss``: mean nats per target over ``val_tokens`` targets of the validation split; ``accuracy``: the share
-    of them for which the likeliest answer is right (None: nobody asked)."""
+    """Result of an evaluation."""
 
     step: int
-    val_loss: float
-    val_tokens: int
-    best: float
-    accuracy: float | None = None
+    val_loss: float  # mean nats per target
+    val_tokens: int  # targets
+    best: float  # lowest val_loss so far
+    accuracy: float | None = None  # share of targets that were the most likely class, None if not counted
 
 
 @dataclass(frozen=True)
 class TextSample:
-    """What a model makes of a held-out ``source``, and the ``target`` that stands beside it."""
+    """Model output for a held-out ``source``, with its reference ``target``."""
 
     source: str
     target: str
@@ -83,7 +74,7 @@ class TextSample:
 
 @dataclass(frozen=True)
 class SamplesReport:
-    """With an evaluation, where the model answers sources."""
+    """Samples at an evaluation."""
 
     step: int
     samples: tuple[TextSample, ...]
@@ -91,18 +82,17 @@ class SamplesReport:
 
 @dataclass(frozen=True)
 class CallbackReport:
-    """What a listener found out about the model at ``step``: ``what`` it measured, numbers by name, and the same in
-    ``words``."""
+    """Numbers that a callback measured at ``step``."""
 
     step: int
-    what: str
+    name: str  # of the measurement
     values: Mapping[str, float | str]
-    words: str
+    words: str  # the same as text
 
 
 @dataclass(frozen=True)
 class WarningReport:
-    """What a user should look at: training goes on."""
+    """Warning for the user; training continues."""
 
     step: int
     text: str
@@ -110,9 +100,9 @@ class WarningReport:
 
 @dataclass(frozen=True)
 class TrainingContext:
-    """What a listener needs that runs the model itself.  It must change nothing of it: no weight, no random number.
+    """Access to the model for callbacks, which must change neither weights nor random numbers.
 
-    ``tell`` hands what it found to every listener, by its method's name (``on_measured``, ``on_samples``).
+    ``log`` passes a report to all callbacks, by the name of their method (``on_callback_report``, ``on_samples``).
     """
 
     model: Transformer
@@ -124,16 +114,13 @@ class TrainingContext:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """``reason``: the run is done, or Ctrl-C ended it early; either way ``checkpoint`` holds its last step.
+    """Result of a run; ``checkpoint`` holds its last step."""
 
-    ``best``: the lowest validation loss, found at ``best_step``.
-    """
-
-    reason: Literal["done", "interrupted"]
+    reason: Literal["done", "interrupted"]  # interrupted by a signal
     step: int
     loss: float | None
     val_loss: float | None
-    best: float | None
+    best: float | None  # lowest validation loss, found at best_step
     tokens: int
     elapsed: float
     checkpoint: Path
@@ -141,18 +128,18 @@ class TrainingResult:
 
 
 class Callback:
-    """Override what you want to hear.  Called in the training thread; what a method takes counts as training time.
+    """Base class of callbacks; methods run in the training thread and count as training time.
 
-    ``watches``: the key of [watch] that it answers, if it does.
+    ``handles`` is the key of [callbacks] that the class implements, if any.
     """
 
     handles: ClassVar[str | None] = None
 
     def on_stage(self, text: str) -> None:
-        """Before training: one line about what is being prepared."""
+        """Receive one line about a stage of preparation, before training."""
 
-    def on_model(self, subject: TrainingContext) -> None:
-        """Before ``on_start``: what is trained."""
+    def on_model(self, context: TrainingContext) -> None:
+        """Receive the model, before ``on_start``."""
 
     def on_start(self, report: StartReport) -> None: ...
 
@@ -167,6 +154,6 @@ class Callback:
     def on_warning(self, report: WarningReport) -> None: ...
 
     def on_save(self, path: Path, step: int) -> None:
-        """The checkpoint of an earlier step, or of this one, is there."""
+        """Receive a written checkpoint, of this or an earlier step."""
 
     def on_end(self, outcome: TrainingResult) -> None: ...

@@ -1,19 +1,21 @@
-"""Training as plain lines, where stderr is not a terminal (``board.py`` is for those):
+"""Console output of training: plain lines, or a dashboard in a terminal.
 
-step 1,240/2,000  loss 1.713  val 1.902  lr 4.1e-04  norm 0.83  23,400 tokens/s  0:31 left
+Plain lines, if stderr is not a terminal:
 
-And before it, texts that become tokens:
+step 1,240/2,000  loss 1.713  val 1.902  lr 4.1e-04  grad_norm 0.83  23,400 tokens/s  0:31 left
+
+Before training, while texts are encoded:
 
 12.6 M characters, 3,271,044 tokens, 402,188 a second
 
-Training in a terminal: a small board that is drawn over itself, and put away when training ends.
+The dashboard is redrawn in place and removed when training ends:
 
      ━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━   step 1,240/2,000   0:31 left
-     loss  1.713   raw 1.698   validation 1.902, best 1.899   right 44.1%
-     rate  4.1e-04   gradient norm 0.83   23,400 tokens/s   12.3% of a matrix product   412.5 MiB, at most 415.0 MiB
+     loss  1.713   raw 1.698   validation 1.902, best 1.899   acc 44.1%
+     rate  4.1e-04   grad_norm 0.83   23,400 tokens/s   12.3% MFU   412.5 MiB, at most 415.0 MiB
 
-The smoothed loss is a moving average of which half is of the last seven steps.  rich draws it at most four times a
-second, in a thread of its own; a step hands over its report and nothing else.
+The smoothed loss is a moving average of which half is of the last seven steps. rich draws at most four times a second,
+in its own thread; a step only passes its report.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class PlainProgress(Callback):
-    """A line at every evaluation, and every ten seconds of training."""
+    """Prints a line at every evaluation, and every ten seconds of training."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -51,23 +53,23 @@ class PlainProgress(Callback):
         self.val_loss: float | None = None
         self.best: float | None = None
         self.accuracy: float | None = None
-        self._told = 0.0
+        self._last_time = 0.0
 
     def on_stage(self, text: str) -> None:
         self._print(text)
 
     def on_start(self, report: StartReport) -> None:
-        self.start, self._told = report, 0.0
-        again = f", from step {report.step:,}" if report.step else ""
+        self.start, self._last_time = report, 0.0
+        resumed = f", from step {report.step:,}" if report.step else ""
         self._print(
             f"model: {format_count(report.parameters, 'parameter')} in {report.precision} on {report.device}, "
-            f"{format_count(report.tokens_per_step, 'token')} a step{again}"
+            f"{format_count(report.tokens_per_step, 'token')} a step{resumed}"
         )
 
     def on_step(self, report: StepReport) -> None:
         self.last = report
-        if report.elapsed - self._told >= SECONDS_BETWEEN_LINES:
-            self._told = report.elapsed
+        if report.elapsed - self._last_time >= SECONDS_BETWEEN_LINES:
+            self._last_time = report.elapsed
             self._print(self.status_line())
 
     def on_eval(self, report: EvalReport) -> None:
@@ -76,10 +78,10 @@ class PlainProgress(Callback):
             self._print(self.status_line())
 
     def on_samples(self, report: SamplesReport) -> None:
-        """Each source, what stands beside it, and what the model says."""
+        """Print each source, its target and the model's output."""
         for sample in report.samples:
             for mark, text in (("<", sample.source), ("=", sample.target), (">", sample.text)):
-                if text or mark != "=":  # a text that goes on has nothing beside it
+                if text or mark != "=":  # continued prompts have no target
                     self._print(f"  {mark} {' '.join(text.split())}")
 
     def on_callback_report(self, report: CallbackReport) -> None:
@@ -99,53 +101,53 @@ class PlainProgress(Callback):
         if self.val_loss is not None:
             parts.append(f"val {self.val_loss:.3f}")
         if self.accuracy is not None:
-            parts.append(f"right {self.accuracy:.1%}")
-        parts += [f"lr {last.lr:.1e}", f"norm {last.grad_norm:.3g}", f"{last.tokens_per_second:,.0f} tokens/s"]
+            parts.append(f"acc {self.accuracy:.1%}")
+        parts += [f"lr {last.lr:.1e}", f"grad_norm {last.grad_norm:.3g}", f"{last.tokens_per_second:,.0f} tokens/s"]
         if last.eta is not None:
             parts.append(f"{format_seconds(last.eta)} left")
         return "  ".join(parts)
 
     def close(self) -> None:
-        """Leave the terminal as it was; to be called after an error too."""
+        """Restore the terminal; also called after an error."""
 
     def _print(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 class ProgressMeter:
-    """Tells of characters and tokens so far (a ``corpus.Progress``), when ``every`` so many seconds have passed."""
+    """Logs numbers of characters and tokens every ``interval`` seconds (a ``Progress``)."""
 
     def __init__(self, log: Callable[[str], object], interval: float = SECONDS_BETWEEN_LINES) -> None:
         self._log, self._interval = log, interval
-        self._began = self._told = time.monotonic()
+        self._began = self._last_time = time.monotonic()
 
     def __call__(self, chars: int, tokens: int) -> None:
         now = time.monotonic()
-        if now - self._told >= self._interval:
-            self._told = now
+        if now - self._last_time >= self._interval:
+            self._last_time = now
             speed = tokens / max(now - self._began, 1e-9)
             self._log(f"{chars / 1e6:,.1f} M characters, {tokens:,} tokens, {speed:,.0f} a second")
 
 
 def format_seconds(seconds: float) -> str:
-    """``75`` -> ``1:15``; ``3700`` -> ``1:01:40``."""
+    """Format seconds: ``75`` -> ``1:15``; ``3700`` -> ``1:01:40``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-LOSS_SMOOTHING = 0.9  # of the smoothed loss's weight, from step to step
+LOSS_SMOOTHING = 0.9  # decay of the smoothed loss per step
 REFRESH = 4  # a second
 WIDTH = 32  # of the bar
 
 
 def make_progress(console: Console) -> PlainProgress:
-    """What suits the console."""
+    """Return the dashboard for a terminal, else plain progress."""
     return ConsoleDashboard(console) if console.is_terminal else PlainProgress(console)
 
 
 class ConsoleDashboard(PlainProgress):
-    """What a terminal shows; evaluations, samples and saves stay above it."""
+    """Dashboard of a terminal; evaluations, samples and saves are printed above it."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
@@ -174,7 +176,7 @@ class ConsoleDashboard(PlainProgress):
             self._live = None
 
     def render(self) -> RenderableType:
-        """The board as it is now."""
+        """Return the current dashboard."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -188,22 +190,22 @@ class ConsoleDashboard(PlainProgress):
         return Group(first, *lines)
 
     def lines(self) -> list[str]:
-        """Below the bar: of the loss, and of how it is come by."""
+        """Return the lines below the bar: losses, then rate and speed."""
         last = self.last
         assert last is not None
         losses = [f"loss  {self._summed / self._weight:.3f}", f"raw {last.loss:.3f}"]
         if self.val_loss is not None:
             losses.append(f"validation {self.val_loss:.3f}, best {self.best:.3f}")
         if self.accuracy is not None:
-            losses.append(f"right {self.accuracy:.1%}")
-        how = [f"rate  {last.lr:.1e}", f"gradient norm {last.grad_norm:.3g}", f"{last.tokens_per_second:,.0f} tokens/s"]
+            losses.append(f"acc {self.accuracy:.1%}")
+        speed = [f"rate  {last.lr:.1e}", f"grad_norm {last.grad_norm:.3g}", f"{last.tokens_per_second:,.0f} tokens/s"]
         if last.mfu is not None:
-            how.append(f"{last.mfu:.1%} of a matrix product")
+            speed.append(f"{last.mfu:.1%} MFU")
         if last.memory is not None:
-            how.append(_memory(last.memory))
+            speed.append(_memory(last.memory))
         if last.memory_peak is not None:
-            how.append(f"at most {_memory(last.memory_peak)}")
-        return ["   ".join(losses), "   ".join(how)]
+            speed.append(f"at most {_memory(last.memory_peak)}")
+        return ["   ".join(losses), "   ".join(speed)]
 
     def _share(self) -> float:
         start, last = self.start, self.last

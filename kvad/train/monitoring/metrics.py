@@ -1,10 +1,9 @@
-"""What a run measures: a JSONL file that survives kills, and a steady estimate of speed.
+"""Metrics of a run: a JSONL file that survives kills, and a smoothed estimate of speed.
 
-One JSON object per line; ``kind`` is ``run`` (what is trained, and where), ``step``, ``eval``, ``samples`` (what a
-few held-out sources become), ``measured`` (what a listener found out), ``warning``, ``end``, or ``failed`` (what error
-ended it, and after which step; a kill writes nothing).  After a resume the file says what an uninterrupted run's would,
-for lines of steps that are to be done again are dropped first; beside that, the step at which a run was stopped keeps
-its line.
+One JSON object per line; ``kind`` is ``run`` (the run and its machine), ``step``, ``eval``, ``samples`` (outputs for a
+few held-out sources), ``callback`` (numbers of a callback), ``warning``, ``end``, or ``failed`` (the error that ended
+it and its step; a kill writes nothing). After a resume the file equals that of an uninterrupted run, because lines of
+steps that will be repeated are dropped first; only the step at which a run was stopped keeps its extra line.
 """
 
 from __future__ import annotations
@@ -32,38 +31,40 @@ from kvad.train.monitoring.callbacks import (
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Every whole line; one that a kill cut short is left out."""
-    found = []
+    """Return every complete line; one truncated by a kill is skipped."""
+    lines = []
     for line in path.read_text("utf-8").splitlines() if path.exists() else []:
         try:
             content = json.loads(line)
         except ValueError:
             continue
         if isinstance(content, dict):
-            found.append(content)
-    return found
+            lines.append(content)
+    return lines
 
 
 class LoggedSteps(Callback):
-    """Which steps are logged: the first, every ``log_every``-th, each that is evaluated, and the last before a run
-    ends, however it does.  A run that is done has evaluated its last step before it saves it: no kill leaves it out."""
+    """Selects steps to log: first, every ``log_interval``-th, evaluated ones, and last.
+
+    A finished run evaluates its last step before it saves it, so no kill leaves that step out.
+    """
 
     def __init__(self, log_interval: int) -> None:
         self._log_interval = log_interval
-        self._left: StepReport | None = None  # of the newest step, until it is logged
+        self._pending: StepReport | None = None  # the newest step, until it is logged
 
     def log(self, report: StepReport) -> None:
-        """Called once for each of these steps, in their order."""
+        """Log a step; called once for each selected step, in order."""
         raise NotImplementedError
 
     def catch_up(self) -> None:
-        """Log the newest step, if it is not yet."""
-        report, self._left = self._left, None
+        """Log the newest step if that is still to be done."""
+        report, self._pending = self._pending, None
         if report is not None:
             self.log(report)
 
     def on_step(self, report: StepReport) -> None:
-        self._left = report
+        self._pending = report
         if report.step == 1 or report.step % self._log_interval == 0:
             self.catch_up()
 
@@ -75,19 +76,19 @@ class LoggedSteps(Callback):
 
 
 class MetricsFile(LoggedSteps):
-    """Appends lines, each handed to the system at once."""
+    """Appends lines, flushing each."""
 
     def __init__(self, path: Path, log_interval: int) -> None:
         super().__init__(log_interval)
         self.path = path
         self._file: TextIO | None = None
-        self._step = 0  # how many are done
+        self._step = 0  # last step
 
     def on_start(self, report: StartReport) -> None:
-        kept = [line for line in read_metrics(self.path) if _step(line) <= report.step] if report.step else []
-        if not kept:
-            kept = [{"kind": "run", **dataclasses.asdict(report)}]
-        storage.atomic.write_bytes(self.path, _lines(kept).encode())
+        lines = [line for line in read_metrics(self.path) if _step(line) <= report.step] if report.step else []
+        if not lines:
+            lines = [{"kind": "run", **dataclasses.asdict(report)}]
+        storage.atomic.write_bytes(self.path, _lines(lines).encode())
         self._file, self._step = self.path.open("a", encoding="utf-8"), report.step
 
     def on_step(self, report: StepReport) -> None:
@@ -105,7 +106,7 @@ class MetricsFile(LoggedSteps):
         self._write("samples", dataclasses.asdict(report))
 
     def on_callback_report(self, report: CallbackReport) -> None:
-        self._write("measured", {"step": report.step, "what": report.what, **report.values})
+        self._write("callback", {"step": report.step, "name": report.name, **report.values})
 
     def on_warning(self, report: WarningReport) -> None:
         self._write("warning", dataclasses.asdict(report))
@@ -119,7 +120,7 @@ class MetricsFile(LoggedSteps):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Of a run that an error ended, that error is told, and not what the disk refuses beside it."""
+        """Close the file; if an error ended the run, log it and suppress errors of the disk."""
         with nullcontext() if error is None else suppress(OSError, SaveError):
             self.catch_up()
             if isinstance(error, Exception) and self._file is not None:
@@ -153,17 +154,17 @@ def _lines(contents: Iterable[dict[str, Any]]) -> str:
 
 
 class SpeedMeter:
-    """Tokens and FLOPs per second and seconds per step, as a mean in which the last dozen steps or so count."""
+    """Tokens and FLOPs per second and seconds per step, over about the last dozen steps."""
 
-    def __init__(self, keep: float = 0.92) -> None:
-        self._keep, self._weight = keep, 0.0
+    def __init__(self, decay: float = 0.92) -> None:
+        self._decay, self._weight = decay, 0.0
         self._tokens = self._seconds = self._flops = 0.0
 
     def add(self, tokens: int, seconds: float, flops: int = 0) -> None:
-        self._weight = self._weight * self._keep + 1
-        self._tokens = self._tokens * self._keep + tokens
-        self._flops = self._flops * self._keep + flops
-        self._seconds = self._seconds * self._keep + seconds
+        self._weight = self._weight * self._decay + 1
+        self._tokens = self._tokens * self._decay + tokens
+        self._flops = self._flops * self._decay + flops
+        self._seconds = self._seconds * self._decay + seconds
 
     @property
     def tokens_per_second(self) -> float:

@@ -1,7 +1,7 @@
-"""TensorBoard's event files of a run, under ``RUN/tensorboard`` (``train.tensorboard``; the ``tensorboard`` extra).
+"""TensorBoard event files of a run, in ``RUN/tensorboard`` (``train.tensorboard``).
 
-What ``metrics.jsonl`` says, by the same steps.  A run that goes on tells TensorBoard to forget the steps that it does
-again, so none is shown twice; a new run in the same folder takes the older one's files away.
+They hold the content of ``metrics.jsonl`` for the same steps, and need the ``tensorboard`` extra. A resumed run purges
+steps that it repeats, so none is shown twice; a new run in the same folder removes the older files.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ EVENTS_FOLDER = "tensorboard"
 
 
 def check_tensorboard(train: TrainConfig) -> None:
-    """ModuleNotFoundError, before anything is done, where the package is asked for and missing."""
+    """Raise ModuleNotFoundError early if the package is requested and missing."""
     if train.tensorboard:
         import tensorboard  # noqa: F401
 
 
 class TensorBoardCallback(LoggedSteps):
-    """Of the run in ``out``: steps, and what evaluations found."""
+    """Writes steps and evaluations of the run in ``out``."""
 
     def __init__(self, out: Path, log_interval: int) -> None:
         super().__init__(log_interval)
@@ -46,35 +46,35 @@ class TensorBoardCallback(LoggedSteps):
 
         if not report.step:
             shutil.rmtree(self._folder, ignore_errors=True)
-        again = report.step + 1 if report.step else None
-        self._writer = SummaryWriter(str(self._folder), purge_step=again)
+        purge_step = report.step + 1 if report.step else None
+        self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
 
     def log(self, report: StepReport) -> None:
-        said = {"loss/training": report.loss, "learning rate": report.lr, "gradient norm": report.grad_norm}
-        said["tokens per second"] = report.tokens_per_second
+        scalars = {"loss/training": report.loss, "learning rate": report.lr, "gradient norm": report.grad_norm}
+        scalars["tokens per second"] = report.tokens_per_second
         if report.mfu is not None:
-            said["utilisation"] = report.mfu
+            scalars["utilization"] = report.mfu
         if report.memory is not None:
-            said["memory (MiB)"] = report.memory / 2**20
-        self._scalars(said, report.step)
+            scalars["memory (MiB)"] = report.memory / 2**20
+        self._scalars(scalars, report.step)
 
     def on_eval(self, report: EvalReport) -> None:
         super().on_eval(report)
-        said = {"loss/validation": report.val_loss}
+        scalars = {"loss/validation": report.val_loss}
         if report.accuracy is not None:
-            said["accuracy"] = report.accuracy
-        self._scalars(said, report.step)
+            scalars["accuracy"] = report.accuracy
+        self._scalars(scalars, report.step)
 
     def on_samples(self, report: SamplesReport) -> None:
         assert self._writer is not None
         for number, sample in enumerate(report.samples):
-            text = "\n".join(f"    {mark} {line}" for mark, said in (("<", sample.source), ("=", sample.target),
-                             (">", sample.text)) if said for line in said.splitlines())  # fmt: skip
+            text = "\n".join(f"    {mark} {line}" for mark, content in (("<", sample.source), ("=", sample.target),
+                             (">", sample.text)) if content for line in content.splitlines())  # fmt: skip
             self._writer.add_text(f"samples/{number}", text, report.step)
 
     def on_callback_report(self, report: CallbackReport) -> None:
         numbers = {name: value for name, value in report.values.items() if isinstance(value, int | float)}
-        self._scalars({f"{report.what}/{name}": value for name, value in numbers.items()}, report.step)
+        self._scalars({f"{report.name}/{name}": value for name, value in numbers.items()}, report.step)
 
     def on_end(self, outcome: TrainingResult) -> None:
         super().on_end(outcome)
@@ -85,7 +85,7 @@ class TensorBoardCallback(LoggedSteps):
             self._writer.close()
             self._writer = None
 
-    def _scalars(self, said: dict[str, float], step: int) -> None:
+    def _scalars(self, scalars: dict[str, float], step: int) -> None:
         assert self._writer is not None, "on_start comes first"
-        for name, value in said.items():
+        for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)

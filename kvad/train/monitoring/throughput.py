@@ -1,9 +1,8 @@
-"""How busy a run keeps its machine: model FLOPs of a step over what a matrix product reaches here, and memory held.
+"""Utilization of a machine: model FLOPs over a measured matrix product, and memory.
 
-**Model FLOP utilisation** is PaLM's (Chowdhery et al. 2022, appendix B), with products counted from the shapes
-(``kvad/flops.py``): rows as they lie in memory, attention as its whole rectangle, padding counted, nothing that is
-computed twice.  What it is held against is no data sheet but a large matrix product, measured once, in the precision
-and with the threads of the run.
+**Model FLOP utilization** (MFU) is PaLM's (Chowdhery et al. 2022, appendix B), with products counted from shapes
+(``kvad/config/flops.py``): rows as stored, attention as its full rectangle, padding included, recomputation excluded.
+The reference is not a data sheet but a large matrix product, measured once with the run's precision and threads.
 """
 
 from __future__ import annotations
@@ -21,54 +20,59 @@ from kvad import config
 from kvad.config import ModelConfig
 from kvad.train.data import Batch
 
-MATRIX_SIZES = {"cpu": 1024, "cuda": 8192}  # of the square matrices, where time allows
+MATRIX_SIZES = {"cpu": 1024, "cuda": 8192}  # largest side of the square matrices, if time allows
 MIN_MATRIX_SIZE = 512
 
 
 @dataclass(frozen=True)
 class ThroughputMeter:
-    """Of a ``model``'s steps, held against ``peak`` FLOP/s; ``frozen``: only adapters are trained."""
+    """Counts a model's FLOPs; ``peak``: reference FLOP/s, ``frozen``: adapters only."""
 
     model: ModelConfig
     peak: float
     frozen: bool = False
 
     def count_flops(self, batches: Sequence[Batch]) -> int:
-        """FLOPs of the forward and backward passes over micro-batches.  Integers only: nothing waits for a device."""
-        return sum(self._of(batch) for batch in batches)
+        """Return the FLOPs of forward and backward passes, from integers only (no device wait)."""
+        return sum(self._batch_flops(batch) for batch in batches)
 
-    def _of(self, batch: Batch) -> int:
-        (lane,) = batch.model_input.sub_batches
+    def _batch_flops(self, batch: Batch) -> int:
+        (sub_batch,) = batch.model_input.sub_batches
         source = (
             0
             if batch.model_input.encoder_input is None
             else batch.model_input.encoder_input.sub_batches[0].num_new_tokens
         )
         return config.flops.training_pass(
-            self.model, lane.num_seqs, lane.num_new_tokens, len(batch.targets), source=source, frozen=self.frozen
+            self.model,
+            sub_batch.num_seqs,
+            sub_batch.num_new_tokens,
+            len(batch.targets),
+            source=source,
+            frozen=self.frozen,
         )
 
 
 def measure_gemm_peak(device: str, precision: str, seconds: float = 0.4) -> float:
-    """FLOP/s of the fastest of several products of two square matrices, in about ``seconds`` in all.
+    """Return FLOP/s of the fastest of several square matrix products, in about ``seconds``.
 
-    On a CPU it is the processor time of all threads that counts, so that other processes do not lower the peak.
-    Numbers come from a generator of its own: a run's random numbers do not change.
+    On a CPU the processor time of all threads counts, so that other processes do not lower the peak. Numbers come from
+    a separate generator, so a run's random numbers do not change.
     """
-    where = torch.device(device)
+    torch_device = torch.device(device)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     began, side, best = time.perf_counter(), MIN_MATRIX_SIZE, 0.0
     while True:
-        drawn = torch.Generator(where).manual_seed(0)
-        matrix = torch.rand(side, side, generator=drawn, device=where).to(dtype)
+        drawn = torch.Generator(torch_device).manual_seed(0)
+        matrix = torch.rand(side, side, generator=drawn, device=torch_device).to(dtype)
         _timed(matrix)  # warm
         before = time.perf_counter()
         best = max(best, 2 * side**3 / _timed(matrix))
-        took = time.perf_counter() - before
+        elapsed = time.perf_counter() - before
         left = began + seconds - time.perf_counter()
         if (
-            side >= MATRIX_SIZES.get(where.type, 8192) or left < 2 * 8 * took
-        ):  # two of the next size take 16 times as long
+            side >= MATRIX_SIZES.get(torch_device.type, 8192) or left < 2 * 8 * elapsed
+        ):  # two products of the next size take 16 times as long
             break
         side *= 2
     while time.perf_counter() - began < seconds:
@@ -77,7 +81,7 @@ def measure_gemm_peak(device: str, precision: str, seconds: float = 0.4) -> floa
 
 
 def _timed(matrix: torch.Tensor) -> float:
-    """Seconds of one product."""
+    """Return the seconds of one product."""
     if matrix.device.type == "cuda":
         torch.cuda.synchronize(matrix.device)
         began = time.perf_counter()
@@ -90,20 +94,20 @@ def _timed(matrix: torch.Tensor) -> float:
 
 
 class MemoryUsage(NamedTuple):
-    """Bytes, now and at most so far: of the process, or of a CUDA device what its tensors take."""
+    """Bytes, current and peak: of the process, or of the tensors on a CUDA device."""
 
     current: int | None
     peak: int | None
 
 
 def memory_usage(device: str) -> MemoryUsage:
-    """None where the system does not say."""
+    """Return the memory usage; None where the system does not report it."""
     if torch.device(device).type == "cuda":
         return MemoryUsage(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
-    now = _resident()
-    most: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return MemoryUsage(now, max(most, now or 0))  # the kernel counts both in batches, not to the byte
+    current = _resident()
+    peak: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return MemoryUsage(current, max(peak, current or 0))  # the kernel updates both in batches
 
 
 def _resident() -> int | None:

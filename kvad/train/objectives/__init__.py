@@ -1,4 +1,4 @@
-"""kvad.train.setup.objective_factory"""
+"""Objectives: losses, and the data transforms that belong to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kvad.train.optim.optimizer"""
+"""Optimizers, learning rate schedules, weight averaging."""
 
 from __future__ import annotations
 

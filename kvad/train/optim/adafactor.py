@@ -1,14 +1,14 @@
-"""Adafactor (Shazeer & Stern 2018, Algorithms 4 and 5): a second moment of rows and columns, and clipped updates.
+"""Adafactor (Shazeer & Stern 2018, Algorithms 4 and 5): factored second moments.
 
-Of a matrix X with gradient G at its step t, with beta = 1 - t^-decay_rate and all means over one dimension::
+For a matrix X with gradient G at its step t, with beta = 1 - t^-decay_rate and means over one dimension::
 
     R <- beta R + (1 - beta) mean over columns of (G^2 + 1e-30)        C likewise, over rows
-    U <- G / sqrt(R C^T / mean(R))                                     of a vector: G / sqrt(V)
+    U <- G / sqrt(R C^T / mean(R))                                     for a vector: G / sqrt(V)
     U <- U / max(1, rms(U) / update_clip)
     X <- X - a U,  a = lr max(1e-3, rms(X))                            without scale_by_parameter: a = lr
 
-So n x m numbers are remembered by n + m.  ``beta1`` keeps a moving average of a U too, as T5's code has it.  Weight
-decay takes ``a weight_decay X`` off before.  A tensor of more dimensions is factored over its last two.
+So n + m numbers represent n x m moments. ``beta1`` adds a moving average of a U, as in T5's code. Weight decay first
+subtracts ``a weight_decay X``. A tensor with more dimensions is factored over its last two.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SQUARE, LEAST = 1e-30, 1e-3  # eps1 and eps2 of the paper
+SQUARE_EPS, MIN_SCALE = 1e-30, 1e-3  # eps1 and eps2 of the paper
 
 
 class Adafactor(torch.optim.Optimizer):
-    """``params`` as torch's optimizers take them; ``lr`` is the group's, whatever its schedule.
+    """Adafactor as a torch optimizer; ``lr`` is that of the parameter group.
 
-    State of a parameter [.., n, m]: ``step`` [], ``row`` [.., n], ``column`` [.., m]; of a vector ``square`` in the
-    place of both; ``average`` of the parameter's shape with ``beta1``.
+    State of a parameter [.., n, m]: ``step`` [], ``row`` [.., n], ``column`` [.., m]; for a vector ``square`` instead
+    of both; with ``beta1`` also ``average`` of the parameter's shape.
     """
 
     def __init__(
@@ -53,24 +53,24 @@ class Adafactor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step of every parameter that has a gradient."""
-        assert closure is None, "kvad's loop makes the gradients"
+        """Update every parameter that has a gradient."""
+        assert closure is None, "the training loop computes the gradients"
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._one(parameter, parameter.grad, group)
+                    self._update_parameter(parameter, parameter.grad, group)
 
-    def _one(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+    def _update_parameter(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
-            _begin(state, grad, group["beta1"] is not None)
+            _init_state(state, grad, group["beta1"] is not None)
         state["step"] += 1
         beta = 1 - state["step"].item() ** -group["decay_rate"]
-        update = _scaled(state, grad, beta)
+        update = _scaled_update(state, grad, beta)
         update.div_((_rms(update) / group["update_clip"]).clamp_(min=1.0))
         rate = group["lr"]
         if group["scale_by_parameter"]:
-            rate *= max(LEAST, _rms(parameter).item())
+            rate *= max(MIN_SCALE, _rms(parameter).item())
         update.mul_(rate)
         if group["beta1"] is not None:
             update = state["average"].lerp_(update, 1 - group["beta1"])
@@ -79,7 +79,7 @@ class Adafactor(torch.optim.Optimizer):
         parameter.sub_(update)
 
 
-def _begin(state: dict[str, Tensor], grad: Tensor, averaged: bool) -> None:
+def _init_state(state: dict[str, Tensor], grad: Tensor, averaged: bool) -> None:
     state["step"] = torch.zeros((), dtype=torch.float32)
     if grad.dim() >= 2:
         state["row"] = grad.new_zeros(grad.shape[:-1])
@@ -90,9 +90,9 @@ def _begin(state: dict[str, Tensor], grad: Tensor, averaged: bool) -> None:
         state["average"] = torch.zeros_like(grad)
 
 
-def _scaled(state: dict[str, Tensor], grad: Tensor, beta: float) -> Tensor:
-    """The gradient over the root of its second moment, which is brought up to date."""
-    square = grad.square().add_(SQUARE)
+def _scaled_update(state: dict[str, Tensor], grad: Tensor, beta: float) -> Tensor:
+    """Update the second moment and divide the gradient by its root."""
+    square = grad.square().add_(SQUARE_EPS)
     if "square" in state:
         return state["square"].lerp_(square, 1 - beta).rsqrt().mul_(grad)
     row = state["row"].lerp_(square.mean(dim=-1), 1 - beta)

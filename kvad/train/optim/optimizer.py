@@ -1,18 +1,17 @@
-"""What makes a step of a gradient: optimizer, schedule, clipping, loss scale and averages, and their state by name.
+"""Optimizer step: optimizers, schedule, clipping, loss scale, averages, state by name.
 
 AdamW (Loshchilov & Hutter 2019), Adafactor (``adafactor.py``), or Muon (Jordan et al. 2024) for the matrices of layers:
-momentum, orthogonalised by 5 steps of Newton-Schulz, with AdamW for everything else (embeddings, head, norms, biases,
-tables of positions, stacked experts).  Muon's updates are scaled to the size of AdamW's, by 0.2 sqrt(max(n, m)) (Liu et
-al. 2025, sec. 2.2), so one learning rate does for both.
+momentum, orthogonalized by 5 steps of Newton-Schulz, with AdamW for everything else (embeddings, head, norms, biases,
+position tables, stacked experts). Muon's updates are scaled to the size of AdamW's, by 0.2 sqrt(max(n, m)) (Liu et al.
+2025, sec. 2.2), so one learning rate serves both.
 
-What decays: tensors of two or more dimensions, the embedding tables among them, as in nanoGPT (a tied table is the
-head's matrix).  What does not: norms, biases, sink logits, and tables of relative biases, which are positions' logits.
-A parameter that needs no gradient is left alone.
+Weight decay applies to tensors of two or more dimensions, embedding tables included, as in nanoGPT (a tied table is the
+head's matrix). It does not apply to norms, biases, sink logits, and tables of relative biases, which are logits of
+positions. Parameters without gradients are ignored.
 
-The loss scale of fp16 (Micikevicius et al. 2018, sec. 3.2): gradients too small for its exponents are made larger.
-
-The rule is that of ``torch.amp.GradScaler``: begin at 2^16; a gradient that is not finite halves the scale and its step
-is left out; 2,000 steps in a row that were taken double it.  Scales are powers of two, so scaling rounds nothing.
+The loss scale of fp16 (Micikevicius et al. 2018, sec. 3.2) enlarges gradients that are too small for its exponents. The
+rule is that of ``torch.amp.GradScaler``: start at 2^16; a gradient that is not finite halves the scale and its step is
+skipped; 2,000 steps in a row double it. Scales are powers of two, so scaling does not round.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from kvad.train.optim.adafactor import Adafactor
 from kvad.train.optim.schedules import Schedule
 from kvad.train.optim.weight_averaging import WeightAverager
 
-START, PATIENCE = 2.0**16, 2000
+INITIAL_SCALE, PATIENCE = 2.0**16, 2000
 
 
 class LossScale:
-    """``state``: (scale, steps taken since it last changed), all there is to remember."""
+    """Loss scale of fp16; ``state`` is (scale, steps since it last changed)."""
 
-    def __init__(self, scale: float = START, patience: int = PATIENCE) -> None:
+    def __init__(self, scale: float = INITIAL_SCALE, patience: int = PATIENCE) -> None:
         self.scale, self.good, self._patience = scale, 0, patience
 
     def update(self, norm: float) -> bool:
-        """Of a step's gradient, its norm: whether the step is to be taken.  Changes the scale for the next one."""
+        """Return True if a step with this gradient norm is taken; adjust the scale."""
         if not math.isfinite(norm):
             self.scale, self.good = self.scale / 2, 0
             return False
@@ -51,7 +50,7 @@ class LossScale:
 
     @property
     def at_minimum(self) -> bool:
-        """Whether a gradient that is not finite cannot be the scale's fault any more."""
+        """True if a gradient that is not finite cannot be caused by the scale."""
         return self.scale <= 1.0
 
     @property
@@ -67,23 +66,24 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 
 
 def uses_weight_decay(name: str, parameter: Tensor) -> bool:
-    return parameter.dim() >= 2 and "relative" not in name.split(".") and not _of_norm(name)
+    return parameter.dim() >= 2 and "relative_bias" not in name.split(".") and not _is_norm(name)
 
 
 def uses_muon(name: str, parameter: Tensor) -> bool:
-    """Whether it is a matrix of a layer."""
+    """Return True for a matrix of a layer."""
     layers = name.startswith(("decoder.layers.", "encoder.layers."))
     return layers and parameter.dim() == 2 and uses_weight_decay(name, parameter)
 
 
-def _of_norm(name: str) -> bool:
+def _is_norm(name: str) -> bool:
     return any("norm" in part for part in name.split("."))
 
 
 class OptimizersContainer:
-    """What makes a step of a gradient: ``begin``, then gradients are added, then ``norm`` and ``step``.
+    """Turns gradients into a step: ``begin_step``, gradients, ``clip_grad_norm``, ``step``.
 
-    ``width``: the model's, for ``optim.factor``.  ConfigError for what cannot be made for this model.
+    ``width`` is the model's hidden size, for ``optim.noam_factor``. Raises ConfigError if the optimizer does not fit
+    the model.
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig, train: TrainConfig, width: int | None = None) -> None:
@@ -95,7 +95,7 @@ class OptimizersContainer:
         self.averages = WeightAverager(self._named, config) if config.ema_decay or config.average_last else None
 
     def begin_step(self, step: int, elapsed: float) -> float:
-        """Of optimizer step ``step`` (from 0): no gradient yet; its learning rate."""
+        """Clear gradients for optimizer step ``step`` (from 0) and return its learning rate."""
         rate = self.schedule.lr(step, elapsed)
         for optimizer in self.optimizers:
             matrices = isinstance(optimizer, torch.optim.Muon) and self._config.muon_lr is not None
@@ -105,11 +105,11 @@ class OptimizersContainer:
         return rate
 
     def scaled_total(self, total: int) -> float:
-        """What an objective divides its summed loss by, so that the gradient is as large as the loss scale says."""
+        """Return the divisor of the summed loss, so that gradients are enlarged by the loss scale."""
         return total if self.scale is None else total / self.scale.scale
 
     def clip_grad_norm(self) -> float:
-        """Of the gradient, unscaled; it is at most ``clip`` from then on."""
+        """Unscale the gradient, clip it to optim.max_grad_norm, and return its norm before clipping."""
         parameters = [parameter for _, parameter in self._named]
         if self.scale is not None:
             for parameter in parameters:
@@ -118,11 +118,11 @@ class OptimizersContainer:
         return float(nn.utils.clip_grad_norm_(parameters, self._config.max_grad_norm))
 
     def can_continue(self, norm: float) -> bool:
-        """Whether training can go on from a gradient of this norm: not finite, it may be the loss scale's fault."""
+        """Return True if training can continue: the norm is finite or the loss scale may shrink."""
         return norm < float("inf") or (self.scale is not None and not self.scale.at_minimum)
 
     def step(self, norm: float) -> None:
-        """Nothing is changed by a gradient whose ``norm`` is not finite, but the loss scale."""
+        """Update the parameters; if ``norm`` is not finite, only the loss scale changes."""
         if self.scale is None or self.scale.update(norm):
             for optimizer in self.optimizers:
                 optimizer.step()
@@ -130,36 +130,36 @@ class OptimizersContainer:
             self.averages.update()
 
     def on_evaluation(self, loss: float) -> None:
-        """Tell the schedule what an evaluation has found."""
+        """Pass the loss of an evaluation to the schedule."""
         if self.schedule.plateau is not None:
             self.schedule.plateau.observe(loss)
 
     def averaged_weights(self) -> AbstractContextManager[None]:
-        """Within it the model's parameters are what is evaluated and saved: an average, where [optim] asks for one."""
+        """Return a context in which the parameters are those to evaluate and save."""
         return nullcontext() if self.averages is None else self.averages.applied()
 
-    # ------------------------------------------------------------ what a checkpoint keeps
+    # ------------------------------------------------------------ state
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """``{"exp_avg.NAME": ..., "exp_avg_sq.NAME": ..., "step.NAME": ...}`` and the like, as far as there is a state.
+        """Return the state of all parameters as "exp_avg.NAME", "step.NAME" and so on.
 
-        Beside them ``plateau``, ``loss_scale`` (float64), and what :meth:`Averages.tensors` says.
+        Also ``plateau`` and ``loss_scale`` (float64), and the tensors of :meth:`WeightAverager.state_tensors`.
         """
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, parameter in self._named:
             for optimizer in self.optimizers:
                 for key, value in optimizer.state.get(parameter, {}).items():
-                    found[f"{key}.{name}"] = value
+                    tensors[f"{key}.{name}"] = value
         if self.schedule.plateau is not None:
-            found["plateau"] = torch.tensor(self.schedule.plateau.state, dtype=torch.float64)
+            tensors["plateau"] = torch.tensor(self.schedule.plateau.state, dtype=torch.float64)
         if self.scale is not None:
-            found["loss_scale"] = torch.tensor(self.scale.state, dtype=torch.float64)
-        return found if self.averages is None else {**found, **self.averages.state_tensors()}
+            tensors["loss_scale"] = torch.tensor(self.scale.state, dtype=torch.float64)
+        return tensors if self.averages is None else {**tensors, **self.averages.state_tensors()}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """The reverse, into memory of its own.  Raises CheckpointError for a state that does not fit the model.
+        """Load copies of the state; raise CheckpointError if it does not fit the model.
 
-        A parameter of which nothing is stored has had no gradient yet.
+        A parameter without stored state had no gradient yet.
         """
         names = {parameter: name for name, parameter in self._named}
         for optimizer in self.optimizers:
@@ -179,52 +179,52 @@ class OptimizersContainer:
 
 
 def _numbers(tensors: Mapping[str, Tensor], name: str, count: int) -> list[float]:
-    found = tensors.get(name)
-    if found is None or found.shape != (count,):
-        raise CheckpointError(f"training state {name} is missing, or no {count} numbers")
-    return [float(number) for number in found.tolist()]
+    tensor = tensors.get(name)
+    if tensor is None or tensor.shape != (count,):
+        raise CheckpointError(f"training state {name} is missing or does not have {count} numbers")
+    return [float(number) for number in tensor.tolist()]
 
 
 def _read_state(
     optimizer: torch.optim.Optimizer, name: str, parameter: Tensor, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """One parameter's, copied; none at all is none yet."""
+    """Return a copy of one parameter's state; {} if nothing is stored."""
     shapes = _shapes(optimizer, parameter)
     if not any(f"{key}.{name}" in tensors for key in shapes):
         return {}
     state = {}
     for key, shape in shapes.items():
-        found = tensors.get(f"{key}.{name}")
-        if found is None or found.shape != shape:
-            there = "missing" if found is None else f"of shape {list(found.shape)}"
-            raise CheckpointError(f"training state {key}.{name} is {there}, expected {list(shape)}")
-        state[key] = found.clone() if key == "step" else found.to(parameter.device, copy=True)
+        tensor = tensors.get(f"{key}.{name}")
+        if tensor is None or tensor.shape != shape:
+            problem = "missing" if tensor is None else f"of shape {list(tensor.shape)}"
+            raise CheckpointError(f"training state {key}.{name} is {problem}, expected {list(shape)}")
+        state[key] = tensor.clone() if key == "step" else tensor.to(parameter.device, copy=True)
     return state
 
 
 def _shapes(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, torch.Size]:
-    """What an optimizer keeps of a parameter."""
-    whole = parameter.shape
+    """Return the shapes of an optimizer's state of a parameter."""
+    shape = parameter.shape
     if isinstance(optimizer, torch.optim.AdamW):
-        return {"exp_avg": whole, "exp_avg_sq": whole, "step": torch.Size()}
+        return {"exp_avg": shape, "exp_avg_sq": shape, "step": torch.Size()}
     if isinstance(optimizer, torch.optim.Muon):
-        return {"momentum_buffer": whole}
+        return {"momentum_buffer": shape}
     assert isinstance(optimizer, Adafactor)
-    kept = {"square": whole}
+    shapes = {"square": shape}
     if parameter.dim() >= 2:
-        kept = {"row": whole[:-1], "column": torch.Size((*whole[:-2], whole[-1]))}
-    first = {"average": whole} if optimizer.defaults["beta1"] is not None else {}
-    return {**kept, **first, "step": torch.Size()}
+        shapes = {"row": shape[:-1], "column": torch.Size((*shape[:-2], shape[-1]))}
+    first = {"average": shape} if optimizer.defaults["beta1"] is not None else {}
+    return {**shapes, **first, "step": torch.Size()}
 
 
 # ---------------------------------------------------------------- optimizers
 
 
 def _make_optimizers(named: NamedParameters, config: OptimConfig) -> list[torch.optim.Optimizer]:
-    """Their learning rates are set at each step's beginning."""
+    """Build the optimizers; their learning rates are set at the start of each step."""
     if config.name == "adafactor":
         assert config.decay_rate and config.clip_threshold and config.scale_parameter is not None
-        made: torch.optim.Optimizer = Adafactor(
+        adafactor: torch.optim.Optimizer = Adafactor(
             _groups(named, config.weight_decay),
             lr=1.0,
             beta1=config.beta1,
@@ -232,12 +232,12 @@ def _make_optimizers(named: NamedParameters, config: OptimConfig) -> list[torch.
             update_clip=config.clip_threshold,
             scale_by_parameter=config.scale_parameter,
         )
-        return [made]
+        return [adafactor]
     if config.name == "adamw":
         return [_adamw(named, config)]
     matrices = [parameter for name, parameter in named if uses_muon(name, parameter)]
     if not matrices:
-        raise ConfigError("optim.name: muon is for matrices of layers, and there is none to train here", "use adamw")
+        raise ConfigError("optim.name: 'muon' needs trained matrices of layers, and there are none", "Use adamw.")
     assert config.momentum is not None
     muon = torch.optim.Muon(
         matrices, weight_decay=config.weight_decay, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"
@@ -247,7 +247,7 @@ def _make_optimizers(named: NamedParameters, config: OptimConfig) -> list[torch.
 
 
 def _groups(named: NamedParameters, weight_decay: float) -> list[dict[str, object]]:
-    """What decays, and what does not; a group without parameters is left out."""
+    """Return the parameter groups with and without weight decay, without empty ones."""
     groups: list[dict[str, object]] = [
         {"params": [p for n, p in named if uses_weight_decay(n, p)], "weight_decay": weight_decay},
         {"params": [p for n, p in named if not uses_weight_decay(n, p)], "weight_decay": 0.0},
@@ -256,7 +256,7 @@ def _groups(named: NamedParameters, weight_decay: float) -> list[dict[str, objec
 
 
 def _adamw(named: NamedParameters, config: OptimConfig) -> torch.optim.AdamW:
-    """Fused where torch has it for the parameters' device (CPU and CUDA)."""
+    """Build AdamW, fused if torch supports it on the parameters' device (CPU and CUDA)."""
     assert config.beta1 is not None and config.beta2 is not None and config.eps is not None
     fused = all(p.device.type in ("cpu", "cuda") for _, p in named)
     betas = (config.beta1, config.beta2)

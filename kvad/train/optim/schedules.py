@@ -1,20 +1,20 @@
-"""The learning rate's path: a function of the step, of the elapsed time, and, of a plateau, of the validation loss.
+"""Learning rate schedules: functions of step, time and, for plateau, validation loss.
 
-With s the optimizer step from 0, t = s + 1, w steps of warmup, n steps in all, and r = (s - w) / (n - w), how far the
-run is behind the warmup (where the clock ends it, the elapsed share of the time if that is further)::
+With s the optimizer step from 0, t = s + 1, w warmup steps, n steps in total, and r = (s - w) / (n - w), the progress
+after the warmup (or the elapsed share of the time limit, if that is larger)::
 
     cosine        min + (lr - min) (1 + cos(pi r)) / 2                        (Loshchilov & Hutter 2017; nanoGPT's form)
     linear        lr + (min - lr) r
     wsd           lr until the last share of the run, in which it falls to min: warmup-stable-decay (Hu et al. 2024);
                   with q from 0 to 1 in it, by 1 - q, or by 1 - sqrt(q) (Haegele et al. 2024)
-    inverse-sqrt  lr min(t / w, sqrt(w / t)); with a factor, lr is factor / sqrt(width w), which is Vaswani et al. 2017,
-                  eq. 3, times the factor: factor width^-0.5 min(t^-0.5, t w^-1.5)
-    plateau       lr times a scale that falls when evaluations no longer find a better loss (:class:`Plateau`)
+    inverse-sqrt  lr min(t / w, sqrt(w / t)); with noam_factor, lr is noam_factor / sqrt(width w), which is Vaswani et
+                  al. 2017, eq. 3, times the factor: factor width^-0.5 min(t^-0.5, t w^-1.5)
+    plateau       lr times a scale that falls when evaluations stop improving (:class:`Plateau`)
     constant      lr
     relative      min(lr, 1 / sqrt(t)) (Shazeer & Stern 2018, Algorithm 5), which Adafactor multiplies by the size of
                   the parameter; there is no warmup
 
-For s < w the rate is lr (s + 1) / (w + 1), but for the last and for inverse-sqrt, whose rise is in its formula.
+For s < w the rate is lr (s + 1) / (w + 1), except for relative and for inverse-sqrt, whose formula contains the rise.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from typing import Any
 from kvad.errors import ConfigError
 from kvad.train.config import OptimConfig, TrainConfig
 
-MIN_IMPROVEMENT = 1e-4  # a loss is better where it is lower by more than this share of the best
+MIN_IMPROVEMENT = 1e-4  # relative decrease that counts as an improvement
 
 
 class Plateau:
-    """A scale, multiplied by ``decrease`` after more than ``patience`` evaluations in a row without a better loss.
+    """Scale that falls after more than ``patience`` evaluations without improvement.
 
-    The rule of ``torch.optim.lr_scheduler.ReduceLROnPlateau`` (relative threshold 1e-4), as plain numbers: ``state`` is
-    all there is to it.
+    The rule of ``torch.optim.lr_scheduler.ReduceLROnPlateau`` (relative threshold 1e-4), as plain numbers; ``state``
+    holds all of it.
     """
 
     def __init__(self, patience: int, decrease: float) -> None:
@@ -41,7 +41,7 @@ class Plateau:
         self.scale, self.best, self.bad = 1.0, math.inf, 0
 
     def observe(self, loss: float) -> None:
-        """After an evaluation; a loss that is no number is no better one."""
+        """Add the loss of an evaluation; NaN is no improvement."""
         if loss < self.best * (1 - MIN_IMPROVEMENT):
             self.best, self.bad = loss, 0
             return
@@ -59,7 +59,11 @@ class Plateau:
 
 
 class Schedule:
-    """``width``: the model's, for a highest rate that is said by ``factor``.  ConfigError where it has none."""
+    """Learning rate of a run; ``width`` is the model's hidden size, for optim.noam_factor.
+
+    Raises:
+        ConfigError: If noam_factor is given and there is no width.
+    """
 
     def __init__(self, config: OptimConfig, train: TrainConfig, width: int | None = None) -> None:
         self._config, self._train = config, train
@@ -72,15 +76,15 @@ class Schedule:
     def _peak(self, width: int | None) -> float:
         if self._config.lr is not None:
             return self._config.lr
-        assert self._config.noam_factor is not None, "OptimConfig has looked"
+        assert self._config.noam_factor is not None, "OptimConfig checked it"
         if width is None:
             raise ConfigError(
-                "optim.noam_factor: what is trained has no width that the rate could follow from", "set lr"
+                "optim.noam_factor: must not be given, the trained module has no hidden size", "Set optim.lr."
             )
         return self._config.noam_factor / math.sqrt(width * self._warmup)
 
     def lr(self, step: int, elapsed: float) -> float:
-        """Of optimizer step ``step`` (from 0), ``elapsed`` seconds into training."""
+        """Return the rate of optimizer step ``step`` (from 0), ``elapsed`` seconds into training."""
         config, train, warmup, lr = self._config, self._train, self._warmup, self.peak
         now = step + 1
         if config.schedule == "relative":
@@ -96,12 +100,12 @@ class Schedule:
         if self.plateau is not None:
             return max(config.min_lr, lr * self.plateau.scale)
         last = train.last_step
-        if config.decay_fraction is not None:  # the share is of the whole run, warmup and all
-            done = max(step / last if last is not None else 0.0, share)
-            fall = min(1.0, max(0.0, (done - (1 - config.decay_fraction)) / config.decay_fraction))
+        if config.decay_fraction is not None:  # a fraction of the whole run, warmup included
+            run_progress = max(step / last if last is not None else 0.0, share)
+            fall = min(1.0, max(0.0, (run_progress - (1 - config.decay_fraction)) / config.decay_fraction))
             return lr - (lr - config.min_lr) * (math.sqrt(fall) if config.decay_form == "sqrt" else fall)
-        through = (step - warmup) / max(1, last - warmup) if last is not None else 0.0
-        ratio = min(1.0, max(0.0, through, share))
+        progress = (step - warmup) / max(1, last - warmup) if last is not None else 0.0
+        ratio = min(1.0, max(0.0, progress, share))
         if config.schedule == "linear":
             return lr + (config.min_lr - lr) * ratio
         return config.min_lr + (lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * ratio))
@@ -116,13 +120,16 @@ def _warmup(config: OptimConfig, train: TrainConfig) -> int:
 def learning_rate(
     config: OptimConfig, train: TrainConfig, step: int, elapsed: float, width: int | None = None
 ) -> float:
-    """Of optimizer step ``step`` (from 0), ``elapsed`` seconds into training; a plateau's before any evaluation."""
+    """Return the rate of a step; for plateau, that before any evaluation."""
     return Schedule(config, train, width).lr(step, elapsed)
 
 
 def schedule_differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """What may change on resume, but not where evaluations decide the rate: as ``config.differences`` says it."""
+    """Return differences that matter on resume only if evaluations decide the rate.
+
+    Formatted as by ``config_differences``.
+    """
     if stored["optim"]["schedule"] != "plateau":
         return []
-    there, here = stored["train"]["eval_every"], wanted["train"]["eval_every"]
+    there, here = stored["train"]["eval_interval"], wanted["train"]["eval_interval"]
     return [] if there == here else [f"train.eval_interval: {there} there, {here} here (optim.schedule = 'plateau')"]

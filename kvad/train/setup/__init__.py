@@ -1,4 +1,4 @@
-"""kvad.train.setup"""
+"""Run file to model, data and objective; checks before training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each objective reads: its corpus, the special tokens that it needs, its data, and how its model generates."""
+"""Corpus, special tokens, dataset and generation settings of each objective."""
 
 from __future__ import annotations
 
@@ -23,21 +23,24 @@ from kvad.train.sources import PairPaths
 _ENCODER = ("pad", "unk", "cls", "sep", "mask")
 _SPECIALS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("seq2seq", sources_lib.pairs.ROLES),
-    ("spans", ("eos", "pad", "unk", *objectives.span_corruption.SENTINELS)),
+    ("span-corruption", ("eos", "pad", "unk", *objectives.span_corruption.SENTINELS)),
     ("chat", ("pad", "unk", *sources_lib.chat.CHATML_TOKENS)),
-    *((kind, _ENCODER) for kind in ("masked", "tag", "classify")),
+    *((kind, _ENCODER) for kind in ("masked-lm", "tag", "classify")),
 )
 
 
 def special_tokens_for(kind: str) -> tuple[str, ...] | None:
-    """Special tokens of a tokenizer that is trained for objective ``kind``; None: the usual ones."""
+    """Return the special tokens of a new tokenizer for an objective; None for defaults."""
     return dict(_SPECIALS).get(kind)
 
 
 @dataclass(frozen=True)
 class FramedDocuments:
-    """Documents that no separator opens: in the tokenizer's own frame ([CLS] x [SEP]), as encoders read them, or
-    ``bare``, as spans are cut out of them."""
+    """Documents that are not opened by a separator.
+
+    They have the tokenizer's own frame ([CLS] x [SEP]), as encoders read them, or, if ``bare``, none, for span
+    corruption.
+    """
 
     documents: sources_lib.documents.DocumentCorpus
     bare: bool
@@ -50,7 +53,7 @@ class FramedDocuments:
         return self.documents.texts()
 
     def pieces(self) -> Iterator[sources_lib.formats.TextPiece]:
-        """Documents whole: a frame stands around all of one."""
+        """Return documents whole, because a frame encloses each of them."""
         return map(sources_lib.formats.TextPiece, self.texts())
 
     def settings(self) -> dict[str, Any]:
@@ -66,17 +69,23 @@ class FramedDocuments:
 def open_examples(
     config: RunConfig, paths: PairPaths, saved: Path | None = None, start: CheckpointHandle | None = None
 ) -> sources_lib.examples.ExampleCorpus[Any]:
-    """The examples of objective tag, classify or chat.  ``saved``: the folder of the run's own checkpoint, whose chat
-    template it goes on in; ``start``: the model that a run begins with.
+    """Open the examples of objective tag, classify or chat.
 
-    Raises DataError naming file and line.
+    Args:
+        config: The run's configuration.
+        paths: Files of examples.
+        saved: Folder of the run's own checkpoint, whose chat template is used if it has one.
+        start: The model that the run starts from.
+
+    Raises:
+        DataError: Names file and line.
     """
-    data, wanted = config.data, config.objective
-    if wanted.kind == "tag":
+    data, objective = config.data, config.objective
+    if objective.kind == "tag":
         return sources_lib.examples.open_tagging(paths, data.encoding_errors, data.validation_fraction)
-    if wanted.kind == "classify":
+    if objective.kind == "classify":
         return sources_lib.examples.open_labeled(
-            paths, data.encoding_errors, data.validation_fraction, wanted.text_field, wanted.label_field
+            paths, data.encoding_errors, data.validation_fraction, objective.text_field, objective.label_field
         )
     return sources_lib.chat.open_chats(
         paths, data.encoding_errors, data.validation_fraction, _template(config, saved, start)
@@ -84,69 +93,86 @@ def open_examples(
 
 
 def _template(config: RunConfig, saved: Path | None, start: CheckpointHandle | None) -> text.chat_template.ChatTemplate:
-    """Of the run that goes on, of the file that is named, of the model that it began with or of the tokenizer's folder,
-    or ChatML."""
-    found = None if saved is None else text.chat_template.ChatTemplate.load(saved)
-    if found is not None:
-        return found
-    wanted, tokenizer = config.objective.chat_template, config.tokenizer.path
-    if wanted is not None:
+    """Return the chat template of run, named file, initial model or tokenizer, or ChatML."""
+    template = None if saved is None else text.chat_template.ChatTemplate.load(saved)
+    if template is not None:
+        return template
+    template_file, tokenizer = config.objective.chat_template, config.tokenizer.path
+    if template_file is not None:
         try:
-            return text.chat_template.ChatTemplate(Path(wanted).read_text("utf-8"))
+            return text.chat_template.ChatTemplate(Path(template_file).read_text("utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"objective.chat_template: cannot read {wanted}: {error}") from error
+            raise ConfigError(f"objective.chat_template: cannot read {template_file}: {error}") from error
     if start is not None:
-        found = text.chat_template.ChatTemplate.load(start.tokenizer_folder)
-        return text.chat_template.ChatTemplate(sources_lib.chat.chatml(start.tokenizer)) if found is None else found
+        template = text.chat_template.ChatTemplate.load(start.tokenizer_folder)
+        return (
+            text.chat_template.ChatTemplate(sources_lib.chat.chatml(start.tokenizer)) if template is None else template
+        )
     if tokenizer is None:
         return text.chat_template.ChatTemplate(sources_lib.chat.CHATML)
-    beside = Path(tokenizer) / data_lib.token_store.TEMPLATE
+    prepared_template = Path(tokenizer) / data_lib.token_store.TEMPLATE
     folder = (
-        beside if data_lib.token_store.is_prepared(Path(tokenizer)) and beside.is_dir() else tokenizer_path(tokenizer)
+        prepared_template
+        if data_lib.token_store.is_prepared(Path(tokenizer)) and prepared_template.is_dir()
+        else tokenizer_path(tokenizer)
     )
-    found = text.chat_template.ChatTemplate.load(folder if folder.is_dir() else folder.parent)
-    if found is None:
+    template = text.chat_template.ChatTemplate.load(folder if folder.is_dir() else folder.parent)
+    if template is None:
         raise ConfigError(
-            f"there is no chat template beside {tokenizer}", "name one: --set objective.chat_template=FILE"
+            f"objective.chat_template: {tokenizer} has no chat template", "Name one: --set objective.chat_template=FILE"
         )
-    return found
+    return template
 
 
 def build_dataset(
-    store: TokenStore, config: RunConfig, tokenizer: Tokenizer, *, held: int = 0, noun: str = ""
+    store: TokenStore, config: RunConfig, tokenizer: Tokenizer, *, num_held_out: int = 0, noun: str = ""
 ) -> TrainingData:
-    """The tokens of a run as an objective other than the next token reads them.  ``held``: of examples, how many of the
-    last ones are for validation; ``noun``: what one is called.
+    """Build the dataset of an objective other than next-token and seq2seq.
 
-    DataError where they are too few, or of another tokenizer than the objective needs."""
-    wanted, train = config.objective, config.train
+    Args:
+        store: The run's tokens.
+        config: The run's configuration.
+        tokenizer: Made the tokens.
+        num_held_out: Number of examples at the end that are for validation.
+        noun: Noun for one example.
+
+    Raises:
+        DataError: If there are too few tokens, or the tokenizer lacks a special token.
+    """
+    objective, train = config.objective, config.train
     rows = train.batch_size * train.gradient_accumulation_steps
-    if wanted.kind in EXAMPLE_OBJECTIVES:
-        data = data_lib.example_dataset.ExampleDataset(store, config, held, tokenizer.special_tokens.pad or 0, noun)
+    if objective.kind in EXAMPLE_OBJECTIVES:
+        data = data_lib.example_dataset.ExampleDataset(
+            store, config, num_held_out, tokenizer.special_tokens.pad or 0, noun
+        )
         return (
-            objectives.masked_lm.InputMaskingDataset(data, tokenizer, wanted.input_mask_ratio, train.seed, rows)
-            if wanted.input_mask_ratio
+            objectives.masked_lm.InputMaskingDataset(data, tokenizer, objective.input_mask_ratio, train.seed, rows)
+            if objective.input_mask_ratio
             else data
         )
-    if wanted.kind == "masked":
+    if objective.kind == "masked-lm":
         objectives.masked_lm.require_mask_token(tokenizer)
         return objectives.masked_lm.MaskedLMDataset(
-            data_lib.document_dataset.DocumentDataset(store, config), tokenizer, wanted.noise_density, train.seed, rows
+            data_lib.document_dataset.DocumentDataset(store, config),
+            tokenizer,
+            objective.noise_density,
+            train.seed,
+            rows,
         )
-    assert wanted.kind == "spans", wanted.kind
-    raw = objectives.span_corruption.max_raw_length(config.data.seq_len, wanted)
+    assert objective.kind == "span-corruption", objective.kind
+    raw = objectives.span_corruption.max_raw_length(config.data.seq_len, objective)
     documents = data_lib.document_dataset.DocumentDataset(
         store, replace(config, data=replace(config.data, seq_len=raw))
     )
     return objectives.span_corruption.SpanCorruptionDataset(
-        documents, tokenizer, wanted, context=config.data.seq_len, raw=raw, seed=train.seed, step_rows=rows
+        documents, tokenizer, objective, context=config.data.seq_len, raw=raw, seed=train.seed, step_rows=rows
     )
 
 
 def generation_config_for(data: TrainingData, tokenizer: Tokenizer) -> GenerationConfig:
-    """What a checkpoint says about generating."""
+    """Return the generation settings stored in the run's checkpoints."""
     if isinstance(data, objectives.span_corruption.SpanCorruptionDataset):
-        return objectives.span_corruption.span_generation_config(data.speech)
+        return objectives.span_corruption.span_generation_config(data.special_tokens)
     if (
         isinstance(data, data_lib.example_dataset.ExampleDataset)
         and (end := data.turn_end()) in tokenizer.special_tokens.names().values()

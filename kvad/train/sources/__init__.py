@@ -1,4 +1,4 @@
-"""kvad.train.sources"""
+"""Sources: files read as documents, pairs, conversations and examples."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Conversations, of which only what the assistant says is learned: JSONL files of ``{"messages": [...]}``.
+"""Conversations whose assistant turns are learned: JSONL files of ``{"messages": [...]}``.
 
-A conversation becomes text by the model's chat template, as it will be when somebody talks to the model.  Where the
-assistant speaks, the template says (``{% generation %}``), or it is found by rendering: turn i is what the first i + 1
-messages add to the first i and the generation prompt::
+A conversation becomes text by the model's chat template, as at inference. The template marks the assistant's text
+(``{% generation %}``), or it is found by rendering: turn i is what the first i + 1 messages add to the first i and the
+generation prompt::
 
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n   Hello<|im_end|>   \\n
-    read                                                      said             read
+    input                                                     target           input
 
-So a turn begins where generation will, and ends with the token that ends generation; blanks that the template puts
-after it are read.  Each part is encoded by itself, as the prompt will be: no token has parts of both.  No torch.
+So a turn begins where generation will begin, and ends with the token that ends generation; blanks that the template
+adds after it are input. Each part is encoded separately, as the prompt will be, so no token spans two parts. No torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvad.train.sources.columns import EncodedColumns
 from kvad.train.sources.examples import Example, ExampleCorpus, read_json_objects, scan_examples
 from kvad.train.sources.pairs import PairPaths
 
-ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # of special tokens that a template may name
+ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # special tokens that a template may name
 SPECIAL_TOKENS_COMMENT = "{# the template, behind what a special token is #}"
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHATML = (
@@ -36,12 +36,16 @@ CHATML = (
 
 
 class Conversation(NamedTuple):
+    """Messages and tools of one conversation."""
+
     messages: list[Mapping[str, Any]]
     tools: list[Mapping[str, Any]] | None
 
 
 @dataclass(frozen=True)
 class ChatCorpus(ExampleCorpus[Conversation]):
+    """Conversations rendered by a chat template."""
+
     template: text_lib.chat_template.ChatTemplate
 
     noun = "conversation"
@@ -72,23 +76,25 @@ class ChatCorpus(ExampleCorpus[Conversation]):
         return {**super().settings(), "template": sources}
 
     def template_files(self, tokenizer: Tokenizer) -> dict[str, str]:
-        """The template as files of a checkpoint, by name.  What it says of special tokens is set in it, so that it
-        writes the same whatever else a folder says of them."""
-        found, known = {}, with_tokenizer_specials(self.template, tokenizer).specials
+        """Return the template as checkpoint files by name.
+
+        Special tokens are set in it, so that it renders the same next to any other settings.
+        """
+        files, specials = {}, with_tokenizer_specials(self.template, tokenizer).specials
         for name, source in self.template.templates.items():
-            values = {f"{role}_token": known.get(f"{role}_token", "") for role in ROLES}
-            said = "".join(f"{{% set {key} = {json.dumps(text)} %}}" for key, text in values.items() if key in source)
+            values = {f"{role}_token": specials.get(f"{role}_token", "") for role in ROLES}
+            prefix = "".join(f"{{% set {key} = {json.dumps(text)} %}}" for key, text in values.items() if key in source)
             path = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
-            found[path] = (
-                source if SPECIAL_TOKENS_COMMENT in source or not said else said + SPECIAL_TOKENS_COMMENT + source
+            files[path] = (
+                source if SPECIAL_TOKENS_COMMENT in source or not prefix else prefix + SPECIAL_TOKENS_COMMENT + source
             )
-        return found
+        return files
 
 
 def with_tokenizer_specials(
     template: text_lib.chat_template.ChatTemplate, tokenizer: Tokenizer
 ) -> text_lib.chat_template.ChatTemplate:
-    """The template with the special tokens of a tokenizer, where nothing else was said of them."""
+    """Return the template with a tokenizer's special tokens where it has none of its own."""
     names = {token: name for name, token in tokenizer.special_tokens.names().items()}
     tokens = ((role, getattr(tokenizer.special_tokens, role)) for role in ROLES)
     roles = {f"{role}_token": names[token] for role, token in tokens if token in names}
@@ -96,7 +102,10 @@ def with_tokenizer_specials(
 
 
 def chatml(tokenizer: Tokenizer | None) -> str:
-    """ChatML for a tokenizer that there is: without a token of its own, a turn ends with the one that ends a text."""
+    """Return ChatML for a tokenizer.
+
+    If it has no <|im_end|>, a turn ends with the token that ends a text.
+    """
     if tokenizer is None or CHATML_TOKENS[1] in tokenizer.special_tokens.names():
         return CHATML
     specials = tokenizer.special_tokens
@@ -108,25 +117,30 @@ def chatml(tokenizer: Tokenizer | None) -> str:
 def open_chats(
     paths: PairPaths, errors: str, validation: float, template: text_lib.chat_template.ChatTemplate
 ) -> ChatCorpus:
-    """Raises DataError naming file and line for what is no conversation."""
-    found = scan_examples(paths, lambda path: _conversations(path, errors), ChatCorpus.noun, validation)
-    return ChatCorpus(found, errors, template)
+    """Open conversations; DataErrors name file and line."""
+    split = scan_examples(paths, lambda path: _conversations(path, errors), ChatCorpus.noun, validation)
+    return ChatCorpus(split, errors, template)
 
 
-# ---------------------------------------------------------------- who says what
+# ---------------------------------------------------------------- rendering
 
 
 def render_with_spans(
-    template: text_lib.chat_template.ChatTemplate, talk: Conversation, specials: Iterable[str]
+    template: text_lib.chat_template.ChatTemplate, conversation: Conversation, specials: Iterable[str]
 ) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """The text of a conversation, and the character ranges [start, end) that the assistant says, in order.
+    """Return a conversation's text and the character ranges [start, end) of the assistant.
 
-    ``specials``: names of special tokens; blanks behind the one that ends a turn are not said.  Raises
-    ChatTemplateError for a template that does not add its messages one after the other.
+    Args:
+        template: The chat template.
+        conversation: The conversation.
+        specials: Names of special tokens; blanks after the one that ends a turn are not in its range.
+
+    Raises:
+        ChatTemplateError: If the template does not append messages one after the other.
     """
-    messages, tools = talk
+    messages, tools = conversation
 
-    def text_of(count: int, *, prompt: bool = False) -> str:
+    def render_prefix(count: int, *, prompt: bool = False) -> str:
         return template.render(messages[:count], tools=tools, generation_prompt=prompt).text
 
     rendered = template.render(messages, tools=tools)
@@ -137,61 +151,64 @@ def render_with_spans(
         if message.get("role") != "assistant":
             continue
         if not number:
+            raise ChatTemplateError("messages[0] is the assistant's and has no prompt", "Begin with another role.")
+        before, after = render_prefix(number, prompt=True), render_prefix(number + 1)
+        if not after.startswith(before) or not rendered.text.startswith(after):
             raise ChatTemplateError(
-                "messages[0] is the assistant's, and there is no prompt before it", "begin otherwise"
+                f"messages[{number}]: the chat template does not render it as a prompt and its answer",
+                "Put {% generation %} ... {% endgeneration %} around the assistant's text.",
             )
-        before, through = text_of(number, prompt=True), text_of(number + 1)
-        if not through.startswith(before) or not rendered.text.startswith(through):
-            raise ChatTemplateError(
-                f"messages[{number}]: the chat template writes it otherwise than a prompt and its answer",
-                "put {% generation %} ... {% endgeneration %} around what the assistant says",
-            )
-        bare = through.rstrip()
-        spans.append((len(before), len(bare) if bare.endswith(names) and len(bare) > len(before) else len(through)))
+        stripped = after.rstrip()
+        spans.append(
+            (len(before), len(stripped) if stripped.endswith(names) and len(stripped) > len(before) else len(after))
+        )
     return rendered.text, tuple(spans)
 
 
 def encode_with_mask(tokenizer: Tokenizer, text: str, spans: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """The ids of a text, and 1 for each that lies in a span.
+    """Return the ids of a text, and 1 for each id in a span.
 
-    Every part is encoded by itself.  Where that would be another text (SentencePiece puts a space before each), the
-    whole is, and DataError is raised where a token reaches over a boundary.
+    Each part is encoded separately. If that changes the text (SentencePiece adds a space to each), the whole text is
+    encoded.
+
+    Raises:
+        DataError: If a token spans a boundary.
     """
     parts, at = list[tuple[str, int]](), 0
     for start, end in spans:
         parts += [(text[at:start], 0), (text[start:end], 1)]
         at = end
-    parts = [(part, own) for part, own in [*parts, (text[at:], 0)] if part]
+    parts = [(part, flag) for part, flag in [*parts, (text[at:], 0)] if part]
     pieces = tokenizer.encode_batch((part for part, _ in parts), specials=True)
     ids = [token for piece in pieces for token in piece]
-    whole = tokenizer.encode(text, specials=True)
-    if ids == whole or _text(tokenizer, ids) == _text(tokenizer, whole):
-        return ids, [own for (_, own), piece in zip(parts, pieces, strict=True) for _ in piece]
-    return whole, _aligned(tokenizer, whole, parts)
+    whole_ids = tokenizer.encode(text, specials=True)
+    if ids == whole_ids or _text(tokenizer, ids) == _text(tokenizer, whole_ids):
+        return ids, [flag for (_, flag), piece in zip(parts, pieces, strict=True) for _ in piece]
+    return whole_ids, _aligned_mask(tokenizer, whole_ids, parts)
 
 
 def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_specials=False)
 
 
-def _aligned(tokenizer: Tokenizer, ids: list[int], parts: list[tuple[str, int]]) -> list[int]:
-    """1 for each token in a span, by the bytes that tokens add to the text."""
-    joiner = tokenizer.incremental_decoder(skip_specials=False)
-    sizes = [len(joiner(token)) for token in ids]
+def _aligned_mask(tokenizer: Tokenizer, ids: list[int], parts: list[tuple[str, int]]) -> list[int]:
+    """Return 1 for each token in a span, by the bytes that tokens add to the text."""
+    decoder = tokenizer.incremental_decoder(skip_specials=False)
+    sizes = [len(decoder(token)) for token in ids]
     mask, token = list[int](), 0
-    for part, own in parts:
+    for part, flag in parts:
         left = len(part.encode())
         while token < len(ids) and sizes[token] <= left and (left or not sizes[token]):
             left -= sizes[token]
-            mask.append(own)
+            mask.append(flag)
             token += 1
         if left:
             raise DataError(
-                "a token of this tokenizer reaches from the prompt into what the assistant says",
-                "a template whose turns begin behind a special token or a line break would keep them apart",
+                "a token of this tokenizer spans the prompt and the assistant's text",
+                "Use a template whose turns begin after a special token or a line break.",
             )
     if token != len(ids):
-        raise DataError("this tokenizer does not decode a conversation to its own text, so no mask would be exact")
+        raise DataError("this tokenizer does not decode a conversation to its text, so no mask is exact")
     return mask
 
 
@@ -204,13 +221,13 @@ def _conversations(path: Path, errors: str) -> Iterator[Example[Conversation] | 
         if not isinstance(messages, list) or not messages:
             raise DataError(
                 f'{path}, line {number}: a conversation is {{"messages": [...]}}',
-                "each message has a role and a content",
+                "Each message has a role and a content.",
             )
-        for place, message in enumerate(messages):
+        for index, message in enumerate(messages):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise DataError(f"{path}, line {number}: messages[{place}] has no role")
+                raise DataError(f"{path}, line {number}: messages[{index}] has no role")
             if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-                raise DataError(f"{path}, line {number}: messages[{place}] has no content")
+                raise DataError(f"{path}, line {number}: messages[{index}] has no content")
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             raise DataError(f"{path}, line {number}: tools must be a list of objects")
         answers = any(message["role"] == "assistant" for message in messages)

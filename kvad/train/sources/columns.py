@@ -1,11 +1,11 @@
-"""Columns of a store: a value for every token, in a file of its own beside the tokens.
+"""Columns of a token store: a value for every token, in separate files.
 
-``labels.bin`` holds the label of each token (int32, -1: none), ``mask.bin`` whether it is one to learn to say (uint8);
-value i belongs to token i of the stream, whichever shard holds it.  A manifest names them with their types::
+``labels.bin`` holds the label of each token (int32, -1: none), ``mask.bin`` whether it is a target (uint8); value i
+belongs to token i of the stream, in whichever shard it is. The manifest names columns and types::
 
     tokens    5  9  2  7  7  3        labels   0  -1   3   3  -1   1        "columns": {"labels": "int32"}
 
-What makes such a store is a :class:`Columned` corpus: it gives the ids of its texts itself.  No torch.
+Such stores come from a :class:`HasColumns` corpus, which encodes its texts itself. No torch.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ import numpy.typing as npt
 from kvad.text import Tokenizer
 from kvad.train.sources.documents import Progress
 
-EncodedColumns = tuple[list[int], Mapping[str, list[int]]]  # the ids of a text, and a value of each by column
+EncodedColumns = tuple[list[int], Mapping[str, list[int]]]  # ids of a text, and their values by column
 
 
 @runtime_checkable
 class HasColumns(Protocol):
-    """A corpus that knows more of a token than its id: ``columns`` says what, and as which numpy type."""
+    """Corpus with values for every token; ``columns`` maps names to numpy types."""
 
     @property
     def columns(self) -> Mapping[str, str]: ...
 
     def encoded(self, tokenizer: Tokenizer, progress: Progress) -> Iterator[EncodedColumns]:
-        """Every text, as the model is to read it."""
+        """Yield every text as the model reads it."""
         ...
 
 
 class ColumnFiles:
-    """The columns of a store, by name."""
+    """Columns of a store by name."""
 
     def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
         names: Mapping[str, str] = manifest.get("columns", {})
         self._maps = {name: np.memmap(folder / f"{name}.bin", np.dtype(kind), "r") for name, kind in names.items()}
 
     def take(self, name: str, at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Values at stream positions ``at``, any shape, of the column ``name``."""
-        found: npt.NDArray[np.int64] = self._maps[name][at].astype(np.int64)
-        return found
+        """Return the values of column ``name`` at stream positions ``at``, any shape."""
+        values: npt.NDArray[np.int64] = self._maps[name][at].astype(np.int64)
+        return values
 
 
 def column_sizes(manifest: Mapping[str, Any]) -> dict[str, int]:
-    """The files of the columns that a manifest names, and the bytes that each should have: a value for every token."""
+    """Return the expected size in bytes of every column file."""
     columns = manifest.get("columns", {}).items()
     return {f"{name}.bin": np.dtype(kind).itemsize * manifest["tokens"] for name, kind in columns}
 
 
 def check_column_files(folder: Path, manifest: Mapping[str, Any]) -> bool:
-    """Whether every column that the manifest names has a value for every token."""
+    """Return True if every column of the manifest has a value for every token."""
     return all((folder / name).stat().st_size == size for name, size in column_sizes(manifest).items())
 
 
 def write_columns(folder: Path, columns: Mapping[str, str], texts: Iterable[EncodedColumns]) -> Iterator[list[int]]:
-    """The ids of each text, whose columns are written on the way."""
+    """Write the columns of texts and yield the ids of each text."""
     with ExitStack() as stack:
         files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in columns}
         for ids, values in texts:

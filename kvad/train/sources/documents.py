@@ -1,8 +1,8 @@
-"""Files and folders -> documents, one per file, per line or per JSON object, in a fixed order.
+"""Documents from files and folders: one per file, line or JSON object, in a fixed order.
 
-A folder is read recursively, its files sorted by path; hidden ones are left out, and so are binary and empty ones,
-unless they were named.  A file is text if it begins without a zero byte; it must be UTF-8, or ``errors="replace"`` puts
-U+FFFD for what is not.  How a file is read is ``readers.py``'s; nothing is kept in memory but a piece of a document.
+A folder is read recursively, its files sorted by path; hidden files are skipped, and so are binary and empty ones
+unless they were named. A file is text if its beginning has no zero byte; it must be UTF-8, or ``errors="replace"``
+substitutes U+FFFD. Formats are in ``formats.py``; only one piece of a document is in memory at a time.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ from kvad.train.sources.formats import (
     read_blocks,
 )
 
-FrameFn = Callable[[int, list[int]], list[int]]  # (number of a text, its ids) -> the ids with what stands around them
-Progress = Callable[[int, int], None]  # (characters read, tokens made of them), in all
+FrameFn = Callable[[int, list[int]], list[int]]  # (index of a text, its ids) -> framed ids
+Progress = Callable[[int, int], None]  # (characters read, tokens made), in total
 
-PROBE_BYTES = 8192  # a zero byte among the first ones: not text
+PROBE_BYTES = 8192  # a zero byte within these means binary
 
 
 @dataclass(frozen=True)
 class CorpusFile:
-    """A file of documents: ``name`` is its path under what was named; ``sha256`` of its bytes as they lie ("" in a
-    stream, whose files are told by name and size)."""
+    """File of documents."""
 
     path: Path
-    name: str
+    name: str  # relative to the named path
     num_bytes: int
-    sha256: str
+    sha256: str  # of the raw bytes; "" for streams, which compare names and sizes
 
     def manifest_entry(self) -> dict[str, Any]:
         return {"name": self.name, "bytes": self.num_bytes, "sha256": self.sha256}
@@ -48,65 +47,67 @@ class CorpusFile:
 
 @dataclass(frozen=True)
 class DocumentCorpus:
-    """``skipped``: binary and empty files of the folders that were named.  ``lines``: every line that is not empty is
-    a document, not every file.  ``format``, ``field``: as ``readers.py`` has them."""
+    """Documents of the named files and folders."""
 
     sources: tuple[CorpusFile, ...]
-    skipped: int
-    errors: str
-    one_per_line: bool = False
+    skipped: int  # binary and empty files of named folders
+    errors: str  # "strict" or "replace"
+    one_per_line: bool = False  # every non-empty line is a document
     format: str = "auto"
-    field: str = "text"
+    field: str = "text"  # of JSON objects
 
     @property
     def num_bytes(self) -> int:
         return sum(source.num_bytes for source in self.sources)
 
     def texts(self) -> Iterator[str]:
-        """The documents in order; may be called again.  Raises DataError naming file and line."""
-        held: list[str] = []
+        """Yield the documents in order; may be called repeatedly. DataErrors name file and line."""
+        parts: list[str] = []
         for piece in self.pieces():
-            held.append(piece.text)
+            parts.append(piece.text)
             if piece.closes:
-                yield "".join(held)
-                held = []
+                yield "".join(parts)
+                parts = []
 
     def pieces(self) -> Iterator[TextPiece]:
-        """The documents in order, long ones in pieces."""
-        how = ReadOptions(self.errors, self.field)
+        """Yield the documents in order, long ones in pieces."""
+        options = ReadOptions(self.errors, self.field)
         for source in self.sources:
-            yield from FORMATS[self._file_format(source.path)](source.path, how)
+            yield from FORMATS[self._file_format(source.path)](source.path, options)
 
     def settings(self) -> dict[str, Any]:
-        """What decides the texts, and how they are framed."""
-        found: dict[str, Any] = {"errors": self.errors, "sources": [source.manifest_entry() for source in self.sources]}
+        """Return everything that determines the texts and their framing."""
+        settings: dict[str, Any] = {
+            "errors": self.errors,
+            "sources": [source.manifest_entry() for source in self.sources],
+        }
         if self.one_per_line:
-            found["documents"] = "lines"
+            settings["documents"] = "lines"
         formats = {self._file_format(source.path) for source in self.sources} - {"text", "lines"}
         if formats:
-            found |= {"formats": sorted(formats), "field": self.field}
-        return found
+            settings |= {"formats": sorted(formats), "field": self.field}
+        return settings
 
     @property
     def whole_files(self) -> bool:
-        """Whether every file is one document."""
+        """True if every file is one document."""
         return all(self._file_format(source.path) == "text" for source in self.sources)
 
     def _file_format(self, path: Path) -> str:
-        found = detect_format(path, self.format)
-        return "lines" if self.one_per_line and found == "text" else found
+        file_format = detect_format(path, self.format)
+        return "lines" if self.one_per_line and file_format == "text" else file_format
 
     def framer(self, tokenizer: Tokenizer) -> FrameFn:
-        """Every document is opened by the separator.  Raises DataError for a tokenizer that has none."""
+        """Return a function that opens documents by the separator; raise DataError if there is none."""
         separator = tokenizer.special_tokens.separator
         if separator is None:
             raise DataError(
-                "this tokenizer has no token that opens a document", "train one here, or give it <|endofdoc|>"
+                "this tokenizer has no token that opens a document", "Train a tokenizer, or add <|endofdoc|>."
             )
         return lambda _number, ids: [separator, *ids]
 
     def summary(self) -> str:
-        """One line about it."""
+        """Return one line about the corpus."""
         skipped = f"; {format_count(self.skipped, 'binary or empty one')} left out" if self.skipped else ""
         return f"corpus: {format_count(len(self.sources), 'file')}, {self.num_bytes / 1e6:,.1f} MB{skipped}"
 
@@ -121,28 +122,31 @@ def open_corpus(
     field: str = "text",
     hashed: bool = True,
 ) -> DocumentCorpus:
-    """Find the files and hash them (``hashed``: else their beginnings are looked at).
+    """Find the files and hash them; if ``hashed`` is false, only their beginnings are read.
 
-    Raises DataError for a path that is missing, unreadable, binary or empty, and for a corpus without text.
+    Raises:
+        DataError: If a path is missing, unreadable, binary or empty, or the corpus has no text.
     """
     if not paths:
-        raise DataError("no corpus was named", "name text files or folders")
-    assert format == "auto" or format in FORMATS, "pairs are read by pairs.py"
+        raise DataError("no corpus was named", "Name text files or folders.")
+    assert format == "auto" or format in FORMATS, "pairs.py reads pairs"
     sources, skipped = [], 0
     for named in paths:
         for path in _files(named, suffixes):
-            if (found := _probe_file(path, hashed)).wrong:
+            if (probe := _probe_file(path, hashed)).problem:
                 if path == named:
-                    raise DataError(f"{path} {found.wrong}", found.hint)
+                    raise DataError(f"{path} {probe.problem}", probe.hint)
                 skipped += 1
                 continue
             name = path.name if path == named else f"{named.name}/{path.relative_to(named).as_posix()}"
-            sources.append(CorpusFile(path, name, found.num_bytes, found.sha256))
+            sources.append(CorpusFile(path, name, probe.num_bytes, probe.sha256))
     if not sources:
         which = f" ending in {', '.join(suffixes)}" if suffixes else ""
         where = ", ".join(map(str, paths))
         hint = (
-            "--suffix says which files; leave it out for all text" if suffixes else "name text files, or their folder"
+            "Select files with --suffix, or leave it out for all text."
+            if suffixes
+            else "Name text files, or their folder."
         )
         raise DataError(
             f"no text files{which} in {where}",
@@ -155,16 +159,16 @@ def open_corpus(
 
 
 class _FileProbe(NamedTuple):
-    """``wrong``: why a file is not text, and a ``hint``; else empty."""
+    """Result of reading a file's beginning; ``problem`` says why it is not text, else ""."""
 
     num_bytes: int
     sha256: str
-    wrong: str = ""
+    problem: str = ""
     hint: str = ""
 
 
 def _probe_file(path: Path, hashed: bool) -> _FileProbe:
-    """Read once: the beginning, as text, until it says something, and all of it where it is hashed."""
+    """Read the beginning up to the first text, and the whole file if it is hashed."""
     with open_decompressed(path) as file:
         first = file.read(PROBE_BYTES)
         if b"\0" in first:
@@ -172,7 +176,7 @@ def _probe_file(path: Path, hashed: bool) -> _FileProbe:
         while first and not first.strip():
             first = file.read(1 << 20)
     if not first:
-        return _FileProbe(0, "", "is empty", "a corpus needs text")
+        return _FileProbe(0, "", "is empty", "A corpus needs text.")
     try:
         if not hashed:
             return _FileProbe(path.stat().st_size, "")
@@ -183,12 +187,12 @@ def _probe_file(path: Path, hashed: bool) -> _FileProbe:
 
 
 def read_document(path: Path, errors: str = "strict") -> str:
-    """A file's text without its byte order mark.  Raises DataError naming file and byte."""
+    """Return a file's text without its byte order mark; DataErrors name file and byte."""
     return "".join(read_blocks(path, errors))
 
 
 def _suggest_file(missing: Path) -> str:
-    """A hint: the name beside it that is like it, or where it was looked for."""
+    """Return a hint: a similar name, or the absolute path."""
     close = suggest_path(missing)
     return f"looked for {missing.absolute()}" if close is None else f"did you mean {str(close)!r}?"
 
@@ -207,6 +211,6 @@ def _files(named: Path, suffixes: Sequence[str]) -> Iterator[Path]:
         inner[:] = sorted(name for name in inner if not name.startswith("."))
         for name in sorted(names):
             path = Path(folder, name)
-            wanted = not suffixes or path.suffix in suffixes or bare_suffix(path) in suffixes
-            if wanted and not name.startswith(".") and path.is_file():
+            is_selected = not suffixes or path.suffix in suffixes or bare_suffix(path) in suffixes
+            if is_selected and not name.startswith(".") and path.is_file():
                 yield path

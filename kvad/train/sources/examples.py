@@ -1,25 +1,21 @@
-"""Files of examples: one text and what is to be said of it, again and again.  What their readers have in common.
+"""Examples: tagged sentences and labeled texts from files; the common part of their readers.
 
-The last examples are held out: those of the files that were named for it, or a share of all.  Of a share, an example
-that has a label which no example before it has stays in training, behind the others there.  No torch.
+The last examples are held out: those of named validation files, or a fraction of all. Of a fraction, an example whose
+label no earlier example has stays in training, after the others there. No torch.
 
-Tagging files: a word and its tag on every line, a blank line between sentences.
+Tagging files: a word and its tag on every line, a blank line between sentences::
 
-::
-
-    Angela<tab>PROPN        words as they stand between spaces: "Angela spoke"
+    Angela<tab>PROPN        words separated by spaces: "Angela spoke"
     spoke<tab>VERB
-                            the sentence is over
+                            end of the sentence
 
-A word may become several tokens; its first one carries the tag, the others none (as Devlin et al. 2018, sec. 5.3, and
-as ``kvad tag`` reads them).  A sentence is encoded word by word, each with the space before it, so that no token has
-parts of two words.  No torch.
+A word may become several tokens; its first one has the tag, the others none (as in Devlin et al. 2018, sec. 5.3, and as
+``kvad tag`` reads them). A sentence is encoded word by word, each with the space before it, so that no token spans two
+words.
 
-Labelled texts: what a model is to say of a whole text, one on every line.
-
-A file of JSON lines (by its name, ``readers.py``) has objects with a text and a label (a text or a whole number), under
-the names that ``[objective]`` gives; any other file has lines of ``LABEL<tab>TEXT``.  An empty text is left out and
-counted.  The label lies on the text's first token.  No torch.
+Labeled texts: one label per text, one text per line. A file of JSON lines (by its name, ``formats.py``) has objects
+with a text and a label (text or integer) in the fields that ``[objective]`` names; any other file has lines of
+``LABEL<tab>TEXT``. Empty texts are skipped and counted. The label belongs to the text's first token.
 """
 
 from __future__ import annotations
@@ -39,38 +35,36 @@ from kvad.train.sources.documents import CorpusFile, FrameFn, Progress
 from kvad.train.sources.formats import TextPiece, detect_format, read_lines
 from kvad.train.sources.pairs import PairPaths, source_info
 
-TEXT = -7  # stands for a text: no token has this id
-ENCODE_BATCH = 1024  # examples that are encoded at a time
+TEXT = -7  # placeholder of a text; no token has this id
+ENCODE_BATCH = 1024  # examples encoded at a time
 
 T = TypeVar("T")
 
 
 class Example(NamedTuple, Generic[T]):
-    """``content`` as it was read, and the line that it begins at."""
+    """Content of an example and its first line."""
 
     line: int
     content: T
 
 
-ExampleReader = Callable[[Path], Iterator[Example[T] | None]]  # None: nothing to learn from, and left out
+ExampleReader = Callable[[Path], Iterator[Example[T] | None]]  # None: skipped example without a target
 
 
 class ExampleSplit(NamedTuple):
-    """What is in the files: examples in all, those held out (the last ones; ``files_held``: they are files of their
-    own), and those left out.  ``kept``: numbers, in the order of the files and from 0, of those that lie among the ones
-    held out and are not."""
+    """Counts of a scan over files, and the validation split."""
 
     files: tuple[CorpusFile, ...]
     num_texts: int
-    num_held_out: int
+    num_held_out: int  # the last ones
     skipped: int
-    held_out_files: bool = False
-    train_files: tuple[int, ...] = ()
+    held_out_files: bool = False  # the held-out examples have their own files
+    train_files: tuple[int, ...] = ()  # indices within the held-out range that stay in training
 
 
 @dataclass(frozen=True)
 class ExampleCorpus(ABC, Generic[T]):
-    """``found``: what was counted; ``read`` gives a file's examples again."""
+    """Examples of files; ``read`` reads a file's examples again."""
 
     found: ExampleSplit
     errors: str
@@ -88,37 +82,39 @@ class ExampleCorpus(ABC, Generic[T]):
 
     @abstractmethod
     def read(self, path: Path) -> Iterator[Example[T] | None]:
-        """The examples of a file, in order.  Raises DataError naming file and line."""
+        """Yield the examples of a file, in order; DataErrors name file and line."""
 
     @abstractmethod
     def tokenizer_texts(self, content: T) -> Iterable[str]:
-        """What a tokenizer is to be trained on."""
+        """Return the texts that a tokenizer is trained on."""
 
     @abstractmethod
     def encode_batch(self, tokenizer: Tokenizer, many: list[tuple[Path, Example[T]]]) -> Iterator[EncodedColumns]: ...
 
     def examples(self) -> Iterator[tuple[Path, Example[T]]]:
-        """In the order of the files, but those that are ``kept`` stand before all that are held out."""
-        kept = set(self.found.train_files)
-        if not kept:
-            yield from self._file_index()
+        """Yield examples in file order, held-out ones last."""
+        training = set(self.found.train_files)
+        if not training:
+            yield from self._in_file_order()
             return
         first = self._first
-        yield from (each for number, each in enumerate(self._file_index()) if number < first or number in kept)
-        yield from (each for number, each in enumerate(self._file_index()) if number >= first and number not in kept)
+        yield from (item for index, item in enumerate(self._in_file_order()) if index < first or index in training)
+        yield from (
+            item for index, item in enumerate(self._in_file_order()) if index >= first and index not in training
+        )
 
-    def file_index(self, place: int) -> int:
-        """The number in the files, from 0, of the training example that stands at ``place``."""
-        return place if place < self._first else self.found.train_files[place - self._first]
+    def file_index(self, index: int) -> int:
+        """Return the index in the files of training example ``index``."""
+        return index if index < self._first else self.found.train_files[index - self._first]
 
     @property
     def _first(self) -> int:
-        """The number in the files of the first one of those held out, and of those kept from among them."""
+        """Index in the files of the first example of the held-out range."""
         return self.found.num_texts - self.num_held_out - len(self.found.train_files)
 
-    def _file_index(self) -> Iterator[tuple[Path, Example[T]]]:
+    def _in_file_order(self) -> Iterator[tuple[Path, Example[T]]]:
         for source in self.found.files:
-            yield from ((source.path, each) for each in self.read(source.path) if each is not None)
+            yield from ((source.path, example) for example in self.read(source.path) if example is not None)
 
     def texts(self) -> Iterator[str]:
         for _, example in self.examples():
@@ -130,8 +126,8 @@ class ExampleCorpus(ABC, Generic[T]):
     def encoded(
         self, tokenizer: Tokenizer, progress: Progress = lambda chars, tokens: None
     ) -> Iterator[EncodedColumns]:
-        every, chars, tokens = self.examples(), 0, 0
-        while many := list(islice(every, ENCODE_BATCH)):
+        examples, chars, tokens = self.examples(), 0, 0
+        while many := list(islice(examples, ENCODE_BATCH)):
             for text in self.encode_batch(tokenizer, many):
                 tokens += len(text[0])
                 yield text
@@ -139,51 +135,61 @@ class ExampleCorpus(ABC, Generic[T]):
             progress(chars, tokens)
 
     def framer(self, tokenizer: Tokenizer) -> FrameFn:
-        """Texts stand in the tokenizer's frame, as the model will read them."""
+        """Return the tokenizer's frame, in which the model reads texts."""
         return lambda _number, ids: tokenizer.add_special_tokens(ids)
 
     def settings(self) -> dict[str, Any]:
-        """What decides the texts, and how they are framed."""
+        """Return everything that determines the texts and their framing."""
         sources = [source.manifest_entry() for source in self.sources]
-        kept = {"kept": list(self.found.train_files)} if self.found.train_files else {}
-        return {"errors": self.errors, "sources": sources, self.noun: {"held": self.num_held_out, **kept}}
+        training = {"kept": list(self.found.train_files)} if self.found.train_files else {}
+        return {"errors": self.errors, "sources": sources, self.noun: {"held": self.num_held_out, **training}}
 
     def summary(self) -> str:
-        """One line about it."""
+        """Return one line about the corpus."""
         num_bytes = sum(source.num_bytes for source in self.sources)
         skipped = f"; {format_count(self.found.skipped, 'empty one')} left out" if self.found.skipped else ""
-        files, kept = format_count(len(self.sources), "file"), len(self.found.train_files)
-        rare = f"; {format_count(kept, self.noun)} of that share stay{'s' * (kept == 1)} in training, for a rare label"
+        files, num_rare = format_count(len(self.sources), "file"), len(self.found.train_files)
+        rare = (
+            f"; {format_count(num_rare, self.noun)} of them stay{'s' * (num_rare == 1)} in training, for a rare label"
+        )
         return (
             f"corpus: {format_count(self.found.num_texts, self.noun)} in {files}, {num_bytes / 1e6:,.1f} MB, "
-            f"{self.num_held_out:,} of them for validation{rare if kept else ''}{skipped}"
+            f"{self.num_held_out:,} of them for validation{rare if num_rare else ''}{skipped}"
         )
 
 
 def scan_examples(paths: PairPaths, read: ExampleReader[Any], noun: str, validation: float) -> ExampleSplit:
-    """Read every line once and hash the files.  ``validation``: the share held out where no files are.
+    """Read every line once and hash the files.
 
-    Raises DataError for what cannot be read and for too few examples, UsageError for files of pairs.
+    Args:
+        paths: The files.
+        read: Reads the examples of a file.
+        noun: Noun for one example.
+        validation: Fraction held out if there are no validation files.
+
+    Raises:
+        DataError: If a file cannot be read or there are too few examples.
+        UsageError: If files of pairs are named.
     """
     files, counts, skipped = [], [0, 0], 0
-    for held, items in enumerate((paths.files, paths.held_out)):
+    for is_held_out, items in enumerate((paths.files, paths.held_out)):
         for item in items:
             if len(item) != 1:
-                raise UsageError(f"--pairs: {noun}s lie in single files", "name the files alone")
+                raise UsageError(f"--pairs: must not be given, {noun}s are in single files", "Name the files alone.")
             if item[0].is_dir():
-                raise DataError(f"{item[0]} is a folder, and {noun}s come from files", "name the files")
+                raise DataError(f"{item[0]} is a folder, and {noun}s come from files", "Name the files.")
             files.append(source_info(item[0]))
             for example in read(item[0]):
                 skipped += example is None
-                counts[held] += example is not None
+                counts[is_held_out] += example is not None
     if not files:
-        raise DataError("no corpus was named", f"name files of {noun}s")
+        raise DataError("no corpus was named", f"Name files of {noun}s.")
     num_held = counts[1] if paths.held_out else max(1, int(counts[0] * validation))
-    left = max(0, sum(counts) - num_held)
-    if not num_held or not left:
+    num_train = max(0, sum(counts) - num_held)
+    if not num_held or not num_train:
         raise DataError(
-            f"too few {noun}s: {format_count(left, noun)} to train on and {num_held} for validation",
-            f"{format_count(skipped, noun)} had nothing to learn from" if skipped else "",
+            f"too few {noun}s: {format_count(num_train, noun)} to train on and {num_held} for validation",
+            f"{format_count(skipped, noun)} had no target" if skipped else "",
         )
     return ExampleSplit(tuple(files), sum(counts), num_held, skipped, bool(paths.held_out))
 
@@ -191,14 +197,20 @@ def scan_examples(paths: PairPaths, read: ExampleReader[Any], noun: str, validat
 def collect_labels(
     examples: Iterable[tuple[Path, Iterable[tuple[int, str]]]], found: ExampleSplit, noun: str
 ) -> tuple[ExampleSplit, tuple[str, ...]]:
-    """What is held out, and the labels of the training examples, sorted.  ``examples``: of each its file, and (line,
-    label) of all it has.
+    """Return the split and the sorted labels of the training examples.
 
-    A label that only examples held out have, no model could learn.  Where a share is held out, the first of them stays
-    in training (``found.kept``).  DataError, naming file and line, where it is in a file that was named for it; and
-    where nothing would be left to hold out.
+    A model cannot learn a label that only held-out examples have. If a fraction is held out, the first such example
+    stays in training (``ExampleSplit.train_files``).
+
+    Args:
+        examples: For each example its file, and (line, label) of all its labels.
+        found: The split.
+        noun: Noun for a label.
+
+    Raises:
+        DataError: If such a label is in a validation file, or nothing is left to hold out.
     """
-    known, kept = set[str](), list[int]()
+    known, training = set[str](), list[int]()
     first = found.num_texts - found.num_held_out
     for number, (path, labels) in enumerate(examples):
         for line, label in labels:
@@ -207,32 +219,34 @@ def collect_labels(
             elif found.held_out_files:
                 raise DataError(
                     f"{path}, line {line}: {noun} {label!r} is held out and does not occur in training",
-                    "hold out other examples, or name the file to train on that has it",
+                    "Hold out other examples, or name the training file that has it.",
                 )
             else:
                 known.add(label)
-                kept += [number] if number not in kept[-1:] else []
-    if len(kept) == found.num_held_out:
+                training += [number] if number not in training[-1:] else []
+    if len(training) == found.num_held_out:
         raise DataError(
-            f"nothing is left to hold out: {format_count(found.num_held_out, 'example')} of this share, and each has a {noun} "
-            "that none before it has",
-            "hold out a larger share, or a file: --validation FILE",
+            f"nothing is left to hold out: {format_count(found.num_held_out, 'example')} of this fraction, "
+            f"and each has a {noun} that no earlier one has",
+            "Hold out a larger fraction, or a file: --validation FILE",
         )
-    return found._replace(num_held_out=found.num_held_out - len(kept), train_files=tuple(kept)), tuple(sorted(known))
+    return found._replace(num_held_out=found.num_held_out - len(training), train_files=tuple(training)), tuple(
+        sorted(known)
+    )
 
 
 def example_framing(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The ids that the tokenizer's frame puts before and after a text."""
-    around = tokenizer.add_special_tokens([TEXT])
-    at = around.index(TEXT)
-    return around[:at], around[at + 1 :]
+    """Return the ids that the tokenizer's frame puts before and after a text."""
+    framed = tokenizer.add_special_tokens([TEXT])
+    at = framed.index(TEXT)
+    return framed[:at], framed[at + 1 :]
 
 
 NO_LABEL = -1
 
 
 class Sentence(NamedTuple):
-    """Words and the tag of each; word i stands on the line ``first + i``."""
+    """Words and their tags; word i is on line ``first_line + i``."""
 
     first_line: int
     words: tuple[str, ...]
@@ -241,7 +255,7 @@ class Sentence(NamedTuple):
 
 @dataclass(frozen=True)
 class TagCorpus(ExampleCorpus[Sentence]):
-    """``labels``: the tags, sorted; a label's number is its place."""
+    """Tagged sentences; a label's id is its index in ``labels``, which are sorted."""
 
     labels: tuple[str, ...] = field(default=())
 
@@ -257,17 +271,21 @@ class TagCorpus(ExampleCorpus[Sentence]):
     def encode_batch(
         self, tokenizer: Tokenizer, many: list[tuple[Path, Example[Sentence]]]
     ) -> Iterator[EncodedColumns]:
-        number = {label: place for place, label in enumerate(self.labels)}
+        label_ids = {label: index for index, label in enumerate(self.labels)}
         sentences = [example.content for _, example in many]
-        gap = word_separator(tokenizer, next((each.words for each in sentences if len(each.words) > 1), ("a", "b")))
-        spelled = (f"{gap if place else ''}{word}" for each in sentences for place, word in enumerate(each.words))
-        pieces = iter(tokenizer.encode_batch(spelled))
+        separator = word_separator(
+            tokenizer, next((sentence.words for sentence in sentences if len(sentence.words) > 1), ("a", "b"))
+        )
+        words = (
+            f"{separator if index else ''}{word}" for sentence in sentences for index, word in enumerate(sentence.words)
+        )
+        pieces = iter(tokenizer.encode_batch(words))
         before, after = example_framing(tokenizer)
         for sentence in sentences:
             ids, labels = list(before), [NO_LABEL] * len(before)
             for tag, piece in zip(sentence.tags, pieces, strict=False):
                 ids += piece
-                labels += [number[tag], *[NO_LABEL] * (len(piece) - 1)][: len(piece)]
+                labels += [label_ids[tag], *[NO_LABEL] * (len(piece) - 1)][: len(piece)]
             yield [*ids, *after], {"labels": labels + [NO_LABEL] * len(after)}
 
     def settings(self) -> dict[str, Any]:
@@ -275,34 +293,37 @@ class TagCorpus(ExampleCorpus[Sentence]):
 
 
 def word_separator(tokenizer: Tokenizer, words: tuple[str, ...]) -> str:
-    """What stands before a word that is encoded alone, so that its tokens are those of the whole sentence.
+    """Return the prefix with which separately encoded words equal the whole sentence.
 
-    A space for byte-level BPE and for characters; nothing for WordPiece, which has none, and for SentencePiece, which
-    puts one before every text.
+    A space for byte-level BPE and for characters; "" for WordPiece, which has none, and for SentencePiece, which adds
+    one to every text.
     """
-    whole = tokenizer.encode(" ".join(words))
-    for gap in (" ", ""):
-        apart = tokenizer.encode_batch([words[0], *(gap + word for word in words[1:])])
-        if [token for piece in apart for token in piece] == whole:
-            return gap
+    expected = tokenizer.encode(" ".join(words))
+    for separator in (" ", ""):
+        pieces = tokenizer.encode_batch([words[0], *(separator + word for word in words[1:])])
+        if [token for piece in pieces for token in piece] == expected:
+            return separator
     return " "
 
 
 def open_tagging(paths: PairPaths, errors: str, validation: float) -> TagCorpus:
-    """Raises DataError naming file and line: of one that is not WORD<tab>TAG, and of a tag that a file held out has and
-    training has not."""
-    found = scan_examples(paths, lambda path: read_sentences(path, errors), TagCorpus.noun, validation)
-    corpus = TagCorpus(found, errors)
-    seen = (
-        (path, [(each.content.first_line + place, tag) for place, tag in enumerate(each.content.tags)])
-        for path, each in corpus.examples()
+    """Open tagged sentences.
+
+    Raises:
+        DataError: Names file and line of one that is not WORD<tab>TAG, or whose tag only validation files have.
+    """
+    split = scan_examples(paths, lambda path: read_sentences(path, errors), TagCorpus.noun, validation)
+    corpus = TagCorpus(split, errors)
+    tags_by_line = (
+        (path, [(example.content.first_line + index, tag) for index, tag in enumerate(example.content.tags)])
+        for path, example in corpus.examples()
     )
-    found, tags = collect_labels(seen, found, "tag")
-    return TagCorpus(found, errors, tags)
+    split, tags = collect_labels(tags_by_line, split, "tag")
+    return TagCorpus(split, errors, tags)
 
 
 def read_sentences(path: Path, errors: str) -> Iterator[Example[Sentence]]:
-    """Of one file.  Raises DataError naming file and line."""
+    """Yield the sentences of one file; DataErrors name file and line."""
     words: list[str] = []
     tags: list[str] = []
     number = 0
@@ -323,9 +344,9 @@ def read_sentences(path: Path, errors: str) -> Iterator[Example[Sentence]]:
 def _columns(path: Path, number: int, line: str) -> tuple[str, str]:
     columns = line.split("\t")
     if len(columns) != 2:
-        found = "one column" if len(columns) == 1 else f"{len(columns)} columns"
-        hint = "a blank line ends a sentence" if len(columns) == 1 else "keep the word and its tag: cut -f1,2"
-        raise DataError(f"{path}, line {number}: {found}, and a tagging file has WORD<tab>TAG", hint)
+        problem = "one column" if len(columns) == 1 else f"{len(columns)} columns"
+        hint = "A blank line ends a sentence." if len(columns) == 1 else "Keep the word and its tag: cut -f1,2"
+        raise DataError(f"{path}, line {number}: {problem}, and a tagging file has WORD<tab>TAG", hint)
     word, tag = (column.strip() for column in columns)
     for name, value in (("word", word), ("tag", tag)):
         if not value:
@@ -333,23 +354,25 @@ def _columns(path: Path, number: int, line: str) -> tuple[str, str]:
     return word, tag
 
 
-FORMAT_HINT = "a labelled text is LABEL<tab>TEXT"
+FORMAT_HINT = "a labeled text is LABEL<tab>TEXT"
 
 
 class LabeledText(NamedTuple):
+    """Text with one label."""
+
     label: str
     text: str
 
 
 @dataclass(frozen=True)
 class LabeledCorpus(ExampleCorpus[LabeledText]):
-    """``text_field``, ``label_field``: names in JSONL; ``labels``: the labels, sorted."""
+    """Labeled texts; ``labels`` are sorted."""
 
-    text_field: str
-    label_field: str
+    text_field: str  # in JSONL
+    label_field: str  # in JSONL
     labels: tuple[str, ...] = field(default=())
 
-    noun = "labelled text"
+    noun = "labeled text"
     columns = {"labels": "int32"}  # noqa: RUF012  (never written)
 
     def read(self, path: Path) -> Iterator[Example[LabeledText] | None]:
@@ -361,14 +384,14 @@ class LabeledCorpus(ExampleCorpus[LabeledText]):
     def encode_batch(
         self, tokenizer: Tokenizer, many: list[tuple[Path, Example[LabeledText]]]
     ) -> Iterator[EncodedColumns]:
-        number = {label: place for place, label in enumerate(self.labels)}
+        label_ids = {label: index for index, label in enumerate(self.labels)}
         before, after = example_framing(tokenizer)
         rows = tokenizer.encode_batch(example.content.text for _, example in many)
         for (path, example), row in zip(many, rows, strict=True):
             ids = [*before, *row, *after]
             if not ids:
                 raise DataError(f"{path}, line {example.line}: the text has no token in this vocabulary")
-            yield ids, {"labels": [number[example.content.label], *[NO_LABEL] * (len(ids) - 1)]}
+            yield ids, {"labels": [label_ids[example.content.label], *[NO_LABEL] * (len(ids) - 1)]}
 
     def settings(self) -> dict[str, Any]:
         fields = [self.text_field, self.label_field]
@@ -378,22 +401,25 @@ class LabeledCorpus(ExampleCorpus[LabeledText]):
 def open_labeled(
     paths: PairPaths, errors: str, validation: float, text_field: str = "text", label_field: str = "label"
 ) -> LabeledCorpus:
-    """Raises DataError naming file and line: of one that is no labelled text, and of a label that a file held out has
-    and training has not."""
+    """Open labeled texts.
+
+    Raises:
+        DataError: Names file and line of one without label and text, or whose label only validation files have.
+    """
     noun = LabeledCorpus.noun
-    found = scan_examples(
+    split = scan_examples(
         paths, lambda path: read_labeled_lines(path, errors, text_field, label_field), noun, validation
     )
-    corpus = LabeledCorpus(found, errors, text_field, label_field)
-    seen = ((path, [(each.line, each.content.label)]) for path, each in corpus.examples())
-    found, labels = collect_labels(seen, found, "label")
-    return LabeledCorpus(found, errors, text_field, label_field, labels)
+    corpus = LabeledCorpus(split, errors, text_field, label_field)
+    labels_by_line = ((path, [(example.line, example.content.label)]) for path, example in corpus.examples())
+    split, labels = collect_labels(labels_by_line, split, "label")
+    return LabeledCorpus(split, errors, text_field, label_field, labels)
 
 
 def read_labeled_lines(
     path: Path, errors: str, text_field: str = "text", label_field: str = "label"
 ) -> Iterator[Example[LabeledText] | None]:
-    """Of one file; None for an empty text.  Raises DataError naming file and line."""
+    """Yield the labeled texts of one file, None for empty ones; DataErrors name file and line."""
     if detect_format(path, "auto") == "jsonl":
         for number, content in read_json_objects(path, errors):
             text = _value(path, number, content, text_field, (str,), "a text")
@@ -412,7 +438,7 @@ def read_labeled_lines(
 
 
 def read_json_objects(path: Path, errors: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a JSONL file with the numbers of their lines; empty lines are left out.  Raises DataError."""
+    """Yield (line number, object) of a JSONL file without empty lines; raises DataError."""
     for number, line in enumerate(read_lines(path, errors), 1):
         if not line.strip():
             continue
@@ -421,14 +447,16 @@ def read_json_objects(path: Path, errors: str) -> Iterator[tuple[int, dict[str, 
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path}, line {number}, is not JSON: {error}") from None
         if not isinstance(content, dict):
-            raise DataError(f"{path}, line {number}: expected an object, found {type(content).__name__}")
+            raise DataError(f"{path}, line {number}: must be an object, got {type(content).__name__}")
         yield number, content
 
 
-def _value(path: Path, number: int, content: dict[str, Any], name: str, kinds: tuple[type, ...], what: str) -> Any:
+def _value(
+    path: Path, number: int, content: dict[str, Any], name: str, kinds: tuple[type, ...], description: str
+) -> Any:
     if name not in content:
         raise DataError(f"{path}, line {number}: no field {name!r}", suggest(name, content) if content else "")
     value = content[name]
     if not isinstance(value, kinds) or isinstance(value, bool):
-        raise DataError(f"{path}, line {number}: {name} must be {what}, found {json.dumps(value)[:40]}")
+        raise DataError(f"{path}, line {number}: {name} must be {description}, got {json.dumps(value)[:40]}")
     return value

@@ -1,18 +1,18 @@
-"""Files -> texts: what is compressed is opened, and a format says where a document begins and ends.
+"""Formats: decompression, and the start and end of documents in files.
 
 ==========  ================================================================  =====================================
-format      a file is                                                         of itself for
+format      a file is                                                         default for
 ==========  ================================================================  =====================================
 ``text``    one document                                                      everything else
-``lines``   a document a line, empty ones left out                            ``data.documents = "lines"``
-``jsonl``   a JSON object a line; the document is its ``field``                ``.jsonl``, ``.ndjson``
-``pairs``   a pair a line: ``source<TAB>target``, or two fields of an object   an encoder-decoder (``pairs.py``)
+``lines``   a document per line, empty ones skipped                           ``data.document_unit = "lines"``
+``jsonl``   a JSON object per line; the document is its ``field``              ``.jsonl``, ``.ndjson``
+``pairs``   a pair per line: ``source<TAB>target``, or two fields of an object an encoder-decoder (``pairs.py``)
 ==========  ================================================================  =====================================
 
-``.gz`` and ``.zst`` behind a name are read through.  Only a newline ends a line.  Nothing is held but one piece of a
-text: a document of more than ``CUT_CHARS`` characters comes in pieces, cut where a space follows a word, and each is
-encoded apart (``text/base.py`` says for which tokenizers that changes no id: all but SentencePiece's, which may see a
-space there).  :data:`FORMATS` is the table: a reader of one's own is one function and one line.  No torch.
+``.gz`` and ``.zst`` files are decompressed. Only a newline ends a line. One piece of a text is in memory at a time: a
+document of more than ``MAX_PIECE_CHARS`` characters is read in pieces, cut where a space follows a word, and each is
+encoded separately (``text/base.py`` lists the tokenizers for which that changes no id: all but SentencePiece's, which
+may see a space there). :data:`FORMATS` is the table: a custom reader is one function and one line. No torch.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ READ_CHUNK = 1 << 20  # bytes read at a time
 
 
 class TextPiece(NamedTuple):
-    """A text, or a part of one: whether it begins and whether it ends a document."""
+    """Text or part of one."""
 
     text: str
-    opens: bool = True
-    closes: bool = True
+    opens: bool = True  # begins a document
+    closes: bool = True  # ends a document
 
 
 class ReadOptions(NamedTuple):
-    """How to read: ``errors`` of bytes that are not UTF-8 (``strict``, ``replace``), ``field`` of an object's text."""
+    """Options of a format reader."""
 
-    errors: str = "strict"
-    field: str = "text"
+    errors: str = "strict"  # or "replace", for bytes that are not UTF-8
+    field: str = "text"  # of JSON objects
 
 
 FormatReader = Callable[[Path, ReadOptions], Iterator[TextPiece]]
 
 
 def bare_suffix(path: Path) -> str:
-    """``.jsonl`` of ``x.jsonl.gz``."""
+    """Return the suffix without compression, such as ``.jsonl`` for ``x.jsonl.gz``."""
     return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
 
 
-def detect_format(path: Path, wanted: str) -> str:
-    """The format of a file of documents; ``auto`` goes by its name."""
-    return wanted if wanted != "auto" else "jsonl" if bare_suffix(path) in JSON_LINES else "text"
+def detect_format(path: Path, format: str) -> str:
+    """Return the format of a file of documents; ``auto`` uses its name."""
+    return format if format != "auto" else "jsonl" if bare_suffix(path) in JSON_LINES else "text"
 
 
 @contextmanager
 def open_decompressed(path: Path) -> Iterator[BinaryIO]:
-    """A file's bytes, decompressed.  Raises DataError naming it, in the block too."""
+    """Open a file's decompressed bytes; DataErrors, also from the block, name the file."""
     try:
         with path.open("rb") as raw:
             if path.suffix == ".gz":
@@ -79,7 +79,7 @@ def open_decompressed(path: Path) -> Iterator[BinaryIO]:
     except FileNotFoundError:
         raise DataError(f"no such file: {path}") from None
     except (EOFError, zlib.error, gzip.BadGzipFile, _DamagedFileError) as error:
-        raise DataError(f"{path} is damaged or cut short: {error}", "compress it again") from None
+        raise DataError(f"{path} is damaged or truncated: {error}", "Compress it again.") from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 
@@ -97,37 +97,37 @@ def _zstd(path: Path, raw: BinaryIO) -> BinaryIO:
         ) from None
 
     class Frames(io.RawIOBase):
-        """All frames of the file, one behind the other; an end in the middle of one is an error."""
+        """All frames of the file in order; an end within a frame is an error."""
 
         def __init__(self) -> None:
             self.frame = zstandard.ZstdDecompressor().decompressobj()
-            self.compressed = self.held = b""
-            self.whole = True  # no frame is begun and not ended
+            self.compressed = self.pending = b""
+            self.is_complete = True  # not within a frame
 
         def readable(self) -> bool:
             return True
 
         def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-            while not self.held and self._decompress():
+            while not self.pending and self._decompress():
                 pass
-            size = min(len(buffer), len(self.held))
-            buffer[:size] = self.held[:size]
-            self.held = self.held[size:]
+            size = min(len(buffer), len(self.pending))
+            buffer[:size] = self.pending[:size]
+            self.pending = self.pending[size:]
             return size
 
         def _decompress(self) -> bool:
-            """Some more of it; False at the end."""
+            """Decompress more bytes; return False at the end."""
             block = self.compressed or raw.read(READ_CHUNK)
             if not block:
-                if not self.whole:
+                if not self.is_complete:
                     raise _DamagedFileError("the last frame does not end")
                 return False
             try:
-                self.held = self.frame.decompress(block)
+                self.pending = self.frame.decompress(block)
             except zstandard.ZstdError as error:
                 raise _DamagedFileError(str(error)) from None
-            self.compressed, self.whole = self.frame.unused_data, self.frame.eof
-            if self.whole:
+            self.compressed, self.is_complete = self.frame.unused_data, self.frame.eof
+            if self.is_complete:
                 self.frame = zstandard.ZstdDecompressor().decompressobj()
             return True
 
@@ -135,21 +135,21 @@ def _zstd(path: Path, raw: BinaryIO) -> BinaryIO:
 
 
 def read_blocks(path: Path, errors: str) -> Iterator[str]:
-    """A file's text a block at a time, without its byte order mark.  Raises DataError naming file, line and byte."""
+    """Yield a file's text in blocks, without byte order mark; DataErrors name the place."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
     offset, line, first = 0, 1, True
     with open_decompressed(path) as file:
         while True:
             block = file.read(READ_CHUNK)
-            kept = len(decoder.getstate()[0])
+            num_buffered = len(decoder.getstate()[0])
             try:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
                 line += error.object.count(b"\n", 0, error.start)
                 raise DataError(
                     f"{path}, line {line:,}, is not UTF-8: byte 0x{error.object[error.start]:02X} at offset "
-                    f"{offset - kept + error.start}",
-                    "--errors replace puts U+FFFD in its place",
+                    f"{offset - num_buffered + error.start}",
+                    "Use --encoding-errors replace to substitute U+FFFD.",
                 ) from None
             offset += len(block)
             line += text.count("\n")
@@ -161,7 +161,7 @@ def read_blocks(path: Path, errors: str) -> Iterator[str]:
 
 
 def read_lines(path: Path, errors: str) -> Iterator[str]:
-    """Lines without their ends and without the byte order mark; only a newline ends a line."""
+    """Yield lines without their ends and without byte order mark; only a newline ends a line."""
     offset = 0
     with open_decompressed(path) as file:
         for number, raw in enumerate(file, 1):
@@ -171,65 +171,65 @@ def read_lines(path: Path, errors: str) -> Iterator[str]:
                 raise DataError(
                     f"{path}, line {number}, is not UTF-8: byte 0x{raw[error.start]:02X} at offset "
                     f"{offset + error.start}",
-                    "--errors replace puts U+FFFD in its place",
+                    "Use --encoding-errors replace to substitute U+FFFD.",
                 ) from None
             offset += len(raw)
             yield line.removesuffix("\n").removesuffix("\r").removeprefix("\ufeff" if number == 1 else "")
 
 
 def read_json_fields(path: Path, errors: str, *fields: str) -> Iterator[tuple[str, ...]]:
-    """The texts of ``fields`` of every object of a file of JSON lines.  Raises DataError naming file and line."""
+    """Yield the texts of ``fields`` of every object; DataErrors name file and line."""
     for number, line in enumerate(read_lines(path, errors), 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
         try:
-            found = json.loads(line)
+            content = json.loads(line)
         except ValueError as error:
-            raise DataError(f"{where}, is not JSON: {error}", "a JSON object a line") from None
-        if not isinstance(found, dict):
-            raise DataError(f"{where}, is {type(found).__name__}, not an object", "a JSON object a line")
+            raise DataError(f"{where}, is not JSON: {error}", "Write one JSON object per line.") from None
+        if not isinstance(content, dict):
+            raise DataError(f"{where}, is {type(content).__name__}, not an object", "Write one JSON object per line.")
         for field in fields:
-            if field not in found:
-                hint = CHAT_HINT if "messages" in found else suggest(field, map(str, found))
+            if field not in content:
+                hint = CHAT_HINT if "messages" in content else suggest(field, map(str, content))
                 raise DataError(f"{where}, has no field {field!r}", hint)
-            if not isinstance(found[field], str):
-                raise DataError(f"{where}: the field {field!r} is {type(found[field]).__name__}, not a text")
-        yield tuple(found[field] for field in fields)
+            if not isinstance(content[field], str):
+                raise DataError(f"{where}: the field {field!r} is {type(content[field]).__name__}, not a text")
+        yield tuple(content[field] for field in fields)
 
 
-def _text(path: Path, how: ReadOptions) -> Iterator[TextPiece]:
-    held, opens = "", True
-    for block in read_blocks(path, how.errors):
-        held += block
-        if len(held) > 2 * text_lib.base.MAX_PIECE_CHARS:
-            *whole, held = text_lib.base.split_text(held)
-            for text in whole:
+def _text(path: Path, options: ReadOptions) -> Iterator[TextPiece]:
+    pending, opens = "", True
+    for block in read_blocks(path, options.errors):
+        pending += block
+        if len(pending) > 2 * text_lib.base.MAX_PIECE_CHARS:
+            *complete, pending = text_lib.base.split_text(pending)
+            for text in complete:
                 yield TextPiece(text, opens, closes=False)
                 opens = False
-    *whole, held = text_lib.base.split_text(held)
-    for text in whole:
+    *complete, pending = text_lib.base.split_text(pending)
+    for text in complete:
         yield TextPiece(text, opens, closes=False)
         opens = False
-    yield TextPiece(held, opens)
+    yield TextPiece(pending, opens)
 
 
 def _pieces(text: str) -> Iterator[TextPiece]:
-    whole = list(text_lib.base.split_text(text))
-    for number, part in enumerate(whole):
-        yield TextPiece(part, number == 0, number == len(whole) - 1)
+    parts = list(text_lib.base.split_text(text))
+    for number, part in enumerate(parts):
+        yield TextPiece(part, number == 0, number == len(parts) - 1)
 
 
-def _lines(path: Path, how: ReadOptions) -> Iterator[TextPiece]:
+def _lines(path: Path, options: ReadOptions) -> Iterator[TextPiece]:
     if bare_suffix(path) in JSON_LINES:
-        raise DataError(f"{path} is named like JSON lines", "--format jsonl, or --format text")
-    for line in read_lines(path, how.errors):
+        raise DataError(f"{path} has the name of JSON lines", "Use --format jsonl or --format text.")
+    for line in read_lines(path, options.errors):
         if line.strip():
             yield from _pieces(line)
 
 
-def _jsonl(path: Path, how: ReadOptions) -> Iterator[TextPiece]:
-    for (text,) in read_json_fields(path, how.errors, how.field):
+def _jsonl(path: Path, options: ReadOptions) -> Iterator[TextPiece]:
+    for (text,) in read_json_fields(path, options.errors, options.field):
         if text.strip():
             yield from _pieces(text)
 

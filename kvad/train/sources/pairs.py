@@ -1,14 +1,15 @@
-"""Pairs of texts, source and target, from files of lines: what an encoder-decoder is trained on.
+"""Pairs of texts, source and target, from files of lines.
 
 Three forms, UTF-8, one pair per line: a TSV file (``source<TAB>target``, exactly one tab), a file of JSON lines (two
-fields of each object), or two parallel files whose line n belong together; compressed ones are read through
-(``readers.py``).  A pair with an empty side is left out and counted; lines that cannot be pairs are refused
-by number.  As tokens, side by side in a store::
+fields of each object), or two parallel files whose lines n belong together; compressed files are decompressed
+(``formats.py``). A pair with an empty side is skipped and counted; lines that are not pairs are refused by number. In a
+token store::
 
     pair i    source  x1 .. xm EOS      tokens[offsets[2 i] : offsets[2 i + 1]]
               target  BOS t1 .. tn EOS  tokens[offsets[2 i + 1] : offsets[2 i + 2]]
 
-A source has the tokenizer's frame and then ``Generation.ended``, exactly as the engine will read it.  No torch.
+A source has the tokenizer's frame and then ``GenerationConfig.with_source_eos``, exactly as the engine reads it. No
+torch.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ from kvad.text import Tokenizer
 from kvad.train.sources.documents import PROBE_BYTES, CorpusFile, FrameFn
 from kvad.train.sources.formats import TextPiece, detect_format, open_decompressed, read_json_fields, read_lines
 
-ROLES = ("bos", "eos", "pad", "unk")  # special tokens of a tokenizer that is trained on pairs
+ROLES = ("bos", "eos", "pad", "unk")  # special tokens of a tokenizer trained on pairs
 
 
 @dataclass(frozen=True)
 class PairPaths:
-    """Where pairs lie: each item is one TSV file, or a source's and a target's file.  ``held``: for validation only."""
+    """Files of pairs: each item is one TSV file, or a source file and a target file."""
 
     files: tuple[tuple[Path, ...], ...]
-    held_out: tuple[tuple[Path, ...], ...] = ()
+    held_out: tuple[tuple[Path, ...], ...] = ()  # for validation only
 
     def to_dict(self) -> dict[str, list[list[str]]]:
-        def spelled(items: tuple[tuple[Path, ...], ...]) -> list[list[str]]:
+        def path_names(items: tuple[tuple[Path, ...], ...]) -> list[list[str]]:
             return [[str(path.resolve()) for path in item] for item in items]
 
-        return {"files": spelled(self.files), "held": spelled(self.held_out)}
+        return {"files": path_names(self.files), "held": path_names(self.held_out)}
 
     @staticmethod
     def from_dict(content: Mapping[str, Sequence[Sequence[str]]]) -> PairPaths:
-        """Raises KeyError and TypeError for what :meth:`to_dict` did not write."""
+        """Return the inverse of :meth:`to_dict`; raises KeyError and TypeError for other content."""
 
         def read(items: Sequence[Sequence[str]]) -> tuple[tuple[Path, ...], ...]:
             return tuple(tuple(Path(name) for name in item) for item in items)
@@ -54,39 +55,34 @@ class PairPaths:
 
 @dataclass(frozen=True)
 class PairCorpus:
-    """Pairs that have been looked at: ``num_pairs`` in all, the last ``num_held`` of them from files held out.
-
-    ``skipped``: pairs with an empty side, which are none of them.  ``format``: of a single file, ``jsonl``, or
-    ``auto``: by its name, else TSV.  ``said``: how sources and targets begin and end for
-    the model that reads them; None: as :func:`generation_of` has it.
-    """
+    """Pairs of files that were read once."""
 
     files: tuple[tuple[CorpusFile, ...], ...]
     num_pairs: int
-    num_held_out: int
-    skipped: int
+    num_held_out: int  # pairs at the end, from validation files
+    skipped: int  # pairs with an empty side, not counted above
     errors: str
     fields: tuple[str, str] = ("source", "target")
-    generation: GenerationConfig | None = None
-    format: str = "auto"
+    generation: GenerationConfig | None = None  # frames of the model; None: pair_generation_config
+    format: str = "auto"  # of a single file: "jsonl", or by its name, else TSV
 
     @property
     def sources(self) -> tuple[CorpusFile, ...]:
         return tuple(source for item in self.files for source in item)
 
     def texts(self) -> Iterator[str]:
-        """Source, target, source, target, ...; may be called again.  Raises DataError naming file and line."""
+        """Yield source, target, source, ...; DataErrors name file and line."""
         for item in self.files:
             for pair in _pairs([source.path for source in item], self.errors, self.fields, self.format):
                 if not _has_empty_side(pair):
                     yield from pair
 
     def pieces(self) -> Iterator[TextPiece]:
-        """The same, as a store takes them: a side is never cut."""
+        """Yield the texts as pieces; a side is never cut."""
         return map(TextPiece, self.texts())
 
     def settings(self) -> dict[str, Any]:
-        """What decides the texts, and how they are framed."""
+        """Return everything that determines the texts and their framing."""
         pairs: dict[str, Any] = {"files": [len(item) for item in self.files], "held": self.num_held_out}
         if any(_is_json([source.path for source in item], self.format) for item in self.files):
             pairs["fields"] = list(self.fields)
@@ -99,43 +95,49 @@ class PairCorpus:
         }
 
     def framer(self, tokenizer: Tokenizer) -> FrameFn:
-        """Raises DataError for a tokenizer without BOS or EOS, where the model does not say what they are."""
+        """Return the framing function; raise DataError if the tokenizer lacks BOS or EOS."""
         if self.generation is not None:
             return _framer(tokenizer, self.generation)
-        said = pair_generation_config(tokenizer)
-        bos, eos = said.decoder_start_token_id, said.eos_token_ids[0]
+        generation = pair_generation_config(tokenizer)
+        bos, eos = generation.decoder_start_token_id, generation.eos_token_ids[0]
         assert bos is not None
 
         def frame(number: int, ids: list[int]) -> list[int]:
-            return [bos, *ids, eos] if number % 2 else said.with_source_eos(tokenizer.add_special_tokens(ids))
+            return [bos, *ids, eos] if number % 2 else generation.with_source_eos(tokenizer.add_special_tokens(ids))
 
         return frame
 
     def summary(self) -> str:
-        """One line about it."""
+        """Return one line about the corpus."""
         num_bytes = sum(source.num_bytes for source in self.sources)
-        held = f", {self.num_held_out:,} of them for validation" if self.num_held_out else ""
+        validation = f", {self.num_held_out:,} of them for validation" if self.num_held_out else ""
         skipped = f"; {format_count(self.skipped, 'pair')} with an empty side left out" if self.skipped else ""
         files = format_count(len(self.sources), "file")
-        return f"corpus: {format_count(self.num_pairs, 'pair')} in {files}, {num_bytes / 1e6:,.1f} MB{held}{skipped}"
+        return (
+            f"corpus: {format_count(self.num_pairs, 'pair')} in {files}, {num_bytes / 1e6:,.1f} MB{validation}{skipped}"
+        )
 
 
-def framing_tokens(said: GenerationConfig) -> list[int | None]:
-    """The tokens that stand around pairs: what opens a target, what ends a source, what ends a target."""
-    return [said.decoder_start_token_id, said.source_eos_token_id, *said.eos_token_ids]
+def framing_tokens(generation: GenerationConfig) -> list[int | None]:
+    """Return the framing tokens of pairs: decoder start, source EOS, target EOS."""
+    return [generation.decoder_start_token_id, generation.source_eos_token_id, *generation.eos_token_ids]
 
 
-def _framer(tokenizer: Tokenizer, said: GenerationConfig) -> FrameFn:
-    """As a model was trained that says so.
+def _framer(tokenizer: Tokenizer, generation: GenerationConfig) -> FrameFn:
+    """Return the framing function of a trained model.
 
-    A target is what its tokenizer makes of the text, behind the token that opens it (shifted right, as transformers
-    does), and ends with one that ends it."""
-    assert said.decoder_start_token_id is not None and said.eos_token_ids
-    start, stops, source = said.decoder_start_token_id, said.eos_token_ids, tokenizer.source_tokenizer or tokenizer
+    A target is the decoder start token (shifted right, as in transformers), the tokenizer's frame, and an EOS.
+    """
+    assert generation.decoder_start_token_id is not None and generation.eos_token_ids
+    start, stops, source = (
+        generation.decoder_start_token_id,
+        generation.eos_token_ids,
+        tokenizer.source_tokenizer or tokenizer,
+    )
 
     def frame(number: int, ids: list[int]) -> list[int]:
         if number % 2 == 0:
-            return said.with_source_eos(source.add_special_tokens(ids))
+            return generation.with_source_eos(source.add_special_tokens(ids))
         framed = [start, *tokenizer.add_special_tokens(ids)]
         return framed if framed[-1] in stops else [*framed, stops[0]]
 
@@ -143,16 +145,17 @@ def _framer(tokenizer: Tokenizer, said: GenerationConfig) -> FrameFn:
 
 
 def pair_generation_config(tokenizer: Tokenizer) -> GenerationConfig:
-    """What a model trained on pairs says about generating: a target is opened by BOS, and EOS ends both sides; greedy.
+    """Return the settings of a model trained on pairs: BOS, EOS on both sides, greedy.
 
-    Raises DataError for a tokenizer that cannot say it.
+    Raises:
+        DataError: If the tokenizer lacks a token or has two vocabularies.
     """
     specials = tokenizer.special_tokens
     if tokenizer.source_tokenizer is not None:
-        raise DataError("this tokenizer has a vocabulary for each side", "pairs are trained with one shared table")
+        raise DataError("this tokenizer has a vocabulary for each side", "Training on pairs uses one shared table.")
     for role in ("bos", "eos"):
         if getattr(specials, role) is None:
-            raise DataError(f"this tokenizer has no {role.upper()} token, and targets need one", "train one here")
+            raise DataError(f"this tokenizer has no {role.upper()} token, and targets need one", "Train a tokenizer.")
     assert specials.bos is not None and specials.eos is not None
     return GenerationConfig(
         decoder_start_token_id=specials.bos,
@@ -176,21 +179,22 @@ def open_pairs(
     format: str = "auto",
     hashed: bool = True,
 ) -> PairCorpus:
-    """Read every line once, hash the files and count the pairs (``hashed`` False: none of it, for a stream).
+    """Read every line once, hash the files and count the pairs; if ``hashed`` is false, do not.
 
-    Raises DataError for a file that is missing, binary or not UTF-8, for a line without exactly one tab, for parallel
-    files of unequal length, and for a corpus without pairs.
+    Raises:
+        DataError: If a file is missing, binary or not UTF-8, a line has not exactly one tab, parallel files differ in
+            length, or there are no pairs.
     """
     if not paths.files:
-        raise DataError("no pairs were named", "name TSV files, or --pairs SOURCE TARGET")
+        raise DataError("no pairs were named", "Name TSV files, or --pairs SOURCE TARGET.")
     files, counts, skipped = [], [0, 0], 0
-    for held, items in enumerate((paths.files, paths.held_out)):
+    for is_held_out, items in enumerate((paths.files, paths.held_out)):
         for item in items:
             files.append(tuple(source_info(path, hashed) for path in item))
             for pair in _pairs(item, errors, fields, format) if hashed else ():
                 empty = _has_empty_side(pair)
                 skipped += empty
-                counts[held] += not empty
+                counts[is_held_out] += not empty
     if not hashed:
         return PairCorpus(tuple(files), 0, 0, 0, errors, fields, format=format)
     if not counts[0] or (paths.held_out and not counts[1]):
@@ -202,9 +206,9 @@ def open_pairs(
 
 
 def source_info(path: Path, hashed: bool = True) -> CorpusFile:
-    """Its size and hash; a file's name is its folder's and its own, as both sides may be called alike."""
+    """Return name, size and hash of a file; the name includes its folder's."""
     if path.is_dir():
-        raise DataError(f"{path} is a folder, and pairs come from files", "name TSV files, or --pairs SOURCE TARGET")
+        raise DataError(f"{path} is a folder, and pairs come from files", "Name TSV files, or --pairs SOURCE TARGET.")
     with open_decompressed(path) as file:
         if b"\0" in (first := file.read(PROBE_BYTES)):
             raise DataError(f"{path} is binary (a zero byte at offset {first.index(0)}), not text")
@@ -218,7 +222,7 @@ def _is_json(item: Sequence[Path], format: str) -> bool:
 
 
 def _pairs(item: Sequence[Path], errors: str, fields: tuple[str, str], format: str) -> Iterator[tuple[str, str]]:
-    """Every line's pair, those with an empty side too."""
+    """Yield every line's pair, including those with an empty side."""
     if _is_json(item, format):
         yield from ((source, target) for source, target in read_json_fields(item[0], errors, *fields))
         return
@@ -226,10 +230,10 @@ def _pairs(item: Sequence[Path], errors: str, fields: tuple[str, str], format: s
         for number, line in enumerate(read_lines(item[0], errors), 1):
             source, *targets = line.split("\t")
             if len(targets) != 1:
-                found = f"{len(targets)} tabs" if targets else "no tab"
+                problem = f"{len(targets)} tabs" if targets else "no tab"
                 raise DataError(
-                    f"{item[0]}, line {number}: {found}, and a pair is SOURCE<tab>TARGET",
-                    "two files with a line each: --pairs SOURCE TARGET",
+                    f"{item[0]}, line {number}: {problem}, and a pair is SOURCE<tab>TARGET",
+                    "For two files with a line each: --pairs SOURCE TARGET",
                 )
             yield source, targets[0]
         return
@@ -238,12 +242,12 @@ def _pairs(item: Sequence[Path], errors: str, fields: tuple[str, str], format: s
         if first_line is None or second_line is None:
             longer = number + sum(1 for _ in both)
             counts = (number - 1, longer) if first_line is None else (longer, number - 1)
-            said = ", ".join(
+            lengths = ", ".join(
                 f"{path} has {format_count(count, 'line')}" for path, count in zip(item, counts, strict=True)
             )
             raise DataError(
-                f"parallel files of unequal length: {said}; line {number:,} of the longer one has no other side",
-                "line n of one belongs to line n of the other",
+                f"parallel files of unequal length: {lengths}; line {number:,} of the longer one has no other side",
+                "Line n of one file belongs to line n of the other.",
             )
         yield first_line, second_line
 

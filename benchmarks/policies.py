@@ -1,0 +1,102 @@
+"""A decoding step by policy: the same model, rows of random tokens, policies taking turns, through the whole engine.
+
+    python benchmarks/policies.py --context 1024 32768 --policies "sinks(4, 1020)"
+    python benchmarks/policies.py --context 8192 --policies full "heavy-hitters(1024)" "tova(1024)" "quest(1024)"
+    python benchmarks/policies.py --context 1024 16384 --policies full --rotate write read
+    python benchmarks/policies.py --context 4096 --policies full --layout contiguous paged
+
+The demo preset's shape, one row.  Every row is computed up to its context, then decodes; what is measured is a step
+from plan to settle, cuts and descents included, which come every so many steps: the mean of ``--steps`` steps, beside
+the median.  One JSON line for all: milliseconds of a step (of the clock and of the processor: on a busy machine believe
+the second, with one thread), the ratio to the first, the slots that the row holds, and the bytes of the pool.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+
+import torch
+
+from kvad.benchmarks.cache_speed import commit_id, machine_info
+from kvad.cache.config import CacheConfig
+from kvad.cache.groups import group_bytes
+from kvad.engine.engine import Engine
+from kvad.engine.scheduling.request import SamplingParams
+from kvad.model.transformer import Transformer
+from kvad.train.config.presets import MODEL_PRESETS
+
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+class Row:
+    """One engine with one row, at its context."""
+
+    def __init__(self, model: Transformer, context: int, steps: int, **cache: object) -> None:
+        fields: dict[str, object] = {
+            "max_num_seqs": 1,
+            "max_seq_len": context + steps + 8,
+            "block_size": 16,
+            "prefill_chunk_size": 512,
+        }
+        self.engine = Engine(model, CacheConfig(**(fields | cache)))  # type: ignore[arg-type]
+        prompt = torch.randint(
+            0, model.config.vocab_size, (context,), generator=torch.Generator().manual_seed(0)
+        ).tolist()
+        self.engine.add_request(prompt, SamplingParams(max_tokens=steps + 8, temperature=0))
+        self.seconds: dict[str, list[float]] = {clock: [] for clock in CLOCKS}
+        while not self.engine.step():
+            pass  # the prompt
+
+    def step(self) -> None:
+        began = {clock: now() for clock, now in CLOCKS.items()}
+        self.engine.step()
+        for clock, now in CLOCKS.items():
+            self.seconds[clock].append(now() - began[clock])
+
+    def told(self) -> dict[str, object]:
+        ledger, memory = self.engine.kv_cache_manager, self.engine.kv_cache
+        used, groups = ledger.stats().used, memory.groups
+        return {
+            "ms": round(1e3 * statistics.median(self.seconds["wall"]), 3),
+            "cpu_ms": round(1e3 * statistics.median(self.seconds["cpu"]), 3),
+            "cpu_ms_mean": round(1e3 * statistics.fmean(self.seconds["cpu"]), 3),
+            "slots": [blocks * group.block_size for blocks, group in zip(used, groups, strict=True)],
+            "pool_bytes": sum(group_bytes(group).total for group in groups),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--context", type=int, nargs="+", default=[1024, 8192])
+    parser.add_argument("--policies", nargs="+", default=["full", "sinks(4, 1020)"])
+    parser.add_argument("--rotate", nargs="+", default=["write"])
+    parser.add_argument("--layout", nargs="+", default=["paged"])
+    parser.add_argument("--dtype", default="float32", help="What keys and values are stored in.")
+    parser.add_argument("--steps", type=int, default=128)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    model = Transformer(MODEL_PRESETS["demo"](4096, 2 * max(options.context))).eval()
+    rows: dict[str, Row] = {}
+    for context, policy, rotate, layout in itertools.product(
+        options.context, options.policies, options.rotate, options.layout
+    ):
+        said = (policy, f"@{context}", rotate * (rotate != "write"), layout * (layout != "paged"))
+        name = " ".join(each for each in said if each)
+        fields = {"policy": policy, "rope_at": rotate, "layout": layout, "dtype": options.dtype}
+        rows[name] = Row(model, context, options.steps, **fields)
+    for _ in range(options.steps):
+        for row in rows.values():
+            row.step()
+    told = {name: row.told() for name, row in rows.items()}
+    first = next(iter(told.values()))
+    for each in told.values():
+        each["cpu_ratio"] = round(float(str(each["cpu_ms_mean"])) / float(str(first["cpu_ms_mean"])), 3)
+    print(json.dumps({"bench": "policies", "rows": told, "machine": machine_info(), "commit": commit_id()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

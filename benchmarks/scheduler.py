@@ -1,0 +1,74 @@
+"""Scheduler and ledger with no model: row-steps per second, as one line of JSON.
+
+    python benchmarks/scheduler.py [--rows 64] [--steps 2000] [--groups full|mixed]
+
+A row-step is one decoding row in one step: planned, placed, settled, committed.  The issue asks for 50,000 a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+
+from kvad.cache.config import CacheConfig
+from kvad.cache.groups import build_groups
+from kvad.cache.manager.kv_cache_manager import KVCacheManager
+from kvad.config.model import AttentionSpec
+from kvad.engine.scheduling.request import SamplingParams, SequenceOutput
+from kvad.engine.scheduling.scheduler import Scheduler
+
+FULL = AttentionSpec(True, None, 8, 64, 64)
+LOCAL = AttentionSpec(True, 256, 8, 64, 64)
+
+
+def run(rows: int, steps: int, mixers: tuple[AttentionSpec, ...]) -> dict[str, object]:
+    """Decode ``rows`` rows of ``steps`` tokens after prompts of 1 to 64 tokens; only full decode steps are timed."""
+    config = CacheConfig(max_num_seqs=rows, max_seq_len=steps + 64, prefill_chunk_size=64)
+    ledger = KVCacheManager(build_groups(mixers, config), prefix_caching=True, max_num_seqs=rows)
+    scheduler = Scheduler(
+        ledger, max_num_seqs=rows, max_num_batched_tokens=rows * 64, prefill_chunk_size=64, limit=steps + 64
+    )
+    for request in range(rows):
+        scheduler.add_request(request, [request + 1] * (1 + request), SamplingParams(max_tokens=steps))
+    results = [SequenceOutput(token_id=5)] * rows
+    done, slowest, began = 0, 0.0, time.perf_counter()
+    while done < steps - 1:
+        at = time.perf_counter()
+        plan = scheduler.schedule()
+        assert plan is not None and len(plan.scheduled) == rows
+        scheduler.update_from_output(plan, results)
+        now = time.perf_counter()
+        if done == 0:
+            began = now  # the first step reads the prompts
+        else:
+            slowest = max(slowest, now - at)
+        done += 1
+    seconds = time.perf_counter() - began
+    ledger.check()
+    return {
+        "bench": "scheduler",
+        "rows": rows,
+        "steps": done - 1,
+        "groups": len(ledger.groups),
+        "row_steps_per_s": round(rows * (done - 1) / seconds),
+        "us_per_row_step": round(seconds / (rows * (done - 1)) * 1e6, 3),
+        "slowest_step_ms": round(slowest * 1e3, 3),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--groups", choices=("full", "mixed"), default="full")
+    args = parser.parse_args()
+    mixers = (FULL,) * 4 if args.groups == "full" else (LOCAL, LOCAL, LOCAL, FULL)
+    print(json.dumps(run(args.rows, args.steps, mixers)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""A stream that is larger than its pool beside the same stream in memory: what spilling costs, and what it moves.
+
+    python benchmarks/spill.py --context 4096 --pool 1024
+    python benchmarks/spill.py --context 8192 --pool 2048 --dtype bfloat16 --folder /mnt/ssd
+
+The demo preset's shape, one row, which decodes near ``--context`` tokens with a pool of ``--pool``.  Three engines take
+turns, step by step: everything in the pool; older tokens in host memory; older tokens on disk.  The files were just
+written, so they are read from the system's own cache wherever that has room: ``--cold`` asks it to drop them before
+each step.  Beside that, the same bytes are read from the same files one after the other, without a model: the share of
+the disk's own speed.  One JSON line: tokens/s of decoding (of the clock and of the processor, medians) and of reading
+the prompt, bytes moved per token, and what lies where.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+
+import torch
+
+from kvad.benchmarks.cache_speed import commit_id, machine_info
+from kvad.cache.config import CacheConfig
+from kvad.cache.groups import group_bytes
+from kvad.cache.offload.token_offload import TILE
+from kvad.engine.engine import Engine
+from kvad.engine.scheduling.request import SamplingParams
+from kvad.model.transformer import Transformer
+from kvad.train.config.presets import MODEL_PRESETS
+
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+class Row:
+    """One engine with one row, whose prompt is read."""
+
+    def __init__(self, model: Transformer, context: int, steps: int, **cache: object) -> None:
+        self.engine = Engine(model, CacheConfig(max_num_seqs=1, enable_prefix_caching=False, **cache))  # type: ignore[arg-type]
+        prompt = torch.randint(
+            0, model.config.vocab_size, (context,), generator=torch.Generator().manual_seed(0)
+        ).tolist()
+        self.engine.add_request(prompt, SamplingParams(max_tokens=steps + 8, temperature=0, ignore_eos=True))
+        self.seconds: dict[str, list[float]] = {clock: [] for clock in CLOCKS}
+        self.tokens: list[int] = []
+        began = {clock: now() for clock, now in CLOCKS.items()}
+        while not (pieces := self.engine.step()):
+            pass
+        self.prompt = {clock: context / (now() - began[clock]) for clock, now in CLOCKS.items()}
+        self.tokens += [piece.token_id for piece in pieces if piece.token_id is not None]
+        self.before = self.moved()
+
+    def moved(self) -> tuple[int, int, int]:
+        if self.engine.kv_cache.offload_reader is None:
+            return 0, 0, 0
+        stats = self.engine.kv_cache.offload_reader.stats()
+        return stats.written, stats.from_ram, stats.from_disk
+
+    def files(self) -> list[int]:
+        spill = self.engine.kv_cache.offload_reader
+        return [] if spill is None else [file for spool in spill.spools.values() for file in spool._files]
+
+    def step(self, cold: bool) -> None:
+        for file in self.files() if cold else ():
+            os.fsync(file)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        began = {clock: now() for clock, now in CLOCKS.items()}
+        pieces = self.engine.step()
+        for clock, now in CLOCKS.items():
+            self.seconds[clock].append(now() - began[clock])
+        self.tokens += [piece.token_id for piece in pieces if piece.token_id is not None]
+
+    def told(self) -> dict[str, object]:
+        memory, steps = self.engine.kv_cache, len(self.seconds["wall"])
+        per_token = [(now - before) // steps for now, before in zip(self.moved(), self.before, strict=True)]
+        plan = None if memory.offload_reader is None else memory.offload_reader.plan
+        return {
+            "tokens_per_s": {clock: round(1 / statistics.median(self.seconds[clock]), 2) for clock in CLOCKS},
+            "prompt_tokens_per_s": {clock: round(self.prompt[clock], 1) for clock in CLOCKS},
+            "bytes_per_token": dict(zip(("written", "from_ram", "from_disk"), per_token, strict=True)),
+            "pool_bytes": sum(group_bytes(group).total for group in memory.groups),
+            "spilled_bytes": {}
+            if plan is None
+            else {"ram": plan.ram_bytes, "staging": plan.staging_bytes, "disk": plan.disk_bytes},
+        }
+
+
+def sequential(row: Row, cold: bool) -> float:
+    """Bytes per second of reading a row's files a tile at a time, and nothing else."""
+    buffer, rates = bytearray(TILE), []
+    for _ in range(5):
+        for file in row.files() if cold else ():
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        began, count = time.perf_counter(), 0
+        for file in row.files():
+            at = 0
+            while got := os.preadv(file, [buffer], at):
+                at += got
+            count += at
+        rates.append(count / (time.perf_counter() - began))
+    return statistics.median(rates)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--pool", type=int, default=1024, help="Tokens of the row that the pool holds.")
+    parser.add_argument("--dtype", default="float32", help="What keys and values are stored in.")
+    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--folder", help="Where the files lie [default: a temporary folder].")
+    parser.add_argument("--cold", action="store_true", help="Drop the files from the system's cache before each step.")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    limit = options.context + options.steps + 8
+    model = Transformer(MODEL_PRESETS["demo"](4096, limit)).eval()
+    fields = {"block_size": 16, "prefill_chunk_size": 512, "dtype": options.dtype}
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        spilled = {**fields, "max_seq_len": options.pool, "overflow": "offload", "offload_dir": folder}
+        rows = {
+            "memory": Row(model, options.context, options.steps, capacity=limit, **fields),
+            "spilled to host memory": Row(model, options.context, options.steps, spill_ram=1 << 40, **spilled),
+            "spilled to disk": Row(model, options.context, options.steps, spill_ram=0, **spilled),
+        }
+        for _ in range(options.steps):
+            for row in rows.values():
+                row.step(options.cold)
+        told = {name: row.told() for name, row in rows.items()}
+        disk = rows["spilled to disk"]
+        line = {
+            "bench": "spill",
+            "context": options.context,
+            "pool": options.pool,
+            "dtype": options.dtype,
+            "cold": options.cold,
+            "rows": told,
+            "same_tokens": all(row.tokens == rows["memory"].tokens for row in rows.values()),
+            "sequential_bytes_per_s": round(sequential(disk, options.cold)),
+            "machine": machine_info(),
+            "commit": commit_id(),
+        }
+        for row in rows.values():
+            row.engine.close()
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
