@@ -37,8 +37,7 @@ class Session:
     """A continued text, created by ``LLM.session``; not safe for several threads.
 
     ``tokens``: the whole text; ``source``: token ids of the encoder input. For the last turn: ``reused``, tokens that
-        were
-    not recomputed; ``missed``, why the previous state was not used; ``seed``, the default of the next turn.
+    were not recomputed; ``missed``, why the previous state was not used; ``seed``, the default of the next turn.
     ``restored``: tokens whose keys and values were loaded from the file.
     """
 
