@@ -47,7 +47,7 @@ def test_what_is_said_is_done_or_refused_with_what_fits(corpus, tmp_path, base, 
     assert read_model_run(tmp_path / "run")[0].data.seq_len == 16
     for said in (("--seq-len", 256), ("--set", "data.seq_len=33")):
         assert kvad("train", corpus, "--init", base, "--out", tmp_path / "no", *said, *FEW) == 2
-        assert f"Use --seq-len {LIMIT}." in capsys.readouterr().err
+        assert f"--seq-len {LIMIT} fits" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
 
 
@@ -63,4 +63,4 @@ def test_so_do_a_plan_a_check_and_a_compressor(corpus, tmp_path, base, capsys):
     assert RunConfig.load(tmp_path / "summaries" / "run.toml").data.seq_len == LIMIT
     capsys.readouterr()
     assert kvad("train", corpus, *compressing, "--out", tmp_path / "no", "--seq-len", 33, *FEW) == 2
-    assert f"Use --seq-len {LIMIT}." in capsys.readouterr().err
+    assert f"--seq-len {LIMIT} fits" in capsys.readouterr().err
