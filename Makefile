@@ -1,7 +1,7 @@
 # make run        train a small model on real text, generate from its cache, verify it, time it (about 8 minutes, install included)
 # make test       the tests                       make test-long   the full product (SAMPLE=40: that many of its tests)
 # make check      format, lint, types, imports    make install     what make test needs
-# make oracle     compute the reference outputs of transformers 4.57.6 and 5.x again (tests/oracle)
+# make oracle     compute the reference outputs of transformers 4.57.6 and 5.x again (tests/hf_parity)
 #
 # TORCH_INDEX=URL  where torch comes from; its CPU build on Linux is  TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # PYTHON=python3.12  VENV=.venv  DEMO_ARGS="--minutes 1 --out runs/mine"  TEST_ARGS="-k sampler"  JOBS=2
@@ -40,12 +40,12 @@ test-long: $(TEST_STAMP)
 # Both versions of transformers, each in a separate environment, compute the reference outputs again (equal up to
 # rounding if nothing changed), and load what kvad trains and exports.
 oracle: $(TEST_STAMP)
-	VENV=$(VENV) tests/oracle/environments.sh $(ORACLES)
-	for version in 4.57 5; do $(ORACLES)/$$version/bin/python -m tests.oracle.make --out $(ORACLES)/goldens || exit 1; done
-	$(PY) -m tests.oracle.compare
-	$(PY) -m tests.oracle.compare --anew $(ORACLES)/goldens
-	for version in 4.57 5; do $(ORACLES)/$$version/bin/python -m tests.oracle.steps || exit 1; done
-	$(PY) -m pytest -n $(JOBS) tests/oracle tests/checkpoint tests/model $(TEST_ARGS)
+	VENV=$(VENV) tests/hf_parity/environments.sh $(ORACLES)
+	for version in 4.57 5; do $(ORACLES)/$$version/bin/python -m tests.hf_parity.make --out $(ORACLES)/goldens || exit 1; done
+	$(PY) -m tests.hf_parity.compare
+	$(PY) -m tests.hf_parity.compare --anew $(ORACLES)/goldens
+	for version in 4.57 5; do $(ORACLES)/$$version/bin/python -m tests.hf_parity.steps || exit 1; done
+	$(PY) -m pytest -n $(JOBS) tests/hf_parity tests/checkpoint tests/model $(TEST_ARGS)
 
 check: $(TEST_STAMP)
 	VENV=$(VENV) scripts/check

@@ -22,7 +22,7 @@ from kvad.errors import (
     UsageError,
 )
 from kvad.llm import LLM
-from tests.cli.checkpoint import LIMIT, write_model
+from tests.support.cli_checkpoints import LIMIT, write_model
 
 PROMPT = "def sing(poem):"
 OTHERS = ["", "a", "kvad is a poem, sung from memory", "x" * 40]

@@ -10,8 +10,8 @@ import pytest
 from kvad.engine.session import Session
 from kvad.errors import EngineError, RequestError, SaveError, StorageError, UsageError
 from kvad.llm import LLM
-from tests.cache.disks import FailingDisk
-from tests.cli.checkpoint import write_model
+from tests.support.cli_checkpoints import write_model
+from tests.support.faulty_filesystems import FailingDisk
 
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 CACHES = {

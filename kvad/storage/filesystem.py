@@ -1,9 +1,9 @@
 """File system interface of the caches: about fifteen operations that may raise OSError.
 
 All stores use it (``container.py``, ``cache/offload/disk_store.py``). Tests pass a file system whose k-th operation
-fails, or one that loses unflushed data at a power cut (``tests/cache/disks.py``). Nothing here retries: after a failed
-flush the pages count as clean and may be lost (Rebello et al. 2020, USENIX ATC, "Can applications recover from fsync
-failures?"), so the file being written is discarded.
+fails, or one that loses unflushed data at a power cut (``tests/support/faulty_filesystems.py``). Nothing here retries:
+after a failed flush the pages count as clean and may be lost (Rebello et al. 2020, USENIX ATC, "Can applications
+recover from fsync failures?"), so the file being written is discarded.
 
 The module also has what every store folder needs: valid names, the default folder and the removal of leftovers.
 

@@ -1,6 +1,6 @@
 """Adapters in PEFT's layout: what PEFT made is read with its logits, what kvad writes is what PEFT wrote.
 
-The goldens are PEFT's own (``tests/oracle/adapters.py``).  What is more than two matrices a module is refused."""
+The goldens are PEFT's own (``tests/hf_parity/adapters.py``).  What is more than two matrices a module is refused."""
 
 import json
 
@@ -26,7 +26,7 @@ from kvad.errors import CheckpointError, ConfigError
 from kvad.model.lora import LoraFactors, merge_weight
 from kvad.model.no_cache import NoCache
 from kvad.model_input import ModelInput, SubBatch
-from tests.oracle import adapters, checkpoint
+from tests.hf_parity import adapters, checkpoint
 
 
 def _step(ids):
@@ -140,7 +140,7 @@ def test_merged_lies_in_the_layout_of_its_base(golden, tmp_path):
 def test_a_model_of_kvads_alone_has_kvads_names(tmp_path):
     from kvad.checkpoint.native import save_checkpoint
     from kvad.model.transformer import Transformer
-    from tests.models import model_config
+    from tests.support.random_models import model_config
 
     model = Transformer(model_config("t5", "sandwich", "sinks"))
     save_checkpoint(tmp_path / "base", model.config, model.state_dict(), None)

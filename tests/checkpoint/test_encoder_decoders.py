@@ -18,7 +18,7 @@ from kvad.config.parameter_shapes import weight_shapes
 from kvad.errors import CheckpointError
 from kvad.model.transformer import Transformer
 from tests.checkpoint.test_families import CASES, KNOWN, OTHERWISE, Read, _step, kl, outputs
-from tests.oracle import checkpoint as oracle
+from tests.hf_parity import checkpoint as oracle
 
 PAIRS = [case for case in KNOWN if oracle.load(*case)[0]["kind"] == "encdec" and case not in OTHERWISE]
 

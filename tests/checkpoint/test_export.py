@@ -20,8 +20,8 @@ from kvad.errors import CheckpointError, UsageError
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import train_tokenizer
 from kvad.verify.replay import run_uncached, run_whole_sequence
-from tests.models import randomise
-from tests.trained import configs
+from tests.support.random_models import randomise
+from tests.support.trained_models import configs
 
 CLASSES = {
     "decoder": "LlamaForCausalLM",

@@ -1,4 +1,4 @@
-"""Every family against transformers, logits for logits: the goldens of ``tests/oracle`` (4.57.6 and 5.x).
+"""Every family against transformers, logits for logits: the goldens of ``tests/hf_parity`` (4.57.6 and 5.x).
 
 Forward at torch's default tolerances for float32 and KL <= 1e-9; the checkpoint written back, tensor by tensor; a
 config that goes to their form and comes back as the same model.
@@ -25,7 +25,7 @@ from kvad.model.transformer import Transformer
 from kvad.model_input import ModelInput, SubBatch
 from kvad.verify.run import verify
 from kvad.verify.scenario import ScenarioOptions, build_prompts
-from tests.oracle import checkpoint as oracle
+from tests.hf_parity import checkpoint as oracle
 
 CASES = [
     (version, name)

@@ -20,8 +20,8 @@ import torch
 from kvad.checkpoint import native
 from kvad.checkpoint.native import open_folder, save_checkpoint, save_step
 from kvad.config.model import ModelConfig
-from tests.models import model_config
-from tests import mortal
+from tests.support.random_models import model_config
+from tests.support import crash_process as mortal
 
 CONFIG, SHAPES = model_config(), [(300, 7), (41,), (5, 5, 5)]
 

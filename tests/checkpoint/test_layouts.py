@@ -27,8 +27,8 @@ from kvad.inspection.checkpoint import summarize_checkpoint
 from kvad.inspection.doctor import check_checkpoint
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import train_tokenizer
-from tests.models import randomise
-from tests.trained import T5, configs
+from tests.support.random_models import randomise
+from tests.support.trained_models import T5, configs
 
 BPE = train_tokenizer("bpe", ["a text of some words, and a few more words of it"] * 3, vocab_size=280)
 SAMPLING = {"temperature": 0.0, "max_tokens": 9}

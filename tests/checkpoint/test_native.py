@@ -17,7 +17,7 @@ from kvad.checkpoint.loader import load_model
 from kvad.checkpoint.native import open_folder, save_checkpoint, save_step
 from kvad.errors import CheckpointError, ConfigError, SaveError, UsageError
 from kvad.text.tokenizer import train_tokenizer
-from tests.models import build, model_config
+from tests.support.random_models import build, model_config
 
 ROOT = Path(__file__).parents[2]
 BYTE = train_tokenizer("byte", [])
@@ -315,7 +315,7 @@ import torch
 sys.path.insert(0, "tests")
 from kvad.checkpoint.native import save_checkpoint
 from kvad.errors import SaveError
-from tests.models import build, model_config
+from tests.support.random_models import build, model_config
 model = build(model_config(), seed=1, dtype=torch.float32)
 resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
 try:

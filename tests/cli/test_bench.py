@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.cli.checkpoint import run, write_model
+from tests.support.cli_checkpoints import run, write_model
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 from kvad.cli.commands import chat as module
 from kvad.cli.stats import RunMeter
 from kvad.llm import LLM
-from tests.cli.checkpoint import LIMIT, run, write_model
+from tests.support.cli_checkpoints import LIMIT, run, write_model
 
 GREEDY = ("--temperature", 0, "--max-tokens", 6)
 

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from kvad.checkpoint.generation_config import GenerationConfig
 from kvad.checkpoint.native import save_checkpoint, save_step
 from kvad.text.tokenizer import train_tokenizer
-from tests.cli.checkpoint import run, write_model
-from tests.cli.test_import import write_foreign
+from tests.cli.test_convert import write_foreign
 from tests.cli.test_main import kvad_process
-from tests.models import build, model_config
+from tests.support.cli_checkpoints import run, write_model
+from tests.support.random_models import build, model_config
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from kvad import config as cfg
 from kvad.checkpoint.generation_config import GenerationConfig
 from kvad.checkpoint.native import save_checkpoint
 from kvad.text.tokenizer import train_tokenizer
-from tests.cli.checkpoint import LIMIT, run, write_model
-from tests.models import build, encoder_config, pair_config
+from tests.support.cli_checkpoints import LIMIT, run, write_model
+from tests.support.random_models import build, encoder_config, pair_config
 
 TEXT = "".join(f"Line {number} of a text that nobody wrote.\n" for number in range(6))
 

@@ -11,8 +11,8 @@ from kvad.cli.stats import RunMeter
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.llm import LLM
 from kvad.ops.batch_invariant import TileSizes
-from tests.cli.checkpoint import LIMIT, run, write_model
 from tests.cli.test_main import kvad_process
+from tests.support.cli_checkpoints import LIMIT, run, write_model
 
 GREEDY = ("--temperature", 0)
 

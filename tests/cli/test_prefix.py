@@ -6,7 +6,7 @@ import os
 import pytest
 
 from kvad.cache.offload.disk_store import DiskBlockStore
-from tests.cli.checkpoint import run, write_model
+from tests.support.cli_checkpoints import run, write_model
 
 TEXT = "def add(first, second):\n    return first + second\n\n"
 GREEDY = ("--temperature", 0, "--max-tokens", 6)

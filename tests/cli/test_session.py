@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from kvad.llm import LLM
-from tests.cli.checkpoint import run, write_model
 from tests.cli.test_main import ROOT
+from tests.support.cli_checkpoints import run, write_model
 
 GREEDY = ("--temperature", 0, "--max-tokens", 6, "--ignore-eos")
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from kvad.text.tokenizer import train_tokenizer
-from tests.cli.checkpoint import run, write_model
 from tests.cli.test_main import kvad_process
+from tests.support.cli_checkpoints import run, write_model
 
 TEXT = "def über():\n"
 
@@ -97,7 +97,7 @@ def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path, capsys):
     from kvad.checkpoint.native import save_step
     from kvad.cli.main import main
     from kvad.text.tokenizer import train_tokenizer
-    from tests.models import build, model_config
+    from tests.support.random_models import build, model_config
 
     tokenizer, model = train_tokenizer("char", ["abc"]), build(model_config())
     save_step(tmp_path / "run", 3, model.config, model.state_dict(), tokenizer)

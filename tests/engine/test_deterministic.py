@@ -33,10 +33,10 @@ from kvad.ops.batch_invariant import (
     split_tiles,
     tiled_matmul,
 )
-from tests.drive import Run, Stream, drive, fresh_step
-from tests.models import SOURCE_VOCAB, VOCAB, build, encoder_config, model_config, pair_config
-from tests.pairwise import Case, pairwise
-from tests.test_oracle import SCENARIOS, cache_of, happened, streams_of, with_sources
+from tests.cache.test_cached_equals_uncached import SCENARIOS, cache_of, happened, streams_of, with_sources
+from tests.support.covering_array import Case, pairwise
+from tests.support.driver import Run, Stream, drive, fresh_step
+from tests.support.random_models import SOURCE_VOCAB, VOCAB, build, encoder_config, model_config, pair_config
 
 DTYPES = ("float32", "bfloat16")
 AXES = {

@@ -14,7 +14,7 @@ from kvad.engine.engine import Engine, StreamChunk
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import RequestError
 from kvad.text.tokenizer import train_tokenizer
-from tests.models import VOCAB, build, model_config
+from tests.support.random_models import VOCAB, build, model_config
 
 CACHE = CacheConfig(dtype="float64", max_num_seqs=4, max_seq_len=96, block_size=4, prefill_chunk_size=8)
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

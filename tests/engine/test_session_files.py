@@ -17,9 +17,9 @@ from kvad.errors import StorageError, UsageError
 from kvad.storage.container import write_container
 from kvad.storage.filesystem import is_valid_name
 from kvad.storage.fingerprint import FORMAT_VERSION, CacheFingerprint
-from tests.cache.disks import FailingDisk
-from tests.engine.sessions import PROMPT, engine, identity_of, left, load, run, save, worst
-from tests.models import build, model_config
+from tests.support.engine_sessions import PROMPT, engine, identity_of, left, load, run, save, worst
+from tests.support.faulty_filesystems import FailingDisk
+from tests.support.random_models import build, model_config
 
 ROOT = Path(__file__).parents[2]
 CONFIG = model_config("rope", heads="mqa", layers=1)

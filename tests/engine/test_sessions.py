@@ -10,9 +10,9 @@ from kvad.cache.manager import portable_layout
 from kvad.cache.sessions import state as state_module
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import RequestError
-from tests.drive import fill_unowned
-from tests.engine.sessions import PROMPT, SOURCE, engine, left, load, moved, run, save, spoil, worst
-from tests.models import model_config, pair_config
+from tests.support.driver import fill_unowned
+from tests.support.engine_sessions import PROMPT, SOURCE, engine, left, load, moved, run, save, spoil, worst
+from tests.support.random_models import model_config, pair_config
 
 FIRST, THEN = 12, 26  # tokens of the first turn, and of the second
 EXACT = 1e-10

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvad.engine.trace import LayerTrace, trace_forward
-from tests.drive import uncached
-from tests.models import build, model_config
+from tests.support.driver import uncached
+from tests.support.random_models import build, model_config
 
 TOKENS = [5, 9, 2, 44, 17, 5, 3, 8, 21, 30, 2, 7]
 PIECES = [str(token) for token in TOKENS]

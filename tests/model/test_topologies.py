@@ -21,9 +21,9 @@ from kvad.model import transformer
 from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
 from kvad.model_input import ModelInput, SubBatch
-from tests.model.numpy_reference import Reference
-from tests.models import HEADS, SOURCE_VOCAB, VOCAB, build, encoder_config, model_config, pair_config
-from tests.pairwise import Case, pairwise
+from tests.support.covering_array import Case, pairwise
+from tests.support.numpy_reference import Reference
+from tests.support.random_models import HEADS, SOURCE_VOCAB, VOCAB, build, encoder_config, model_config, pair_config
 
 EXACT = 1e-10
 POSITIONS = ("none", "learned", "sinusoidal", "rope", "rope-partial", "alibi", "t5", "t5-each")
@@ -56,7 +56,7 @@ def mlp_of(name: str) -> cfg.PlainMLPConfig | cfg.GatedMLPConfig | cfg.MoEConfig
 
 
 def varied(config: ModelConfig, case: Case) -> ModelConfig:
-    """The axes that ``tests.models`` does not have, in every stack; frequencies of RoPE that are powers of two."""
+    """Set the axes that ``tests.support.random_models`` lacks in every stack; RoPE frequencies are powers of two."""
 
     def position(old: Any) -> Any:
         if isinstance(old, cfg.RopeConfig):

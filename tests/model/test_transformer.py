@@ -16,8 +16,8 @@ from kvad.model import transformer
 from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
 from kvad.model_input import ModelInput, SubBatch
-from tests.models import HEADS, LIMIT, NORMS, POSITIONS, VOCAB, build, model_config
-from tests.pairwise import Case, pairwise
+from tests.support.covering_array import Case, pairwise
+from tests.support.random_models import HEADS, LIMIT, NORMS, POSITIONS, VOCAB, build, model_config
 
 CASES = pairwise({"position": POSITIONS, "norm": NORMS, "heads": HEADS})
 

@@ -43,7 +43,7 @@ from kvad.errors import KvadError
 
 # ---------------------------------------------------------------- names of kvad: edit this half when they change
 from kvad.llm import LLM
-from tests.oracle import checkpoint as family_goldens
+from tests.hf_parity import checkpoint as family_goldens
 
 # Keys of the record -> keys of today. A key may be qualified by the keys around it ("cache.rows"; list indices are
 # left out, the case's name comes first: "plan.model.cache.rows"); the longest match applies. None: the key was removed.

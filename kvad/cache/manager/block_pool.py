@@ -11,7 +11,7 @@ LRU list: free blocks at the head, then published blocks, the least recently rel
 A :class:`PrefixNode` is the whole history up to the end of one full block: the tokens of the block and the node before
 it. It is found by a chained digest, ``H(parent's digest + tokens)``, but a digest is never trusted: tokens and parent
 are compared on every hit, and there is at most one node per history, so identity is equality. With a hash of 8 bits
-the cache hits less often, but is never wrong (tests/cache/test_blocks.py).
+the cache hits less often, but is never wrong (tests/cache/manager/test_block_pool.py).
 
 After nano-vllm's ``engine/block_manager.py`` and vLLM's ``v1/core/block_pool.py``.
 """

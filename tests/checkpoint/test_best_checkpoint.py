@@ -1,0 +1,137 @@
+"""Which steps stay: the newest, and the best, by a link that points at a whole checkpoint at any moment."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvad.checkpoint.folder import list_steps, locate, prune_steps, resolve_best_link, step_folder
+from kvad.checkpoint.native import open_folder, save_step
+from kvad.errors import CheckpointError, SaveError
+from tests.support.random_models import model_config
+
+CONFIG = model_config()
+ROOT = Path(__file__).parents[2]
+
+
+def step(run, number, **how):
+    return save_step(run, number, CONFIG, {"a": torch.full((3,), float(number))}, None, **how)
+
+
+def names(run):
+    return [int(path.name.removeprefix("step-")) for path in list_steps(run)]
+
+
+def test_the_best_stays_beside_the_newest(tmp_path):
+    for number, best in ((1, None), (2, 2), (3, 2), (4, 2), (5, 2)):
+        step(tmp_path, number, keep=2, best=best)
+        assert (tmp_path / "best").is_symlink() == (best is not None)
+    assert names(tmp_path) == [2, 4, 5]
+    assert os.readlink(tmp_path / "best") == "checkpoints/step-00000002"
+    assert open_folder(tmp_path / "best", verify=True).path == step_folder(tmp_path, 2)
+    assert open_folder(tmp_path).path == step_folder(tmp_path, 5), "a run is its newest"
+    step(tmp_path, 6, keep=2, best=6)
+    assert names(tmp_path) == [5, 6] and locate(tmp_path / "best") == step_folder(tmp_path, 6)
+
+
+def test_a_run_that_is_moved_or_copied_keeps_its_best(tmp_path):
+    step(tmp_path / "run", 7, best=7)
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    assert locate(tmp_path / "elsewhere" / "best").is_dir()
+
+
+def test_what_was_opened_as_the_best_stays_what_it_was(tmp_path):
+    step(tmp_path, 1, keep=3, best=1)
+    opened = open_folder(tmp_path / "best")
+    step(tmp_path, 2, keep=3, best=2)
+    assert opened.tensors["a"].tolist() == [1.0] * 3
+
+
+def test_no_best_is_no_link(tmp_path):
+    step(tmp_path, 1, keep=1, best=1)
+    step(tmp_path, 2, keep=1, best=None)
+    assert names(tmp_path) == [2] and not (tmp_path / "best").is_symlink()
+    with pytest.raises(CheckpointError, match="no such folder"):
+        open_folder(tmp_path / "best")
+    prune_steps(tmp_path, 1, best=1)  # gone by now
+    assert not (tmp_path / "best").is_symlink()
+
+
+def test_an_overwritten_run_does_not_keep_the_old_best(tmp_path):
+    step(tmp_path, 1, best=1)
+    step(tmp_path, 2, best=1)
+    step(tmp_path, 1, fresh=True, best=None)
+    assert names(tmp_path) == [1] and not (tmp_path / "best").is_symlink()
+
+
+def test_what_is_no_link_of_ours_is_left_alone(tmp_path):
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "mine").touch()
+    step(tmp_path, 1, best=1)
+    assert (tmp_path / "best" / "mine").exists() and resolve_best_link(tmp_path / "best") == tmp_path / "best"
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "best").symlink_to(tmp_path)  # a link, but to no step
+    assert resolve_best_link(other / "best") == other / "best"
+
+
+def test_a_disk_without_links_says_how_to_do_without(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    with pytest.raises(SaveError, match="Operation not supported") as caught:
+        step(tmp_path, 1, best=1)
+    assert "train.keep_best=false" in caught.value.hint
+    assert open_folder(tmp_path, verify=True).path.name == "step-00000001", "the step itself is whole"
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
+PROGRAM = """
+import os, sys
+sys.path.insert(0, "tests")
+from pathlib import Path
+import torch
+from kvad.checkpoint.native import open_folder, save_step
+from tests.support.random_models import model_config
+from tests.support import crash_process as mortal
+
+run, config = Path(sys.argv[1]), model_config()
+
+def step(number, best):
+    save_step(run, number, config, {"a": torch.full((3,), float(number))}, None, keep=1, best=best)
+
+def go(death):
+    Path.symlink_to = death.counted(Path.symlink_to)
+    Path.unlink = death.counted(Path.unlink)
+    step(number, best)
+
+step(1, 1)
+number, best, lived, at = 1, 1, set(), 0
+while len(lived) < 2:  # saves that are the best, and saves that are not
+    at += 1
+    for better in (True, False):
+        number += 1
+        before, best = best, number if better else best
+        if mortal.live(go, at):
+            lived.add(better)
+        newest, kept = open_folder(run, verify=True), open_folder(run / "best", verify=True)
+        found = int(newest.path.name[5:]), int(kept.path.name[5:])
+        assert found in {(number - 1, before), (number, before), (number, best)}, (at, found, number, before, best)
+        step(number, best)  # goes on
+        assert int(open_folder(run / "best").path.name[5:]) == best
+        assert {int(p.name[5:]) for p in (run / "checkpoints").iterdir()} == {number, best}
+        assert sorted(p.name for p in run.iterdir()) == ["best", "checkpoints"], list(run.iterdir())
+print(at)
+"""
+
+
+def test_killed_at_any_operation_best_is_whole(tmp_path):
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM, tmp_path / "run"], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) > 12, "it died at every operation of either save"

@@ -1,0 +1,552 @@
+"""The config: it round-trips, names the key of whatever is wrong, and refuses what could not run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvad import config as cfg
+from kvad.config.model import AttentionSpec, ModelConfig, attention_specs
+from kvad.config.serialization import from_dict, override, to_dict
+from kvad.errors import ConfigError
+from tests.support.covering_array import pairwise
+from tests.support.random_models import HEADS, NORMS, POSITIONS, model_config
+
+LONGROPE = cfg.LongRopeScalingConfig((1.0, 1.5), (2.0, 3.0), 16, factor=4.0)
+
+
+def whole() -> ModelConfig:
+    """Every field away from its default."""
+    mixer = cfg.AttentionConfig(
+        6,
+        3,
+        8,
+        5,
+        cfg.RopeConfig(500.0, 0.5, True, LONGROPE),
+        causal=False,
+        window=7,
+        qkv_bias=True,
+        out_bias=True,
+        qk_norm="full",
+        logit_softcap=20.0,
+        sink_logits=True,
+        softmax_scale=0.3,
+    )
+    norm = cfg.NormConfig("layer", 1e-3, bias=True, unit_offset=True)
+    alibi = dataclasses.replace(mixer, position=cfg.AlibiConfig(), softmax_scale="none")
+    t5 = dataclasses.replace(mixer, position=cfg.T5BiasConfig(16, 50, True, False), softmax_scale="default")
+    kinds = {
+        "L": cfg.LayerConfig(mixer, cfg.PlainMLPConfig(40, "relu2", bias=True), norm),
+        "A": cfg.LayerConfig(alibi, cfg.GatedMLPConfig(30, "gelu_tanh", bias=True), cfg.NormConfig()),
+        "T": cfg.LayerConfig(t5, cfg.GatedMLPConfig(30), norm),
+    }
+    return ModelConfig(
+        24,
+        67,
+        64,
+        cfg.StackConfig(5, kinds, "LLAT", norm_position="sandwich", final_norm=False),
+        embedding=cfg.EmbeddingConfig(cfg.LearnedPositionsConfig(80, offset=2), 2.0, norm),
+        head=cfg.LanguageHeadConfig(bias=True, logit_softcap=30.0, logit_scale=0.25),
+        tie_embeddings=False,
+        dropout=cfg.DropoutConfig(0.1, 0.2, 0.3, 0.4),
+    )
+
+
+def plain(**changes: Any) -> dict[str, Any]:
+    """A small valid config as JSON values, with dotted keys set."""
+    data = {
+        "hidden_size": 24,
+        "vocab_size": 67,
+        "max_seq_len": 64,
+        "embedding": {},
+        "decoder": {
+            "num_layers": 2,
+            "layer_types": {
+                "L": {
+                    "attention": {"num_heads": 6, "head_dim": 8, "position": {"kind": "rope"}},
+                    "mlp": {"kind": "gated", "intermediate_size": 40},
+                    "norm": {},
+                }
+            },
+            "layer_pattern": "L",
+        },
+        "head": {},
+    }
+    return override(data, changes)
+
+
+L = "decoder.layer_types.L"
+P = f"{L}.attention.position"
+
+# ---------------------------------------------------------------- round trips
+
+
+@pytest.mark.parametrize("case", pairwise({"position": POSITIONS, "norm": NORMS, "heads": HEADS}))
+def test_configs_survive_json(case: dict[str, str]) -> None:
+    config = model_config(**case)
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_every_field_survives_json() -> None:
+    config = whole()
+    data = json.loads(json.dumps(config.to_dict()))
+    assert ModelConfig.from_dict(data) == config
+    assert data["decoder"]["layer_types"]["L"]["attention"]["position"]["scaling"] == {
+        "kind": "longrope",
+        "short_factor": [1.0, 1.5],
+        "long_factor": [2.0, 3.0],
+        "original_max_seq_len": 16,
+        "factor": 4.0,
+        "attention_factor": None,
+    }
+    default = ModelConfig.from_dict(plain())
+    for field in dataclasses.fields(ModelConfig):
+        if field.name not in ("hidden_size", "vocab_size", "max_seq_len", "encoder", "encoder_input"):
+            assert getattr(config, field.name) != getattr(default, field.name)
+
+
+@pytest.mark.parametrize("cls", typing.get_args(cfg.RopeScalingConfig), ids=lambda cls: cls.__name__)
+def test_every_scaling_is_told_by_its_kind(cls: type[Any]) -> None:
+    given = {"factor": 2.0, "original_max_seq_len": 32, "short_factor": (1.0, 1.0), "long_factor": (2.0, 2.0)}
+    scaling = cls(**{f.name: given[f.name] for f in dataclasses.fields(cls) if f.name in given})
+    rope = cfg.RopeConfig(scaling=scaling)
+    assert from_dict(cfg.RopeConfig, to_dict(rope)) == rope
+
+
+def test_what_is_left_out_has_its_default() -> None:
+    config = ModelConfig.from_dict(plain())
+    assert config.decoder.layer_types["L"] == cfg.LayerConfig(
+        cfg.AttentionConfig(6, head_dim=8), cfg.GatedMLPConfig(40)
+    )
+    assert (config.tie_embeddings, config.head, config.embedding.scale) == (True, cfg.LanguageHeadConfig(), 1.0)
+
+
+def test_whole_numbers_will_do_for_floats_and_not_the_other_way() -> None:
+    scale = ModelConfig.from_dict(plain(**{"embedding.scale": 2})).embedding.scale
+    assert scale == 2.0 and type(scale) is float
+    assert (
+        ModelConfig.from_dict(plain(**{f"{L}.attention.softmax_scale": 1}))
+        .decoder.layer_types["L"]
+        .attention.softmax_scale
+        == 1.0
+    )
+    with pytest.raises(ConfigError, match=r"hidden_size: must be int, got 24\.0"):
+        ModelConfig.from_dict(plain(hidden_size=24.0))
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_load_reads_a_config_and_a_checkpoint_s(tmp_path: Path) -> None:
+    alone, inside = tmp_path / "a.json", tmp_path / "b.json"
+    alone.write_text(json.dumps(whole().to_dict()))
+    inside.write_text(json.dumps({"format": 1, "model": whole().to_dict()}))
+    assert ModelConfig.load(alone) == ModelConfig.load(inside) == whole()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no such file: .*config.json"),
+        (b"{hidden_size", "config.json is not JSON"),
+        (b"\xff\xfe\x00", "config.json is not JSON"),
+        (b"[1, 2]", "must be an object of keys, got list"),
+        (b"{}", "config.json: missing key hidden_size"),
+        (b'{"model": 3}', "ModelConfig: must be an object, got 3"),
+    ],
+)
+def test_load_says_what_is_wrong_with_a_file(content: bytes | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.load(path)
+
+
+# ---------------------------------------------------------------- keys and types
+
+WRONG_KEYS: list[tuple[dict[str, Any], str, str]] = [  # changes, message, hint
+    ({"hiden_size": 3}, "unknown key hiden_size", "did you mean 'hidden_size'?"),
+    ({"decoder.layer": 3}, "unknown key decoder.layer", "did you mean 'num_layers'?"),
+    ({f"{L}.attention.kvheads": 3}, f"unknown key {L}.attention.kvheads", "did you mean 'num_kv_heads'?"),
+    ({f"{L}.mlp.kind": "gatde"}, f"{L}.mlp.kind: unknown kind 'gatde'", "did you mean 'gated'?"),
+    ({f"{P}.kind": "ropes"}, f"{P}.kind: unknown kind 'ropes'", "did you mean 'rope'?"),
+    ({f"{L}.mlp": {"intermediate_size": 3}}, f"missing key {L}.mlp.kind", "known: gated, moe, plain"),
+    ({"embedding.position": {"num_positions": 3}}, "missing key embedding.position.kind", "known: learned, sinusoidal"),
+    (
+        {P: {"num_buckets": 3}},
+        f"unknown key {P}.num_buckets",
+        "known: interleaved, kind, partial_rotary_factor, scaling, theta",
+    ),
+    ({f"{P}": {"kind": 3}}, f"{P}.kind: unknown kind 3", "known: alibi, custom, rope, t5"),
+    ({f"{P}.scaling": {"kind": "yarm"}}, f"{P}.scaling.kind: unknown kind 'yarm'", "did you mean 'yarn'?"),
+    ({f"{P}.scaling": {"kind": "yarn", "factor": 2.0}}, f"missing key {P}.scaling.original_max_seq_len", ""),
+    ({"decoder.layer_pattern": "LG"}, "decoder.layer_pattern: unknown layer type 'G'", "known: L"),
+    (
+        {
+            "decoder.layer_types.G": {
+                "attention": {"num_heads": 6, "head_dim": 8},
+                "mlp": {"kind": "gated", "intermediate_size": 40},
+            }
+        },
+        "decoder.layer_types.G: is not used by layer_pattern 'L'",
+        "omit it",
+    ),
+    ({"embedding.position": {"kind": "learned"}}, "missing key embedding.position.num_positions", ""),
+]
+
+
+@pytest.mark.parametrize(("changes", "message", "hint"), WRONG_KEYS)
+def test_wrong_keys_are_named_with_the_nearest_right_one(changes: dict[str, Any], message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_dict(plain(**changes))
+    assert (caught.value.message, caught.value.hint) == (message, hint)
+
+
+WRONG_TYPES: list[tuple[str, Any, str]] = [
+    ("hidden_size", "24", "hidden_size: must be int, got '24'"),
+    ("hidden_size", True, "hidden_size: must be int, got True"),
+    ("hidden_size", None, "hidden_size: must be int, got None"),
+    ("tie_embeddings", 1, "tie_embeddings: must be bool, got 1"),
+    ("embedding.scale", float("nan"), "embedding.scale: must be a finite number, got nan"),
+    ("embedding.scale", float("inf"), "embedding.scale: must be a finite number, got inf"),
+    ("embedding.scale", True, "embedding.scale: must be float, got True"),
+    ("decoder", 3, "decoder: must be an object or null, got 3"),
+    ("decoder.layer_types", [1], "decoder.layer_types: must be an object, got [1]"),
+    ("decoder.layer_types", {"L": 5}, "decoder.layer_types.L: must be an object, got 5"),
+    (f"{L}.mlp", 5, f"{L}.mlp: must be an object, got 5"),
+    (f"{L}.mlp", None, f"{L}.mlp: must be an object, got None"),
+    (f"{L}.attention.window", "wide", f"{L}.attention.window: must be int, got 'wide'"),
+    (f"{L}.attention.softmax_scale", "nono", f"{L}.attention.softmax_scale: must be one of 'default', 'none'"),
+    (f"{L}.mlp.activation", "swish", f"{L}.mlp.activation: must be one of 'gelu', "),
+    (f"{P}", 4, f"{P}: must be an object or null, got 4"),
+    (
+        f"{P}.scaling",
+        {"kind": "longrope", "short_factor": 1.0, "long_factor": [], "original_max_seq_len": 4},
+        f"{P}.scaling.short_factor: must be a list, got 1.0",
+    ),
+    (
+        f"{P}.scaling",
+        {"kind": "longrope", "short_factor": [1.0, "x"], "long_factor": [], "original_max_seq_len": 4},
+        f"{P}.scaling.short_factor[1]: must be float, got 'x'",
+    ),
+    ("decoder.norm_position", "middle", "decoder.norm_position: must be one of 'pre', 'post', "),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message"), WRONG_TYPES)
+def test_wrong_types_are_named_with_what_was_found(key: str, value: Any, message: str) -> None:
+    data = plain()
+    *parents, last = key.split(".")
+    node: Any = data
+    for name in parents:
+        node = node[name]
+    node[last] = value
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_dict(data)
+    assert caught.value.message.startswith(message)
+
+
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "vocab_size", "max_seq_len", "decoder.num_layers", f"{L}.attention", f"{L}.mlp"]
+)
+def test_what_has_no_default_must_be_there(key: str) -> None:
+    data = plain()
+    *parents, last = key.split(".")
+    node = data
+    for name in parents:
+        node = node[name]
+    del node[last]
+    with pytest.raises(ConfigError, match=f"^missing key {key}$"):
+        ModelConfig.from_dict(data)
+
+
+# ---------------------------------------------------------------- overrides
+
+
+def test_overrides_reach_any_depth_and_leave_the_original() -> None:
+    data = whole().to_dict()
+    kept = json.loads(json.dumps(data))
+    changed = override(
+        data, {"decoder.num_layers": 9, f"{P}.theta": 7.0, "tie_embeddings": True, "head": {"bias": False}}
+    )
+    assert data == kept
+    config = ModelConfig.from_dict(changed)
+    assert (config.decoder.num_layers, config.tie_embeddings, config.head) == (9, True, cfg.LanguageHeadConfig())
+    position = config.decoder.layer_types["L"].attention.position
+    assert isinstance(position, cfg.RopeConfig) and position.theta == 7.0
+
+
+@pytest.mark.parametrize(
+    ("key", "message", "hint"),
+    [
+        ("decodr.num_layers", "unknown key 'decodr'", "did you mean 'decoder'?"),
+        (
+            "decoder.layer_types.L.attn.num_heads",
+            "unknown key 'decoder.layer_types.L.attn'",
+            "did you mean 'attention'?",
+        ),
+        ("hidden_size.x", "unknown key 'hidden_size'", "did you mean 'hidden_size'?"),
+    ],
+)
+def test_overrides_of_what_is_not_there(key: str, message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        override(plain(), {key: 3})
+    assert (caught.value.message, caught.value.hint) == (message, hint)
+
+
+def test_an_override_of_an_unknown_last_key_is_found_when_read() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key decoder\.num_layrs \(did you mean 'num_layers'\?\)"):
+        ModelConfig.from_dict(override(plain(), {"decoder.num_layrs": 3}))
+
+
+# ---------------------------------------------------------------- what cannot be right
+
+
+def yarn(**more: Any) -> dict[str, Any]:
+    return {f"{P}.scaling": {"kind": "yarn", "factor": 2.0, "original_max_seq_len": 16, **more}}
+
+
+def longrope(**more: Any) -> dict[str, Any]:
+    return {
+        f"{P}.scaling": {
+            "kind": "longrope",
+            "short_factor": [1.0] * 4,
+            "long_factor": [1.0] * 4,
+            "original_max_seq_len": 16,
+            **more,
+        }
+    }
+
+
+def t5(**more: Any) -> dict[str, Any]:
+    return {P: {"kind": "t5", **more}}
+
+
+IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({key: 0}, f"{key}: must be at least 1, got 0")
+        for key in ("hidden_size", "vocab_size", "max_seq_len", "decoder.num_layers")
+    ),
+    ({"decoder.layer_pattern": ""}, "decoder.layer_pattern: must not be empty"),
+    ({f"{L}.attention.num_heads": 0}, f"{L}.attention.num_heads: must be at least 1, got 0"),
+    ({f"{L}.attention.num_kv_heads": 0}, f"{L}.attention.num_kv_heads: must be at least 1, got 0"),
+    ({f"{L}.attention.num_kv_heads": 4}, f"{L}.attention.num_kv_heads: must divide num_heads 6, got 4"),
+    (
+        {f"{L}.attention.head_dim": None, "hidden_size": 25},
+        f"{L}.attention.num_heads: must divide hidden_size 25, got 6",
+    ),
+    ({f"{L}.attention.head_dim": 0}, f"{L}.attention.head_dim: must be at least 1, got 0"),
+    ({f"{L}.attention.value_dim": 0}, f"{L}.attention.value_dim: must be at least 1, got 0"),
+    ({f"{L}.attention.window": 0}, f"{L}.attention.window: must be at least 1, got 0"),
+    ({f"{L}.attention.logit_softcap": 0.0}, f"{L}.attention.logit_softcap: must be above 0, got 0.0"),
+    ({f"{L}.attention.qk_norm_config": {}}, f"{L}.attention.qk_norm_config: must be null with qk_norm none"),
+    (
+        {f"{L}.attention.qk_norm_config": {"eps": -1.0}, f"{L}.attention.qk_norm": "head"},
+        f"{L}.attention.qk_norm_config.eps: must not be negative, got -1.0",
+    ),
+    (
+        {P: {"kind": "alibi", "round_to_bfloat16": True}, f"{L}.attention.causal": False},
+        f"{P}.round_to_bfloat16: must be false in a layer that is not causal",
+    ),
+    ({f"{L}.mlp.intermediate_size": 0}, f"{L}.mlp.intermediate_size: must be at least 1, got 0"),
+    ({f"{L}.norm.eps": -1.0}, f"{L}.norm.eps: must not be negative, got -1.0"),
+    ({"embedding.norm": {"eps": -1.0}}, "embedding.norm.eps: must not be negative, got -1.0"),
+    ({"head.logit_softcap": 0.0}, "head.logit_softcap: must be above 0, got 0.0"),
+    (
+        {f"{P}.partial_rotary_factor": 0.0},
+        f"{P}.partial_rotary_factor: must rotate an even number of dims, got 0.0 of head_dim 8 = 0",
+    ),
+    (
+        {f"{P}.partial_rotary_factor": 1.5},
+        f"{P}.partial_rotary_factor: must rotate an even number of dims, got 1.5 of head_dim 8 = 12",
+    ),
+    (
+        {f"{P}.partial_rotary_factor": 0.4},
+        f"{P}.partial_rotary_factor: must rotate an even number of dims, got 0.4 of head_dim 8 = 3",
+    ),
+    ({f"{P}.theta": 0.0}, f"{P}.theta: must be above 0, got 0.0"),
+    ({f"{P}.scaling": {"kind": "linear", "factor": 0.0}}, f"{P}.scaling.factor: must be above 0, got 0.0"),
+    (
+        {f"{P}.scaling": {"kind": "dynamic", "factor": 2.0, "original_max_seq_len": 0}},
+        f"{P}.scaling.original_max_seq_len: must be at least 1, got 0",
+    ),
+    (
+        {
+            f"{P}.partial_rotary_factor": 0.25,
+            f"{P}.scaling": {"kind": "dynamic", "factor": 2.0, "original_max_seq_len": 8},
+        },
+        f"{P}.scaling.kind: dynamic needs more than 2 rotated dims, got 2",
+    ),
+    (
+        {f"{P}.scaling": {"kind": "llama3", "factor": 2.0, "original_max_seq_len": 8, "high_freq_factor": 1.0}},
+        f"{P}.scaling.high_freq_factor: must be above low_freq_factor 1.0, got 1.0",
+    ),
+    (yarn(beta_fast=0.5), f"{P}.scaling.beta_fast: must be at least beta_slow 1.0, got 0.5"),
+    (yarn(beta_slow=0.0), f"{P}.scaling.beta_slow: must be above 0, got 0.0"),
+    (yarn(attention_factor=-1.0), f"{P}.scaling.attention_factor: must be above 0, got -1.0"),
+    (longrope(short_factor=[1.0] * 3), f"{P}.scaling.short_factor: must have 4 factors, got 3"),
+    (longrope(long_factor=[1.0] * 5), f"{P}.scaling.long_factor: must have 4 factors, got 5"),
+    (longrope(long_factor=[1.0, 1.0, 0.0, 1.0]), f"{P}.scaling.long_factor[2]: must be above 0, got 0.0"),
+    (t5(num_buckets=1), f"{P}.num_buckets: must be at least 2, got 1"),
+    (t5(num_buckets=3, bidirectional=True), f"{P}.num_buckets: must be at least 4, got 3"),
+    (t5(num_buckets=32, max_distance=16), f"{P}.max_distance: must exceed the 16 exact buckets, got 16"),
+    (
+        {"embedding.position": {"kind": "learned", "num_positions": 63}},
+        "embedding.position.num_positions: must be at least max_seq_len 64 + offset 0, got 63",
+    ),
+    (
+        {"embedding.position": {"kind": "learned", "num_positions": 65, "offset": 2}},
+        "embedding.position.num_positions: must be at least max_seq_len 64 + offset 2, got 65",
+    ),
+    (
+        {"embedding.position": {"kind": "learned", "num_positions": 65, "offset": -1}},
+        "embedding.position.offset: must be at least 0, got -1",
+    ),
+    (
+        {"embedding.position": {"kind": "sinusoidal"}, "hidden_size": 25},
+        "embedding.position.kind: sinusoidal needs an even hidden_size, got 25",
+    ),
+    (
+        {"embedding.position": {"kind": "sinusoidal", "base": 0.0}},
+        "embedding.position.base: must be above 0, got 0.0",
+    ),
+    (
+        {"embedding.position": {"kind": "sinusoidal", "form": "fairseq"}, "hidden_size": 2},
+        "embedding.position.form: fairseq needs a hidden_size of at least 4, got 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), IMPOSSIBLE)
+def test_what_cannot_be_right_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_dict(plain(**changes))
+    assert caught.value.message == message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {f"{L}.attention.window": 1, f"{L}.attention.num_kv_heads": 1},
+        {f"{P}.partial_rotary_factor": 0.25, f"{P}.scaling": {"kind": "linear", "factor": 0.5}},
+        {"embedding.position": {"kind": "learned", "num_positions": 66, "offset": 2}},
+        {"embedding.position": {"kind": "sinusoidal", "form": "fairseq"}, "hidden_size": 4},
+        t5(num_buckets=2, max_distance=2),
+        t5(num_buckets=4, max_distance=2, bidirectional=True),
+        yarn(beta_fast=1.0),
+        longrope(),
+        {f"{L}.norm.eps": 0.0, f"{L}.attention.position": None},
+    ],
+)
+def test_what_stands_at_the_edge_is_allowed_and_runs(changes: dict[str, Any]) -> None:
+    import torch
+
+    from kvad.model.no_cache import NoCache
+    from kvad.model.transformer import Transformer
+    from kvad.model_input import ModelInput, SubBatch
+
+    config = ModelConfig.from_dict(plain(**changes))
+    positions = torch.arange(64)
+    step = ModelInput(positions, positions, (SubBatch(1, 64, 64),), positions, max_seq_lens=torch.full((64,), 64))
+    model = Transformer(config)
+    with torch.no_grad():
+        assert bool(model.logits(model(step, NoCache(config)), step.logit_indices).isfinite().all())
+
+
+def test_a_config_made_in_python_is_checked_too() -> None:
+    with pytest.raises(ConfigError, match="vocab_size: must be at least 1, got 0"):
+        dataclasses.replace(whole(), vocab_size=0)
+
+
+# ---------------------------------------------------------------- what a memory must hold
+
+
+def test_mixers_say_what_each_layer_asks_of_a_memory() -> None:
+    """Five layers of the pattern LLAT; a window as long as the limit is none; dims and heads by default."""
+    spec = AttentionSpec(False, 7, 3, 8, 5)
+    assert attention_specs(whole()) == (spec,) * 5
+    wide = ModelConfig.from_dict(plain(**{f"{L}.attention.window": 64, f"{L}.attention.head_dim": None}))
+    assert attention_specs(wide) == (AttentionSpec(True, None, 6, 4, 4),) * 2
+    narrow = ModelConfig.from_dict(plain(**{f"{L}.attention.window": 63}))
+    assert {spec.window for spec in attention_specs(narrow)} == {63}
+    mixed = model_config(heads="window-mix", layers=5)
+    assert [spec.window for spec in attention_specs(mixed)] == [7, None, 7, None, 7]
+    assert [mixed.decoder.layer_type(i) for i in range(5)] == list("LGLGL")
+
+
+# ---------------------------------------------------------------- encoders, and both
+
+E = "encoder.layer_types.L"
+
+
+def both(**changes: Any) -> dict[str, Any]:
+    """A small valid encoder-decoder as JSON values, with dotted keys set."""
+    data = plain()
+    kind = data["decoder"]["layer_types"]["L"]
+    data["encoder"] = {
+        "num_layers": 2,
+        "layer_types": {"L": {**kind, "attention": {**kind["attention"], "causal": False}}},
+    }
+    cross = {"num_heads": 6, "head_dim": 8, "position": None, "causal": False}
+    data["decoder"]["layer_types"]["L"] = {**kind, "cross_attention": cross}
+    data["encoder_input"] = {"max_seq_len": 32, "embedding": {}}
+    return override(data, changes)
+
+
+def test_an_encoder_decoder_s_memory_holds_its_own_and_its_cross_attention() -> None:
+    config = ModelConfig.from_dict(both())
+    own, cross = AttentionSpec(True, None, 6, 8, 8), AttentionSpec(False, None, 6, 8, 8, is_cross_attention=True)
+    assert config.kind == "encoder-decoder" and attention_specs(config) == (own, own, cross, cross)
+    assert cfg.encoder_attention_specs(config) == (AttentionSpec(False, None, 6, 8, 8),) * 2
+    alone = both()
+    del alone["decoder"], alone["encoder_input"]
+    encoder = ModelConfig.from_dict(alone)
+    assert encoder.kind == "encoder" and attention_specs(encoder) == () and encoder.stack is encoder.encoder
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"encoder": None, "decoder": None}, "a model needs a decoder, an encoder, or both"),
+        ({"encoder_input": None}, "missing key encoder_input"),
+        ({"encoder": None}, f"{L}.cross_attention: there is no encoder to attend to"),
+        ({f"{L}.cross_attention": None}, f"missing key {L}.cross_attention"),
+        ({f"{L}.cross_attention.causal": True}, f"{L}.cross_attention: must have no mask, window or positions"),
+        (
+            {f"{L}.cross_attention.position": {"kind": "alibi"}},
+            f"{L}.cross_attention: must have no mask, window or positions",
+        ),
+        ({"decoder.norm_position": "parallel"}, f"{L}.cross_attention: is not supported with norm_position parallel"),
+        ({"encoder_input.max_seq_len": 0}, "encoder_input.max_seq_len: must be at least 1, got 0"),
+        ({"encoder_input.vocab_size": 0}, "encoder_input.vocab_size: must be at least 1, got 0"),
+        ({"head": {"kind": "pooling"}}, "head.kind: must be language for a decoder, got pooling"),
+        (
+            {"head": {"kind": "language", "transform": {"output_size": 8}}},
+            "tie_embeddings: the token table has 24 columns, the head needs 8",
+        ),
+        (
+            {f"{E}.mlp": {"kind": "moe", "intermediate_size": 8, "num_experts": 2, "num_experts_per_token": 3}},
+            f"{E}.mlp.num_experts: must be at least 3",
+        ),
+        (
+            {f"{E}.pre_attention_norm": False, "encoder.norm_position": "post"},
+            f"{E}.pre_attention_norm: must be true with norm_position post",
+        ),
+    ],
+)
+def test_what_an_encoder_decoder_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_dict(both(**changes))
+    assert caught.value.message.startswith(message), caught.value.message
+
+
+def test_a_source_belongs_to_both_alone() -> None:
+    with pytest.raises(ConfigError, match="encoder_input: only an encoder-decoder has one"):
+        ModelConfig.from_dict({**plain(), "encoder_input": {"max_seq_len": 3}})

@@ -1,0 +1,170 @@
+"""docs/extending.md, run as it stands: its files in a folder on the path, its models through verify."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvad.cache.config import CacheConfig
+from kvad.cache.device.kv_cache import KVCache
+from kvad.cache.groups import build_groups, group_bytes
+from kvad.checkpoint.conversion import write_tensors
+from kvad.checkpoint.native import save_checkpoint
+from kvad.checkpoint.safetensors_io import write_sharded
+from kvad.cli.main import main
+from kvad.config.layers import AttentionConfig, CustomPositionsConfig, GatedMLPConfig, LayerConfig, StackConfig
+from kvad.config.model import ModelConfig, attention_specs
+from kvad.config.parameter_shapes import weight_shapes
+from kvad.errors import ConfigError
+from kvad.model.transformer import Transformer
+from tests.support.cache_trace_models import make_looker
+
+PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text("utf-8")
+FILES = dict(re.findall(r"```python\n# file: (\S+)\n(.*?)```", PAGE, re.DOTALL))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    for name in FILES:
+        sys.modules.pop(name.removesuffix(".py"), None)
+
+
+def test_every_file_is_at_most_thirty_lines_of_code() -> None:
+    assert set(FILES) == {"kerple.py", "gated.py", "prove.py", "parrot.py", "keydiff.py", "log8.py"}
+    for name, text in FILES.items():
+        lines = [line for line in text.splitlines() if line.strip()]
+        assert len(lines) <= 30, (name, len(lines))
+
+
+def test_the_proof_says_exact(folder: Path) -> None:
+    done = subprocess.run([sys.executable, "prove.py"], cwd=folder, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("exact (paged float32, paged float64"), done.stdout
+
+
+def test_weights_are_counted_without_a_model(folder: Path) -> None:
+    mixer = AttentionConfig(4, 2, position=CustomPositionsConfig("kerple:Kerple"), custom_class="gated:GatedAttention")
+    config = ModelConfig(32, 61, 96, StackConfig(2, {"L": LayerConfig(mixer, GatedMLPConfig(48))}))
+    model = Transformer(config)
+    assert weight_shapes(config) == {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    assert ModelConfig.from_dict(config.to_dict()) == config
+
+
+COMMANDS = [shlex.split(line) for line in re.findall(r"^    kvad (.*)$", PAGE, re.MULTILINE)]
+
+
+@pytest.fixture
+def looker(folder: Path) -> Path:
+    """A model that looks keys up, in place of the one that the page's commands name."""
+    model, tokenizer = make_looker(limit=256)
+    save_checkpoint(folder / "looker", model.config, model.state_dict(), tokenizer)
+    return folder / "looker"
+
+
+def run(command: str, looker: Path, capsys: pytest.CaptureFixture[str], *more: str) -> dict:
+    (said,) = [words for words in COMMANDS if words[: len(command.split())] == command.split()]
+    assert main([str(looker) if word == "runs/lookup-cpu" else word for word in said] + [*more, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_policy_and_a_format_of_ones_own_are_verified(looker: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run("verify", looker, capsys)
+    assert len(found["cases"]) == 4 and not found["skipped"]
+    for case in found["cases"]:
+        assert case["verdict"] == "lossy by design" and case["structure"] <= 1e-10
+        assert case["loss"]["kl_mean"] > 0 and case["loss"]["recall"]["full"] == 1
+
+
+def test_a_format_of_ones_own_is_planned_to_the_byte(looker: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("plan", looker, capsys)
+    config = make_looker(limit=256)[0].config
+    cache = CacheConfig(key_dtype="log8:Log8", value_dtype="log8:Log8", max_num_seqs=2, max_seq_len=32)
+    placed = build_groups(attention_specs(config), cache)
+    planned = [group_bytes(group) for group in placed]
+    memory = KVCache(placed)
+    assert memory.payload_bytes() == sum(each.payload for each in planned)
+    assert memory.scale_bytes() == sum(each.scales for each in planned) > 0
+
+
+def test_a_policy_and_a_format_of_ones_own_are_priced(looker: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = (
+        "--lengths",
+        "128",
+        "--samples-per-cell",
+        "2",
+        "--num-texts",
+        "1",
+        "--tasks",
+        "single",
+        "--depths",
+        "0.25,0.75",
+    )
+    found = run("bench cache-quality", looker, capsys, *few)
+    rows = {row["cache"]: row for row in found["summary"]}
+    assert set(rows) == {"full", "keydiff:KeyDiff", "random", "log8:Log8"}
+    assert rows["full"]["recall"]["single"] == rows["log8:Log8"]["recall"]["single"] == 1
+    assert rows["keydiff:KeyDiff"]["recall"]["single"] is not None
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("arrays = encode = None", "has no arrays"),
+        ("arrays = encode = decode = lambda *_: (('scale', 'slot', 'int8', 1),)", "must be named 'data'"),
+        ("arrays = encode = decode = lambda *_: (('data', 'slot', 'int3', 1),)", "dtype one of float64"),
+        ("arrays = encode = decode = lambda *_: (('data', 'block', 'int8', 1),)", "granularity must be 'slot'"),
+        ("loss = 'none at all'; arrays = encode = decode = len", "none, rounding or lossy"),
+    ],
+)
+def test_a_format_that_cannot_be_is_refused(folder: Path, body: str, message: str) -> None:
+    (folder / "wrong.py").write_text(f"class Wrong:\n    {body}\n")
+    sys.modules.pop("wrong", None)
+    config = make_looker(limit=64)[0].config
+    with pytest.raises(ConfigError, match=message):
+        KVCache(
+            build_groups(attention_specs(config), CacheConfig(key_dtype="wrong:Wrong", max_num_seqs=1, max_seq_len=16))
+        )
+
+
+def test_a_family_of_ones_own_is_read_and_verified(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVAD_FAMILIES", "parrot=parrot:FAMILY")
+    import parrot  # type: ignore[import-not-found]
+
+    sizes = {"width": 32, "vocab": 61, "limit": 96, "layers": 2, "heads": 4, "hidden": 48}
+    content = {"model_type": "parrot", **sizes}
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(content))
+    from kvad.checkpoint.conversion import HFConfigReader
+
+    config = parrot.FAMILY.read(HFConfigReader(content, "config.json"))
+    torch.manual_seed(0)
+    write_sharded(folder / "model", write_tensors(parrot.FAMILY, config, Transformer(config).state_dict()))
+    assert (
+        main(["verify", str(folder / "model"), "--prefill-chunk-size", "8", "--block-size", "4", "--max-tokens", "8"])
+        == 0
+    )
+    assert "verdict: exact" in capsys.readouterr().out
+    assert parrot.FAMILY.write(config) == content
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("nothing", "must name a class"), ("no.such:Thing", "cannot import"), ("kerple:Missing", "has no 'Missing'")],
+)
+def test_a_wrong_name_is_told(folder: Path, name: str, message: str) -> None:
+    mixer = AttentionConfig(4, position=CustomPositionsConfig(name))
+    with pytest.raises(ConfigError, match=message):
+        Transformer(ModelConfig(32, 61, 96, StackConfig(1, {"L": LayerConfig(mixer, GatedMLPConfig(48))})))

@@ -1,0 +1,571 @@
+"""Beam search: against every sequence there is, against transformers, by hand; and on real caches, against none.
+
+A "table" is a model without weights: the logits of a text are drawn from a hash of it, so that every text has its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from functools import cache as remembered
+from typing import Any
+from zlib import crc32
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from kvad.cache.config import CacheConfig
+from kvad.engine.engine import Engine, StreamChunk
+from kvad.engine.execution.sampler import SamplingRow, sample_tokens
+from kvad.engine.scheduling.beam_search import BeamCandidate, BeamSearch, Hypothesis, num_candidates
+from kvad.engine.scheduling.request import SamplingParams
+from kvad.errors import RequestError
+from kvad.model.transformer import Transformer
+from tests.support.driver import fill_unowned, uncached
+from tests.support.random_models import SOURCE_VOCAB, VOCAB, build, model_config, pair_config
+
+Logits = Callable[[Sequence[int]], Tensor]
+
+
+def table(vocab: int, seed: int, spread: float = 1.5) -> Logits:
+    @remembered
+    def of(text: tuple[int, ...]) -> Tensor:
+        generator = torch.Generator().manual_seed(crc32(repr((seed, text)).encode()))
+        return spread * torch.randn(vocab, generator=generator)
+
+    return lambda text: of(tuple(text))
+
+
+def search(logits: Logits, prompt: Sequence[int], sampling: SamplingParams, limit: int) -> list[Hypothesis]:
+    """Without a cache, an engine or neighbours: each live text's logits anew."""
+    stops = frozenset(sampling.stop_token_ids)
+    group = BeamSearch(sampling, len(prompt), limit, stops)
+    texts = [list(prompt)]
+    while True:
+        jobs = [SamplingRow(sampling, text, len(prompt), 0, stops, limit) for text in texts]
+        chosen = sample_tokens(torch.stack([logits(text) for text in texts]), jobs)
+        children = group.advance(texts, [each.candidates for each in chosen])
+        if not children:
+            return group.best_hypotheses(texts)
+        texts = [[*texts[child.parent], child.token] for child in children]
+
+
+def same(ours: Sequence[Hypothesis], theirs: Sequence[Hypothesis], tolerance: float = 1e-5) -> bool:
+    pairs = zip(ours, theirs, strict=True)
+    return all(
+        (a.tokens, a.finish) == (b.tokens, b.finish) and abs(a.score - b.score) <= tolerance * max(1, abs(b.score))
+        for a, b in pairs
+    )
+
+
+# ---------------------------------------------------------------- every sequence there is
+
+
+def every_ending(logits: Logits, prompt: Sequence[int], new: int, sampling: SamplingParams) -> list[Hypothesis]:
+    """All texts of ``new`` tokens, or that end before, best first."""
+    vocab, found = len(logits(prompt)), []
+    stops = set(sampling.stop_token_ids)
+    for length in range(1, new + 1):
+        for tokens in itertools.product(range(vocab), repeat=length):
+            if any(token in stops for token in tokens[:-1]) or (length < new and tokens[-1] not in stops):
+                continue
+            texts = [[*prompt, *tokens[:at]] for at in range(length)]
+            score = sum(float(logits(text).log_softmax(-1)[token]) for text, token in zip(texts, tokens, strict=True))
+            base = (5 + length) / 6 if sampling.length_penalty_form == "gnmt" else length
+            reason = "stop" if tokens[-1] in stops else "length"
+            found.append(Hypothesis(score / base**sampling.length_penalty, tokens, reason))  # type: ignore[arg-type]
+    return sorted(found, key=lambda each: -each.score)
+
+
+@pytest.mark.parametrize("form", ["length", "gnmt"])
+@pytest.mark.parametrize("early", [False, "never"])
+@pytest.mark.parametrize("power", [0.0, 1.0, -0.7, 2.5])
+@pytest.mark.parametrize(("vocab", "new", "stops"), [(3, 4, (2,)), (4, 3, (0, 3)), (2, 6, (1,)), (5, 2, ())])
+def test_with_room_for_all_it_is_an_exhaustive_search(
+    vocab: int, new: int, stops: tuple[int, ...], power: float, early: bool | str, form: str
+) -> None:
+    beams = vocab**new
+    options: dict[str, Any] = {"length_penalty": power, "length_penalty_form": form, "early_stopping": early}
+    sampling = SamplingParams(num_beams=beams, n=min(beams, 10), stop_token_ids=stops, **options)
+    for seed in range(3):
+        logits = table(vocab, seed)
+        expected = every_ending(logits, [1], new, sampling)
+        assert same(search(logits, [1], sampling, 1 + new), expected[:10])
+
+
+def test_one_beam_less_than_all_may_lose_the_best() -> None:
+    """The exhaustive search can object: narrow searches of the same tables find something else."""
+    sampling = SamplingParams(num_beams=2)
+    lost = 0
+    for seed in range(20):
+        logits = table(4, seed)
+        (best,) = search(logits, [1], sampling, 5)
+        expected = every_ending(logits, [1], 4, sampling)
+        assert best.score <= expected[0].score + 1e-5 and any(same([best], [each]) for each in expected)
+        lost += best.tokens != expected[0].tokens
+    assert 0 < lost < 20
+
+
+# ---------------------------------------------------------------- transformers
+
+
+class TableConfig(PretrainedConfig):
+    model_type = "table"
+
+
+class TableModel(PreTrainedModel, GenerationMixin):
+    config_class = TableConfig
+
+    def __init__(self, config: TableConfig, logits: Logits) -> None:
+        super().__init__(config)
+        self.logits = logits
+        self.nothing = torch.nn.Parameter(torch.zeros(1))
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Tensor]:
+        return {"input_ids": input_ids}
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, return_dict: bool = True
+    ) -> CausalLMOutput:
+        return CausalLMOutput(logits=torch.stack([self.logits(row) for row in input_ids.tolist()]).unsqueeze(1))
+
+
+def theirs(
+    logits: Logits, prompt: Sequence[int], sampling: SamplingParams, limit: int, **more: Any
+) -> list[Hypothesis]:
+    """What transformers finds, its padding (-1 is none of the ids) taken off."""
+    vocab = len(logits(prompt))
+    model = TableModel(TableConfig(vocab_size=vocab), logits)
+    made = model.generate(
+        torch.tensor([list(prompt)]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        do_sample=False,
+        use_cache=False,
+        num_beams=sampling.num_beams,
+        num_return_sequences=sampling.n,
+        max_length=limit,
+        length_penalty=sampling.length_penalty,
+        early_stopping=sampling.early_stopping,
+        eos_token_id=list(sampling.stop_token_ids) or None,
+        pad_token_id=vocab,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **more,
+    )
+    found = []
+    for row, score in zip(made.sequences.tolist(), made.sequences_scores.tolist(), strict=True):
+        tokens = tuple(token for token in row[len(prompt) :] if token != vocab)
+        found.append(Hypothesis(score, tokens, "stop" if tokens[-1] in sampling.stop_token_ids else "length"))
+    return found
+
+
+@pytest.mark.parametrize("early", [True, False, "never"])
+@pytest.mark.parametrize("power", [1.0, 0.0, 0.4, 2.0, -1.0])
+def test_it_is_transformers_search(early: bool | str, power: float) -> None:
+    lengths = set()
+    for seed, (vocab, beams, stops) in enumerate(
+        [(6, 2, (0,)), (9, 4, (3,)), (9, 3, (1, 4, 7)), (30, 5, (2,)), (7, 3, ())]
+    ):
+        sampling = SamplingParams(
+            num_beams=beams, n=beams, stop_token_ids=stops, length_penalty=power, early_stopping=early  # type: ignore[arg-type]
+        )  # fmt: skip
+        logits = table(vocab, seed)
+        ours = search(logits, [1, 2], sampling, 12)
+        assert same(ours, theirs(logits, [1, 2], sampling, 12)), seed
+        lengths |= {(len(each.tokens), each.finish) for each in ours}
+    assert len(lengths) > (1 if power > 1 else 3), "texts of many lengths"
+
+
+def evens(text: Sequence[int]) -> list[int]:
+    return [token for token in range(9) if token % 2 == len(text) % 2 or token == 3]
+
+
+CONSTRAINTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "min_tokens": ({"min_tokens": 4}, {"min_new_tokens": 4}),
+    "no_repeat_ngram_size": ({"no_repeat_ngram_size": 2}, {"no_repeat_ngram_size": 2}),
+    "bad_words_ids": ({"bad_words_ids": ((5,), (1, 7), (2, 4, 6))}, {"bad_words_ids": [[5], [1, 7], [2, 4, 6]]}),
+    "forced_bos_token_id": ({"forced_bos_token_id": 8}, {"forced_bos_token_id": 8}),
+    "forced_eos_token_id": ({"forced_eos_token_id": 3}, {"forced_eos_token_id": 3}),
+    "allowed_tokens_fn": (
+        {"allowed_tokens_fn": evens},
+        {"prefix_allowed_tokens_fn": lambda _, ids: evens(ids.tolist())},
+    ),
+    "repetition_penalty": ({"repetition_penalty": 1.7}, {"repetition_penalty": 1.7}),
+}
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+@pytest.mark.parametrize("early", [True, False])
+def test_a_constrained_search_is_transformers_search(name: str, early: bool) -> None:
+    """Four tokens past a prompt that is longer than any bad word (theirs are not looked for in shorter contexts)."""
+    ours_only, theirs_only = CONSTRAINTS[name]
+    prompt = [1] if name == "forced_bos_token_id" else [4, 1, 2]
+    changed, limit = 0, len(prompt) + 4
+    for seed in range(6):
+        logits = table(9, seed)
+        options: dict[str, Any] = {"num_beams": 3, "n": 3, "stop_token_ids": (3,), "early_stopping": early}
+        ours = search(logits, prompt, SamplingParams(**options, **ours_only), limit)
+        assert same(ours, theirs(logits, prompt, SamplingParams(**options), limit, **theirs_only)), seed
+        changed += not same(ours, search(logits, prompt, SamplingParams(**options), limit))
+    assert changed > 0, "the constraint made no difference"
+
+
+# ---------------------------------------------------------------- by hand
+
+A, B, END = 0, 1, 2
+
+
+def played(
+    sampling: SamplingParams, turns: Sequence[Sequence[Sequence[tuple[int, float]]]], limit: int = 99
+) -> tuple[BeamSearch, list[list[int]], list[list[BeamCandidate]]]:
+    """Candidates of each live beam, turn by turn, until the search says that it is over."""
+    group, texts, told = BeamSearch(sampling, 1, limit, frozenset({END})), [[9]], []
+    for candidates in turns:
+        children = group.advance(texts, candidates)
+        told.append(children)
+        if not children:
+            break
+        texts = [[*texts[child.parent], child.token] for child in children]
+    return group, texts, told
+
+
+def test_the_two_length_penalties() -> None:
+    """One token at -1.0, or three at -2.4 in all.
+
+    length 1: -1.0 against -2.4 / 3 = -0.8.    gnmt: (5 + 1) / 6 = 1 and (5 + 3) / 6 = 4/3: -1.0 against -1.8.
+    """
+    turns = [[[(A, -0.5), (END, -1.0)]], [[(A, -0.9), (B, -9.0)], []], [[(END, -1.0), (A, -9.0)], []]]
+    for form, expected in (
+        ("length", [(-0.8, (A, A, END)), (-1.0, (END,))]),
+        ("gnmt", [(-1.0, (END,)), (-1.8, (A, A, END))]),
+    ):
+        sampling = SamplingParams(num_beams=2, n=2, length_penalty_form=form, stop_token_ids=(END,))  # type: ignore[arg-type]
+        group, texts, _ = played(sampling, turns)
+        found = [(round(each.score, 9), each.tokens) for each in group.best_hypotheses(texts)]
+        assert found == expected
+
+
+# Two beams.  After two tokens -1.0 and -1.2 have ended and -1.5 lives.  As long as it is now it is worth -0.75 a token,
+# better than the worse ending (-1.0); after three, -0.7 is not; without a length penalty -1.5 never is.
+ENDINGS = [
+    [[(END, -1.0), (A, -1.1), (B, -1.15)]],
+    [[(END, -0.1), (A, -0.4), (B, -3.0)], [(A, -5.0), (B, -6.0)]],
+    [[(END, -0.15), (A, -0.6), (B, -3.0)], [(A, -5.0), (B, -6.0)]],
+    [[(END, -0.1), (A, -0.9), (B, -3.0)], [(A, -5.0), (B, -6.0)]],
+]
+
+
+@pytest.mark.parametrize(
+    ("early", "power", "turns", "scores"),
+    [
+        (True, 1.0, 2, (-0.6, -1.0)),  # two have ended, whatever lives
+        (False, 1.0, 3, (-0.55, -0.6)),
+        (True, 0.0, 2, (-1.0, -1.2)),
+        (False, 0.0, 2, (-1.0, -1.2)),
+        ("never", 0.0, 2, (-1.0, -1.2)),
+    ],
+)
+def test_when_a_search_is_over(early: bool | str, power: float, turns: int, scores: tuple[float, float]) -> None:
+    sampling = SamplingParams(num_beams=2, n=2, early_stopping=early, length_penalty=power, stop_token_ids=(END,))  # type: ignore[arg-type]
+    group, texts, told = played(sampling, ENDINGS)
+    assert len(told) == turns and told[-1] == []
+    assert [round(each.score, 6) for each in group.best_hypotheses(texts)] == pytest.approx(scores)
+
+
+def test_never_asks_what_the_longest_text_could_be_worth() -> None:
+    """Live -6.0 after two tokens: -3.0 each now, but at the limit of 10 at best -0.6: "never" goes on, False ends."""
+    turns = [[[(END, -1.0), (A, -3.0)]], [[(END, -0.5), (A, -3.0)]], [[(END, -0.1), (A, -0.1)]]]
+    for early, ended in ((False, 2), ("never", 3)):
+        sampling = SamplingParams(num_beams=2, n=2, early_stopping=early, stop_token_ids=(END,))  # type: ignore[arg-type]
+        _, _, told = played(sampling, turns, limit=11)
+        assert len(told) == ended, early
+
+
+def test_patience_waits_for_more_endings() -> None:
+    """Kasai et al. 2022: first-come-first-served until beams * patience have ended; all of them compete."""
+    turns = [[[(END, -1.0), (A, -1.0)]]] + [[[(END, -0.5 / 2**i), (A, -0.2)], []] for i in range(6)]
+    for patience, ended in ((0.5, 1), (1.0, 2), (1.5, 3), (2.0, 4)):
+        sampling = SamplingParams(num_beams=2, n=1, early_stopping=True, patience=patience, stop_token_ids=(END,))
+        group, _, told = played(sampling, turns)
+        assert len(told) == ended and told[-1] == []
+        assert len(group.finished) == ended
+
+
+def test_a_shortage_of_endings_is_filled_with_what_lives() -> None:
+    """n best where fewer ended within the limit's search: the live beams stand in, as long as they are."""
+    group, texts, told = played(
+        SamplingParams(num_beams=3, n=3, stop_token_ids=(END,)), [[[(A, -1.0), (B, -1.5), (END, -2.0)]]]
+    )
+    assert told == [[BeamCandidate(0, A, -1.0), BeamCandidate(0, B, -1.5)]]
+    assert [each.tokens for each in group.best_hypotheses(texts)] == [(END,), (A,), (B,)]
+    assert [each.finish for each in group.best_hypotheses(texts)] == ["stop", "length", "length"]
+
+
+def test_an_ending_below_the_beams_is_no_hypothesis() -> None:
+    """Rank 3 of 2 beams: neither an ending nor a life."""
+    group, texts, told = played(
+        SamplingParams(num_beams=2, stop_token_ids=(END,)), [[[(A, -1.0), (B, -1.1), (END, -1.2)]]]
+    )
+    assert [child.token for child in told[0]] == [A, B] and group.finished == [] and len(texts) == 2
+
+
+def test_at_the_limit_the_best_end_as_they_are() -> None:
+    turns = [[[(A, -1.0), (B, -1.1)]], [[(A, -1.0), (END, -1.5), (B, -7.0)], [(B, -0.2), (A, -9.0)]]]
+    group, texts, told = played(SamplingParams(num_beams=2, n=2, stop_token_ids=(END,)), turns, limit=3)
+    assert told[-1] == []
+    assert [(each.tokens, each.finish) for each in group.best_hypotheses(texts)] == [
+        ((B, B), "length"),
+        ((A, A), "length"),
+    ]
+
+
+def test_what_is_banned_is_no_continuation() -> None:
+    group, _, told = played(
+        SamplingParams(num_beams=2, stop_token_ids=(END,)), [[[(A, -1.0), (B, -math.inf), (END, -math.inf)]]]
+    )
+    assert told == [[BeamCandidate(0, A, -1.0)]] and group.finished == []
+
+
+@pytest.mark.parametrize(("beams", "stops", "looked_at"), [(2, 0, 4), (2, 1, 4), (3, 2, 9), (4, 5, 24)])
+def test_how_many_continuations_are_looked_at(beams: int, stops: int, looked_at: int) -> None:
+    assert num_candidates(SamplingParams(num_beams=beams), stops) == looked_at
+
+
+# ---------------------------------------------------------------- on real caches
+
+END_TOKENS = (5, 17)
+
+
+def cache_of(layout: str = "paged", **more: Any) -> CacheConfig:
+    fixed = {
+        "dtype": "float64",
+        "block_size": 4,
+        "max_num_seqs": 6,
+        "max_seq_len": 40,
+        "prefill_chunk_size": 8,
+        "max_source_len": 24,
+    }
+    return CacheConfig(layout=layout, **(fixed | more))  # type: ignore[arg-type]
+
+
+def text(length: int, seed: int, vocab: int = VOCAB) -> list[int]:
+    return torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@remembered
+def model_of(kind: str) -> Transformer:
+    """Biased towards ends, so that searches are of many lengths."""
+    position, heads = kind.split("-")[1:]
+    config = pair_config(position, "pre", heads) if kind.startswith("pair") else model_config(position, "pre", heads)
+    return build(config)
+
+
+KINDS = ("decoder-alibi-gqa", "decoder-rope-window", "pair-t5-gqa", "pair-rope-mqa")
+
+
+def sampling_of(beams: int, new: int, **more: Any) -> SamplingParams:
+    bias = dict.fromkeys(END_TOKENS, 2.0)
+    fixed = {"num_beams": beams, "n": beams, "max_tokens": new, "stop_token_ids": END_TOKENS, "logit_bias": bias}
+    return SamplingParams(**(fixed | more))  # type: ignore[arg-type]
+
+
+class Asked:
+    """One search: what an engine is asked, and what is right."""
+
+    def __init__(self, kind: str, seed: int, sampling: SamplingParams, length: int = 6) -> None:
+        self.model, self.sampling, self.prompt = model_of(kind), sampling, text(length, seed)
+        self.source = text(5 + seed % 7, seed, SOURCE_VOCAB) if kind.startswith("pair") else None
+
+    def right(self) -> list[Hypothesis]:
+        new = self.sampling.max_tokens
+        assert new is not None
+        limit = len(self.prompt) + new
+
+        def logits(tokens: Sequence[int]) -> Tensor:
+            return uncached(self.model, tokens, limit, self.source)[-1]
+
+        return search(logits, self.prompt, self.sampling, limit)
+
+    def submit(self, engine: Engine) -> int:
+        return engine.add_request(self.prompt, self.sampling, encoder_token_ids=self.source)
+
+
+def run(engine: Engine) -> dict[int, list[StreamChunk]]:
+    told: dict[int, list[StreamChunk]] = {}
+    while not engine.idle:
+        for piece in engine.step():
+            told.setdefault(piece.request, []).append(piece)
+        engine.scheduler.check()
+        fill_unowned(engine, math.nan)
+    assert all(pool.num_live == 0 for pool in engine.kv_cache_manager.pools)
+    return told
+
+
+def hypotheses(pieces: Sequence[StreamChunk], n: int) -> list[Hypothesis]:
+    found = []
+    for number in range(n):
+        own = [piece for piece in pieces if piece.sample_index == number]
+        assert own[-1].finish_reason is not None and own[-1].cumulative_logprob is not None, own[-1].error
+        tokens = tuple(piece.token_id for piece in own if piece.token_id is not None)
+        found.append(Hypothesis(own[-1].cumulative_logprob, tokens, own[-1].finish_reason))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["paged", "contiguous"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_beams_in_a_cache_are_those_without_one(kind: str, layout: str) -> None:
+    """Alone, and beside other searches and plain rows: the same texts, the same scores."""
+    options: list[dict[str, Any]] = [{}, {"early_stopping": True, "length_penalty": 0.3}, {"no_repeat_ngram_size": 2}]
+    asked = [Asked(kind, seed, sampling_of(3, 9, **more)) for seed, more in enumerate(options)]
+    for each in asked:
+        expected = each.right()
+        engine = Engine(each.model, cache_of(layout))
+        number = each.submit(engine)
+        assert same(hypotheses(run(engine)[number], 3), expected)
+    engine = Engine(asked[0].model, cache_of(layout, max_num_seqs=8))
+    plain = Asked(kind, 7, SamplingParams(max_tokens=8, temperature=0, n=2))
+    numbers = [each.submit(engine) for each in (plain, *asked)]
+    told = run(engine)
+    for each, number in zip(asked, numbers[1:], strict=True):
+        assert same(hypotheses(told[number], 3), each.right())
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize("kind", ["decoder-alibi-gqa", "pair-t5-gqa"])
+def test_beams_in_a_tight_pool_are_preempted_and_come_back(kind: str, prefix: bool) -> None:
+    model = model_of(kind)
+    asked = [Asked(kind, seed, sampling_of(3, 10, stop_token_ids=())) for seed in range(4)]
+    engine = Engine(
+        model, cache_of(num_blocks=3 * 4, enable_prefix_caching=prefix)
+    )  # room for one search that shares nothing
+    plain = Asked(kind, 7, SamplingParams(max_tokens=12, temperature=0))
+    numbers = [each.submit(engine) for each in (*asked, plain)]
+    told = run(engine)
+    assert engine.scheduler.stats().preemptions > 0
+    for each, number in zip(asked, numbers, strict=False):
+        assert same(hypotheses(told[number], 3), each.right())
+
+
+def test_the_beams_of_one_source_are_folded() -> None:
+    asked = Asked("pair-rope-mqa", 3, sampling_of(4, 9, stop_token_ids=()))
+    engine = Engine(asked.model, cache_of())
+    number, folded = asked.submit(engine), 0
+    real = engine.runner.execute
+
+    def watched(plan: Any) -> Tensor:
+        nonlocal folded
+        folded += plan.sub_batches[0].num_seqs == 4 and plan.cross_sub_batches[0].num_seqs == 1
+        return real(plan)
+
+    engine.runner.execute = watched  # type: ignore[method-assign]
+    assert same(hypotheses(run(engine)[number], 4), asked.right())
+    assert folded >= 7
+
+
+def test_only_the_best_are_told() -> None:
+    asked = Asked("decoder-alibi-gqa", 5, sampling_of(4, 8))
+    best = asked.right()
+    for n in (1, 2):
+        engine = Engine(asked.model, cache_of())
+        number = engine.add_request(asked.prompt, sampling_of(4, 8, n=n))
+        assert same(hypotheses(run(engine)[number], n), best[:n])
+        assert engine.metrics(number).num_completion_tokens == sum(len(each.tokens) for each in best[:n])
+
+
+def test_a_search_that_is_cancelled_leaves_nothing() -> None:
+    asked = [Asked("pair-t5-gqa", seed, sampling_of(3, 12, stop_token_ids=())) for seed in range(2)]
+    engine = Engine(asked[0].model, cache_of())
+    numbers = [each.submit(engine) for each in asked]
+    for _ in range(5):
+        engine.step()
+    engine.abort_request(numbers[0])
+    told = run(engine)
+    assert numbers[0] not in told
+    assert same(hypotheses(told[numbers[1]], 3), asked[1].right())
+
+
+def test_a_search_without_a_way_on_says_so() -> None:
+    """Nothing is allowed after two tokens: an error, and the neighbours go on."""
+
+    def dead_end(tokens: Sequence[int]) -> Sequence[int]:
+        return [1, 2, 3] if len(tokens) < 8 else []
+
+    engine = Engine(model_of("decoder-alibi-gqa"), cache_of())
+    stuck = engine.add_request(text(6, 1), sampling_of(2, 9, allowed_tokens_fn=dead_end))
+    fine = Asked("decoder-alibi-gqa", 2, sampling_of(2, 6))
+    number = fine.submit(engine)
+    told = run(engine)
+    assert {piece.finish_reason for piece in told[stuck]} == {"error"}
+    assert same(hypotheses(told[number], 2), fine.right())
+
+
+def test_a_beam_without_a_way_on_leaves_the_others_theirs() -> None:
+    """No way on behind the token that the best beam has in third place: the search is that of the other beams."""
+    asked = Asked("decoder-alibi-gqa", 4, sampling_of(3, 7, stop_token_ids=()))
+    dead = asked.right()[0].tokens[2]
+
+    def allowed(tokens: Sequence[int]) -> Sequence[int]:
+        return [] if len(tokens) == 9 and tokens[8] == dead else range(VOCAB)
+
+    asked.sampling = sampling_of(3, 7, stop_token_ids=(), allowed_tokens_fn=allowed)
+    expected = asked.right()
+    assert [each.tokens[2] == dead for each in expected] == [False] * 3
+    engine = Engine(asked.model, cache_of())
+    number = asked.submit(engine)
+    assert same(hypotheses(run(engine)[number], 3), expected)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_beams": 7}, r"num_beams: must be at most max_num_seqs \(6\), got 7"),
+        ({"num_beams": 6, "max_tokens": 30}, "no room for 6 beams of 36 tokens"),
+    ],
+)
+def test_searches_that_cannot_fit_are_refused(options: dict[str, Any], words: str) -> None:
+    engine = Engine(model_of("decoder-alibi-gqa"), cache_of(num_blocks=50))
+    with pytest.raises(RequestError, match=words):
+        engine.add_request(text(6, 1), SamplingParams(**({"max_tokens": 4} | options)))
+    assert engine.idle
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"n": 3}, r"n: must be at most num_beams \(2\), got 3"),
+        ({"top_k": 4}, "top_k: cannot be combined with num_beams=2"),
+        ({"top_p": 0.5}, "top_p: cannot be combined with num_beams=2"),
+        ({"min_p": 0.1}, "min_p: cannot be combined with num_beams=2"),
+        ({"typical_p": 0.5}, "typical_p: cannot be combined with num_beams=2"),
+        ({"stop": ("x",)}, "stop: cannot be combined with num_beams=2"),
+        ({"logprobs": 0}, "logprobs: cannot be combined with num_beams=2"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs: cannot be combined with num_beams=2"),
+        ({"temperature": 0.7}, "temperature: cannot be combined with num_beams=2, got 0.7"),
+        ({"num_beams": 0}, "num_beams: must be from 1 to 128, got 0"),
+        ({"num_beams": 129}, "num_beams: must be from 1 to 128, got 129"),
+        ({"patience": 0}, "patience: must be "),
+        ({"length_penalty": math.nan}, "length_penalty: must be a finite number, got nan"),
+        ({"length_penalty_form": "google"}, "length_penalty_form: 'google'"),
+        ({"early_stopping": "soon"}, "early_stopping: must be true, false or 'never', got 'soon'"),
+        ({"allowed_tokens_fn": [1, 2]}, "allowed_tokens_fn: must be a function"),
+        ({"forced_bos_token_id": -1}, "forced_bos_token_id: must be at least 0, got -1"),
+        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size: must be at least 0, got -1"),
+    ],
+)
+def test_options_that_do_not_go_with_beams_are_refused_by_name(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        SamplingParams(**({"num_beams": 2} | options))
+
+
+@pytest.mark.parametrize("name", ["forced_bos_token_id", "forced_eos_token_id"])
+def test_a_forced_token_is_one_of_the_vocabulary(name: str) -> None:
+    engine = Engine(model_of("decoder-alibi-gqa"), cache_of())
+    with pytest.raises(RequestError, match=f"{name}: token id must be below {VOCAB}, got {VOCAB}"):
+        engine.add_request([1], SamplingParams(max_tokens=4, **{name: VOCAB}))

@@ -1,0 +1,191 @@
+"""What goes wrong in one place stays there: exceptions, Ctrl-C, threads, finalisers, packed weights in training."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvad.cache.config import CacheConfig
+from kvad.engine.execution import sampler
+from kvad.errors import EngineError, KvadError, RequestError
+from kvad.llm import LLM
+from kvad.model.no_cache import NoCache
+from kvad.model_input import ModelInput, SubBatch
+from kvad.text.tokenizer import train_tokenizer
+from tests.support.driver import uncached
+from tests.support.random_models import VOCAB, build, model_config
+
+CACHE = CacheConfig(dtype="float64", max_num_seqs=4, max_seq_len=96, block_size=4)
+OPTIONS = {"temperature": 0, "max_tokens": 12}
+
+
+def make(heads: str = "gqa", tokenizer: object = None) -> LLM:
+    return LLM(build(model_config(heads=heads)), tokenizer, CACHE)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("where", ["model", "sampler"])
+def test_a_step_that_raises_ends_its_rows_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, failure: type[BaseException], where: str
+) -> None:
+    llm = make()
+    expected = llm.generate([1, 2, 3], **OPTIONS).tokens
+
+    def raise_once(*_: object) -> None:
+        monkeypatch.undo()
+        raise failure("now")
+
+    with monkeypatch.context():
+        if where == "model":
+            monkeypatch.setattr(llm.engine.runner, "execute", raise_once)
+        else:
+            monkeypatch.setattr(sampler, "sample_tokens", raise_once)
+        with pytest.raises(failure):
+            llm.generate([1, 2, 3], **OPTIONS)
+    assert llm.generate([1, 2, 3], **OPTIONS).tokens == expected
+    llm.engine.scheduler.check()
+    assert llm.engine.idle and not llm._client._chunk_queues
+
+
+def test_a_neighbour_of_a_failed_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make()
+    stream = llm.stream([4, 5, 6], temperature=0, max_tokens=30)
+    next(stream)
+
+    def raise_once(*_: object) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("now")
+
+    monkeypatch.setattr(llm.engine.runner, "execute", raise_once)
+    with pytest.raises(RuntimeError):
+        llm.generate([1, 2, 3], **OPTIONS)
+    with pytest.raises(EngineError, match="the step failed: RuntimeError: now"):
+        list(stream)
+
+
+def test_a_token_that_the_tokenizer_does_not_know_fails_its_own_sample() -> None:
+    tokenizer = train_tokenizer("char", ["abcdefghijklmnopqrstuvwxyz"])
+    llm = make(tokenizer=tokenizer)
+    unknown = tokenizer.vocab_size + 1
+    assert unknown < VOCAB
+    known = dict.fromkeys(range(tokenizer.vocab_size, VOCAB), -1000.0)
+    alone = llm.generate("abc", **OPTIONS, logit_bias=known)
+    stream = llm.stream("abc", **OPTIONS, logit_bias=known)
+    pieces = [next(stream)]
+    with pytest.raises(EngineError, match=str(unknown)):
+        llm.generate("xyz", **OPTIONS, logit_bias={unknown: 1000.0})
+    pieces += list(stream)
+    assert "".join(piece.text for piece in pieces) == alone.text
+    assert tuple(piece.token_id for piece in pieces if piece.token_id is not None) == alone.tokens
+    llm.engine.scheduler.check()
+
+
+def test_a_stream_collected_in_the_middle_of_a_step_does_not_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make()
+    knot: list[object] = [llm.stream([4, 5, 6], temperature=0, max_tokens=30)]
+    next(knot[0])  # type: ignore[call-overload]
+    knot.append(knot)
+    del knot
+    real = llm.engine.runner.execute
+
+    def run(plan: object) -> torch.Tensor:
+        gc.collect()
+        return real(plan)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(llm.engine.runner, "execute", run)
+    done: list[object] = []
+    thread = threading.Thread(target=lambda: done.append(llm.generate([1, 2, 3], **OPTIONS)), daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    assert done and llm.engine.idle
+
+
+def test_a_trace_beside_a_generating_thread_sees_its_own_text_only() -> None:
+    llm = make()
+    expected = llm.trace([5, 6, 7, 8], layers=[0, 1])
+    thread = threading.Thread(target=lambda: llm.generate([1, 2, 3], temperature=0, max_tokens=60))
+    thread.start()
+    while thread.is_alive():
+        seen = llm.trace([5, 6, 7, 8], layers=[0, 1])
+        for layer in (0, 1):
+            assert torch.equal(seen.layers[layer].hidden, expected.layers[layer].hidden)
+    thread.join()
+
+
+def test_a_refused_request_leaves_nothing_behind() -> None:
+    llm = make(tokenizer=train_tokenizer("char", ["abcdefghijklmnopqrstuvwxyz"]))
+    for options in (
+        {"stop": "ab"},
+        {"stop": ("",)},
+        {"stop_token_ids": 5},
+        {"stop_token_ids": ("a",)},
+        {"bad_words_ids": (5,)},
+        {"logit_bias": [1]},
+    ):
+        with pytest.raises(RequestError):
+            llm.generate([1, 2], max_tokens=4, **options)
+    for prompt in ([1.7, 2], [[1.5]]):
+        with pytest.raises(RequestError, match="token ids"):
+            llm.generate(prompt, max_tokens=4)
+    assert llm.engine.idle and not llm._client._chunk_queues
+
+
+def test_tensors_and_arrays_are_token_ids() -> None:
+    llm = make()
+    expected = llm.generate([1, 2, 3], **OPTIONS).tokens
+    assert llm.generate(torch.tensor([1, 2, 3]), **OPTIONS).tokens == expected
+    assert [done.tokens for done in llm.generate(torch.tensor([[1, 2, 3]]).numpy(), **OPTIONS)] == [expected]
+
+
+def test_a_stop_token_is_no_text_and_min_tokens_holds_for_stop_strings() -> None:
+    letters = train_tokenizer("char", ["abcdefghijklmnopqrstuvwxyz"])
+    llm = LLM(build(replace(model_config(), vocab_size=letters.vocab_size)), letters, CACHE)
+    whole = llm.generate("abc", temperature=0, max_tokens=20, ignore_eos=True)
+    middle = whole.tokens[4]
+    first = whole.tokens.index(middle)
+    stopped = llm.generate("abc", temperature=0, max_tokens=20, stop_token_ids=(middle,), ignore_eos=True)
+    assert stopped.tokens == whole.tokens[: first + 1] and stopped.finish_reason == "stop"
+    assert stopped.text == letters.decode(whole.tokens[:first])
+    text = llm.generate("abc", temperature=0, max_tokens=20, min_tokens=9, stop=(whole.text[0],), ignore_eos=True)
+    assert len(text.tokens) >= 10 or text.finish_reason == "length"
+
+
+def test_closing_while_another_thread_waits_is_an_error_there_and_not_a_hang() -> None:
+    llm = make()
+    errors: list[KvadError] = []
+
+    def work() -> None:
+        try:
+            for _ in range(50):
+                llm.generate([1, 2, 3], temperature=0, max_tokens=60)
+        except KvadError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    llm.close()
+    thread.join(timeout=60)
+    assert not thread.is_alive() and errors and "closed" in str(errors[0])
+    for call in (llm.logits, llm.trace, llm.generate, llm.score):
+        with pytest.raises(EngineError, match="closed"):
+            call([1, 2, 3])
+
+
+@pytest.mark.parametrize("heads", ["gqa", "mha"])
+def test_a_model_that_serves_can_go_on_training(heads: str) -> None:
+    """The engine packs weights; gradients reach every parameter all the same, and a new bias is heard."""
+    llm = make(heads)
+    model = llm.model
+    every = torch.arange(6)
+    step = ModelInput(every + 1, every, (SubBatch(1, 6, 6),), every)
+    model.logits(model(step, NoCache(model.config)), every).square().sum().backward()
+    assert not [name for name, p in model.named_parameters() if p.grad is None]
+    if heads == "mha":
+        before = uncached(model, [1, 2, 3])
+        bias = model.decoder.layers[0].attention.q
+        bias.bias = torch.nn.Parameter(bias.bias.data + 1.0)
+        assert (uncached(model, [1, 2, 3]) - before).abs().max() > 1e-3

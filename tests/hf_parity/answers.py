@@ -1,0 +1,178 @@
+"""What an oracle says of a model that it has read: outputs, greedy answers, beams. Runs in the oracle's environment.
+
+Every input is computed alone, without padding, by eager attention in float32.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from tests.hf_parity import weights
+from tests.hf_parity.cases import RAGGED, Case
+
+PROMPT, NEW, ATTEMPTS = 9, 12, 12
+MARGIN = 2e-3  # of logits between the best token and the next, so that a greedy answer is no coin's toss
+BEAMS = (
+    {"num_beams": 4, "length_penalty": 1.0, "early_stopping": False},
+    {"num_beams": 4, "length_penalty": 0.4, "early_stopping": True},
+)
+KEY_BIAS = re.compile(r"(k_proj|key|k_lin|\.k)\.bias$")
+
+
+def inputs(case: Case, name: str, length: int, target: int) -> dict[str, np.ndarray]:
+    """Ids past the special ones (and before Marian's pad, the last id): no position is taken for padding."""
+    made = {"input_ids": weights.integers(f"{name}/input_ids", length, 5, 95, case.recipe.seed)}
+    if case.types:
+        made["token_type_ids"] = (np.arange(length) >= length // 2).astype(np.int64)
+    if case.kind == "encdec":
+        made["decoder_input_ids"] = weights.integers(f"{name}/decoder_input_ids", target, 5, 95, case.recipe.seed)
+    return made
+
+
+def forward(case: Case, model: Any, given: dict[str, np.ndarray], hidden: bool) -> dict[str, np.ndarray]:
+    tensors = {key: torch.from_numpy(value)[None] for key, value in given.items()}
+    got = model(**tensors, output_hidden_states=hidden, return_dict=True)
+    made = {case.output: got[case.output][0].numpy()}
+    if case.output == "last_hidden_state" and got.get("pooler_output") is not None:
+        made["pooler_output"] = got["pooler_output"][0].numpy()
+    if case.kind == "encdec":
+        made["encoder_last_hidden_state"] = got["encoder_last_hidden_state"][0].numpy()
+    for key in ("hidden_states", "encoder_hidden_states", "decoder_hidden_states") if hidden else ():
+        made.update({f"{key}/{i}": state[0].numpy() for i, state in enumerate(got.get(key) or ())})
+    return made
+
+
+def runs(case: Case, model: Any, hidden: bool) -> dict[str, np.ndarray]:
+    """The long input and the ragged ones, each alone."""
+    lengths = {"long_factor": (case.length, case.target)} | {
+        f"ragged{i}": (n, n // 2 + 2) for i, n in enumerate(RAGGED)
+    }
+    made = {}
+    for name, (length, target) in lengths.items():
+        given = inputs(case, name, length, target)
+        got = forward(case, model, given, hidden)
+        if name != "long":
+            got.pop("encoder_last_hidden_state", None)
+        made.update({f"{name}/{key}": value for key, value in {**given, **got}.items()})
+    return made
+
+
+def without_effect(case: Case, model: Any, arrays: dict[str, np.ndarray]) -> list[str]:
+    """Parameters and buffers, by their names in the model, of which the long output does not depend.
+
+    Biases of keys, which softmax takes out, and fixed tables may be such; a loader that drops any other is seen.
+    """
+    with torch.enable_grad():
+        named = dict(model.named_parameters())
+        named |= {name: b.requires_grad_() for name, b in model.named_buffers() if name.endswith("logits_bias")}
+        tensors = {
+            key: torch.from_numpy(arrays[f"long/{key}"])[None]
+            for key in ("input_ids", "token_type_ids", "decoder_input_ids")
+            if f"long/{key}" in arrays
+        }
+        got = model(**tensors, return_dict=True)
+        loss = sum(
+            (got[key] * torch.from_numpy(weights.noise(key, tuple(got[key].shape), 0))).sum()
+            for key in (case.output, "pooler_output")
+            if got.get(key) is not None
+        )
+        loss.backward()
+    none = sorted(name for name, value in named.items() if value.grad is None or float(value.grad.abs().max()) < 1e-3)
+    for value in named.values():
+        value.requires_grad_(False).grad = None
+    unseen = [name for name in none if not (KEY_BIAS.search(name) or (case.fixed and name.endswith(case.fixed)))]
+    if unseen:
+        raise AssertionError(f"without effect: {unseen}")
+    return none
+
+
+def greedy(case: Case, model: Any, needed: dict[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Plain argmax, for 12 tokens, with nothing banned, forced or ending, with and without the oracle's cache.
+
+    Of some prompts the one with the most varied answer: tiny random models like to repeat themselves.
+    """
+    options = {**needed, "do_sample": False, "num_beams": 1, "max_new_tokens": NEW}
+    length = 21 if case.kind == "encdec" else PROMPT
+    best: tuple[int, np.ndarray, Answer] | None = None
+    for attempt in range(ATTEMPTS):
+        prompt = weights.integers(f"greedy{attempt}", length, 5, 95, case.recipe.seed)
+        answer = generate(model, prompt, {**options, "use_cache": False})
+        variety = len(set(answer.sequence[-NEW:].tolist()))
+        if answer.margin > MARGIN and (best is None or variety > best[0]):
+            best = variety, prompt, answer
+    if best is None:
+        raise AssertionError("no prompt whose greedy answer is clear")
+    _, prompt, uncached = best
+    cached = generate(model, prompt, options)
+    same = bool(np.allclose(cached.logits, uncached.logits, atol=1e-4))
+    arrays = {"greedy/input_ids": prompt, "greedy/sequence": cached.sequence, "greedy/logits": cached.logits}
+    if not same:
+        arrays |= {"greedy/sequence_uncached": uncached.sequence, "greedy/logits_uncached": uncached.logits}
+    said = {
+        **options,
+        "eos_token_id": None,
+        "margin": round(min(cached.margin, uncached.margin), 4),
+        "cache_agrees": same,
+    }
+    return said, arrays
+
+
+def undress(model: Any) -> dict[str, Any]:
+    """Takes the model's generation config away: no forced ends, banned words or default lengths.
+
+    Returns what of it remains needed: the padding, and the token that a decoder begins with.
+    """
+    own, config = model.generation_config, model.config
+    keys = ("decoder_start_token_id", "bos_token_id")
+    starts = [getattr(place, key, None) for key in keys for place in (own, config)]
+    start = next((token for token in starts if token is not None), None)
+    model.generation_config = transformers.GenerationConfig()
+    return {"pad_token_id": own.pad_token_id or 0, "decoder_start_token_id": start}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``sequence`` [L] with its prompt (or the decoder's start), ``logits`` [12, V] of the new tokens, and the least
+    ``margin`` by which one of them was the best."""
+
+    sequence: np.ndarray
+    logits: np.ndarray
+    margin: float
+
+
+def generate(model: Any, prompt: np.ndarray, options: dict[str, Any]) -> Answer:
+    config = transformers.GenerationConfig(**options, output_logits=True, return_dict_in_generate=True)
+    ids = torch.from_numpy(prompt)[None]
+    got = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    logits = torch.stack(got.logits)[:, 0]
+    top = logits.topk(2).values
+    return Answer(got.sequences[0].numpy(), logits.numpy(), float((top[:, 0] - top[:, 1]).min()))
+
+
+def beams(model: Any, needed: dict[str, Any], prompt: np.ndarray) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """All four hypotheses of two searches, in which some end before others.
+
+    That they end is arranged: the fourth token of the best hypothesis of an endless search is made the end.
+    """
+    ids = torch.from_numpy(prompt)[None]
+
+    def search(options: dict[str, Any]) -> Any:
+        config = transformers.GenerationConfig(**options, output_scores=True, return_dict_in_generate=True)
+        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+
+    common = {**needed, "do_sample": False, "num_return_sequences": 4, "max_new_tokens": NEW}
+    end = int(search({**common, **BEAMS[0]}).sequences[0, -NEW + 3])
+    made = [{**common, **chosen, "eos_token_id": end} for chosen in BEAMS]
+    arrays = {}
+    for i, options in enumerate(made):
+        got = search(options)
+        arrays |= {
+            f"beams{i}/input_ids": prompt,
+            f"beams{i}/sequences": got.sequences.numpy(),
+            f"beams{i}/scores": got.sequences_scores.numpy(),
+        }
+    return made, arrays

@@ -1,0 +1,665 @@
+"""The cases: one tiny, awkward model each. Plain data; transformers is imported by make.py alone.
+
+Awkward on purpose (families.md): 6 heads, fewer key-value heads, heads x head_dim != hidden, a vocabulary of 97 that no
+64 divides, odd lengths, inputs longer than windows, bucket tables and original rope limits, two layers of each type.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.hf_parity.weights import Recipe
+
+VOCAB = 97
+RAGGED = (3, 9, 14)
+
+
+USUAL = Recipe()
+
+
+@dataclass(frozen=True)
+class Case:
+    """``model`` and ``config`` are classes of transformers, ``options`` the config's arguments.
+
+    ``length`` is that of the long input (for encdec: of the source; the target has ``target``). ``extra`` are tensors
+    that the file has beyond those of save_pretrained, ``fixed`` the endings of names of tables that keep their true
+    values. ``output`` is what is compared.
+    """
+
+    name: str
+    model: str
+    config: str
+    kind: str  # decoder | encoder | encdec
+    options: dict[str, Any]
+    length: int = 31
+    target: int = 17
+    output: str = "logits"
+    recipe: Recipe = USUAL
+    beams: bool = False
+    types: bool = False  # token_type_ids of 0 and 1
+    extra: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    fixed: tuple[str, ...] = ()
+    note: str = ""
+    attention: str = "eager"
+    without: dict[str, str] = field(default_factory=dict)  # {oracle: why it cannot say anything here}
+
+
+def _decoder(name: str, model: str, config: str, options: dict[str, Any], **own: Any) -> Case:
+    return Case(name, model, config, "decoder", {"vocab_size": VOCAB, **options}, **own)
+
+
+def _encoder(name: str, model: str, config: str, options: dict[str, Any], **own: Any) -> Case:
+    return Case(name, model, config, "encoder", {"vocab_size": VOCAB, **options}, **own)
+
+
+def _encdec(name: str, model: str, config: str, options: dict[str, Any], **own: Any) -> Case:
+    return Case(name, model, config, "encdec", {"vocab_size": VOCAB, **options}, **own)
+
+
+# Names of the same dimensions differ by generation: GPT-2's, and everybody's since BERT.
+GPT = {"n_embd": 36, "n_head": 6, "n_layer": 3, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 2}
+SPECIAL = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
+BODY = {"hidden_size": 36, "num_attention_heads": 6, "num_hidden_layers": 3, "max_position_embeddings": 64}
+WIDE = {**BODY, **SPECIAL, "hidden_size": 48, "intermediate_size": 56}  # head_dim 8
+GROUPED = {**WIDE, "num_key_value_heads": 2}
+HEADED = {**GROUPED, "hidden_size": 42, "head_dim": 8}  # 6 x 8 != 42
+
+GEMMA = Recipe(norm_center=0.0, embedding=0.1)
+SCALED = Recipe(embedding=0.1)
+MARIANS = Recipe(embedding=0.3)
+UNDIVIDED = Recipe(gain=1.0, embedding=0.3)
+
+DECODERS = [
+    _decoder("gpt2", "GPT2LMHeadModel", "GPT2Config", GPT, beams=True),
+    _decoder(
+        "gpt2-inverse-layer",
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {
+            **GPT,
+            "n_inner": 52,
+            "scale_attn_by_inverse_layer_idx": True,
+            "layer_norm_epsilon": 1e-2,
+            "activation_function": "relu",
+        },
+    ),
+    _decoder("openai-gpt", "OpenAIGPTLMHeadModel", "OpenAIGPTConfig", GPT),
+    _decoder("opt", "OPTForCausalLM", "OPTConfig", {**BODY, **SPECIAL, "ffn_dim": 52, "word_embed_proj_dim": 36}),
+    _decoder(
+        "opt-350m",
+        "OPTForCausalLM",
+        "OPTConfig",
+        {**BODY, **SPECIAL, "ffn_dim": 52, "word_embed_proj_dim": 20, "do_layer_norm_before": False},
+    ),
+    _decoder(
+        "gpt-neo",
+        "GPTNeoForCausalLM",
+        "GPTNeoConfig",
+        {
+            **SPECIAL,
+            "hidden_size": 36,
+            "num_heads": 6,
+            "num_layers": 4,
+            "attention_types": [[["global", "local"], 2]],
+            "window_size": 8,
+            "intermediate_size": 52,
+            "max_position_embeddings": 64,
+        },
+        recipe=UNDIVIDED,
+    ),
+    _decoder("bloom", "BloomForCausalLM", "BloomConfig", {**SPECIAL, "hidden_size": 36, "n_head": 6, "n_layer": 3}),
+    _decoder(
+        "bloom-post-layernorm",
+        "BloomForCausalLM",
+        "BloomConfig",
+        {
+            **SPECIAL,
+            "hidden_size": 36,
+            "n_head": 6,
+            "n_layer": 3,
+            "apply_residual_connection_post_layernorm": True,
+            "layer_norm_epsilon": 1e-2,
+        },
+    ),
+    _decoder(
+        "mpt",
+        "MptForCausalLM",
+        "MptConfig",
+        {**SPECIAL, "d_model": 36, "n_heads": 6, "n_layers": 3, "expansion_ratio": 2, "max_seq_len": 64},
+    ),
+    _decoder(
+        "mpt-clip",
+        "MptForCausalLM",
+        "MptConfig",
+        {
+            **SPECIAL,
+            "d_model": 36,
+            "n_heads": 6,
+            "n_layers": 3,
+            "expansion_ratio": 2,
+            "max_seq_len": 64,
+            "attn_config": {"clip_qkv": 0.8, "softmax_scale": 0.6},
+            "layer_norm_epsilon": 1e-2,
+        },
+    ),
+    _decoder(
+        "falcon-alibi",
+        "FalconForCausalLM",
+        "FalconConfig",
+        {
+            **BODY,
+            **SPECIAL,
+            "ffn_hidden_size": 52,
+            "alibi": True,
+            "multi_query": False,
+            "parallel_attn": False,
+            "bias": True,
+        },
+        attention="sdpa",  # their eager attention adds the bias twice: once with the mask, once in the attention
+    ),
+    _decoder(
+        "falcon-rotary-mha",
+        "FalconForCausalLM",
+        "FalconConfig",
+        {**BODY, "hidden_size": 48, **SPECIAL, "ffn_hidden_size": 52, "multi_query": False, "parallel_attn": True},
+    ),
+    _decoder(
+        "falcon-mqa",
+        "FalconForCausalLM",
+        "FalconConfig",
+        {
+            **BODY,
+            "hidden_size": 48,
+            **SPECIAL,
+            "multi_query": True,
+            "parallel_attn": True,
+            "rope_theta": 500.0,
+            "layer_norm_epsilon": 1e-2,
+        },
+    ),
+    _decoder(
+        "falcon-new-decoder",
+        "FalconForCausalLM",
+        "FalconConfig",
+        {**BODY, "hidden_size": 48, **SPECIAL, "new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    _decoder(
+        "falcon-new-decoder-one-norm",
+        "FalconForCausalLM",
+        "FalconConfig",
+        {
+            **BODY,
+            "hidden_size": 48,
+            **SPECIAL,
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 1,
+        },
+    ),
+    _decoder(
+        "gptj",
+        "GPTJForCausalLM",
+        "GPTJConfig",
+        {**GPT, "n_embd": 48, "n_inner": 52, "rotary_dim": 4, "tie_word_embeddings": False},
+    ),
+    _decoder("gpt-neox", "GPTNeoXForCausalLM", "GPTNeoXConfig", {**WIDE, "hidden_size": 96, "rotary_pct": 0.25}),
+    _decoder(
+        "gpt-neox-sequential",
+        "GPTNeoXForCausalLM",
+        "GPTNeoXConfig",
+        {
+            **WIDE,
+            "hidden_size": 96,
+            "rotary_pct": 0.5,
+            "layer_norm_eps": 1e-2,
+            "use_parallel_residual": False,
+            "attention_bias": False,
+        },
+    ),
+    _decoder("phi", "PhiForCausalLM", "PhiConfig", {**GROUPED, "partial_rotary_factor": 0.75}),
+    _decoder("stablelm", "StableLmForCausalLM", "StableLmConfig", {**GROUPED, "partial_rotary_factor": 0.25}),
+    _decoder(
+        "stablelm-qk-norm",
+        "StableLmForCausalLM",
+        "StableLmConfig",
+        {
+            **GROUPED,
+            "partial_rotary_factor": 0.5,
+            "qk_layernorm": True,
+            "use_parallel_residual": True,
+            "use_qkv_bias": True,
+        },
+    ),
+    _decoder("llama", "LlamaForCausalLM", "LlamaConfig", HEADED),
+    _decoder(
+        "llama-llama3",
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        {
+            **HEADED,
+            "rope_theta": 500.0,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+        length=41,
+    ),
+    _decoder(
+        "llama-linear",
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        {**HEADED, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        length=41,
+    ),
+    _decoder(
+        "llama-dynamic",
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        {**HEADED, "max_position_embeddings": 16, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        length=41,
+    ),
+    _decoder(
+        "llama-yarn",
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        {
+            **HEADED,
+            "rope_theta": 500.0,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        },
+        length=41,
+    ),
+    _decoder(
+        "llama-bias",
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        {
+            **HEADED,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_theta": 500.0,
+            "rms_norm_eps": 1e-2,
+            "hidden_act": "gelu",
+        },
+    ),
+    _decoder("llama-tied", "LlamaForCausalLM", "LlamaConfig", {**HEADED, "tie_word_embeddings": True}),
+    _decoder("mistral", "MistralForCausalLM", "MistralConfig", {**HEADED, "sliding_window": 8}),
+    _decoder(
+        "mixtral",
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {**HEADED, "sliding_window": None, "num_local_experts": 5, "num_experts_per_tok": 3},
+        length=47,
+    ),
+    _decoder(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        "Qwen2Config",
+        {
+            **GROUPED,
+            "num_hidden_layers": 4,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 2,
+        },
+    ),
+    _decoder("qwen3", "Qwen3ForCausalLM", "Qwen3Config", {**HEADED, "rope_theta": 5000.0, "rms_norm_eps": 1e-2}),
+    _decoder("gemma", "GemmaForCausalLM", "GemmaConfig", HEADED, recipe=GEMMA),
+    _decoder(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        {
+            **HEADED,
+            "num_hidden_layers": 4,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 10,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 2.0,
+            "rms_norm_eps": 1e-2,
+        },
+        recipe=GEMMA,
+    ),
+    _decoder(
+        "gemma3",
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {
+            **HEADED,
+            "num_hidden_layers": 6,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 10,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "rope_theta": 300000.0,
+            "rope_local_base_freq": 500.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+        recipe=GEMMA,
+    ),
+    _decoder("olmo", "OlmoForCausalLM", "OlmoConfig", {**GROUPED, "clip_qkv": 0.8}),
+    _decoder("olmo2", "Olmo2ForCausalLM", "Olmo2Config", {**GROUPED, "rms_norm_eps": 1e-2}),
+    _decoder(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        "SmolLM3Config",
+        {**GROUPED, "num_hidden_layers": 4, "no_rope_layer_interval": 2},
+    ),
+    _decoder(
+        "gpt-oss",
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {
+            **HEADED,
+            "num_hidden_layers": 4,
+            "sliding_window": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_theta": 500.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    _decoder("cohere", "CohereForCausalLM", "CohereConfig", {**GROUPED, "rope_theta": 10000.0, "logit_scale": 0.7}),
+    _decoder(
+        "cohere-qk-norm",
+        "CohereForCausalLM",
+        "CohereConfig",
+        {**GROUPED, "rope_theta": 10000.0, "logit_scale": 0.7, "use_qk_norm": True, "layer_norm_eps": 1e-2},
+    ),
+    _decoder(
+        "cohere2",
+        "Cohere2ForCausalLM",
+        "Cohere2Config",
+        {
+            **GROUPED,
+            "num_hidden_layers": 8,
+            "rope_theta": 10000.0,
+            "logit_scale": 0.7,
+            "sliding_window": 8,
+            "attention_bias": True,
+        },
+    ),
+    _decoder(
+        "codegen",
+        "CodeGenForCausalLM",
+        "CodeGenConfig",
+        {**SPECIAL, "n_embd": 64, "n_head": 8, "n_layer": 3, "n_positions": 64, "n_ctx": 64, "rotary_dim": 4},
+    ),
+    _decoder(
+        "xglm",
+        "XGLMForCausalLM",
+        "XGLMConfig",
+        {**SPECIAL, "d_model": 36, "ffn_dim": 52, "attention_heads": 6, "num_layers": 3, "max_position_embeddings": 64},
+        recipe=SCALED,
+    ),
+    _decoder("phi3", "Phi3ForCausalLM", "Phi3Config", {**GROUPED, "sliding_window": 8}),
+    _decoder(
+        "phi3-longrope",
+        "Phi3ForCausalLM",
+        "Phi3Config",
+        {
+            **GROUPED,
+            "original_max_position_embeddings": 16,
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0, 1.1, 1.3, 1.6],
+                "long_factor": [1.2, 2.0, 3.1, 4.0],
+            },
+        },
+    ),
+    _decoder(
+        "granite",
+        "GraniteForCausalLM",
+        "GraniteConfig",
+        {
+            **GROUPED,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 1.7,
+        },
+    ),
+    _decoder(
+        "biogpt", "BioGptForCausalLM", "BioGptConfig", {**BODY, **SPECIAL, "intermediate_size": 52}, recipe=SCALED
+    ),
+    _decoder("gpt-bigcode", "GPTBigCodeForCausalLM", "GPTBigCodeConfig", {**GPT, "n_inner": 52, "multi_query": True}),
+    _decoder(
+        "starcoder2",
+        "Starcoder2ForCausalLM",
+        "Starcoder2Config",
+        {**GROUPED, "sliding_window": 8, "norm_epsilon": 1e-2},
+    ),
+]
+
+BERT = {**BODY, "intermediate_size": 52, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+ROBERTA = {**BODY, **SPECIAL, "intermediate_size": 52, "type_vocab_size": 1}
+DISTIL = {"dim": 36, "n_heads": 6, "n_layers": 3, "hidden_dim": 52, "max_position_embeddings": 64, "pad_token_id": 0}
+MODERN = {
+    **WIDE,
+    "cls_token_id": 0,
+    "sep_token_id": 2,
+    "num_hidden_layers": 5,
+    "global_attn_every_n_layers": 2,
+    "local_attention": 8,
+    "global_rope_theta": 20000.0,
+    "local_rope_theta": 100.0,
+}
+LABELS = {"num_labels": 5}
+
+ENCODERS = [
+    _encoder("bert", "BertForMaskedLM", "BertConfig", BERT, types=True),
+    _encoder("bert-base", "BertModel", "BertConfig", BERT, output="last_hidden_state", types=True),
+    _encoder("bert-tokens", "BertForTokenClassification", "BertConfig", {**BERT, **LABELS, "layer_norm_eps": 1e-2}),
+    _encoder("bert-sequence", "BertForSequenceClassification", "BertConfig", {**BERT, **LABELS, "hidden_act": "relu"}),
+    _encoder("roberta", "RobertaForMaskedLM", "RobertaConfig", ROBERTA),
+    _encoder("roberta-base", "RobertaModel", "RobertaConfig", ROBERTA, output="last_hidden_state"),
+    _encoder("roberta-tokens", "RobertaForTokenClassification", "RobertaConfig", {**ROBERTA, **LABELS}),
+    _encoder("roberta-sequence", "RobertaForSequenceClassification", "RobertaConfig", {**ROBERTA, **LABELS}),
+    _encoder("roberta-prelayernorm", "RobertaPreLayerNormForMaskedLM", "RobertaPreLayerNormConfig", ROBERTA),
+    _encoder("distilbert", "DistilBertForMaskedLM", "DistilBertConfig", DISTIL),
+    _encoder(
+        "distilbert-sinusoidal",
+        "DistilBertForMaskedLM",
+        "DistilBertConfig",
+        {**DISTIL, "sinusoidal_pos_embds": True},
+        fixed=("position_embeddings.weight",),
+    ),
+    _encoder("distilbert-tokens", "DistilBertForTokenClassification", "DistilBertConfig", {**DISTIL, **LABELS}),
+    _encoder("distilbert-sequence", "DistilBertForSequenceClassification", "DistilBertConfig", {**DISTIL, **LABELS}),
+    _encoder(
+        "mpnet",
+        "MPNetForMaskedLM",
+        "MPNetConfig",
+        {**BODY, **SPECIAL, "intermediate_size": 52},
+        length=41,
+    ),
+    _encoder("modernbert", "ModernBertForMaskedLM", "ModernBertConfig", MODERN),
+    _encoder("modernbert-tokens", "ModernBertForTokenClassification", "ModernBertConfig", {**MODERN, **LABELS}),
+    _encoder(
+        "modernbert-sequence",
+        "ModernBertForSequenceClassification",
+        "ModernBertConfig",
+        {**MODERN, **LABELS, "classifier_pooling": "mean"},
+    ),
+    _encoder(
+        "nomic-bert",
+        "NomicBertForMaskedLM",
+        "NomicBertConfig",
+        {**BERT, "hidden_size": 48},
+        types=True,
+        recipe=Recipe(gain=1.0),  # at 1.5 its own float32 is 1.6e-5 from its float64
+    ),
+    _encoder(
+        "roformer",
+        "RoFormerForMaskedLM",
+        "RoFormerConfig",
+        {**BERT, "hidden_size": 48, "embedding_size": 36},
+        types=True,
+        fixed=("embed_positions.weight",),
+    ),
+    _encoder(
+        "roformer-rotary-value",
+        "RoFormerForMaskedLM",
+        "RoFormerConfig",
+        {**BERT, "hidden_size": 48, "embedding_size": 48, "rotary_value": True},
+        fixed=("embed_positions.weight",),
+    ),
+    _encoder("electra", "ElectraForMaskedLM", "ElectraConfig", {**BERT, "embedding_size": 20}, types=True),
+    _encoder("xlm-roberta", "XLMRobertaForMaskedLM", "XLMRobertaConfig", ROBERTA),
+    _encoder("camembert", "CamembertForMaskedLM", "CamembertConfig", ROBERTA),
+    _encoder(
+        "t5-encoder",
+        "T5EncoderModel",
+        "T5Config",
+        {
+            "d_model": 36,
+            "d_kv": 8,
+            "num_heads": 6,
+            "d_ff": 52,
+            "num_layers": 3,
+            "relative_attention_num_buckets": 8,
+            "relative_attention_max_distance": 16,
+        },
+        output="last_hidden_state",
+        recipe=UNDIVIDED,
+    ),
+]
+
+SEQ = {
+    **SPECIAL,
+    "d_model": 36,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 6,
+    "decoder_attention_heads": 3,
+    "encoder_ffn_dim": 52,
+    "decoder_ffn_dim": 44,
+    "max_position_embeddings": 64,
+    "decoder_start_token_id": 2,
+}
+MARIAN = {
+    **SEQ,
+    "pad_token_id": 96,
+    "decoder_start_token_id": 96,
+    "activation_function": "swish",
+    "scale_embedding": True,
+}
+T5 = {
+    "d_model": 36,
+    "d_kv": 8,
+    "num_heads": 6,
+    "d_ff": 52,
+    "num_layers": 3,
+    "num_decoder_layers": 2,  # with more than the encoder has, 4.57 loses its cache
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 16,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 0,
+}
+GATED = {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+UNTIED = {"lm_head.weight": (VOCAB, 36)}
+T5GEMMA = {
+    "vocab_size": VOCAB,
+    "hidden_size": 42,
+    "intermediate_size": 56,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 64,
+    "sliding_window": 8,
+    "query_pre_attn_scalar": 10,
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 2.0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+TABLES = ("embed_positions.weight",)
+
+ENCDECS = [
+    _encdec("bart", "BartForConditionalGeneration", "BartConfig", SEQ, beams=True),
+    _encdec(
+        "mbart",
+        "MBartForConditionalGeneration",
+        "MBartConfig",
+        {**SEQ, "scale_embedding": True, "activation_function": "relu"},
+        recipe=SCALED,
+    ),
+    _encdec("marian", "MarianMTModel", "MarianConfig", MARIAN, beams=True, fixed=TABLES, recipe=MARIANS),
+    _encdec(
+        "marian-two-tables",
+        "MarianMTModel",
+        "MarianConfig",
+        {**MARIAN, "share_encoder_decoder_embeddings": False, "decoder_vocab_size": VOCAB},
+        fixed=TABLES,
+        recipe=MARIANS,
+    ),
+    _encdec(
+        "marian-two-vocabularies",
+        "MarianMTModel",
+        "MarianConfig",
+        {**MARIAN, "share_encoder_decoder_embeddings": False, "decoder_vocab_size": 103, "tie_word_embeddings": False},
+        fixed=TABLES,
+        recipe=MARIANS,
+        without={"4.57": "gives the decoder's table the size of the source vocabulary, and cannot read a true one"},
+    ),
+    _encdec(
+        "m2m-100", "M2M100ForConditionalGeneration", "M2M100Config", {**SEQ, "scale_embedding": True}, recipe=SCALED
+    ),
+    _encdec(
+        "pegasus",
+        "PegasusForConditionalGeneration",
+        "PegasusConfig",
+        {**SEQ, "scale_embedding": True},
+        fixed=TABLES,
+        recipe=SCALED,
+    ),
+    _encdec("blenderbot", "BlenderbotForConditionalGeneration", "BlenderbotConfig", {**SEQ, "scale_embedding": True}),
+    _encdec("blenderbot-small", "BlenderbotSmallForConditionalGeneration", "BlenderbotSmallConfig", SEQ),
+    _encdec("t5", "T5ForConditionalGeneration", "T5Config", T5, target=27, beams=True, recipe=UNDIVIDED),
+    _encdec(
+        "t5-distance-128",
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {**T5, "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128},
+        length=151,
+        target=139,
+        recipe=UNDIVIDED,
+    ),
+    _encdec(
+        "t5-v1.1",
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {**GATED, "layer_norm_epsilon": 1e-2},
+        extra=UNTIED,
+        target=27,
+        beams=True,
+        note="lm_head.weight lies in the file and differs from shared.weight, whatever the version would save",
+        recipe=UNDIVIDED,
+    ),
+    _encdec("mt5", "MT5ForConditionalGeneration", "MT5Config", GATED, extra=UNTIED, target=27, recipe=UNDIVIDED),
+    _encdec("umt5", "UMT5ForConditionalGeneration", "UMT5Config", GATED, extra=UNTIED, target=27, recipe=UNDIVIDED),
+    _encdec(
+        "t5gemma",
+        "T5GemmaForConditionalGeneration",
+        "T5GemmaConfig",
+        {"encoder": T5GEMMA, "decoder": {**T5GEMMA, "hidden_size": 48, "num_key_value_heads": 3}},
+        recipe=GEMMA,
+    ),
+]
+
+CASES = [*DECODERS, *ENCODERS, *ENCDECS]
+BY_NAME = {case.name: case for case in CASES}

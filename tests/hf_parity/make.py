@@ -1,0 +1,212 @@
+"""Makes the goldens: what an oracle, a version of transformers, computes for every case.
+
+    FOLDER/4.57/bin/python -m tests.hf_parity.make --out tests/hf_parity/goldens [--only llama t5 ...] [--hidden]
+
+For each case: the model's config decides which tensors ``save_pretrained`` writes; their values become those of
+``weights.py``; the folder is read back by ``from_pretrained``, and only then is it the oracle. Proven on the way: no
+tensor was missing, unexpected or left at its initial value, the oracle writes back every tensor that it read, and
+``checkpoint.write`` recreates the folder from the golden.
+"""
+
+import argparse
+import copy
+import json
+import os
+import re
+import sys
+import tempfile
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false")
+
+import numpy as np
+import torch
+import transformers
+from safetensors.numpy import load_file, save_file
+
+from tests.hf_parity import answers, checkpoint, weights
+from tests.hf_parity.cases import BY_NAME, CASES, Case
+
+ORACLE = "4.57" if transformers.__version__.startswith("4.57.") else transformers.__version__.split(".")[0]
+
+
+class Unavailable(Exception):
+    """The oracle has no such class, or cannot use it."""
+
+
+def build(case: Case) -> Any:
+    """The model as its class initialises it; only the shapes and the fixed tables of it remain."""
+    if not hasattr(transformers, case.model) or not hasattr(transformers, case.config):
+        raise Unavailable(f"transformers {transformers.__version__} has no {case.model}")
+    if ORACLE in case.without:
+        raise Unavailable(f"transformers {transformers.__version__} {case.without[ORACLE]}")
+    torch.manual_seed(0)
+    make = getattr(transformers, case.model)
+    config = getattr(transformers, case.config)(**copy.deepcopy(case.options))
+    try:
+        return make(config).eval()
+    except AttributeError:  # 4.57 cannot initialise StableLM's norms without bias, but reads them well
+        with transformers.modeling_utils.no_init_weights():
+            return make(config).eval()
+
+
+def read(case: Case, folder: Path) -> tuple[Any, dict[str, Any]]:
+    model, info = getattr(transformers, case.model).from_pretrained(
+        folder, attn_implementation=case.attention, dtype=torch.float32, output_loading_info=True
+    )
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # grouped products need strides that tiny experts lack
+    return model.eval(), info
+
+
+def prepare(case: Case, folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]:
+    """Writes the checkpoint into ``folder``; returns the golden's meta and arrays so far, and the tensors."""
+    build(case).save_pretrained(folder, safe_serialization=True)
+    saved = load_file(folder / "model.safetensors")
+    shapes = {name: saved[name].shape for name in sorted(saved)}
+    extra = {name: shape for name, shape in case.extra.items() if name not in shapes}
+    fixed = [name for name in shapes if name.endswith(case.fixed)] if case.fixed else []
+    wrong = {name: str(value.dtype) for name, value in saved.items() if value.dtype != np.float32}
+    if wrong:
+        raise AssertionError(f"not float32: {wrong}")
+    generation = folder / "generation_config.json"
+    meta = {
+        "case": case.name,
+        "oracle": {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]},
+        "model": case.model,
+        "kind": case.kind,
+        "output": case.output,
+        "note": case.note,
+        "recipe": asdict(case.recipe),
+        "config": json.loads((folder / "config.json").read_text()),
+        "generation_config": json.loads(generation.read_text()) if generation.exists() else None,
+        "tensors": {name: list(shape) for name, shape in sorted({**shapes, **extra}.items())},
+        "extra": sorted(extra),
+        "fixed": fixed,
+    }
+    arrays = {f"fixed/{name}": saved[name] for name in fixed}
+    made = checkpoint.made(meta, arrays)
+    meta["weights_sha256"] = weights.digest(made)
+    save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
+    return meta, arrays, made
+
+
+def prove(case: Case, model: Any, info: dict[str, Any], made: dict[str, np.ndarray]) -> list[str]:
+    """The oracle read every tensor, and would write each back, except such of the extra ones as it returns."""
+    strays = {key: sorted(map(str, value)) for key, value in info.items() if value}
+    if strays:
+        raise AssertionError(f"loading: {strays}")
+    with tempfile.TemporaryDirectory() as again:
+        model.save_pretrained(again, safe_serialization=True)
+        back = load_file(Path(again) / "model.safetensors")
+    changed = [name for name, value in back.items() if name not in made or not np.array_equal(value, made[name])]
+    lost = sorted(set(made) - set(back))
+    if changed or not set(lost) <= set(case.extra):
+        raise AssertionError(f"written back otherwise: {changed}; not at all: {lost}")
+    return lost
+
+
+def recreate(meta: dict[str, Any], arrays: dict[str, np.ndarray], folder: Path) -> None:
+    """checkpoint.write makes the folder that the oracle read: its configs byte for byte, its tensors bit for bit."""
+    with tempfile.TemporaryDirectory() as other:
+        made = checkpoint.write(meta, arrays, Path(other))
+        for name in ("config.json", "generation_config.json"):
+            one, two = ((place / name).read_text() if (place / name).exists() else None for place in (folder, made))
+            if one != two:
+                raise AssertionError(f"{name} differs")
+        ours, theirs = load_file(made / "model.safetensors"), load_file(folder / "model.safetensors")
+        if ours.keys() != theirs.keys() or any(not np.array_equal(ours[name], theirs[name]) for name in theirs):
+            raise AssertionError("model.safetensors differs")
+
+
+@torch.no_grad()
+def golden(case: Case, hidden: bool) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        meta, arrays, made = prepare(case, folder)
+        model, info = read(case, folder)
+        meta["not_saved_again"] = prove(case, model, info, made)
+        recreate(meta, arrays, folder)
+        arrays |= answers.runs(case, model, hidden)
+        largest = max(float(np.abs(value).max()) for key, value in arrays.items() if key.endswith(f"/{case.output}"))
+        finite = all(np.isfinite(value).all() for value in arrays.values())
+        if not finite or largest > 60:
+            raise AssertionError(f"outputs up to {largest}")
+        meta["largest"] = round(largest, 3)
+        meta["without_effect"] = answers.without_effect(case, model, arrays)
+        meta["greedy"], meta["beams"] = None, []
+        if case.kind != "encoder":
+            needed = answers.undress(model)
+            meta["greedy"], more = answers.greedy(case, model, needed)
+            arrays |= more
+            if case.beams:
+                meta["beams"], more = answers.beams(model, needed, arrays["greedy/input_ids"])
+                arrays |= more
+    return meta, arrays
+
+
+def readable(meta: dict[str, Any]) -> str:
+    """JSON with every list of numbers on one line."""
+
+    def line(found: re.Match[str]) -> str:
+        return "[" + " ".join(found[1].split()) + "]"
+
+    return re.sub(r"\[([^\[\]{}\"]*)\]", line, json.dumps(meta, indent=1)) + "\n"
+
+
+def report(case: Case, out: Path, hidden: bool) -> str | None:
+    """Writes the case's golden, or returns why this oracle has none."""
+    try:
+        meta, arrays = golden(case, hidden)
+    except Unavailable as why:
+        print(f"{case.name:28} skipped: {why}", flush=True)
+        return str(why)
+    (out / f"{case.name}.json").write_text(readable(meta))
+    np.savez_compressed(out / f"{case.name}.npz", **arrays)
+    margin = f", greedy margin {meta['greedy']['margin']:.3f}" if meta["greedy"] else ""
+    print(f"{case.name:28} {len(meta['tensors']):3} tensors, outputs to {meta['largest']:.2f}{margin}", flush=True)
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the folder of goldens; the oracle's own is made in it")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=list(BY_NAME), help="these cases alone")
+    parser.add_argument("--hidden", action="store_true", help="the hidden states too, for finding where a loader errs")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    out = options.out / ORACLE
+    out.mkdir(parents=True, exist_ok=True)
+    index = out / "index.json"
+    old: dict[str, Any] = json.loads(index.read_text()) if index.exists() and options.only else {}
+    made, skipped, failed = set(old.get("cases", [])), dict(old.get("skipped", {})), []
+    for case in CASES if options.only is None else [BY_NAME[name] for name in options.only]:
+        made.discard(case.name)
+        skipped.pop(case.name, None)
+        try:
+            why = report(case, out, options.hidden)
+        except Exception as error:
+            failed.append(case.name)
+            traceback.print_exc(limit=-4)
+            print(f"{case.name:28} FAILED: {type(error).__name__}: {error}", flush=True)
+            continue
+        if why is None:
+            made.add(case.name)
+        else:
+            skipped[case.name] = why
+    said = {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__.split("+")[0],
+        "cases": [case.name for case in CASES if case.name in made],
+        "skipped": {case.name: skipped[case.name] for case in CASES if case.name in skipped},
+    }
+    index.write_text(json.dumps(said, indent=1) + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

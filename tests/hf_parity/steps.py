@@ -1,0 +1,153 @@
+"""What kvad trains, transformers loads: the newest step of a run as it is, by its Auto classes, gives the same logits.
+
+FOLDER/5/bin/python -m tests.hf_parity.steps [--only NAME ...]
+
+Of each topology a tiny model: trained by kvad (an encoder is only saved as training would save it), then opened from
+its step's folder by kvad and by transformers.  Texts are tokenized by both, and decoders answer greedily in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvad.checkpoint.conversion import HFConfigReader
+from kvad.checkpoint.families import find_family
+from kvad.checkpoint.folder import list_steps
+from kvad.checkpoint.generation_config import GenerationConfig
+from kvad.checkpoint.hf_layout import choose_layout
+from kvad.checkpoint.loader import load_model
+from kvad.checkpoint.native import save_step
+from kvad.config.model import ModelConfig
+from kvad.config.serialization import to_dict
+from kvad.llm import LLM
+from kvad.model.transformer import Transformer
+from kvad.text.tokenizer import train_tokenizer
+from kvad.train.config.run import RunConfig
+from kvad.train.loop.run import train_model
+from kvad.verify.replay import run_uncached, run_whole_sequence
+from tests.support.random_models import randomise
+from tests.support.trained_models import T5, configs
+
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "bert": "BertForMaskedLM",
+    "marian": "MarianMTModel",
+    "bart": "BartForConditionalGeneration",
+    "t5": "T5ForConditionalGeneration",
+}
+AUTO = {
+    "decoder": "AutoModelForCausalLM",
+    "encoder": "AutoModelForMaskedLM",
+    "encoder-decoder": "AutoModelForSeq2SeqLM",
+}
+TEXT = "the fox and the dog"
+WORDS = ["the quick fox", "the lazy dog", "a quick dog", "the fox and the dog", "a lazy fox and a dog"]
+IDS, SOURCE = [5, 17, 250, 9, 77, 31, 8], [40, 41, 255, 43, 44]
+TOLERANCE = {"rtol": 1.3e-6, "atol": 2e-5}
+
+
+def model_of(name: str) -> dict[str, Any]:
+    """The ``model`` of a run's configuration."""
+    if name in ("llama", "marian"):
+        return {"preset": {"llama": "tiny", "marian": "marian-tiny"}[name]}
+    config = find_family("t5").read(HFConfigReader(T5, "t5")) if name == "t5" else configs()["encoder-decoder"]
+    return to_dict(config)  # type: ignore[no-any-return]
+
+
+def make(name: str, folder: Path) -> Path:
+    """Train a model, or save one as training would; returns its newest step."""
+    run = folder / "run"
+    if name == "bert":
+        return save_encoder(configs()["encoder"], run)
+    corpus = folder / "corpus.tsv"
+    pairs = name != "llama"
+    lines = [f"{words}\t{words[::-1]}" if pairs else f"{words}." for words in WORDS * 12]
+    corpus.write_text("\n".join(lines) + "\n")
+    config = RunConfig.from_dict(
+        {
+            "model": model_of(name),
+            "data": {"seq_len": 64 if pairs else 32},
+            "tokenizer": {"kind": "bpe", "vocab_size": 290},
+            "optim": {"lr": 1e-2},
+            "train": {"steps": 12, "batch_size": 4, "precision": "fp32", "log_interval": 100, "save_interval": 100},
+        }
+    )
+    train_model(config, [corpus], run)
+    return list_steps(run)[-1]
+
+
+def save_encoder(config: ModelConfig, run: Path) -> Path:
+    torch.manual_seed(1)
+    model, generator = Transformer(config), torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        randomise(name, parameter, generator)
+    tokenizer = train_tokenizer("bpe", WORDS, vocab_size=290)
+    return save_step(run, 1, config, model.state_dict(), tokenizer, layout=choose_layout(config, GenerationConfig()))
+
+
+@torch.inference_mode()
+def ours(step: Path) -> Tensor:
+    """Logits [T, V] of the uncached model."""
+    model, _ = load_model(step)
+    if model.config.kind == "encoder":
+        read = run_whole_sequence(model, IDS)
+        return model.logits(model.encode(read), read.logit_indices)
+    return run_uncached(model, IDS, source=SOURCE if model.config.kind == "encoder-decoder" else None)
+
+
+@torch.inference_mode()
+def theirs(step: Path, kind: str) -> Tensor:
+    import transformers
+
+    model = getattr(transformers, AUTO[kind]).from_pretrained(step).eval()
+    assert isinstance(transformers.AutoModel.from_pretrained(step), transformers.PreTrainedModel)
+    ids, source = torch.tensor([IDS]), torch.tensor([SOURCE])
+    if kind == "encoder-decoder":
+        return model(input_ids=source, decoder_input_ids=ids).logits[0]  # type: ignore[no-any-return]
+    return model(input_ids=ids).logits[0]  # type: ignore[no-any-return]
+
+
+def check(name: str, folder: Path) -> float:
+    """The largest difference of logits.  AssertionError where anything differs."""
+    import transformers
+
+    step = make(name, folder)
+    kind = load_model(step)[1].config.kind
+    expected, found = theirs(step, kind), ours(step)
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+    config = transformers.AutoConfig.from_pretrained(step)
+    assert config.architectures == [CLASSES[name]], config.architectures
+    tokenizer = transformers.AutoTokenizer.from_pretrained(step)
+    with LLM.load(step, max_num_seqs=1) as llm:
+        read = tokenizer(TEXT, return_tensors="pt")
+        assert read["input_ids"][0].tolist() == llm.encode(TEXT), "they tokenize otherwise"
+        if kind != "encoder":
+            answer = list(llm.generate(TEXT, max_tokens=8, temperature=0).tokens)
+            model = getattr(transformers, AUTO[kind]).from_pretrained(step).eval()
+            told = {"attention_mask": read["attention_mask"], "do_sample": False, "max_new_tokens": 8}
+            said = model.generate(read["input_ids"], **told)[0].tolist()
+            begun = len(read["input_ids"][0]) if kind == "decoder" else 1
+            assert said[begun:] == answer, f"they answer {said[begun:]}, kvad {answer}"
+    return float((expected - found).abs().max())
+
+
+def main() -> int:
+    import transformers
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", default=list(CLASSES))
+    for name in parser.parse_args().only:
+        with tempfile.TemporaryDirectory() as folder:
+            largest = check(name, Path(folder))
+        print(f"{name:8} {CLASSES[name]:30} transformers {transformers.__version__}: {largest:.1e}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

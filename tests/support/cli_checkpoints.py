@@ -1,0 +1,44 @@
+"""A tiny checkpoint that speaks bytes, and a run of the command line that catches what it says."""
+
+import io
+import sys
+from typing import NamedTuple
+
+from kvad.checkpoint.native import save_checkpoint
+from kvad.cli.main import main
+from kvad.config.layers import AttentionConfig, GatedMLPConfig, LayerConfig, StackConfig
+from kvad.config.model import ModelConfig
+from kvad.text.tokenizer import train_tokenizer
+from tests.support.random_models import build
+
+LIMIT = 96
+
+
+def write_model(folder, *, tokenizer=True, limit=LIMIT):
+    bytes_of = train_tokenizer("byte", [])
+    vocab = bytes_of.vocab_size if tokenizer else 40
+    config = ModelConfig(
+        hidden_size=24,
+        vocab_size=vocab,
+        max_seq_len=limit,
+        decoder=StackConfig(2, {"L": LayerConfig(AttentionConfig(4, 2), GatedMLPConfig(40))}),
+    )
+    model = build(config)
+    save_checkpoint(folder, config, model.float().state_dict(), bytes_of if tokenizer else None)
+    return folder
+
+
+class Ran(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+def run(capsys, *arguments, stdin=None, monkeypatch=None):
+    """``kvad arguments``; ``stdin``: bytes."""
+    if stdin is not None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+    capsys.readouterr()
+    code = main([str(argument) for argument in arguments])
+    seen = capsys.readouterr()
+    return Ran(code, seen.out, seen.err)

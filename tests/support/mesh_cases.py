@@ -1,0 +1,350 @@
+"""What is run on meshes: models of every position encoding, policies, formats; and what a broken mesh would do.
+
+``python -m tests.support.mesh_cases FOLDER RANK SIZE`` is one rank of them.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvad import config as cfg
+from kvad.cache.config import CacheConfig
+from kvad.cache.eviction_policies import TOVA
+from kvad.config.model import ModelConfig
+from kvad.model.transformer import Transformer
+from kvad.model_input import ModelInput
+from kvad.parallel.process_groups import ProcessGroups
+from tests.support.driver import Stream
+from tests.support.mesh_restore import restore
+from tests.support.mesh_sessions import travel
+from tests.support.mesh_storage import beside
+from tests.support.mesh_worker import Case, answers, deserted, run_rank
+from tests.support.random_models import bidirectional, model_config
+
+HEADS = 8
+
+
+def shaped(position: str = "rope", kv_heads: int = 4, layers: int = 2, **mixer: Any) -> ModelConfig:
+    """Eight query heads; hidden widths of 40 and 41 numbers, which two ranks share evenly or not."""
+    config = model_config(position, "post" if position == "learned" else "pre", "gqa", layers)
+    assert config.decoder is not None
+    layer = config.decoder.layer_types["L"]
+    given = {"num_heads": HEADS, "num_kv_heads": kv_heads, "qkv_bias": True, "out_bias": True, **mixer}
+    return with_layer(config, replace(layer, attention=replace(layer.attention, **given)))
+
+
+def with_layer(config: ModelConfig, layer: cfg.LayerConfig, **stack: Any) -> ModelConfig:
+    assert config.decoder is not None
+    return replace(
+        config, decoder=replace(config.decoder, **{"layer_types": {**config.decoder.layer_types, "L": layer}, **stack})
+    )
+
+
+def with_mlp(config: ModelConfig, mlp: cfg.PlainMLPConfig | cfg.GatedMLPConfig | cfg.MoEConfig) -> ModelConfig:
+    assert config.decoder is not None
+    return with_layer(config, replace(config.decoder.layer_types["L"], mlp=mlp))
+
+
+def mixed(position: str = "rope") -> ModelConfig:
+    """Windows by a pattern of three: a stage begins in the middle of it."""
+    config = shaped(position)
+    assert config.decoder is not None
+    layer = config.decoder.layer_types["L"]
+    near = replace(layer, attention=replace(layer.attention, window=7))
+    return with_layer(config, layer, layer_pattern="LWW", num_layers=4, layer_types={"L": layer, "W": near})
+
+
+def pair(position: str = "rope", kv_heads: int = 4) -> ModelConfig:
+    """An encoder-decoder, whose cross-attention has kv heads of its own number."""
+    config = shaped(position, kv_heads)
+    assert config.decoder is not None
+    layer = config.decoder.layer_types["L"]
+    across = replace(layer.attention, position=None, causal=False, window=None, num_kv_heads=HEADS)
+    decoder = replace(config.decoder, layer_types={"L": replace(layer, cross_attention=across)})
+    source = cfg.EncoderInputConfig(
+        64, cfg.EmbeddingConfig(scale=2.0, norm=cfg.NormConfig("layer", bias=True)), 41, hidden_size=30
+    )
+    side = replace(bidirectional(config.decoder), num_layers=3)
+    return replace(config, decoder=decoder, encoder=side, encoder_input=source)
+
+
+class Fading(nn.Module):
+    """A position encoding of one's own: keys fade with the square root of their distance, faster in later heads."""
+
+    def __init__(self, mixer: cfg.AttentionConfig, head_dim: int) -> None:
+        super().__init__()
+        self.rates = torch.arange(1, mixer.num_heads + 1) / 9
+
+    def forward(self, step: ModelInput) -> Fading:
+        return self
+
+    def compute(self, queries: Tensor, keys: Tensor) -> Tensor:
+        behind = (queries.unsqueeze(-1) - keys.unsqueeze(-2)).abs().double()
+        return -self.rates.view(1, -1, 1, 1) * behind.sqrt().unsqueeze(1)
+
+
+def own_positions() -> ModelConfig:
+    config = shaped("none")
+    assert config.decoder is not None
+    layer = config.decoder.layer_types["L"]
+    position = cfg.CustomPositionsConfig("tests.support.mesh_cases:Fading")
+    return with_layer(config, replace(layer, attention=replace(layer.attention, position=position)))
+
+
+def encoder() -> ModelConfig:
+    """An encoder alone, with the head of a masked language model."""
+    config = shaped("alibi")
+    assert config.decoder is not None
+    return replace(config, decoder=None, encoder=bidirectional(config.decoder), head=cfg.LanguageHeadConfig(bias=True))
+
+
+def streams(seed: int, source: bool = False, longest: int = 18) -> list[Stream]:
+    """Ragged rows that come one after the other; two share a prompt, one has two samples."""
+    chance = random.Random(seed)
+
+    def ids(count: int, most: int = 60) -> list[int]:
+        return [chance.randrange(1, most) for _ in range(count)]
+
+    shared = ids(19)
+    made = [
+        Stream(shared + ids(3), [ids(8), ids(8)]),
+        Stream(ids(3), [ids(longest)], arrives=1),
+        Stream(ids(13), [ids(9)], arrives=2),
+        Stream(shared + ids(5), [ids(7)], arrives=9),
+    ]
+    if source:
+        made = [replace_source(stream, ids(5 + 6 * at, 40)) for at, stream in enumerate(made)]
+    return made
+
+
+def replace_source(stream: Stream, source: list[int]) -> Stream:
+    return Stream(stream.prompt, stream.continuations, stream.arrives, source)
+
+
+def tight(**given: Any) -> CacheConfig:
+    """Blocks for about two rows of four: rows are preempted, prefixes evicted."""
+    fields = {
+        "block_size": 4,
+        "max_num_seqs": 4,
+        "max_seq_len": 44,
+        "prefill_chunk_size": 5,
+        "num_blocks": 17,
+        "dtype": "float64",
+    }
+    return CacheConfig(**{**fields, **given})  # type: ignore[arg-type]
+
+
+def roomy(**given: Any) -> CacheConfig:
+    return tight(**{"num_blocks": None, **given})
+
+
+# Those that others come close to run with the long tests.
+LONG = {
+    "alibi mha 1x2",
+    "beside 1x2",
+    "contiguous 2x1",
+    "encoder 1x2",
+    "tiered 1x2",
+    "tiered 2x1",
+    "int8/int4 1x2",
+    "learned 1x2",
+    "key-norm replicated 2x1",
+    "norms of all heads 4x1",
+    "norms of each head 2x1",
+    "pair t5 1x2",
+    "quest 2x1",
+    "read 2x1",
+    "rope 1x4",
+    "session by rank 4x1",
+    "session of a pair 4x1",
+    "session of bounds 4x1",
+    "sinks 2x1",
+    "tova 1x2",
+    "tova int8 2x2",
+    "values 2x1",
+    "windows 2x1",
+}
+
+
+def case(name: str, mesh: str, config: ModelConfig, cache: CacheConfig, **given: Any) -> Case:
+    rows = streams(len(name), config.encoder_input is not None)
+    known = f"{name} {mesh}"
+    return Case(known, mesh, config, cache, rows, long=known in LONG, **given)
+
+
+SUMMED = "tiered(8, quantized=8, interval=4, num_sinks=4, summaries=8, ratio=2)"
+EXPERTS = cfg.MoEConfig(24, 4, 2, bias=True, router_bias=True)
+
+
+def of_two() -> list[Case]:
+    every = [case("rope gqa", mesh, shaped(), tight(), texts=True) for mesh in ("2x1", "1x2")]
+    every += [
+        case("alibi", "2x1", shaped("alibi"), tight()),
+        case("alibi mha", "1x2", shaped("alibi", 8), tight()),
+        case("t5", "2x1", shaped("t5"), tight()),
+        case("t5 of layers", "2x1", own_tables(), tight()),
+        case("learned mha", "2x1", shaped("learned", 8), tight()),
+        case("replicated", "2x1", shaped(kv_heads=1), tight()),
+        case("norms of each head", "2x1", shaped(qk_norm="each"), tight()),
+        case("norms of all heads", "2x1", shaped(qk_norm="full"), tight()),
+        case("norms of all heads, replicated", "2x1", shaped("rope", 1, qk_norm="full"), tight()),
+        case("sinks and softcap", "2x1", shaped(sink_logits=True, logit_softcap=3.0), tight()),
+        case("values", "2x1", shaped(value_dim=6, clip_qkv=2.0), tight()),
+        case("experts", "2x1", with_mlp(shaped(), EXPERTS), tight()),
+        case("odd widths", "2x1", with_mlp(shaped(), cfg.GatedMLPConfig(41, bias=True)), tight()),
+        case("windows", "1x2", mixed(), tight()),
+        case("windows", "2x1", mixed("alibi"), tight()),
+        case("copied", "2x1", shaped(), roomy(enable_prefix_caching=False)),
+        case(
+            "contiguous",
+            "2x1",
+            mixed(),
+            CacheConfig(layout="contiguous", max_num_seqs=4, max_seq_len=44, prefill_chunk_size=5, dtype="float64"),
+        ),
+        case("pair", "2x1", pair(), tight(max_source_len=24), texts=True),
+        case("pair t5", "1x2", pair("t5"), tight(max_source_len=24)),
+        case("sinks", "2x1", shaped(), roomy(policy="sinks(3, 9)")),
+        case("endless", "1x2", shaped(), roomy(policy="sinks(3, 9)", endless=True, max_seq_len=20)),
+        case("heavy", "2x1", shaped(), roomy(policy="0: full; heavy-hitters(8, interval=4)", num_blocks=13)),
+        case("tova", "2x1", shaped(), roomy(policy="tova(8, interval=4)")),
+        case("tova", "1x2", shaped("alibi"), roomy(policy="tova(8, interval=4)")),
+        case("random", "2x1", shaped(), roomy(policy="random(8, interval=4)")),
+        case("random", "1x2", shaped(), roomy(policy="random(8, interval=4)")),
+        case("key-norm replicated", "2x1", shaped(kv_heads=1), roomy(policy="key-norm(8, interval=4)")),
+        case("quest", "2x1", shaped(), tight(policy="quest(12)", rope_at="write")),
+        case("int8", "2x1", shaped(), tight(dtype="int8")),
+        case("int8/int4", "1x2", shaped(), tight(key_dtype="int8", value_dtype="int4")),
+        case("channels", "2x1", shaped(), roomy(key_dtype="int8-channel", residual_length=8)),
+        case("tiered", "2x1", shaped(), roomy(policy=SUMMED)),
+        case("tiered", "1x2", shaped(), roomy(policy=SUMMED)),
+        case("learned", "2x1", shaped(), roomy(policy=SUMMED), learned=True),
+        case("learned", "1x2", shaped(), roomy(policy=SUMMED), learned=True),
+        case("deserted", "2x1", shaped(), roomy(), run=deserted),
+        case("own positions", "2x1", own_positions(), tight()),
+        case("encoder", "2x1", encoder(), roomy(), run=answers),
+        case("encoder", "1x2", encoder(), roomy(), run=answers),
+        case("source alone", "2x1", pair(), tight(max_source_len=64), run=answers),
+        case("read", "2x1", shaped(), tight(rope_at="read")),
+        case("beside", "2x1", mixed(), tight(), run=beside),
+        case("beside", "1x2", shaped(kv_heads=1), tight(key_dtype="int8", value_dtype="int4"), run=beside),
+    ]
+    return every
+
+
+def own_tables() -> ModelConfig:
+    """T5's biases with a table for each layer (UMT5)."""
+    config = shaped("t5")
+    assert config.decoder is not None
+    layer = config.decoder.layer_types["L"]
+    assert isinstance(layer.attention.position, cfg.T5BiasConfig)
+    return with_layer(
+        config,
+        replace(layer, attention=replace(layer.attention, position=replace(layer.attention.position, shared=False))),
+    )
+
+
+def of_four() -> list[Case]:
+    return [
+        case("rope", "2x2", shaped(), tight(), texts=True),
+        case("alibi", "4x1", shaped("alibi"), tight()),
+        case("rope", "1x4", mixed(), tight()),
+        case("replicated", "4x1", shaped(kv_heads=2), tight()),
+        case("pair alibi", "2x2", pair("alibi"), tight(max_source_len=24)),
+        case("tova int8", "2x2", shaped(), roomy(policy="tova(8, interval=4)", dtype="int8")),
+        case("tiered", "4x1", shaped(), roomy(policy="tiered(8, quantized=8, interval=4, summaries=8, ratio=2)")),
+        case("norms of all heads", "4x1", shaped("rope", 2, qk_norm="full"), tight()),
+        *restored(),
+        *travelling(),
+    ]
+
+
+def restored() -> list[Case]:
+    """Rows whose state is more than keys and values: ranks and attention, packed blocks and summaries."""
+    levels = "tiered(8, quantized=8, interval=4, summaries=8, ratio=2)"
+    return [
+        case("kept by rank", "2x1", shaped(), alone("0: full; heavy-hitters(8, interval=4)"), run=restore),
+        case("kept in levels", "2x1", shaped(kv_heads=2), alone(levels), run=restore),
+        case("kept on replicas", "4x1", shaped(kv_heads=2), alone(levels, dtype="int8"), run=restore),
+    ]
+
+
+def travelling() -> list[Case]:
+    """Sessions from mesh to mesh: every kind of thing that a file may have."""
+    return [
+        case("session", "4x1", mixed(), roomy(), run=travel),
+        case("session by rank", "4x1", shaped(), roomy(policy="0: full; heavy-hitters(8, interval=4)"), run=travel),
+        case("session in levels", "4x1", shaped(layers=4), roomy(policy=SUMMED, dtype="int8"), run=travel),
+        case("session of bounds", "4x1", shaped(kv_heads=4), roomy(policy="quest(12)", rope_at="write"), run=travel),
+        case("session of a pair", "4x1", pair(), roomy(max_source_len=24), run=travel),
+    ]
+
+
+def alone(policy: str, **given: Any) -> CacheConfig:
+    return roomy(policy=policy, max_num_seqs=1, enable_prefix_caching=False, **given)
+
+
+# ---------------------------------------------------------------- broken on purpose
+
+
+def bias_everywhere(model: Transformer, links: ProcessGroups) -> None:
+    """Added on each rank, and so as often as there are ranks."""
+    whole = torch.full((model.config.hidden_size,), 0.3, dtype=model.token_embedding.dtype)
+    assert model.decoder is not None
+    for layer in model.decoder.layers:
+        layer.attention.out.bias = nn.Parameter(whole)  # type: ignore[union-attr]
+
+
+def without_sum(model: Transformer, links: ProcessGroups) -> None:
+    assert model.decoder is not None
+    layer = model.decoder.layers[0]
+    layer.attention.out._forward_hooks.clear()  # type: ignore[union-attr]
+
+
+def slopes_of_the_first(model: Transformer, links: ProcessGroups) -> None:
+    """Every rank has the slopes of the first rank's heads."""
+    assert model.decoder is not None
+    for layer in model.decoder.layers:
+        for hook in layer.attention._forward_pre_hooks.values():  # type: ignore[union-attr]
+            hook._heads = range(len(hook._heads))
+
+
+def layers_swapped(model: Transformer, links: ProcessGroups) -> None:
+    assert model.decoder is not None
+    layers = list(model.decoder.layers)
+    model.decoder.layers = nn.ModuleList(reversed(layers)) if links.mesh.stage else model.decoder.layers
+
+
+def heads_alone(model: Transformer, links: ProcessGroups) -> None:
+    """A policy that ranks by all heads goes by those of its rank, from here to the end of this process."""
+    TOVA.per_head_independent = True  # type: ignore[assignment,method-assign]
+
+
+def broken() -> list[Case]:
+    return [
+        case("broken bias", "2x1", shaped(), tight(), wrong=bias_everywhere),
+        case("broken sum", "2x1", shaped(), tight(), wrong=without_sum),
+        case("broken slopes", "2x1", shaped("alibi"), tight(), wrong=slopes_of_the_first),
+        case("broken layers", "1x2", shaped(layers=4), tight(), wrong=layers_swapped),
+        case(
+            "broken ranks", "2x1", shaped(), roomy(policy="tova(8, interval=4)"), wrong=heads_alone
+        ),  # the last of all
+    ]
+
+
+def cases(size: int, which: str = "") -> list[Case]:
+    """``which``: "short", "long", or a case's name; "" for all."""
+    every = [*of_two(), *broken()] if size == 2 else of_four()
+    if which in ("short", "long"):
+        return [each for each in every if each.long == (which == "long")]
+    return [each for each in every if which in ("", each.name)]
+
+
+if __name__ == "__main__":
+    run_rank(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), cases(int(sys.argv[3]), *sys.argv[4:]))

@@ -1,0 +1,226 @@
+"""Rows in the order of the corpus: a stream's are a store's, wherever one begins; and mixtures."""
+
+import gzip
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+
+from kvad.errors import ConfigError, DataError
+from kvad.text import base
+from kvad.text.tokenizer import train_tokenizer
+from kvad.train.config.run import RunConfig
+from kvad.train.data import token_store
+from kvad.train.data.document_dataset import DocumentDataset, MixtureSource
+from kvad.train.data.packing import BLOCK, MixtureRows
+from kvad.train.data.streaming import Cursor, StreamingDataset, stream_store, stream_texts
+from kvad.train.data.token_store import open_store
+from kvad.train.sources import formats
+from kvad.train.sources.documents import open_corpus
+from kvad.train.sources.pairs import PairPaths, open_pairs
+from tests.train.data.test_document_dataset import Tokens
+
+BYTE = train_tokenizer("byte", [])
+PAIRED = train_tokenizer("byte", [], specials=("bos", "eos", "pad"))
+
+
+def config(order="stream", context=16, shuffle=8, **data):
+    tables = {"seq_len": context, "order": order, "shuffle_buffer": shuffle, "validation_fraction": 0.2, **data}
+    return RunConfig.from_dict({"data": tables, "train": {"batch_size": 4, "eval_tokens": 100}})
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Documents of every length, one far longer than a piece, one empty line among them, two files compressed."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    lines = [" ".join(str(n + i) for i in range(int(random.integers(1, 40)))) for n in range(60)]
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": line, "n": 1}) + "\n" for line in lines[:20]))
+    (folder / "b.txt").write_text(" ".join(lines))
+    (folder / "c.jsonl.gz").write_bytes(
+        gzip.compress("".join(json.dumps({"text": x}) + "\n" for x in lines[20:]).encode())
+    )
+    (folder / "d.txt.gz").write_bytes(gzip.compress(lines[7].encode()))
+    return folder
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Pieces of 300 characters, blocks of 64 bytes, batches of 500: the seams are everywhere."""
+    monkeypatch.setattr(base, "MAX_PIECE_CHARS", 300)
+    monkeypatch.setattr(base, "split_text", partial(base.split_text, limit=300))
+    monkeypatch.setattr(formats, "READ_CHUNK", 64)
+    monkeypatch.setattr(token_store, "BATCH_CHARS", 500)
+
+
+def sources(kind, texts, tmp_path):
+    """The same texts by the same rule, from the texts themselves and from a store."""
+    if kind == "pairs":
+        tsv = tmp_path / "pairs.tsv"
+        tsv.write_text(
+            "".join(f"{'x' * (1 + n % 9)}{n}\t{'y' * (n % 12)}{n}\n" for n in range(90)) + "x" * 40 + "\ty\n"
+        )
+        corpus, tokenizer = open_pairs(PairPaths(((tsv,),))), PAIRED
+    else:
+        corpus, tokenizer = open_corpus([texts]), BYTE
+    store, _ = open_store(tmp_path / f"store-{kind}", corpus, tokenizer)
+    return (
+        stream_texts(corpus, tokenizer),
+        stream_store(store, 0, store.num_documents, pairs=kind == "pairs"),
+        store,
+    )
+
+
+def data(units, pairs, **settings):
+    return StreamingDataset([(units, 1.0)], config(**settings), 0, pairs=pairs, description="tokens")
+
+
+def plain(rows):
+    return [[[None if x is None else x.tolist() for x in part] for part in row] for row in rows]
+
+
+KINDS = [("documents", "split"), ("documents", "first-fit"), ("documents", "best-fit"), ("pairs", "first-fit")]
+
+
+@pytest.mark.parametrize(("kind", "packing"), KINDS)
+@pytest.mark.parametrize("shuffle", [1, 8])
+def test_a_stream_gives_the_rows_of_a_store(texts, small, tmp_path, kind, packing, shuffle):
+    stream, stored, store = sources(kind, texts, tmp_path)
+    assert kind == "pairs" or len(store.document_starts) > 5, "some documents come in pieces"
+    pairs = kind == "pairs"
+    a, b = data(stream, pairs, packing=packing, shuffle=shuffle), data(stored, pairs, packing=packing, shuffle=shuffle)
+    numbers = np.arange(400)  # several epochs
+    assert plain(a.rows(numbers)) == plain(b.rows(numbers))
+    assert [x.model_input.token_ids.tolist() for x in a.evaluation()] == [
+        x.model_input.token_ids.tolist() for x in b.evaluation()
+    ]
+    if pairs:
+        assert a.sources[0].left_out and "left out so far" in a.summary()[1] and a.examples(2) == b.examples(2)
+
+
+@pytest.mark.parametrize(("kind", "packing"), KINDS)
+def test_rows_are_the_same_wherever_one_begins(texts, small, tmp_path, kind, packing):
+    """From the beginning, and from the four integers that a checkpoint holds."""
+    stream, stored, _ = sources(kind, texts, tmp_path)
+    through = data(stored, kind == "pairs", packing=packing)
+    expected, cursors = [], []
+    for number in range(500):
+        expected += plain(through.rows(np.array([number])))
+        cursors.append(json.loads(json.dumps(through.position())))
+    assert len({str(c) for c in cursors}) > 5 and Cursor(*cursors[-1][0]).epoch > 0
+    again = data(stored, kind == "pairs", packing=packing)
+    for number in (450, 3, 77, 199, 0):
+        assert plain(again.rows(np.array([number]))) == expected[number : number + 1]
+    for number in (60, 130, 440):
+        resumed = data(stream, kind == "pairs", packing=packing)
+        resumed.seek(cursors[number])
+        asked = []
+        resumed.sources[0]._items, real = lambda place: (asked.append(place), real(place))[1], resumed.sources[0]._items  # noqa: B023
+        assert plain(resumed.rows(np.arange(number, number + 5))) == expected[number : number + 5]
+        assert asked[0] == Cursor(*cursors[number][0]).item, "what is before is not encoded again"
+
+
+def test_every_token_is_read_once_an_epoch_and_says_what_stands_behind_it(texts, small, tmp_path):
+    _, stored, _store = sources("documents", texts, tmp_path)
+    found = data(stored, pairs=False, shuffle=3)
+    source = found.sources[0]
+    units = [unit for unit in stored(0) if not source.is_held_out(unit.item_index)]
+    wanted = [
+        pair
+        for unit in source._split_items(0, held_out=False)
+        for pair in zip(*unit.part(0, len(unit.tokens))[:2], strict=True)
+    ]
+    blocks, first = source._epoch(Cursor()), []
+    rows = [row for _, block in blocks for row in block]
+    assert sorted(p for row in rows for part in row for p in zip(*part[:2], strict=True)) == sorted(wanted)
+    assert sum(len(part.tokens) for row in rows for part in row) == sum(len(unit.tokens) for unit in units)
+    for epoch in range(4):
+        first.append(
+            min(len(row[0].tokens) if len(row) == 1 else 16 for row in next(source._epoch(Cursor(0, epoch)))[1])
+        )
+    assert len(set(first)) > 1, "an epoch begins with a row of its own length"
+    held = {unit.item_index for unit in stored(0)} - {unit.item_index for unit in units}
+    assert 0.05 < len(held) / len({unit.item_index for unit in stored(0)}) < 0.5
+
+
+def test_a_document_that_goes_on_in_a_piece_held_out_has_nothing_behind_it(texts, small, tmp_path):
+    _, stored, _store = sources("documents", texts, tmp_path)
+    source = data(stored, pairs=False).sources[0]
+    ends = [
+        u.next_token
+        for u in source._split_items(0, held_out=False)
+        if not u.closes and source.is_held_out(u.item_index + 1)
+    ]
+    assert ends and set(ends) == {-1}
+    assert all(
+        u.next_token >= 0
+        for u in source._split_items(0, held_out=False)
+        if not u.closes and not source.is_held_out(u.item_index + 1)
+    )
+
+
+def test_pieces_are_the_whole_documents_tokens(texts, small, tmp_path):
+    """Cut or not, a text's tokens are the same."""
+    stream, _, store = sources("documents", texts, tmp_path)
+    whole = [np.array([BYTE.special_tokens.separator, *text.encode()]) for text in open_corpus([texts]).texts()]
+    assert np.concatenate([u.tokens for u in stream(0)]).tolist() == np.concatenate(whole).tolist()
+    assert store.num_documents == len(whole)
+
+
+def test_what_cannot_be_streamed_is_refused(texts, tmp_path):
+    (tmp_path / "one.txt").write_text("one document alone " * 50)
+    units = stream_texts(open_corpus([tmp_path / "one.txt"]), BYTE)
+    with pytest.raises(DataError, match=r"too few texts to hold out a fraction of 0.2|no text is left to train on"):
+        data(units, pairs=False)
+    tables = config().to_dict()
+    tables["train"]["eval_tokens"] = 0
+    with pytest.raises(ConfigError, match=r"train.eval_tokens: must be above 0"):
+        StreamingDataset([(units, 1.0)], RunConfig.from_dict(tables), 0, pairs=False, description="")
+    with pytest.raises(ConfigError, match=r"must be first-fit or best-fit for pairs"):
+        data(units, pairs=True, packing="split")
+
+
+# ---------------------------------------------------------------- mixtures
+
+
+class Numbered:
+    def __init__(self, name):
+        self.name = name
+
+    def rows(self, numbers):
+        return [(self.name, int(n)) for n in numbers]
+
+
+def test_weights_hold_within_sampling_error_and_rows_are_taken_in_their_order():
+    mixed = MixtureRows([Numbered(0), Numbered(1), Numbered(2)], [5, 3, 2], seed=1)
+    count = 20 * BLOCK
+    rows = mixed.rows(np.arange(count))
+    for source, share in ((0, 0.5), (1, 0.3), (2, 0.2)):
+        numbers = [n for s, n in rows if s == source]
+        assert numbers == list(range(len(numbers))), "every row of a source once, none left out"
+        assert abs(len(numbers) - count * share) < 4 * (count * share * (1 - share)) ** 0.5
+    assert MixtureRows([Numbered(0), Numbered(1), Numbered(2)], [50, 30, 20], seed=1).rows(np.arange(count)) == rows
+    assert MixtureRows([Numbered(0), Numbered(1), Numbered(2)], [5, 3, 2], seed=2).rows(np.arange(99)) != rows[:99]
+    for n in (17000, 3, 9000):
+        fresh = MixtureRows([Numbered(0), Numbered(1), Numbered(2)], [5, 3, 2], seed=1)
+        assert fresh.rows(np.arange(n, n + 5)) == rows[n : n + 5]
+
+
+@pytest.mark.parametrize("packing", ["split", "first-fit"])
+def test_a_mixture_of_documents_is_seekable_and_reads_all_of_them(packing):
+    store = Tokens(*[30] * 40)
+    parts = [MixtureSource(0, 20, 3.0), MixtureSource(20, 40, 1.0)]
+
+    def made():
+        return DocumentDataset(store, config("epochs", packing=packing, context=15), parts)
+
+    through = made()
+    rows = plain(through.rows(np.arange(300)))
+    assert plain(made().rows(np.arange(200, 210))) == rows[200:210]
+    first = sum(max(part[0]) < 200 for row in rows for part in row[:1])
+    assert 0.6 < first / 300 < 0.9
+    assert len(through.validation) + len(through.training) == store.num_tokens
+    documents = {int(span) // 30 for span in through.validation.spans[:, 0]}
+    assert min(documents) < 20 <= max(documents), "every source holds a share out"

@@ -1,0 +1,45 @@
+"""kill -9 anywhere in training, in saves and between micro-batches too: what is resumed ends as if nothing had been."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SETUPS = ["plain", "at-once", "ema", "muon", "pairs", "lora", "summarizer"]  # of tests/support/kill_resume.py
+
+
+def run(setup, kills, seed, folder, *more, limit=600):
+    return subprocess.run(
+        [sys.executable, "tests/support/kill_resume.py", setup, *map(str, (kills, seed, folder)), *more],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=limit,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
+
+
+def judge(ran, kills):
+    assert ran.returncode == 0, ran.stderr
+    said = json.loads(ran.stdout)
+    assert said["kills"] == kills and said["runs"] >= 1 and said["reached"] >= 2, said
+
+
+@pytest.mark.parametrize(("setup", "kills"), [("ema", 7), ("pairs", 4), ("lora", 4)])
+def test_killed_again_and_again_it_ends_with_the_same_bits(tmp_path, setup, kills):
+    judge(run(setup, kills, 0, tmp_path / "kills"), kills)
+
+
+def test_the_comparison_sees_a_save_of_what_is_trained_meanwhile(tmp_path):
+    ran = run("plain", 60, 0, tmp_path / "kills", "uncopied")
+    assert ran.returncode != 0 and "AssertionError: plain: run" in ran.stderr
+
+
+@pytest.mark.long(minutes=3)
+@pytest.mark.parametrize("setup", SETUPS)
+def test_five_hundred_kills(tmp_path, setup):
+    judge(run(setup, 72, 1, tmp_path / "kills", limit=3600), 72)

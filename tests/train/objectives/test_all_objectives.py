@@ -1,0 +1,370 @@
+"""What holds of every objective: micro-batches change no gradient, texts of a row do not see each other, no target
+leaks into what is asked before it; and which objective fits which model."""
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvad.config.layers import ClassificationHeadConfig, LanguageHeadConfig
+from kvad.errors import ConfigError, UsageError
+from kvad.model.no_cache import NoCache
+from kvad.train.config.presets import MODEL_PRESETS
+from kvad.train.config.run import RunConfig
+from kvad.train.loop.dry_run import plan_training
+from kvad.train.objectives.cross_entropy import Autocast
+from kvad.train.setup.objective_factory import OBJECTIVE_TOPOLOGY, build_objective, resolve_objective, with_head
+from kvad.train.setup.run_data import RunData, resolve_corpus
+from kvad.train.sources.pairs import PairPaths
+from tests.support.random_models import build
+
+EXACT = Autocast("fp32", "cpu")
+PRESET = {"decoder": "tiny", "encoder-decoder": "transformer-tiny", "encoder": "encoder-tiny"}
+SMALL = {"hidden_size": 32, "decoder.num_layers": 2, "encoder.num_layers": 2}
+KINDS = [kind for kind in OBJECTIVE_TOPOLOGY if kind != "summarizer"]
+WORDS = ["ada", "bob", "cleo", "dan", "eve", "finn", "gus", "hana", "ivo", "jo", "kim", "lea"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A corpus for each objective: short texts, so that several share a row."""
+    folder, draw = tmp_path_factory.mktemp("objectives"), random.Random(0)
+
+    def words(low, high):
+        return [draw.choice(WORDS) for _ in range(draw.randint(low, high))]
+
+    texts = [words(2, 7) for _ in range(60)]
+    (folder / "next-token").write_text("".join(" ".join(text) + "\n" for text in texts))
+    (folder / "seq2seq").write_text("".join(f"{' '.join(t)}\t{' '.join(reversed(t))}\n" for t in texts))
+    (folder / "tag").write_text("\n".join("".join(f"{w}\t{w[0].upper()}\n" for w in t) for t in [WORDS, *texts]))
+    (folder / "classify").write_text("".join(f"{len(t) % 2}\t{' '.join(t)}\n" for t in texts))
+    talks = [
+        [
+            {"role": r, "content": " ".join(words(1, 3))}
+            for _ in range(draw.randint(1, 2))
+            for r in ("user", "assistant")
+        ]
+        for _ in texts
+    ]
+    (folder / "chat").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    for kind in ("masked-lm", "span-corruption"):
+        (folder / kind).write_text((folder / "next-token").read_text())
+    return folder
+
+
+def configured(kind, *, context=None, batch=4, accumulate=1, **objective):
+    topology = OBJECTIVE_TOPOLOGY[kind]
+    preset = "t5-tiny" if kind == "span-corruption" else PRESET[topology]
+    sides = ("encoder", "decoder")
+    own = {k: v for k, v in SMALL.items() if k == "hidden_size" or k.split(".")[0] in topology.split("-")}
+    own |= {f"{side}.layer_types.L.mlp.intermediate_size": 48 for side in sides if side in topology.split("-")}
+    lines = {"document_unit": "lines"} if kind in ("next-token", "masked-lm", "span-corruption") else {}
+    content = {
+        "model": {"preset": preset, "set": own},
+        "data": {"seq_len": context or (96 if kind in ("chat", "tag") else 48), "validation_fraction": 0.2, **lines},
+        "tokenizer": {"kind": "byte"},
+        "objective": {"kind": kind, **objective},
+        "train": {"batch_size": batch, "gradient_accumulation_steps": accumulate, "precision": "fp32", "steps": 10},
+    }
+    return resolve_objective(RunConfig.from_dict(content), topology)
+
+
+def fed(kind, files, tmp_path, **options):
+    """(data, model in float64, objective)"""
+    config = configured(kind, **options)
+    material = RunData(config, resolve_corpus(kind, [files / kind]), lambda text: None)
+    tokenizer = material.make_tokenizer()
+    material.open(tmp_path / "data", tokenizer)
+    model = build(material.with_objective_head(config.resolve(tokenizer.vocab_size)), dtype=torch.float64)
+    return material.data, model, build_objective(config, model, EXACT)
+
+
+def gradient(data, model, objective, step=3):
+    batches = data.micro_batches(step)
+    total = sum(len(batch.targets) for batch in batches)
+    model.zero_grad()
+    summed = sum(objective.accumulate_gradients(batch, total) for batch in batches)
+    grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
+    return summed, torch.cat([g.flatten() for g in grads]), [len(batch.targets) for batch in batches]
+
+
+VARIANTS = [
+    *((kind, {}) for kind in KINDS),
+    ("seq2seq", {"scheduled_sampling": 0.5}),
+    ("tag", {"label_smoothing": 0.1, "input_mask_ratio": 0.2}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), VARIANTS, ids=lambda value: str(value))
+def test_every_split_of_a_step_gives_one_gradient(kind, options, files, tmp_path):
+    whole = gradient(*fed(kind, files, tmp_path, batch=4, **options))
+    summed, got, sizes = gradient(*fed(kind, files, tmp_path, batch=1, accumulate=4, **options))
+    assert sum(sizes) == whole[2][0], "the same targets"
+    assert summed == pytest.approx(whole[0], rel=1e-12)
+    assert (got - whole[1]).abs().max() <= 1e-12 * whole[1].abs().max()
+    assert len(set(sizes)) > 1 or kind in ("next-token", "masked-lm"), "ragged, or the test says little"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_can_be_planned(kind, files):
+    config = configured(kind)
+    found = plan_training(config, [files / kind], None, lambda text: None)
+    assert (found.objective, found.kind, found.steps) == (kind, OBJECTIVE_TOPOLOGY[kind], 10) and found.fits is None
+    assert found.step_flops > 0 and found.trial.rows == 4 and found.trial.utilization > 0
+    if kind in ("next-token", "masked-lm", "span-corruption"):  # epochs are of what is read, not of what is asked
+        assert found.epochs * found.train_tokens >= found.steps * 4 * 48
+    else:
+        assert found.epochs * found.train_tokens == pytest.approx(found.steps * found.tokens_per_step)
+    assert found.seconds > found.eval_seconds > 0 and found.memory["activations"] > 0
+
+
+def changed(step, row, document, vocab):
+    """The step with every token of one document replaced, on both sides."""
+    (lane,) = step.sub_batches
+    tokens = step.token_ids.clone().view(lane.num_seqs, lane.num_new_tokens)
+    mine = step.document_ids.view(lane.num_seqs, lane.num_new_tokens)[row] == document
+    tokens[row, mine] = (tokens[row, mine] + 7) % vocab
+    source = None if step.encoder_input is None else changed(step.encoder_input, row, document, vocab)
+    return step._replace(token_ids=tokens.view(-1), encoder_input=source)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_of_a_row_do_not_see_each_other(kind, files, tmp_path):
+    data, model, _ = fed(kind, files, tmp_path)
+    batch = data.micro_batches(0)[0]
+    (lane,) = batch.model_input.sub_batches
+    owner = batch.model_input.document_ids.view(lane.num_seqs, lane.num_new_tokens)
+    row = int(owner.amax(1).argmax())
+    assert owner[row].max() >= 1, "no row has two texts"
+    before = model(batch.model_input, NoCache(model.config))
+    after = model(changed(batch.model_input, row, 1, 60), NoCache(model.config))
+    moved = (before - after).abs().amax(-1).view(lane.num_seqs, lane.num_new_tokens)
+    mine = torch.zeros_like(owner, dtype=torch.bool)
+    mine[row] = owner[row] == 1
+    assert moved[mine].max() > 1e-3, "the text itself has changed"
+    assert moved[~mine].max() == 0
+    joined = batch.model_input._replace(
+        document_ids=None,
+        encoder_input=batch.model_input.encoder_input and batch.model_input.encoder_input._replace(document_ids=None),
+    )
+    leaked = model(joined, NoCache(model.config))
+    if kind != "next-token" or owner[row].max() > 0:
+        assert (leaked - before).abs().max() > 1e-6, "without isolation they would"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if OBJECTIVE_TOPOLOGY[kind] != "encoder"])
+def test_no_target_leaks_into_what_is_asked_before_it(kind, files, tmp_path):
+    """Another token in the place of target t: logits before it stay, to the bit; those from it on do not."""
+    data, model, _ = fed(kind, files, tmp_path)
+    batch = data.micro_batches(0)[0]
+    (lane,) = batch.model_input.sub_batches
+    before = model.logits(model(batch.model_input, NoCache(model.config)), batch.model_input.logit_indices)
+    wanted, owner = batch.model_input.logit_indices, batch.model_input.document_ids
+    for place in wanted[torch.linspace(0, len(wanted) - 2, 7).long()].tolist():
+        read = place + 1  # where the target of ``place`` is read
+        if read % lane.num_new_tokens == 0 or owner[read] != owner[place]:
+            continue
+        number = int((wanted == place).nonzero())
+        assert batch.model_input.token_ids[read] == batch.targets[number], "shifted right by one"
+        tokens = batch.model_input.token_ids.clone()
+        tokens[read] = (tokens[read] + 5) % 60
+        after = model.logits(model(batch.model_input._replace(token_ids=tokens), NoCache(model.config)), wanted)
+        moved = (after - before).abs().amax(-1)
+        assert moved[: number + 1].max() == 0
+        later = (wanted >= read) & (wanted < read + 1)
+        assert not later.any() or moved[later].max() > 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_is_in_no_loss(kind, files, tmp_path):
+    """Another padding token, and every number stays."""
+    data, _, objective = fed(kind, files, tmp_path)
+    batch = next(b for step in range(40) for b in data.micro_batches(step) if (b.model_input.document_ids is not None))
+
+    def repadded(step):
+        tokens = torch.where(step.document_ids < 0, (step.token_ids + 9) % 60, step.token_ids)
+        return step._replace(token_ids=tokens, encoder_input=step.encoder_input and repadded(step.encoder_input))
+
+    assert (batch.model_input.document_ids.index_select(0, batch.model_input.logit_indices) >= 0).all()
+    assert objective.evaluate_loss(
+        [batch._replace(model_input=repadded(batch.model_input))]
+    ) == objective.evaluate_loss([batch])
+
+
+@pytest.mark.parametrize("kind", ["masked-lm", "span-corruption", "seq2seq", "tag"])
+def test_a_step_is_a_function_of_its_number(kind, files, tmp_path):
+    options = {"scheduled_sampling": 0.5} if kind == "seq2seq" else {}
+    first, again = (fed(kind, files, tmp_path, **options)[0] for _ in range(2))
+    for step in (5, 0, 5):
+        for one, other in zip(first.micro_batches(step), again.micro_batches(step), strict=True):
+            assert torch.equal(one.model_input.token_ids, other.model_input.token_ids) and torch.equal(
+                one.targets, other.targets
+            )
+            assert one.sampled_indices is None or torch.equal(one.sampled_indices, other.sampled_indices)
+    assert not torch.equal(
+        first.micro_batches(4)[0].model_input.token_ids, first.micro_batches(5)[0].model_input.token_ids
+    )
+
+
+def test_accuracy_counts_the_likeliest_answers(files, tmp_path):
+    data, model, objective = fed("tag", files, tmp_path)
+    found = objective.evaluate_loss(data.evaluation())
+    right = 0
+    for batch in data.evaluation():
+        with torch.no_grad():
+            logits = model.logits(model(batch.model_input, NoCache(model.config)), batch.model_input.logit_indices)
+        right += int((logits.argmax(-1) == batch.targets).sum())
+    assert (found.num_correct, found.targets) == (right, data.validation_tokens)
+    assert found.accuracy == right / data.validation_tokens
+
+
+# ---------------------------------------------------------------- which fits
+
+
+@pytest.mark.parametrize("topology", PRESET)
+@pytest.mark.parametrize("kind", OBJECTIVE_TOPOLOGY)
+def test_an_objective_that_a_model_cannot_have_is_refused_by_name(kind, topology):
+    config = RunConfig.from_dict({"objective": {"kind": kind}})
+    if OBJECTIVE_TOPOLOGY[kind] == topology:
+        assert resolve_objective(config, topology).objective.kind == kind
+    else:
+        with pytest.raises(
+            ConfigError, match=f"objective.kind: {kind} needs an? {OBJECTIVE_TOPOLOGY[kind]}, and this model"
+        ):
+            resolve_objective(config, topology)
+
+
+def test_what_is_unsaid_follows_from_the_model():
+    chosen = {topology: resolve_objective(RunConfig(), topology).objective.kind for topology in PRESET}
+    assert chosen == {"decoder": "next-token", "encoder-decoder": "seq2seq", "encoder": "masked-lm"}
+
+
+@pytest.mark.parametrize(
+    ("topology", "table", "says"),
+    [
+        ("decoder", {"noise_density": 0.3}, "objective.noise_density: objective next-token has no use for it"),
+        ("encoder", {"kind": "tag", "mean_span_length": 5}, "objective.mean_span_length: objective tag"),
+        ("encoder", {"scheduled_sampling": 0.5}, "objective.scheduled_sampling: objective masked-lm"),
+        ("encoder-decoder", {"chat_template": "x"}, "objective.chat_template: objective seq2seq"),
+        ("encoder-decoder", {"scheduled_sampling_steps": 7}, "objective.scheduled_sampling: must be above 0"),
+        ("encoder-decoder", {"label_smoothing": 1.0}, r"objective.label_smoothing: must be in \[0, 1\)"),
+        ("encoder-decoder", {"kind": "spanns"}, "objective.kind: must be one of"),
+        ("encoder-decoder", {"smothing": 0.1}, "smoothing"),
+    ],
+)
+def test_keys_are_applied_or_refused(topology, table, says):
+    with pytest.raises(ConfigError, match=says):
+        resolve_objective(RunConfig.from_dict({"objective": table}), topology)
+
+
+def test_heads_follow_from_the_data_or_are_checked():
+    masked = MODEL_PRESETS["encoder-tiny"](300, 32)
+    tagger = with_head(masked, "tag", ("A", "B"))
+    assert tagger.head == ClassificationHeadConfig(("A", "B")) and with_head(tagger, "tag", ("B",)) is tagger
+    assert with_head(masked, "classify", ("A",)).pools_sequence
+    assert isinstance(with_head(masked, "masked-lm", ()).head, LanguageHeadConfig)
+    with pytest.raises(ConfigError, match="must contain every label of the data, 'C' is missing"):
+        with_head(tagger, "tag", ("A", "C"))
+    with pytest.raises(ConfigError, match="must be 'row' for objective classify, got 'token'"):
+        with_head(tagger, "classify", ("A",))
+    with pytest.raises(ConfigError, match="must be a language head for objective masked-lm, got classification"):
+        with_head(tagger, "masked-lm", ())
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "says"),
+    [
+        ("tag", {"isolate_documents": False}, r"data\.isolate_documents: objective tag reads each text by itself"),
+        ("span-corruption", {"reset_positions": False}, r"data\.reset_positions: objective span-corruption"),
+        ("chat", {"packing": "best-fit"}, r"data\.packing: best-fit is for documents and pairs"),
+        ("classify", {"text_field": "body"}, r"data\.text_field: .*objective\.text_field"),
+        ("tag", {"format": "jsonl"}, r"data\.format: objective tag has its own format"),
+        ("tag", {"order": "windows"}, r"data\.order: windows is for documents"),
+        ("masked-lm", {"order": "stream"}, r"data\.order: 'stream' is for next-token"),
+    ],
+)
+def test_keys_of_documents_are_refused_where_they_mean_nothing(kind, data, says, files, tmp_path):
+    content = configured(kind).to_dict()
+    config = RunConfig.from_dict({**content, "data": {**content["data"], **data}})
+
+    def opened():
+        material = RunData(config, resolve_corpus(kind, [files / kind]), lambda text: None)
+        material.open(tmp_path / "data", material.make_tokenizer())
+
+    with pytest.raises(ConfigError, match=says):
+        opened()
+
+
+@pytest.mark.parametrize("switch", ["reset_positions", "isolate_documents"])
+def test_what_is_hidden_may_be_seen_from_other_documents_if_one_wants(switch, files, tmp_path):
+    content = configured("masked-lm", context=200).to_dict()
+    packing = {"packing": "first-fit", switch: False}
+    config = RunConfig.from_dict({**content, "data": {**content["data"], **packing}})
+    material = RunData(config, resolve_corpus("masked-lm", [files / "masked-lm"]), lambda text: None)
+    tokenizer = material.make_tokenizer()
+    material.open(tmp_path / "data", tokenizer)
+    special = set(tokenizer.special_tokens.names().values())
+    assert all(not special & set(batch.targets.tolist()) for batch in material.data.micro_batches(0))
+
+
+def test_what_reads_documents_takes_no_pairs(files):
+    for kind in ("next-token", "masked-lm", "span-corruption"):
+        with pytest.raises(UsageError, match=f"objective {kind} reads documents"):
+            resolve_corpus(kind, PairPaths(((files / "seq2seq",),)))
+
+
+def test_labels_of_whole_texts_by_the_mean_of_their_states(files, tmp_path):
+    """Packed, each text's score is what the model says of the text alone."""
+    data, model, _ = fed("classify", files, tmp_path)
+    first = model.config
+    for config in (first, replace(first, head=replace(first.head, pool="mean"))):
+        model = build(config, dtype=torch.float64)
+        batch = data.micro_batches(0)[0]
+        got = build_objective(configured("classify"), model, EXACT).evaluate_loss([batch])
+        (lane,) = batch.model_input.sub_batches
+        rows = batch.model_input.document_ids.view(lane.num_seqs, lane.num_new_tokens)
+        summed, number = 0.0, 0
+        for row in range(lane.num_seqs):
+            for text in range(int(rows[row].max()) + 1):
+                at = (rows[row] == text).nonzero().view(-1) + row * lane.num_new_tokens
+                alone = batch.model_input._replace(
+                    token_ids=batch.model_input.token_ids[at],
+                    positions=batch.model_input.positions[at],
+                    document_ids=None,
+                    max_seq_lens=None,
+                    sub_batches=(type(lane)(1, len(at), len(at)),),
+                )
+                scores = model.pooled_outputs(model(alone, NoCache(config)), alone)
+                summed += torch.nn.functional.cross_entropy(scores, batch.targets[number : number + 1]).item()
+                number += 1
+        assert number == len(batch.targets) and got.loss == pytest.approx(summed / number, rel=1e-12)
+
+
+# ---------------------------------------------------------------- ends
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_uneven_last_batch_is_judged_to_the_last_target(kind, files, tmp_path):
+    """Rows one by one and seven at a time: the same targets and the same loss."""
+    data, _, objective = fed(kind, files, tmp_path, batch=1)
+    alone = objective.evaluate_loss(data.evaluation())
+    data, _, _ = fed(kind, files, tmp_path, batch=7)
+    sizes = [batch.model_input.sub_batches[0].num_seqs for batch in data.evaluation()]
+    assert len(sizes) == 1 or len(set(sizes)) > 1 or sizes[0] < 7, "no batch is uneven"
+    found = objective.evaluate_loss(data.evaluation())
+    assert found.targets == alone.targets and found.loss == pytest.approx(alone.loss, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_corpus_shorter_than_a_batch_goes_round(kind, files, tmp_path):
+    """A step of more rows than there are takes them again, as other epochs; its loss is a mean all the same."""
+    data, model, objective = fed(kind, files, tmp_path, batch=150)
+    (batch,) = data.micro_batches(0)
+    assert batch.model_input.sub_batches[0].num_seqs == 150
+    share = 0.15 if kind in ("masked-lm", "span-corruption") else 1
+    assert len(batch.targets) > share * data.train_tokens, "all that there is, and some of it again"
+    summed, _, (targets,) = gradient(data, model, objective, step=0)
+    assert targets == len(batch.targets)
+    assert summed / targets == pytest.approx(objective.evaluate_loss([batch]).loss, rel=1e-12)

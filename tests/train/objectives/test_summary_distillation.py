@@ -1,0 +1,245 @@
+"""A compressor's run: the loss falls below the mean's, a resume goes on to the bit, another model's is refused."""
+
+import json
+
+import pytest
+import torch
+
+from kvad.checkpoint.export import export_hf
+from kvad.checkpoint.folder import list_steps
+from kvad.checkpoint.loader import load_model, open_checkpoint
+from kvad.checkpoint.summarizer import load_summarizer, open_summarizer, sampled_fingerprint
+from kvad.config.model import attention_specs
+from kvad.errors import CheckpointError, ConfigError, UsageError
+from kvad.llm import LLM
+from kvad.model.no_cache import NoCache
+from kvad.model.summarizer import Summarizer
+from kvad.model_input import ModelInput, SubBatch
+from kvad.train.config.run import RunConfig, SummarizerConfig
+from kvad.train.data.collate import Batch
+from kvad.train.loop import run as job
+from kvad.train.loop.run import read_summarizer_run, resume_summarizer, train_summarizer
+from kvad.train.monitoring.metrics import read_metrics
+from kvad.train.objectives.cross_entropy import Autocast
+from kvad.train.objectives.summary_distillation import SummaryDistillation, _Recorder, _Rows
+from kvad.train.setup.run_data import RunData
+from tests.train.loop.test_run import StopAt
+from tests.train.test_cli import kvad
+
+PLAIN = Autocast("fp32", "cpu")
+POLICY = "tiered(8, quantized=0, interval=8, summaries=32, ratio=4)"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, corpus):
+    """A model that has learned to count a little, in a run of its own."""
+    out = tmp_path_factory.mktemp("model") / "run"
+    shape = {"hidden_size": 32, "decoder.num_layers": 2, "decoder.layer_types.L.mlp.intermediate_size": 48}
+    config = {
+        "model": {"preset": "tiny", "set": shape},
+        "data": {"seq_len": 64},
+        "tokenizer": {"kind": "byte"},
+        "optim": {"lr": 1e-2},
+        "train": {"steps": 60, "batch_size": 8, "precision": "fp32", "save_interval": 1000, "eval_interval": 1000},
+    }
+    job.train_model(RunConfig.from_dict(config), [corpus], out)
+    return out
+
+
+@pytest.fixture
+def config(model):
+    def make(compress=None, data=None, **changes):
+        settings = {
+            "steps": 12,
+            "batch_size": 4,
+            "log_interval": 1,
+            "eval_interval": 6,
+            "save_interval": 4,
+            "precision": "fp32",
+        }
+        settings |= {"eval_tokens": 512}
+        asked = {"model": str(model), "ratio": 4, "recent": 8, "interval": 8, "hidden_size": 4}
+        return RunConfig.from_dict(
+            {
+                "data": {"seq_len": 64, **(data or {})},
+                "objective": {"kind": "summarizer"},
+                "optim": {"lr": 1e-2, "weight_decay": 0.0, "warmup_steps": 2},
+                "train": {**settings, **changes},
+                "summarizer": {**asked, **(compress or {})},
+            }
+        )
+
+    return make
+
+
+def hashes(out):
+    folder = list_steps(out)[-1]
+    return [(folder / name).read_bytes() for name in ("summarizer.safetensors", "training/state.safetensors")]
+
+
+def test_the_loss_falls_below_the_means(config, corpus, tmp_path, listener, model):
+    torch.manual_seed(0)
+    outcome = train_summarizer(config(steps=40), [corpus], tmp_path / "run", callbacks=[listener])
+    opened = open_checkpoint(model)
+    untrained = Summarizer(attention_specs(opened.config), 4, 4)
+    frozen, _ = load_model(model)
+    aim = SummaryDistillation(frozen, untrained, config().summarizer, PLAIN)
+    material = RunData(config(), [corpus], lambda _: None)
+    material.open(tmp_path / "data", opened.tokenizer)
+    mean, tokens, _ = aim.evaluate_loss(material.data.evaluation())
+    assert tokens > 256 and outcome.reason == "done" and outcome.val_loss < 0.8 * mean
+    assert [line["kind"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")][-1] == "end"
+    said = json.loads((outcome.checkpoint / "summarizer.json").read_text())
+    assert (said["ratio"], said["recent"], said["val_loss"]) == (4, 8, outcome.val_loss)
+    assert said["model"] == sampled_fingerprint(opened)
+
+
+def test_resume_goes_on_to_the_bit(config, corpus, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train_summarizer(config(), [corpus], whole)
+    outcome = train_summarizer(config(), [corpus], parts, callbacks=[StopAt(3)])
+    assert outcome.reason == "interrupted" and outcome.step == 3
+    assert read_summarizer_run(parts)[0] == config()
+    outcome = resume_summarizer(parts)
+    assert outcome.reason == "done" and outcome.step == 12 and hashes(whole) == hashes(parts)
+    lines = [[line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "eval"] for run in (whole, parts)]
+    assert lines[0] == lines[1]
+
+
+def test_resume_refuses_what_differs(config, corpus, tmp_path, model):
+    train_summarizer(config(steps=2), [corpus], tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"summarizer\.ratio: 4 there, 8 here"):
+        resume_summarizer(tmp_path / "run", config=config({"ratio": 8}, steps=2))
+    (corpus / "00.txt").write_text((text := (corpus / "00.txt").read_text()) + " more")
+    try:
+        with pytest.raises(ConfigError, match=r"its corpus has changed: .*00\.txt"):
+            resume_summarizer(tmp_path / "run")
+    finally:
+        (corpus / "00.txt").write_text(text)
+
+
+def other_model(model, out):
+    """The same with one step more of training."""
+    config, paths = job.read_model_run(model)
+    table = config.to_dict()
+    table["train"]["steps"] = 61
+    return job.train_model(RunConfig.from_dict(table), paths, out).checkpoint
+
+
+def test_another_models_compressor_is_refused(config, corpus, tmp_path, model):
+    train_summarizer(config(steps=2), [corpus], tmp_path / "run")
+    other = other_model(model, tmp_path / "other")
+    with pytest.raises(CheckpointError, match="trained for another model than"):
+        LLM.load(other, summarizer=tmp_path / "run", policy=POLICY, block_size=4)
+    with LLM.load(model, summarizer=tmp_path / "run", policy=POLICY, block_size=4) as llm:
+        assert llm.generate("1 is less", max_tokens=40, temperature=0).usage.num_completion_tokens == 40
+
+
+def test_the_fingerprint_is_the_models_whatever_the_layout(tmp_path, model):
+    _, opened = load_model(model)
+    export_hf(opened, tmp_path / "theirs")
+    assert sampled_fingerprint(open_checkpoint(tmp_path / "theirs")) == sampled_fingerprint(opened)
+
+
+@pytest.mark.parametrize("file", ["summarizer.safetensors", "summarizer.json", "manifest.json"])
+def test_half_a_compressor_is_none(config, corpus, tmp_path, model, file):
+    folder = train_summarizer(config(steps=1), [corpus], tmp_path / "run").checkpoint
+    (folder / file).unlink()
+    with pytest.raises(CheckpointError):
+        load_summarizer(folder, open_checkpoint(model))
+
+
+def test_a_changed_number_is_heard(config, corpus, tmp_path, model):
+    folder = train_summarizer(config(steps=1), [corpus], tmp_path / "run").checkpoint
+    content = bytearray((folder / "summarizer.safetensors").read_bytes())
+    content[-3] ^= 1
+    (folder / "summarizer.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match="sha256"):
+        open_summarizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"compress": {"model": None}}, UsageError, "summarizer.model: must name a model"),
+        ({"compress": {"model": "nowhere"}}, CheckpointError, "nowhere"),
+        ({"compress": {"recent": 64}}, ConfigError, "rows of 64 tokens have nothing older than 64"),
+        ({"data": {"seq_len": 128}}, ConfigError, "data.seq_len: 128 is beyond the model's limit of 64"),
+        ({"compress": {"ratio": 1}}, ConfigError, "summarizer.ratio: must be at least 2"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(config, corpus, tmp_path, change, error, says):
+    with pytest.raises(error, match=says):
+        train_summarizer(config(**change), [corpus], tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command(corpus, tmp_path, model, monkeypatch):
+    out = tmp_path / "run"
+    asked = [
+        "--objective",
+        "summarizer",
+        "--init",
+        model,
+        "--set",
+        "ratio=4",
+        "--set",
+        "recent=8",
+        "--set",
+        "interval=8",
+    ]
+    quick = ["--seq-len", 64, "--batch-size", 2, "--steps", 2, "--precision", "fp32"]
+    code, stdout, stderr = kvad("train", corpus, "--out", out, *asked, *quick, "--json")
+    assert code == 0 and json.loads(stdout)["config"]["summarizer"]["ratio"] == 4, stderr
+    assert f"kvad generate {model} --summarizer {out}" in stderr
+    code, _, stderr = kvad("train", "--resume", "--out", out, "--eval-interval", 7)
+    assert code == 0 and "2 steps" in stderr
+    code, stdout, stderr = kvad("generate", model, "1 is", "--summarizer", out, "--policy", POLICY, "--block-size", 4,
+                                "--max-tokens", 20)  # fmt: skip
+    assert code == 0, stderr
+    code, _, stderr = kvad("generate", model, "1 is", "--summarizer", out)
+    assert code == 2 and "the cache's policy has no summaries" in stderr
+    code, _, stderr = kvad("train", corpus, "--out", tmp_path / "b", *asked, "--preset", "tiny")
+    assert code == 2 and "[model]: must be empty, because the model is" in stderr
+    code, _, stderr = kvad("train", corpus, "--out", tmp_path / "b", "--init", model, "--set", "summarizer.ratio=4")
+    assert code == 2 and "[summarizer] is for --objective summarizer" in stderr
+
+
+# ---------------------------------------------------------------- packed documents
+
+
+def packed():
+    """A row of 40 tokens: documents of 18 and 22; with ratio 4 the chunk 16..19 is of both."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 250, (40,), generator=generator)
+    positions, documents = torch.cat((torch.arange(18), torch.arange(22))), torch.tensor([0] * 18 + [1] * 22)
+    step = ModelInput(tokens, positions, (SubBatch(1, 40, 40),), torch.arange(40), document_ids=documents)
+    return Batch(step, tokens)
+
+
+def test_a_chunk_of_two_documents_is_not_summarised():
+    rows = _Rows(packed().model_input, SummarizerConfig(ratio=4, recent=8, interval=8))
+    last = rows.spans[-1]
+    assert (last.first, last.low, last.high) == (24, 32, 40)
+    assert last.older.keys.position[0].tolist() == [1, 5, 9, 13, -1, 3]
+    assert last.older.keys.document_id[0].tolist() == [0, 0, 0, 0, 0, 1]
+    assert (
+        last.exact.keys.position[0, 16:20].tolist() == [16, 17, 0, 1]
+        and int((last.exact.keys.position >= 0).sum()) == 4
+    )
+
+
+def test_documents_do_not_see_each_others_summaries(model):
+    """What stands in the first document is nothing to the second one's answers."""
+    frozen, opened = load_model(model)
+    compressor = Summarizer(attention_specs(opened.config), 4, 4)
+    told = []
+    for token in (1, 2):
+        batch = packed()
+        batch.model_input.token_ids[:18] = token
+        rows = _Rows(batch.model_input, SummarizerConfig(ratio=4, recent=8, interval=8))
+        recorder = _Recorder(NoCache(opened.config), [0])
+        with torch.no_grad():
+            frozen(batch.model_input, recorder)
+            told.append([answer for _, answer in rows.answers(recorder.records[0], compressor.by_layer()[0])][-1])
+    assert torch.equal(*told)

@@ -1,0 +1,79 @@
+"""A model that goes on to talk: saved with the chat template that it was trained in, and with what ends a turn."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvad.checkpoint.loader import open_checkpoint
+from kvad.text.chat_template import ChatTemplate
+from kvad.train.config.run import LoraConfig, RunConfig
+from kvad.train.loop.run import resume_model, train_model
+from kvad.train.sources.pairs import PairPaths
+from tests.train.loop.test_run import hashes
+from tests.train.objectives.test_all_objectives import files  # noqa: F401  (a fixture)
+from tests.train.setup.test_initialize import SHAPE, StopAt
+from tests.train.test_cli import kvad
+
+OWN = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
+OWN += "{% if add_generation_prompt %}[assistant]{% endif %}"
+TALK = [{"role": "user", "content": "ada"}]
+
+
+def config(base, **objective):
+    content = {
+        "model": {"init": str(base)},
+        "data": {"seq_len": 128, "validation_fraction": 0.2},
+        "objective": {"kind": "chat", **objective},
+        "train": {"steps": 4, "batch_size": 4, "precision": "fp32", "save_interval": 100, "eval_interval": 100},
+    }
+    return RunConfig.from_dict(content)
+
+
+@pytest.fixture(scope="module")
+def base(files, tmp_path_factory):  # noqa: F811
+    """Next tokens, no template; a document ends with <|endofdoc|>."""
+    content = {
+        "model": {"preset": "tiny", "set": SHAPE},
+        "data": {"seq_len": 128, "document_unit": "lines"},
+        "tokenizer": {"kind": "bpe", "vocab_size": 300},
+        "train": {"steps": 2, "batch_size": 4, "precision": "fp32"},
+    }
+    out = tmp_path_factory.mktemp("base") / "run"
+    return train_model(RunConfig.from_dict(content), [files / "next-token"], out).checkpoint
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["whole", "lora"])
+def test_a_base_without_a_template_gets_one_and_stops(base, files, tmp_path, lora):  # noqa: F811
+    talks, run = PairPaths(((files / "chat",),)), replace(config(base), lora=lora)
+    train_model(run, talks, tmp_path / "whole")
+    assert train_model(run, talks, tmp_path / "parts", callbacks=[StopAt(2)]).step == 2
+    assert resume_model(tmp_path / "parts").reason == "done"
+    if lora is None:
+        assert hashes(tmp_path / "whole") == hashes(tmp_path / "parts")
+    where = [tmp_path / "whole", tmp_path / "parts"]
+    if lora is not None:
+        code, _, err = kvad("merge", base, tmp_path / "whole", "--out", tmp_path / "merged")
+        assert code == 0, err
+        where.append(tmp_path / "merged")
+    assert open_checkpoint(base).generation.eos_token_ids == ()
+    for out in where:
+        opened = open_checkpoint(out)
+        end = opened.tokenizer.special_tokens.separator
+        assert opened.generation.eos_token_ids == (end,), "a turn ends with the one token that ends a document"
+        template = ChatTemplate.load(opened.tokenizer_folder)
+        said = template.render(TALK, generation_prompt=True).text
+        assert said == "<|im_start|>user\nada<|endofdoc|>\n<|im_start|>assistant\n"
+
+
+def test_the_named_template_wins_over_the_models_and_its_own_stays(base, files, tmp_path):  # noqa: F811
+    talks = PairPaths(((files / "chat",),))
+    train_model(config(base), talks, tmp_path / "first")
+    (step,) = (tmp_path / "first/checkpoints").iterdir()
+    train_model(config(step), talks, tmp_path / "second")
+    (again,) = (tmp_path / "second/checkpoints").iterdir()
+    for name in ("chat_template.jinja", "generation_config.json"):
+        assert (again / name).read_bytes() == (step / name).read_bytes()
+    (tmp_path / "own.jinja").write_text(OWN.replace("{{ eos_token }}", "<|endofdoc|>"))
+    train_model(config(step, chat_template=str(tmp_path / "own.jinja")), talks, tmp_path / "third")
+    template = ChatTemplate.load(open_checkpoint(tmp_path / "third").tokenizer_folder)
+    assert template.render(TALK, generation_prompt=True).text == "[user]ada<|endofdoc|>[assistant]"

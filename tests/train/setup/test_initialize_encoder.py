@@ -1,0 +1,179 @@
+"""An encoder that goes on: hiding tokens as before, or tagging and classifying with a new head on its trained body."""
+
+import json
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvad.checkpoint.export import read_tokenizer_files
+from kvad.checkpoint.folder import list_steps
+from kvad.checkpoint.hf_layout import choose_layout
+from kvad.checkpoint.loader import load_model, open_checkpoint
+from kvad.checkpoint.native import save_checkpoint
+from kvad.config.layers import ClassificationHeadConfig, HeadTransformConfig, PoolingHeadConfig
+from kvad.errors import ConfigError
+from kvad.llm import LLM
+from kvad.model.transformer import Transformer
+from kvad.train.config.run import LoraConfig, RunConfig
+from kvad.train.loop.run import resume_model, train_model
+from kvad.train.setup.initialize import load_initial
+from kvad.train.sources.pairs import PairPaths
+from tests.train.loop.test_run import hashes
+from tests.train.objectives.test_all_objectives import SMALL, WORDS, files  # noqa: F401  (a fixture)
+from tests.train.setup.test_initialize import StopAt
+from tests.train.test_cli import kvad
+
+BODY = ("embedding.", "encoder.")
+
+
+def config(kind, init=None, **train_table):
+    own = {
+        "hidden_size": SMALL["hidden_size"],
+        "encoder.num_layers": 2,
+        "encoder.layer_types.L.mlp.intermediate_size": 48,
+    }
+    lines = {"document_unit": "lines"} if kind == "masked-lm" else {}
+    content = {
+        "model": {"preset": "encoder-tiny", "set": own} if init is None else {"init": str(init)},
+        "data": {"seq_len": 96, "validation_fraction": 0.2, **lines},
+        "objective": {"kind": kind},
+        "optim": {"lr": 3e-3},
+        "train": {
+            "steps": 6,
+            "batch_size": 4,
+            "precision": "fp32",
+            "save_interval": 100,
+            "eval_interval": 100,
+            **train_table,
+        },
+    }
+    tokenizer = {"tokenizer": {"kind": "byte"}} if init is None else {}
+    return RunConfig.from_dict({**content, **tokenizer})
+
+
+@pytest.fixture(scope="module")
+def masked(files, tmp_path_factory):  # noqa: F811
+    return train_model(
+        config("masked-lm"), [files / "masked-lm"], tmp_path_factory.mktemp("masked-lm") / "run"
+    ).checkpoint
+
+
+def examples(path):
+    return PairPaths(((path,),))
+
+
+def test_hidden_tokens_go_on_from_where_they_were(masked, files, tmp_path, listener):  # noqa: F811
+    train_model(config("masked-lm", masked, steps=1), [files / "masked-lm"], tmp_path / "run", callbacks=[listener])
+    base = open_checkpoint(masked).training.state["trainer_state"]["val_loss"]
+    fresh = config("masked-lm", steps=1)
+    train_model(fresh, [files / "masked-lm"], tmp_path / "fresh", callbacks=[listener])
+    after, begun = (report.val_loss for report in listener.evals)
+    assert after < base + 0.1 < begun, "it begins with what the base knows"
+    (step,) = list_steps(tmp_path / "run")
+    assert json.loads((step / "config.json").read_text())["architectures"] == ["BertForMaskedLM"]
+
+
+@pytest.mark.parametrize(("kind", "theirs"), [("tag", "BertForTokenClassification"), ("classify", "Bert.*Sequence")])
+def test_a_new_head_stands_on_the_trained_body(kind, theirs, masked, files, tmp_path, listener):  # noqa: F811
+    out, base = tmp_path / "run", dict(open_checkpoint(masked).weights())
+    start = load_initial(config(kind, masked))
+    answering = start.with_head_for(kind, ("A", "B", "C"))
+    began = answering.model()
+    for name, parameter in began.state_dict().items():
+        assert name.startswith("head.") or torch.equal(parameter, base[name]), name
+    assert began.config.head.labels == ("A", "B", "C") and began.head.weight.shape[0] == 3
+    assert began.head.weight.std() > 0.01 and not began.head.bias.any()
+    outcome = train_model(config(kind, masked, steps=40), examples(files / kind), out, callbacks=[listener])
+    assert any("head: new, for " in line for line in listener.stages)
+    model, opened = load_model(out, verify=True)
+    assert isinstance(model.config.head, ClassificationHeadConfig) and opened.training.state["initial_model"][
+        "model"
+    ] == str(masked)
+    content = json.loads((outcome.checkpoint / "config.json").read_text())
+    assert re.match(theirs, content["architectures"][0])
+    assert read_tokenizer_files(outcome.checkpoint) == read_tokenizer_files(masked), (
+        "the tokenizer's files are the base's"
+    )
+    if kind == "tag":
+        with LLM.load(out) as llm:
+            found = [word.label for word in llm.tag([" ".join(WORDS)])[0]]
+        assert set(found) <= {word[0].upper() for word in WORDS} and outcome.loss < 2 < math.log(12)
+
+
+def test_a_new_head_goes_on_to_the_bit_without_the_base(masked, files, tmp_path):  # noqa: F811
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train_model(config("tag", masked), examples(files / "tag"), whole)
+    assert train_model(config("tag", masked), examples(files / "tag"), parts, callbacks=[StopAt(2)]).step == 2
+    assert resume_model(parts).reason == "done"
+    assert hashes(parts) == hashes(whole)
+
+
+def test_labels_of_its_own_stay_and_others_are_refused(masked, files, tmp_path):  # noqa: F811
+    out = tmp_path / "run"
+    train_model(config("tag", masked, steps=1), examples(files / "tag"), out)
+    start = load_initial(config("tag", out))
+    assert start.with_head_for("tag", ("A", "B")) is start, "a model that has these labels keeps its head"
+    with pytest.raises(ConfigError, match="must contain every label of the data, 'Z' is missing"):
+        start.with_head_for("tag", ("A", "Z"))
+    with pytest.raises(ConfigError, match="must be 'row' for objective classify, got 'token'"):
+        start.with_head_for("classify", ("A",))
+    with pytest.raises(ConfigError, match=r"model.head.kind: must be a language head for objective masked-lm, got "):
+        start.with_head_for("masked-lm", ())
+    with pytest.raises(ConfigError, match="adapters cannot add one"):
+        load_initial(replace(config("tag", masked), lora=LoraConfig())).with_head_for("tag", ("A",))
+
+
+def test_adapters_stand_beside_an_encoder(masked, files, tmp_path):  # noqa: F811
+    train_model(config("tag", masked, steps=2), examples(files / "tag"), tmp_path / "base")
+    beside = replace(config("tag", tmp_path / "base"), lora=LoraConfig(rank=2))
+    train_model(beside, examples(files / "tag"), tmp_path / "adapter")
+    base, tuned = (load_model(tmp_path / name)[0] for name in ("base", "adapter"))
+    assert torch.equal(base.head.weight, tuned.head.weight)
+    moved = [name for name, p in base.named_parameters() if not torch.equal(p, tuned.get_parameter(name))]
+    assert moved and all(name.endswith(("q.weight", "v.weight")) for name in moved)
+    code, out, err = kvad("merge", tmp_path / "base", tmp_path / "adapter", "--out", tmp_path / "merged")
+    assert code == 0 and "kvad tag " in out, err
+    alone = load_model(tmp_path / "merged")[0]
+    assert all(torch.equal(p, alone.get_parameter(name)) for name, p in tuned.named_parameters())
+
+
+def test_berts_pooler_is_part_of_what_was_trained(masked, tmp_path):
+    """Of a model that answers by its pooler, that goes on beneath the labels of texts."""
+    opened = open_checkpoint(masked)
+    pooled = replace(opened.config, head=PoolingHeadConfig("first", transform=HeadTransformConfig("tanh")))
+    model = Transformer(pooled)
+    layout = choose_layout(pooled, opened.generation)
+    assert layout.hf_class == "BertModel"
+    beside = [masked / name for name in read_tokenizer_files(masked)]
+    save_checkpoint(tmp_path / "base", pooled, model.state_dict(), None, layout=layout, extra_files=beside)
+    began = load_initial(config("classify", tmp_path / "base")).with_head_for("classify", ("A", "B")).model()
+    assert torch.equal(began.head.transform.dense.weight, model.head.transform.dense.weight)
+    other = load_initial(config("classify", masked)).with_head_for("classify", ("A", "B")).model()
+    assert not torch.equal(other.head.transform.dense.weight, dict(opened.weights())["head.transform.dense.weight"])
+
+
+def test_the_commands_take_the_base_with_an_adapter(masked, files, tmp_path):  # noqa: F811
+    """--adapter of the commands that read lines, and of eval: what the adapter's run says alone."""
+    train_model(config("tag", masked, steps=2), examples(files / "tag"), tmp_path / "base")
+    beside = replace(config("tag", tmp_path / "base", steps=30), lora=LoraConfig(rank=4, target_modules="all"))
+    train_model(beside, examples(files / "tag"), tmp_path / "adapter")
+    (tmp_path / "lines").write_text("ada bob cleo\ngus hana\n")
+    said = {}
+    for name, model in (
+        ("base", ["base"]),
+        ("run", ["adapter"]),
+        ("both", ["base", "--adapter", tmp_path / "adapter"]),
+    ):
+        where = [tmp_path / model[0], *model[1:]]
+        for command, file in (("tag", "lines"), ("embed", "lines"), ("eval", files / "tag")):
+            code, out, err = kvad(command, where[0], tmp_path / file, *where[1:], "--json")
+            assert code == 0, err
+            lines = [json.loads(line) for line in out.splitlines()]
+            dropped = ("seconds", "model")
+            said[name, command] = [{k: v for k, v in line.items() if k not in dropped} for line in lines]
+    for command in ("tag", "embed", "eval"):
+        assert said["both", command] == said["run", command]
+    assert said["both", "embed"] != said["base", "embed"]

@@ -1,0 +1,267 @@
+"""What training takes, estimated from shapes: held against what autograd keeps, and what is refused by it."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from kvad.errors import MemoryPlanError
+from kvad.model.no_cache import NoCache
+from kvad.model.transformer import Transformer
+from kvad.model_input import ModelInput, SubBatch
+from kvad.ops import cross_entropy
+from kvad.train.config.presets import MODEL_PRESETS
+from kvad.train.config.run import CallbacksConfig, RunConfig
+from kvad.train.loop.acceleration import apply_acceleration
+from kvad.train.objectives.cross_entropy import Autocast
+from kvad.train.optim.optimizer import OptimizersContainer
+from kvad.train.setup.memory_estimate import (
+    LOGIT_CHUNK_ELEMENTS,
+    out_of_memory_error,
+    require_training_memory,
+    state_bytes,
+    training_bytes,
+    training_parts,
+    translate_oom,
+)
+from tests.support.lab_models import CONFIGS
+
+ROWS, CONTEXT = 4, 64
+RUN = RunConfig.from_dict({"data": {"seq_len": CONTEXT}, "train": {"batch_size": ROWS}})
+
+
+def packed(config, rows, context):
+    """Rows of two documents each."""
+    positions = torch.arange(context).repeat(rows)
+    return ModelInput(
+        token_ids=torch.arange(rows * context) % config.vocab_size,
+        positions=positions,
+        sub_batches=(SubBatch(rows, context, context),),
+        logit_indices=torch.arange(rows * context),
+        document_ids=(positions >= context // 2).long(),
+        max_seq_lens=torch.full((rows * context,), context),
+    )
+
+
+def kept_bytes(model, precision):
+    """Bytes that the graph of one forward pass holds, the parameters themselves left out."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    held = {}
+
+    def hold(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            held[storage.data_ptr()] = storage  # kept alive: an address is one storage's
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor), Autocast(precision, "cpu")():
+        step = packed(model.config, ROWS, CONTEXT)
+        if model.config.encoder_input is not None:
+            step = step._replace(encoder_input=packed(model.config, ROWS, CONTEXT))
+        model(step, NoCache(model.config))
+    return sum(storage.nbytes() for storage in held.values())
+
+
+def activations(config, half=False):
+    """The estimate's own: what is left when state, rows and logits are taken off, and the copies under bf16."""
+    logits = 8 * min(ROWS * CONTEXT * config.vocab_size, LOGIT_CHUNK_ELEMENTS)
+    return training_bytes(config, RUN, 0, ROWS, half=half) - 48 * ROWS * CONTEXT - logits
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_estimate_is_near_what_autograd_keeps(name):
+    kept = kept_bytes(Transformer(CONFIGS[name]), "fp32")
+    assert kept / 1.5 <= activations(CONFIGS[name]) <= 1.25 * kept
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_estimate_of_a_preset_is_near_it_too(precision):
+    config, half = MODEL_PRESETS["tiny"](256, CONTEXT), precision == "bf16"
+    model = Transformer(config)
+    copies = 2 * sum(p.numel() for p in model.parameters()) if half else 0
+    kept = kept_bytes(model, precision) - copies
+    assert kept / 1.25 <= activations(config, half) <= 1.1 * kept
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_estimate_of_an_encoder_decoder_is_near_it_too(precision):
+    config, half = MODEL_PRESETS["transformer-tiny"](256, CONTEXT), precision == "bf16"
+    model = Transformer(config)
+    copies = 2 * sum(p.numel() for p in model.parameters()) if half else 0
+    kept = kept_bytes(model, precision) - copies
+    estimate = activations(config, half) - 32 * ROWS * CONTEXT  # the sources' rows
+    assert kept / 1.25 <= estimate <= 1.1 * kept, (kept, estimate)
+
+
+@pytest.mark.parametrize("name", ["plain", "gated bias", "pattern", "t5"])
+def test_the_estimate_beside_frozen_weights_is_near_it_too(name):
+    from kvad.checkpoint.peft import match_targets
+    from kvad.model.lora import add_adapters
+
+    model = Transformer(CONFIGS[name])
+    add_adapters(model, match_targets(CONFIGS[name], ["q", "v"]), 2, 1.0)
+    kept = kept_bytes(model, "fp32")
+    logits = 8 * min(ROWS * CONTEXT * CONFIGS[name].vocab_size, LOGIT_CHUNK_ELEMENTS)
+    estimate = training_bytes(CONFIGS[name], RUN, 0, ROWS, learned=0) - 48 * ROWS * CONTEXT - logits
+    assert kept / 1.5 <= estimate <= 1.25 * kept
+
+
+def test_state_rows_and_copies_are_counted():
+    config = CONFIGS["plain"]
+    plain = training_bytes(config, RUN, 0, ROWS)
+    assert training_bytes(config, RUN, 1000, ROWS) - plain == 16_000 + 12_000
+    frozen = training_bytes(config, RUN, 1000, ROWS, learned=10) - training_bytes(config, RUN, 0, ROWS, learned=0)
+    assert frozen == 4_000 + 120 + 120
+    assert (
+        training_bytes(config, RUN, 1000, ROWS, half=True) - training_bytes(config, RUN, 0, ROWS, half=True) == 30_000
+    )
+    alone = RunConfig.from_dict({"data": {"seq_len": CONTEXT}, "train": {"batch_size": ROWS, "async_save": False}})
+    assert training_bytes(config, alone, 1000, ROWS) - plain == 16_000
+    more = RunConfig.from_dict({"data": {"seq_len": CONTEXT}, "train": {"gradient_accumulation_steps": 3}})
+    assert training_bytes(config, more, 0, ROWS) - plain == 2 * 48 * ROWS * CONTEXT
+
+
+@pytest.mark.parametrize(
+    ("tables", "each", "beside"),
+    [
+        ({}, 16, 0),
+        ({"optim": {"name": "adafactor"}}, 8, 0),
+        ({"optim": {"name": "adafactor", "beta1": 0.9}}, 12, 0),
+        ({"optim": {"ema_decay": 0.9}}, 20, 0),
+        ({"optim": {"average_last": 5, "average_interval": 9}}, 36, 0),
+        ({"optim": {"name": "muon"}}, 12, 1),
+    ],
+)
+def test_what_an_optimizer_remembers_is_counted(tables, each, beside):
+    """Held against the tensors themselves, after a step: never more than there are, and most of them."""
+    run = RunConfig.from_dict({"data": {"seq_len": CONTEXT}, **tables})
+    config = CONFIGS["plain"]
+    assert state_bytes(config, run, 1000) == each * 1000 + beside * 4 * config.vocab_size * config.hidden_size
+    model = Transformer(config)
+    parameters = sum(p.numel() for p in model.parameters())
+    optimization = OptimizersContainer(model, run.optim, run.train)
+    for step in range(1 if "average_last" not in tables.get("optim", {}) else 45):
+        optimization.begin_step(step, 0.0)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimization.step(optimization.clip_grad_norm())
+    held = sum(tensor.nbytes for name, tensor in optimization.state_tensors().items() if not name.startswith("raw."))
+    held += 8 * parameters  # weights and gradients
+    assert 0.9 * held <= state_bytes(config, run, parameters) <= held
+    written = 4 * parameters + sum(tensor.nbytes for tensor in optimization.state_tensors().values())
+    assert 0.9 * written <= training_parts(config, run, parameters, ROWS)["copy"] <= written
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_estimate_of_a_recomputed_pass_is_near_what_autograd_keeps(name):
+    """Of the forward pass: the inputs of layers.  What one layer takes beside them is the plain estimate's."""
+    config = CONFIGS[name]
+    run = RunConfig.from_dict(
+        {"data": {"seq_len": CONTEXT}, "train": {"batch_size": ROWS, "activation_checkpointing": True}}
+    )
+    plain = training_bytes(config, RUN, 0, ROWS)
+    again = training_bytes(config, run, 0, ROWS)
+    layers = config.decoder.num_layers
+    assert again < plain
+    if len(config.decoder.layer_types) == 1:
+        one = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, num_layers=1))
+        stream = 4 * ROWS * CONTEXT * config.hidden_size
+        assert again - layers * stream == training_bytes(one, RUN, 0, ROWS)
+    model = Transformer(config).train()
+    apply_acceleration(model, run.train)
+    kept = kept_bytes(model, "fp32")
+    assert layers * 4 * ROWS * CONTEXT * config.hidden_size <= kept < kept_bytes(Transformer(config), "fp32")
+
+
+def test_the_budget_is_that_of_the_slices():
+    assert LOGIT_CHUNK_ELEMENTS == cross_entropy.CHUNK_ELEMENTS
+
+
+def of_batch(batch):
+    return RunConfig.from_dict({"data": {"seq_len": CONTEXT}, "train": {"batch_size": batch}})
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 500])
+def test_the_largest_micro_batch_is_named_and_passes(most):
+    config = CONFIGS["plain"]
+    have = training_bytes(config, RUN, 5000, most)
+    require_training_memory(config, of_batch(most), 5000, have)
+    with pytest.raises(MemoryPlanError, match=rf"This fits: --batch-size {most} ") as caught:
+        require_training_memory(config, of_batch(1000), 5000, have)
+    assert "training on 1,000 rows of 64 tokens at a time needs about" in caught.value.message
+    assert "MiB is available" in caught.value.message and caught.value.exit_code == 2
+    require_training_memory(config, of_batch(1000), 5000, None)  # nobody knows
+
+
+def test_what_fits_in_no_batch_says_so():
+    with pytest.raises(MemoryPlanError, match="Not even --batch-size 1 fits") as caught:
+        require_training_memory(CONFIGS["plain"], of_batch(1), 5000, 80_000)
+    assert "1 row of 64 tokens" in caught.value.message
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_the_demo_trains_takes_little(precision):
+    """``kvad demo``: 4 rows of 256 tokens of the demo preset, on a machine with half a gibibyte left."""
+    config = MODEL_PRESETS["demo"](4096, 256)
+    demo = RunConfig.from_dict({"data": {"seq_len": 256}, "train": {"batch_size": 4}})
+    require_training_memory(config, demo, 10_400_000, 1 << 29, half=precision == "bf16")
+
+
+def test_memory_that_ran_out_says_the_plan_and_what_to_lower():
+    config = CONFIGS["plain"]
+    error = out_of_memory_error(config, RUN, 5000, "in step 7", "there is no checkpoint yet")
+    assert "out of memory in step 7, with 4 rows of 64 tokens at a time; estimated were" in error.message
+    for name in ("weights 0.0 MiB", "gradients", "optimizer", "copy", "rows", "activations", "logits"):
+        assert name in error.message
+    for way in (
+        "train.batch_size",
+        "data.seq_len",
+        "train.activation_checkpointing=true",
+        "train.precision=bf16",
+        "async_save=false",
+    ):
+        assert way in error.hint
+    tight = {"batch_size": 1, "activation_checkpointing": True, "async_save": False}
+    least = RunConfig.from_dict({"data": {"seq_len": CONTEXT}, "train": tight})
+    assert out_of_memory_error(config, least, 5000, "", "", half=True).hint.endswith(
+        "to use less memory: a lower data.seq_len"
+    )
+
+
+def refused(kind):
+    if kind == "python":
+        raise MemoryError
+    if kind == "numpy":
+        np.empty(1 << 60, np.int8)
+    if kind == "gpu":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+    torch.empty(1 << 60)
+
+
+@pytest.mark.parametrize("kind", ["python", "numpy", "torch", "gpu"])
+def test_every_way_of_running_out_is_seen(kind):
+    said = MemoryPlanError("as planned")
+    with pytest.raises(MemoryPlanError, match="as planned"), translate_oom(lambda: said):
+        refused(kind)
+
+
+def test_another_error_stays_what_it_is():
+    with pytest.raises(RuntimeError, match="a shape"), translate_oom(lambda: MemoryPlanError("")):
+        raise RuntimeError("a shape is wrong")
+
+
+def test_a_copy_that_is_looked_at_counts_where_it_is_more_than_a_step_holds():
+    """Of evaluations: the activations of a step are gone by then."""
+    model, count = next(iter(CONFIGS.values())), 10_000_000
+    for rows, more in ((1, True), (4_000, False)):
+        run = dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, batch_size=rows))
+        seen = dataclasses.replace(run, callbacks=CallbacksConfig(prompts=("a",)))
+        parts, plain = (training_parts(model, each, count, rows) for each in (seen, run))
+        step = plain["activations"] + plain["logits"]
+        assert (
+            plain["callbacks"] == 0
+            and parts["callbacks"] == max(0, 4 * count - step)
+            and (parts["callbacks"] > 0) is more
+        )
+        assert {**parts, "callbacks": 0} == plain

@@ -1,0 +1,349 @@
+"""``kvad data prepare`` and ``check``: what is written once is used by many runs, or refused; a leak is exit code 1."""
+
+import hashlib
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from kvad.cli.main import main
+from kvad.errors import ConfigError, DataError, UsageError
+from kvad.model_input import AttentionPattern
+from kvad.text.tokenizer import train_tokenizer
+from kvad.train.config.run import RunConfig
+from kvad.train.data.token_store import is_prepared
+from kvad.train.loop import run as job
+from kvad.train.setup.prepared import PreparedData
+from kvad.train.setup.run_data import RunData
+from kvad.train.sources.pairs import PairPaths
+from tests.train.conftest import Listener
+from tests.train.loop.test_run import hashes
+from tests.train.test_cli import QUICK, kvad
+
+RUN = """
+[model]
+preset = "tiny"
+set = {{ "hidden_size" = 32, "decoder.num_layers" = 1, "decoder.layer_types.L.mlp.intermediate_size" = 32 }}
+[data]
+seq_len = 16
+{data}
+[tokenizer]
+kind = "byte"
+[train]
+steps = 3
+batch_size = 2
+precision = "fp32"
+eval_tokens = 100
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    def make(name="run.toml", **data):
+        path = tmp_path / name
+        path.write_text(RUN.format(data="\n".join(f"{key} = {json.dumps(value)}" for key, value in data.items())))
+        return path
+
+    return make
+
+
+@pytest.fixture
+def prepared(tmp_path, corpus):
+    code, out, err = kvad("data", "prepare", corpus, "--tokenizer", "byte", "--out", tmp_path / "data")
+    assert code == 0 and "12 documents, 1 shard, vocabulary 257" in out, err
+    return tmp_path / "data"
+
+
+def test_a_prepared_folder_says_what_it_holds(prepared, corpus):
+    manifest = json.loads((prepared / "manifest.json").read_text())
+    texts = [path.read_bytes() for path in sorted(corpus.iterdir())]
+    assert manifest["documents"] == 12 and manifest["tokens"] == sum(len(text) + 1 for text in texts)
+    assert manifest["largest"] == 256 and manifest["vocab"] == 257 and manifest["kind"] == "documents"
+    assert manifest["tokenizer"] == train_tokenizer("byte", []).fingerprint()
+    found = PreparedData(prepared)
+    assert found.store.take(np.arange(1, 6)).tolist() == list(texts[0][:5]) and is_prepared(prepared)
+    assert not is_prepared(corpus)
+
+
+def test_runs_on_texts_on_prepared_data_and_on_a_stream(prepared, corpus, run, tmp_path):
+    """The same weights from texts and from prepared data; a stream resumes to the same weights from any save."""
+    for name, where in (("texts", corpus), ("tokens", prepared)):
+        assert kvad("train", run(), where, "--out", tmp_path / name)[0] == 0
+    assert hashes(tmp_path / "texts") == hashes(tmp_path / "tokens")
+    assert not (tmp_path / "tokens" / "data").exists() and (tmp_path / "texts" / "data").exists()
+    assert kvad("train", "--resume", "--out", tmp_path / "tokens")[0] == 0
+    settings = {"order": "stream", "shuffle_buffer": 2, "validation_fraction": 0.3, "document_unit": "lines"}
+    stream = run("stream.toml", **settings)
+    steps = ["--steps", 6, "--save-interval", 2, "--batch-size", 16]
+    assert kvad("train", stream, corpus, "--out", tmp_path / "through", *steps)[0] == 0
+    config, _ = job.read_model_run(tmp_path / "through")
+
+    class Stop(Listener):
+        def on_save(self, path, step):
+            if step == 4:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        job.train_model(config, [corpus], tmp_path / "killed", callbacks=[Stop()])
+    state = json.loads((tmp_path / "killed/checkpoints/step-00000004/training/state.json").read_text())
+    assert len(state["stream_position"][0]) == 4 and state["stream_position"][0][0] > 0
+    assert not (tmp_path / "killed" / "data").exists()
+    job.resume_model(tmp_path / "killed")
+    assert hashes(tmp_path / "killed") == hashes(tmp_path / "through")
+
+
+def test_a_mixture_is_trained_on_by_its_run_file(prepared, corpus, run, tmp_path):
+    sources = f'sources = [{{paths = ["{prepared}"], weight = 3}}, {{paths = ["{corpus / "03.txt"}"]}}]'
+    path = run()
+    path.write_text(
+        path.read_text().replace("seq_len = 16", f"seq_len = 16\n{sources}").replace('[tokenizer]\nkind = "byte"', "")
+    )
+    code, _, err = kvad("train", path, "--out", tmp_path / "mixed")
+    assert code == 0 and "prepared: " in err and "corpus: 1 file" in err, err
+    assert kvad("train", "--resume", "--out", tmp_path / "mixed")[0] == 0
+    code, _, err = kvad("train", path, corpus, "--out", tmp_path / "other")
+    assert code == 2 and "data.sources: already names the texts" in err
+
+
+def material(prepared, **tables):
+    return RunData(RunConfig.from_dict(tables), [prepared], lambda _: None)
+
+
+def test_what_no_longer_belongs_together_is_refused(prepared, tmp_path):
+    char = train_tokenizer("char", ["abc"])
+    char.save(tmp_path / "char")
+    with pytest.raises(DataError, match=r"char is not the tokenizer that made the tokens of .*data"):
+        material(prepared, tokenizer={"path": str(tmp_path / "char")}).make_tokenizer()
+    with pytest.raises(ConfigError, match=r"\[tokenizer\]: the tokens of .*data were made by byte"):
+        material(prepared, tokenizer={"kind": "char"}).make_tokenizer()
+    with pytest.raises(ConfigError, match=r"with the run file: kvad data prepare RUN.toml TEXTS --out DIR"):
+        material(prepared, tokenizer={"kind": "bpe", "vocab_size": 300}).make_tokenizer()
+    assert material(prepared, tokenizer={"kind": "byte"}).make_tokenizer().kind == "byte"
+    with pytest.raises(ConfigError, match=r"'stream' reads texts, but .* is prepared"):
+        material(prepared, data={"order": "stream"})
+    with pytest.raises(DataError, match=r"the run's tokenizer is not the tokenizer that made the tokens"):
+        material(prepared).open(tmp_path / "x", char)
+    char.save(prepared / "tokenizer")
+    with pytest.raises(DataError, match=r"tokenizer is not the tokenizer that made the tokens .*Prepare it again"):
+        PreparedData(prepared)
+
+
+def test_two_folders_of_one_run_share_the_first_ones_tokenizer(corpus, tmp_path, run):
+    """The command of the hint is the way out: it is run as it stands."""
+    path = run()
+    path.write_text(path.read_text().replace('[tokenizer]\nkind = "byte"\n', ""))
+    for name, size in (("a", 300), ("b", 280)):
+        code, _, err = kvad("data", "prepare", corpus, "--vocab-size", size, "--out", tmp_path / name)
+        assert code == 0, err
+    code, _, err = kvad("train", path, tmp_path / "a", tmp_path / "b", "--out", tmp_path / "run")
+    hint = f"kvad data prepare TEXTS --tokenizer {tmp_path / 'a'} --out DIR"
+    assert code == 2 and err.rstrip().endswith(f"Prepare it again with that one: {hint}"), err
+    words = hint.replace("TEXTS", str(corpus)).replace("DIR", str(tmp_path / "c")).split()[1:]
+    assert kvad(*words)[0] == 0
+    code, _, err = kvad("train", path, tmp_path / "a", tmp_path / "c", "--out", tmp_path / "run")
+    assert code == 0, err
+    own = ["--tokenizer", tmp_path / "a" / "tokenizer", "--out", tmp_path / "d"]
+    assert kvad("data", "prepare", corpus, *own)[0] == 0
+    made = [json.loads((tmp_path / name / "manifest.json").read_text())["tokenizer"] for name in "acd"]
+    assert len(set(made)) == 1
+
+
+def test_tokens_beyond_the_vocabulary_and_damaged_files_are_refused(prepared, run, tmp_path, corpus):
+    manifest = json.loads((prepared / "manifest.json").read_text())
+    (prepared / "manifest.json").write_text(json.dumps(manifest | {"largest": 300}))
+    code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
+    assert code == 2 and "holds token id 300, outside the vocabulary of 257" in err
+    (prepared / "manifest.json").write_text(json.dumps(manifest))
+    tokens = bytearray((prepared / "tokens-00000.bin").read_bytes())
+    tokens[1::2] = b"\x02" * (len(tokens) // 2)  # every id is 512 more
+    (prepared / "tokens-00000.bin").write_bytes(tokens)
+    code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
+    assert code == 2 and "outside the vocabulary of 257: the first is token 1 of document 1, at byte 0 of " in err, err
+    (prepared / "manifest.json").write_text(json.dumps(manifest | {"largest": 300}))
+    code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
+    assert code == 2 and "the first is token 1 of document 1, at byte 0 of tokens-00000.bin\n" in err, err
+    (prepared / "manifest.json").write_text(json.dumps(manifest))
+    code, out, _ = kvad("data", "check", run(), prepared)
+    assert code == 1 and out.startswith("damaged: "), out
+    (prepared / "tokens-00000.bin").write_bytes(tokens[:-2])
+    code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
+    assert code == 2 and "tokens-00000.bin has" in err and "instead of" in err
+    (prepared / "manifest.json").write_text(json.dumps({"prepared": manifest["prepared"]}))
+    code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
+    assert code == 2 and "its manifest is damaged" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["{corpus}", "--out", "{corpus}"], "is not empty (Choose another --out.)"),
+        (["{corpus}", "--out", "{data}"], "is not empty (Replace it with --overwrite.)"),
+        (["{data}", "--out", "{data}2"], "only texts can be prepared"),
+        (["{corpus}", "--out", "{data}2", "--format", "jsnl"], "'jsnl' is not one of"),
+        (["{corpus}", "--format", "pairs", "--out", "{data}2"], "is a folder, and pairs come from files"),
+        (["nowhere", "--out", "{data}2"], "no such file or folder: nowhere (looked for /"),
+        (["{corpus}", "--out", "{corpus}/00.txt"], "00.txt is a file, and prepared data is a folder"),
+    ],
+)
+def test_what_cannot_be_prepared_is_one_line(prepared, corpus, arguments, says):
+    code, _, err = kvad("data", "prepare", *(a.format(corpus=corpus, data=prepared) for a in arguments))
+    said = err.replace("\nkvad: hint: ", " (").rstrip() + ")"
+    assert code == 2 and says in said and "Traceback" not in err, err
+    assert kvad("data", "prepare", corpus, "--tokenizer", "byte", "--out", prepared, "--overwrite")[0] == 0
+
+
+def test_a_folder_that_is_read_is_no_place_for_what_is_made_of_it(corpus, tmp_path):
+    """The next reading would take its JSON for text."""
+    texts = shutil.copytree(corpus, tmp_path / "texts")
+    byte = ["--tokenizer", "byte"]
+    code, _, err = kvad("data", "prepare", texts, *byte, "--out", texts / "prep")
+    assert code == 2 and "is inside the corpus" in err and not (texts / "prep").exists(), err
+    code, out, err = kvad("data", "prepare", texts, "--suffix", ".txt", *byte, "--out", texts / "prep")
+    assert code == 0 and "in 12 documents" in out, err
+    code, out, err = kvad("data", "prepare", texts, "--suffix", ".txt", *byte, "--out", tmp_path / "again")
+    assert code == 0 and "in 12 documents" in out, err
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_ctrl_c_says_that_nothing_was_written(prepared, corpus, tmp_path, monkeypatch, there):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvad.train.data.token_store.write_store", interrupt)
+    out = prepared if there else tmp_path / "new"
+    before = hashlib.sha256((prepared / "tokens-00000.bin").read_bytes()).hexdigest()
+    code, _, err = kvad("data", "prepare", corpus, "--tokenizer", "byte", "--out", out, "--overwrite")
+    said = f"{out} is unchanged" if there else f"nothing was written to {out}"
+    assert code == 130 and err.endswith(f"kvad: interrupted: {said}\n"), err
+    assert hashlib.sha256((prepared / "tokens-00000.bin").read_bytes()).hexdigest() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
+
+
+def test_a_table_that_is_read_as_a_document_is_told(tmp_path):
+    """What decides is the objective, then the format, then the name; and .tsv is the name of three of them."""
+    table = tmp_path / "p.tsv"
+    table.write_text("".join(f"{'ab'[n % 2]}\t{n} and {n + 1}\n" for n in range(9)))
+    for number, (flags, kind, told) in enumerate(
+        [
+            ([], "documents", True),
+            (["--format", "text"], "documents", False),
+            (["--format", "lines"], "documents", False),
+            (["--format", "pairs"], "pairs", False),
+            (["--objective", "seq2seq"], "pairs", False),
+            (["--objective", "classify"], "classify", False),
+        ]
+    ):
+        out = tmp_path / str(number)
+        code, _, err = kvad("data", "prepare", table, *flags, "--vocab-size", 300, "--out", out)
+        assert code == 0 and json.loads((out / "manifest.json").read_text())["kind"] == kind, err
+        assert (f"{table} is read as a document; --objective seq2seq reads pairs, tag" in err) is told, err
+
+
+def test_pairs_are_for_an_encoder_decoder(prepared, tmp_path, corpus):
+    with pytest.raises(DataError, match=r"holds documents, and this model reads pairs"):
+        RunData(RunConfig(), PairPaths(((prepared,),)), lambda _: None)
+    with pytest.raises(UsageError, match="only texts can be prepared"):
+        material(prepared).single_corpus()
+
+
+def test_one_token_beyond_the_vocabulary_is_found_before_the_first_step(prepared, run, tmp_path):
+    """Wherever it stands, though the manifest says nothing of it: its document, its shard and its byte."""
+    shard, offsets = prepared / "tokens-00000.bin", np.fromfile(prepared / "offsets.bin", "<u8")
+    whole = shard.read_bytes()
+    for at, place in (
+        (int(offsets[1]) - 1, f"token {offsets[1]} of document 1"),
+        (int(offsets[7]) + 4, "token 5 of document 8"),
+    ):
+        tokens = np.frombuffer(whole, "<u2").copy()
+        tokens[at] = 32767
+        shard.write_bytes(tokens.tobytes())
+        code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
+        says = (
+            f"holds token id 32,767, outside the vocabulary of 257: the first is {place}, at byte {2 * at:,} of tokens"
+        )
+        assert code == 2 and says in err, err
+        assert not (tmp_path / "run").exists()
+
+
+def test_of_pairs_the_side_is_said(tmp_path):
+    (tmp_path / "p.tsv").write_text("".join(f"{n} und {n + 1}\t{n} and {n + 1}\n" for n in range(9)))
+    out = tmp_path / "data"
+    assert kvad("data", "prepare", tmp_path / "p.tsv", "--format", "pairs", "--vocab-size", 300, "--out", out)[0] == 0
+    tokens, offsets = np.fromfile(out / "tokens-00000.bin", "<u2"), np.fromfile(out / "offsets.bin", "<u8")
+    tokens[int(offsets[5]) + 1] = 9999
+    tokens.tofile(out / "tokens-00000.bin")
+    with pytest.raises(DataError, match=r"the first is token 2 of the target of pair 3, at byte"):
+        PreparedData(out).check_tokens()
+
+
+# ---------------------------------------------------------------- check
+
+
+@pytest.mark.parametrize(
+    "data", [{}, {"packing": "first-fit", "reset_positions": False}, {"order": "sequential", "shuffle_buffer": 3}]
+)
+def test_a_real_batch_proves_that_nothing_leaks(prepared, run, data):
+    data = {"document_unit": "lines", "validation_fraction": 0.2, "seq_len": 400, **data}
+    file = run(**data)
+    file.write_text(file.read_text().replace("seq_len = 16\n", ""))
+    code, out, err = kvad("data", "check", file, prepared, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["ok"] and found["gradient"] <= 1e-12 and found["documents"] > found["rows"]
+    assert all(each["leak"] == 0 and each["own_change"] > 1e-6 for each in found["perturbed"]) and found["perturbed"]
+    assert found["loss_packed"] == pytest.approx(found["loss_alone"], rel=1e-12)
+    code, out, _ = kvad("data", "check", file, prepared)
+    assert code == 0 and out.rstrip().endswith("ok") and "<|endofdoc|>" in out and "% filled" in out
+
+
+def test_a_mask_that_is_broken_on_purpose_is_exit_code_1(prepared, run, monkeypatch):
+    real = AttentionPattern.visible
+    monkeypatch.setattr(AttentionPattern, "visible", lambda self, q, k: real(self, q._replace(document_id=None), k))
+    file = run()
+    file.write_text(file.read_text().replace("seq_len = 16", "seq_len = 400"))
+    code, out, err = kvad("data", "check", file, prepared)
+    assert code == 1 and "LEAK" in out and "changes another document's logits" in out, err
+    assert "packed gradients differ from those of single documents" in out
+    code, out, _ = kvad("data", "check", file, prepared, "--json")
+    assert code == 1 and not json.loads(out)["ok"]
+
+
+def test_positions_that_do_not_restart_are_seen_where_they_should(prepared, run, monkeypatch):
+    """Documents that are not isolated: said so, and only what comes later may move."""
+    file = run(isolate_documents=False)
+    file.write_text(file.read_text().replace("seq_len = 16", "seq_len = 400"))
+    code, out, _ = kvad("data", "check", file, prepared)
+    assert code == 0 and "gradients   not compared" in out and "(data.isolate_documents is off)" in out
+    real = AttentionPattern.visible
+    monkeypatch.setattr(
+        AttentionPattern,
+        "visible",
+        lambda self, q, k: real(self, q._replace(causal_order=None), k._replace(causal_order=None)),
+    )
+    code, out, _ = kvad("data", "check", file, prepared)
+    assert code == 1 and "changes another document's logits" in out, "by position alone a document sees later ones"
+
+
+def test_a_run_and_its_pairs_are_checked_with_its_own_weights(tmp_path):
+    (tmp_path / "p.tsv").write_text("".join(f"{n} und {n + 1}\t{n} and {n + 1}\n" for n in range(40)))
+    small = ["--preset", "transformer-tiny", "--set", "hidden_size=32", *QUICK[8:]]
+    code, _, err = kvad("train", tmp_path / "p.tsv", *small, "--seq-len", 48, "--steps", 2, "--out", tmp_path / "run")
+    assert code == 0, err
+    code, out, err = kvad("data", "check", tmp_path / "run", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["ok"] and {each["side"] for each in found["perturbed"]} == {"source", "target"}, err
+    assert found["gradient"] <= 1e-12
+    assert main(["data", "check", str(tmp_path / "run.toml")]) == 2
+
+
+def test_a_damaged_shard_is_named(prepared, run, monkeypatch):
+    """At once: what is damaged is not worth a proof."""
+    tokens = bytearray((prepared / "tokens-00000.bin").read_bytes())
+    tokens[40] ^= 1
+    (prepared / "tokens-00000.bin").write_bytes(tokens)
+    monkeypatch.setattr("kvad.train.setup.data_check.check_packing", lambda *_: pytest.fail("no proof"))
+    code, out, _ = kvad("data", "check", run(), prepared)
+    assert (code, out) == (1, f"damaged: {prepared / 'tokens-00000.bin'}: run kvad data prepare again\n")
+    code, out, _ = kvad("data", "check", run(), prepared, "--json")
+    assert code == 1 and json.loads(out) == {"ok": False, "problems": [f"{prepared / 'tokens-00000.bin'} is damaged"]}

@@ -1,0 +1,278 @@
+"""What is not plain text, prepared: tags, labels, conversations, hidden tokens and spans; and checked for leaks."""
+
+import io
+import json
+import re
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from kvad.checkpoint.folder import file_digest
+from kvad.model_input import AttentionPattern
+from kvad.text.tokenizer import load_tokenizer
+from kvad.train.data import token_store
+from kvad.train.monitoring import console
+from kvad.train.sources import examples
+from tests.train.loop.test_run import hashes
+from tests.train.objectives.test_all_objectives import OBJECTIVE_TOPOLOGY, PRESET, SMALL, files  # noqa: F401  (a fixture)
+from tests.train.test_cli import kvad
+
+FED = ("masked-lm", "span-corruption", "tag", "classify", "chat")
+
+
+def run_file(kind, folder, **data):
+    """A run of a tiny model; ``data``: keys of [data]."""
+    topology = OBJECTIVE_TOPOLOGY[kind]
+    own = {k: v for k, v in SMALL.items() if k == "hidden_size" or k.split(".")[0] in topology.split("-")}
+    own |= {
+        f"{side}.layer_types.L.mlp.intermediate_size": 48
+        for side in topology.split("-")
+        if side in ("encoder", "decoder")
+    }
+    preset = "t5-tiny" if kind == "span-corruption" else PRESET[topology]
+    lines = {"document_unit": "lines"} if kind in ("masked-lm", "span-corruption") else {}
+    table = {"seq_len": 128, "validation_fraction": 0.2, **lines, **data}
+    path = folder / f"{kind}.toml"
+    path.write_text(
+        f"[model]\npreset = {json.dumps(preset)}\n[model.set]\n"
+        + "".join(f'"{key}" = {json.dumps(value)}\n' for key, value in own.items())
+        + "[data]\n"
+        + "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items())
+        + f'[tokenizer]\nkind = "byte"\n[objective]\nkind = "{kind}"\n'
+        + '[train]\nsteps = 3\nbatch_size = 2\nprecision = "fp32"\neval_tokens = 200\n'
+    )
+    return path
+
+
+@pytest.mark.parametrize("kind", FED)
+def test_a_run_on_prepared_data_is_the_run_on_the_files(kind, files, tmp_path):  # noqa: F811
+    """To the bit; and it resumes."""
+    run = run_file(kind, tmp_path)
+    code, _, err = kvad("data", "prepare", run, files / kind, "--out", tmp_path / "data")
+    assert code == 0, err
+    manifest = json.loads((tmp_path / "data/manifest.json").read_text())
+    assert manifest["kind"] == kind and manifest["documents"] >= 60
+    assert ("noun" in manifest) == (kind in ("tag", "classify", "chat"))
+    assert kvad("train", run, files / kind, "--out", tmp_path / "files")[0] == 0
+    code, _, err = kvad("train", run, tmp_path / "data", "--out", tmp_path / "tokens")
+    assert code == 0 and "prepared: " in err, err
+    assert hashes(tmp_path / "tokens") == hashes(tmp_path / "files")
+    assert not (tmp_path / "tokens/data").exists()
+    assert kvad("train", "--resume", "--out", tmp_path / "tokens")[0] == 0
+
+
+def test_files_held_out_are_named_when_it_is_prepared(files, tmp_path):  # noqa: F811
+    run = run_file("tag", tmp_path)
+    lines = (files / "tag").read_text()
+    (tmp_path / "dev.tsv").write_text(lines.split("\n\n")[0] + "\n")
+    (tmp_path / "unseen.tsv").write_text("ada\tA\n\nbob\tZ\n")
+    held = ["--validation", tmp_path / "dev.tsv"]
+    code, _, err = kvad("data", "prepare", run, files / "tag", *held, "--out", tmp_path / "data")
+    assert code == 0 and "1 of them for validation" in err, err
+    assert json.loads((tmp_path / "data/manifest.json").read_text())["held"] == 1
+    code, _, err = kvad("train", run, tmp_path / "data", *held, "--out", tmp_path / "run")
+    assert code == 2 and "name validation files when preparing it" in err
+    held = ["--validation", tmp_path / "unseen.tsv"]
+    code, _, err = kvad("data", "prepare", run, files / "tag", *held, "--out", tmp_path / "other")
+    assert code == 2 and "unseen.tsv, line 3: tag 'Z' is held out" in err
+    code, _, err = kvad("train", run, tmp_path / "data", "--validation", 0.3, "--out", tmp_path / "run")
+    assert code == 0, "files were held out, and no share of the rest is asked for"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["train", "{run}", "{data}", "--validation", "0.4"], "must be 0.2, as in {data}, got 0.4"),
+        (["train", "{run}", "{data}", "{files}/classify"], "is prepared, and objective classify reads one corpus"),
+        (["train", "{run}", "{data}", "--objective", "tag"], "objective tag has its own format"),
+        (
+            ["train", "{data}", "--preset", "tiny"],
+            "labeled texts for objective classify, and this model reads documents",
+        ),
+        (
+            ["train", "{data}", "--preset", "encoder-tiny"],
+            "hint: Train with --objective classify, or prepare the texts",
+        ),
+        (["train", "{data}", "--preset", "tiny"], "hint: Prepare them with --objective next-token"),
+        (
+            ["data", "prepare", "{files}/masked", "--validation", "0.3"],
+            "a fraction of texts and pairs is set by each run",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_line(files, tmp_path, arguments, says):  # noqa: F811
+    run = run_file("classify", tmp_path)
+    assert kvad("data", "prepare", run, files / "classify", "--out", tmp_path / "data")[0] == 0
+    names = {"run": run, "data": tmp_path / "data", "files": files}
+    code, _, err = kvad(*(a.format(**names) for a in arguments), "--out", tmp_path / "out")
+    assert code == 2 and says.format(**names) in err and "Traceback" not in err, err
+
+
+def test_a_column_that_is_cut_or_changed_is_named(files, tmp_path):  # noqa: F811
+    run = run_file("tag", tmp_path)
+    assert kvad("data", "prepare", run, files / "tag", "--out", tmp_path / "data")[0] == 0
+    labels = tmp_path / "data/labels.bin"
+    content = bytearray(labels.read_bytes())
+    content[4] ^= 1
+    labels.write_bytes(content)
+    code, out, _ = kvad("data", "check", run, tmp_path / "data")
+    assert code == 1 and out.startswith("damaged: ") and "labels.bin" in out
+    labels.write_bytes(content[:-1])
+    code, _, err = kvad("train", run, tmp_path / "data", "--out", tmp_path / "run")
+    assert code == 2 and "labels.bin has" in err
+
+
+def test_a_prepared_conversation_keeps_its_template(files, tmp_path):  # noqa: F811
+    run = run_file("chat", tmp_path)
+    (tmp_path / "own.jinja").write_text(
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    run.write_text(
+        run.read_text().replace('kind = "chat"', f'kind = "chat"\nchat_template = "{tmp_path / "own.jinja"}"')
+    )
+    assert kvad("data", "prepare", run, files / "chat", "--out", tmp_path / "data")[0] == 0
+    assert kvad("train", run, tmp_path / "data", "--out", tmp_path / "run")[0] == 0
+    (step,) = (tmp_path / "run/checkpoints").iterdir()
+    assert (step / "chat_template.jinja").read_text() == (tmp_path / "own.jinja").read_text()
+    by_it = ["--objective", "chat", "--tokenizer", tmp_path / "data", "--out", tmp_path / "more"]
+    code, _, err = kvad("data", "prepare", files / "chat", *by_it)
+    assert code == 0, err
+    (template,) = (tmp_path / "more/template").iterdir()
+    assert template.read_text() == (tmp_path / "own.jinja").read_text()
+
+
+# ---------------------------------------------------------------- progress
+
+
+@pytest.fixture
+def in_batches(monkeypatch):
+    """Texts are encoded a few at a time, and every batch takes four seconds."""
+    seconds = count(0, 4)
+    monkeypatch.setattr(examples, "ENCODE_BATCH", 5)
+    monkeypatch.setattr(token_store, "BATCH_CHARS", 100)
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+
+
+TOLD = [*(("prepare", kind) for kind in ("next-token", "seq2seq", *FED)), ("train", "next-token"), ("train", "tag")]
+
+
+@pytest.mark.parametrize(("command", "kind"), TOLD)
+def test_texts_that_become_tokens_say_how_far_they_are(command, kind, files, tmp_path, in_batches):  # noqa: F811
+    """A line when ten seconds have passed, here at every third batch, whatever the texts are for."""
+    run = run_file(kind, tmp_path, **({"document_unit": "lines"} if kind == "next-token" else {}))
+    words = ["train"] if command == "train" else ["data", "prepare"]
+    code, _, err = kvad(*words, run, files / kind, "--out", tmp_path / "out")
+    assert code == 0, err
+    found = re.findall(r"^0\.0 M characters, ([\d,]+) tokens, ([\d,]+) a second$", err, re.MULTILINE)
+    lines = [tuple(int(number.replace(",", "")) for number in line) for line in found]
+    assert len(lines) >= 3, err
+    assert [speed for _, speed in lines] == [round(tokens / (12 * n)) for n, (tokens, _) in enumerate(lines, 1)]
+    tokens = [tokens for tokens, _ in lines]
+    whole = json.loads((tmp_path / "out" / ("data" if command == "train" else "") / "manifest.json").read_text())[
+        "tokens"
+    ]
+    assert tokens == sorted(set(tokens)) and whole / 2 < tokens[-1] <= whole
+
+
+@pytest.mark.parametrize("kind", ["tag", "classify", "chat"])
+def test_the_last_word_of_examples_is_all_of_them(kind, files, tmp_path, in_batches, monkeypatch):  # noqa: F811
+    """In a terminal it is one live line."""
+    shown, told = io.StringIO(), []
+    monkeypatch.setattr("kvad.cli.commands.data.console", lambda: Console(file=shown, force_terminal=True, width=120))
+    monkeypatch.setattr("rich.status.Status.update", lambda _, text: told.append(text))
+    code, _, err = kvad("data", "prepare", run_file(kind, tmp_path), files / kind, "--out", tmp_path / "out")
+    assert code == 0 and "a second" not in err, err
+    assert len(told) in (12, 13) and "reading" in shown.getvalue(), "60 texts, or 61, five at a time"
+    whole = json.loads((tmp_path / "out/manifest.json").read_text())["tokens"]
+    assert f" {whole:,} tokens, " in told[-1]
+
+
+# ---------------------------------------------------------------- check
+
+
+@pytest.mark.parametrize("kind", FED)
+def test_a_real_batch_proves_that_nothing_leaks(kind, files, tmp_path):  # noqa: F811
+    run = run_file(kind, tmp_path)
+    code, out, err = kvad("data", "check", run, files / kind, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["ok"] and found["gradient"] <= 1e-12 and found["documents"] > found["rows"]
+    assert found["perturbed"] and all(each["leak"] == 0 and each["own_change"] > 1e-9 for each in found["perturbed"])
+    sides = {each["side"] for each in found["perturbed"]}
+    assert sides == ({"source", "target"} if kind == "span-corruption" else {"tokens"})
+    code, out, _ = kvad("data", "check", run, files / kind)
+    assert code == 0 and out.rstrip().endswith("ok") and "tokens: " in out
+
+
+@pytest.mark.parametrize("kind", ["masked-lm", "chat", "tag"])
+def test_a_mask_that_is_broken_on_purpose_is_exit_code_1(kind, files, tmp_path, monkeypatch):  # noqa: F811
+    real = AttentionPattern.visible
+    monkeypatch.setattr(AttentionPattern, "visible", lambda self, q, k: real(self, q._replace(document_id=None), k))
+    code, out, err = kvad("data", "check", run_file(kind, tmp_path), files / kind)
+    assert code == 1 and "LEAK" in out and "packed gradients differ" in out, err
+
+
+def test_hidden_tokens_that_may_be_seen_from_elsewhere_are_not_checked(files, tmp_path):  # noqa: F811
+    run = run_file("masked-lm", tmp_path, isolate_documents=False)
+    code, _, err = kvad("data", "check", run, files / "masked-lm")
+    assert code == 2 and "data.isolate_documents is off" in err
+
+
+def test_a_run_file_that_goes_on_from_a_model_is_checked_with_it(files, tmp_path):  # noqa: F811
+    """A new head on a trained body; and the run's own folder."""
+    run = run_file("masked-lm", tmp_path)
+    assert kvad("train", run, files / "masked-lm", "--out", tmp_path / "base")[0] == 0
+    (tmp_path / "tags.toml").write_text(
+        f'[model]\ninit = "{tmp_path / "base"}"\n[data]\nseq_len = 128\n[objective]\nkind = "tag"\n'
+        '[train]\nsteps = 1\nbatch_size = 2\nprecision = "fp32"\n'
+    )
+    code, out, err = kvad("data", "check", tmp_path / "tags.toml", files / "tag", "--json")
+    assert code == 0 and json.loads(out)["ok"] and json.loads(out)["perturbed"], err
+    code, _, err = kvad("data", "prepare", tmp_path / "tags.toml", files / "tag", "--out", tmp_path / "made")
+    assert code == 0 and "tokenizer: training" not in err, "the model's own"
+    assert kvad("train", tmp_path / "tags.toml", tmp_path / "made", "--out", tmp_path / "tags")[0] == 0
+    code, out, err = kvad("data", "check", tmp_path / "tags")
+    assert code == 0 and out.rstrip().endswith("ok"), err
+
+
+def test_pairs_are_prepared_for_the_model_that_reads_them(files, tmp_path):  # noqa: F811
+    """Framed as a model that there is was trained, and refused by one that begins; and the other way round."""
+    options = {"preset": "marian-tiny", "seq-len": 64, "steps": 1, "batch-size": 2, "precision": "fp32"}
+    small = [part for name, value in options.items() for part in (f"--{name}", value)]
+    code, _, err = kvad("train", files / "seq2seq", *small, "--vocab-size", 300, "--out", tmp_path / "base")
+    assert code == 0, err
+    (step,) = (tmp_path / "base/checkpoints").iterdir()
+    said = json.loads((step / "generation_config.json").read_text())
+    said["decoder_start_token_id"] = said["pad_token_id"]  # as Marian's own models begin
+    (step / "generation_config.json").write_text(json.dumps(said))
+    manifest = json.loads((step / "manifest.json").read_text())
+    manifest["files"]["generation_config.json"] = file_digest(step / "generation_config.json")
+    (step / "manifest.json").write_text(json.dumps(manifest))
+    on = tmp_path / "on.toml"
+    on.write_text(
+        f'[model]\ninit = "{step}"\n[data]\nseq_len = 64\n[train]\nsteps = 1\nbatch_size = 2\nprecision = "fp32"\n'
+    )
+    for name, first in (("own", [on]), ("new", ["--tokenizer", step, "--format", "pairs"])):
+        where = [*first[:1], files / "seq2seq", *first[1:]] if name == "own" else [files / "seq2seq", *first]
+        code, _, err = kvad("data", "prepare", *where, "--out", tmp_path / name)
+        assert code == 0, err
+    assert kvad("train", on, tmp_path / "own", "--out", tmp_path / "a")[0] == 0
+    assert kvad("train", tmp_path / "new", *small, "--out", tmp_path / "b")[0] == 0
+    code, _, err = kvad("train", on, tmp_path / "new", "--out", tmp_path / "c")
+    assert code == 2 and "frames its pairs with other tokens than this model" in err
+    code, _, err = kvad("train", tmp_path / "own", *small, "--out", tmp_path / "c")
+    assert code == 2 and "frames its pairs with other tokens than this model" in err
+
+
+def test_the_tokenizer_of_a_run_is_named_by_the_run(files, tmp_path):  # noqa: F811
+    run = run_file("masked-lm", tmp_path)
+    assert kvad("train", run, files / "masked-lm", "--out", tmp_path / "base")[0] == 0
+    other = ["--objective", "masked-lm", "--tokenizer", tmp_path / "base", "--out", tmp_path / "data"]
+    code, _, err = kvad("data", "prepare", files / "masked-lm", *other)
+    assert code == 0, err
+    made = json.loads((tmp_path / "data/manifest.json").read_text())["tokenizer"]
+    (step,) = (tmp_path / "base/checkpoints").iterdir()
+    assert load_tokenizer(step).fingerprint() == made
