@@ -154,8 +154,7 @@ class CacheConfig:
             self.prefix_cache_size is not None or self.prefix_cache_eviction != "lru"
         ):
             raise ConfigError(
-                "cache.prefix_cache_size: requires cache.prefix_cache_dir",
-                "Give a directory: --prefix-cache-dir DIR",
+                "cache.prefix_cache_size: requires cache.prefix_cache_dir", "Give a directory: --prefix-cache-dir DIR"
             )
         _check_choice(("lru", "arc"), "prefix_cache_eviction", self.prefix_cache_eviction)
         if (self.prefix_cache_dir is not None or self.prefix_cache_ram is not None) and (

@@ -257,8 +257,7 @@ class StoredAdapter:
         fingerprint = self.metadata.get("fingerprint")
         if fingerprint is not None and base_fingerprint(base) != fingerprint:
             raise CheckpointError(
-                f"{self.path}: this adapter was trained on another model than {base.path}",
-                f"Its base was {self.base}.",
+                f"{self.path}: this adapter was trained on another model than {base.path}", f"Its base was {self.base}."
             )
 
 

@@ -58,9 +58,7 @@ def load_model(
 
 
 def load_weights(
-    handle: CheckpointHandle,
-    dtype: str | torch.dtype | None = None,
-    device: str | torch.device = "cpu",
+    handle: CheckpointHandle, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu"
 ) -> Transformer:
     """Load the model of an opened checkpoint for inference: eval mode, no gradients.
 

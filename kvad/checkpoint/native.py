@@ -61,12 +61,7 @@ from kvad.config import ModelConfig
 from kvad.errors import CheckpointError, ConfigError
 from kvad.text import Tokenizer
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 ADAPTER = "adapter_config.json"
@@ -302,6 +297,5 @@ def _check_tensors(stored: LazyTensors, expected: Mapping[str, tuple[int, ...]])
     for name in stored:
         if name not in expected:
             raise CheckpointError(
-                f"{stored.path}: tensor {name} {list(stored.shape(name))} is extra",
-                "The config has no such parameter.",
+                f"{stored.path}: tensor {name} {list(stored.shape(name))} is extra", "The config has no such parameter."
             )

@@ -91,10 +91,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {  # title -> name -> ("module:a
             "kvad.cli.commands.tokenize:chat_template_command",
             "Show the prompt that a chat template renders.",
         ),
-        "doctor": (
-            "kvad.cli.commands.doctor:doctor_command",
-            "Check a checkpoint or a cache directory for damage.",
-        ),
+        "doctor": ("kvad.cli.commands.doctor:doctor_command", "Check a checkpoint or a cache directory for damage."),
     },
 }
 _COMPLETION_HELP = "Print the completion script of a shell."

@@ -78,13 +78,7 @@ SYNTHETIC_TASKS = {
 
 KEYS = tuple(f"k{number}" for number in range(128))
 VALUES = tuple(f"v{number}" for number in range(64))
-NOISE = (
-    "the grass is green .",
-    "the sky is blue .",
-    "the sun is yellow .",
-    "here we go .",
-    "there and back again .",
-)
+NOISE = ("the grass is green .", "the sky is blue .", "the sun is yellow .", "here we go .", "there and back again .")
 LINKS = 3  # bindings of the longest chain
 MIN_WORDS = 12  # words of the shortest text
 MAX_BINDINGS = 48

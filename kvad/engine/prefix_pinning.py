@@ -27,8 +27,7 @@ def pin_prefix(engine: Engine, tokens: Sequence[int], name: str, text: str = "")
         )
     if len(tokens) < block_size:
         raise RequestError(
-            f"prefix: must have at least {block_size} tokens (one block), got {len(tokens)}",
-            "Give a longer prefix.",
+            f"prefix: must have at least {block_size} tokens (one block), got {len(tokens)}", "Give a longer prefix."
         )
     sampling_params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
     engine.add_request(tokens, sampling_params)

@@ -16,16 +16,7 @@ if TYPE_CHECKING:
     from kvad.evaluation import text as text
     from kvad.evaluation.training_callbacks import build_callbacks as build_callbacks
 
-__all__ = [
-    "bleu",
-    "build_callbacks",
-    "compare_runs",
-    "extrapolation",
-    "metrics",
-    "objectives",
-    "readers",
-    "text",
-]
+__all__ = ["bleu", "build_callbacks", "compare_runs", "extrapolation", "metrics", "objectives", "readers", "text"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,

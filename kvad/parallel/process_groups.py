@@ -173,12 +173,7 @@ def connect_groups(
             return None
         prefixed = dist.PrefixStore(f"{mesh} {name}", store)  # type: ignore[attr-defined]
         return create_gloo_group(
-            prefixed,
-            ranks.index(mesh.rank),
-            len(ranks),
-            host=host,
-            timeout=timeout,
-            response_timeout=response_timeout,
+            prefixed, ranks.index(mesh.rank), len(ranks), host=host, timeout=timeout, response_timeout=response_timeout
         )
 
     first = mesh.stage * mesh.tensor_parallel

@@ -23,13 +23,7 @@ from typing import ClassVar, Literal, Protocol
 from kvad.errors import SaveError, TokenizerError, suggest
 
 FILE_NAME = "tokenizer.json"
-NAMES = {
-    "separator": "<|endofdoc|>",
-    "bos": "<|bos|>",
-    "eos": "<|eos|>",
-    "pad": "<|pad|>",
-    "unk": "<|unk|>",
-}
+NAMES = {"separator": "<|endofdoc|>", "bos": "<|bos|>", "eos": "<|eos|>", "pad": "<|pad|>", "unk": "<|unk|>"}
 ENCODER_NAMES = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}  # BERT's spelling
 UnknownPolicy = Literal["warn", "error"]
 MAX_PIECE_CHARS = 1 << 20  # longer documents are encoded in pieces of about this many characters

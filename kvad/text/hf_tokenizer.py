@@ -438,14 +438,7 @@ def train_bpe(
     Special tokens and the 256 bytes are always present, so they are the minimum ``vocab_size``. ``closed``: texts end
     with EOS; the roles cls and sep always enclose texts.
     """
-    from tokenizers import (
-        AddedToken,
-        Tokenizer,
-        decoders,
-        models,
-        pre_tokenizers,
-        trainers,
-    )
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     names = list(standard_specials(roles, first=0).names())
     min_vocab_size = 256 + len(names)

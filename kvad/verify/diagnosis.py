@@ -81,12 +81,7 @@ class _Inspector:
     context: ComparisonContext
 
     def __init__(
-        self,
-        model: Transformer,
-        config: CacheConfig,
-        streams: Sequence[ReplayStream],
-        build: BuildCache,
-        lossy: bool,
+        self, model: Transformer, config: CacheConfig, streams: Sequence[ReplayStream], build: BuildCache, lossy: bool
     ) -> None:
         self.model, self.config, self.streams, self.build = model, config, streams, build
         self.lossy = lossy

@@ -212,12 +212,7 @@ FaultFn = Callable[[Tensor, Tensor, AttentionParams, ModelInput], tuple[Tensor, 
 class _ModifiedInputsKVCache(KVCache):
     """Changes q, k and the attention parameters of every call."""
 
-    def __init__(
-        self,
-        change: FaultFn,
-        groups: Sequence[CacheGroup],
-        **cache_options: Any,
-    ) -> None:
+    def __init__(self, change: FaultFn, groups: Sequence[CacheGroup], **cache_options: Any) -> None:
         super().__init__(groups, **cache_options)
         self._change = change
 

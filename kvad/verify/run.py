@@ -188,10 +188,7 @@ class _Run:
     # ------------------------------------------------------------ references
 
     def reference(
-        self,
-        model: Transformer,
-        specs: Sequence[AttentionSpec] | None = None,
-        case: MemoryCase | None = None,
+        self, model: Transformer, specs: Sequence[AttentionSpec] | None = None, case: MemoryCase | None = None
     ) -> dict[SequenceKey, Tensor]:
         """Compute [T, V] of each sequence without a cache.
 

@@ -309,11 +309,7 @@ def num_preemptions(options: ScenarioOptions) -> int:
 
 
 def check_scenario_counts(
-    counts: ScenarioCounts,
-    streams: Sequence[ReplayStream],
-    options: ScenarioOptions,
-    layout: str,
-    shares: bool = True,
+    counts: ScenarioCounts, streams: Sequence[ReplayStream], options: ScenarioOptions, layout: str, shares: bool = True
 ) -> None:
     """Check that every requested event occurred.
 

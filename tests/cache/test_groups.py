@@ -91,8 +91,7 @@ def test_the_notes_example_is_three_gibibytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "payload", "scales"),
-    [("float32", 256, 0), ("fp8-e4m3", 64, 0), ("int8", 64, 4), ("int4", 32, 8)],
+    ("name", "payload", "scales"), [("float32", 256, 0), ("fp8-e4m3", 64, 0), ("int8", 64, 4), ("int4", 32, 8)]
 )
 def test_a_head_of_64_in_every_format(name: str, payload: int, scales: int) -> None:
     config = CacheConfig(max_num_seqs=1, max_seq_len=64, key_dtype=name)

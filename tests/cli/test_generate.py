@@ -290,11 +290,7 @@ def test_a_model_without_a_tokenizer_speaks_in_ids(kvad, tmp_path):
     bare = write_model(tmp_path / "bare", tokenizer=False)
     ran = kvad("generate", bare, "--ids", "3 4", "--max-tokens", 3, *GREEDY, "--echo")
     assert [int(word) for word in ran.out.split()][:2] == [3, 4] and len(ran.out.split()) == 5
-    for prompt, says in (
-        (("hi",), "has no tokenizer"),
-        ((), "has no tokenizer"),
-        (("--ids", ""), "no opening token"),
-    ):
+    for prompt, says in ((("hi",), "has no tokenizer"), ((), "has no tokenizer"), (("--ids", ""), "no opening token")):
         ran = kvad("generate", bare, *prompt)
         assert ran.code == 2 and says in ran.err, prompt
     for extra, says in (

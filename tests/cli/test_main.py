@@ -253,10 +253,7 @@ def test_emit_json_is_one_line_of_plain_json(capsys):
     common.emit_json({"report": Report(Path("a/b"), Point(1, 0.5), (float("nan"), float("inf"))), 3: "é"})
     out = capsys.readouterr().out
     assert out.count("\n") == 1
-    assert json.loads(out) == {
-        "report": {"path": "a/b", "point": {"x": 1, "y": 0.5}, "values": [None, None]},
-        "3": "é",
-    }
+    assert json.loads(out) == {"report": {"path": "a/b", "point": {"x": 1, "y": 0.5}, "values": [None, None]}, "3": "é"}
     with pytest.raises(TypeError, match="object has no JSON form"):
         common.emit_json(object())
 

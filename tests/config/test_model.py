@@ -412,10 +412,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
         {"embedding.position": {"kind": "sinusoidal"}, "hidden_size": 25},
         "embedding.position.kind: sinusoidal needs an even hidden_size, got 25",
     ),
-    (
-        {"embedding.position": {"kind": "sinusoidal", "base": 0.0}},
-        "embedding.position.base: must be above 0, got 0.0",
-    ),
+    ({"embedding.position": {"kind": "sinusoidal", "base": 0.0}}, "embedding.position.base: must be above 0, got 0.0"),
     (
         {"embedding.position": {"kind": "sinusoidal", "form": "fairseq"}, "hidden_size": 2},
         "embedding.position.form: fairseq needs a hidden_size of at least 4, got 2",

@@ -279,11 +279,7 @@ def doctored(page: str, row: str, cell: str, into: str) -> str:
         ("implements", "`kvad/nowhere.py:attend`", "no file kvad/nowhere.py"),
         ("implements", "`kvad/errors.py:NoSuchError`", "defines no NoSuchError"),
         ("shows", "`tests/docs/notes/test_notes_cache.py::test_nothing`", "defines no test_nothing"),
-        (
-            "shows",
-            "`tests/docs/notes/test_notes_cache.py::tiny`",
-            "test_notes_cache.py defines no tiny",
-        ),
+        ("shows", "`tests/docs/notes/test_notes_cache.py::tiny`", "test_notes_cache.py defines no tiny"),
         ("shows", "`tests/docs/test_notes_table.py::parse`", "parse is not a test"),
         ("shows", "`kvad frobnicate`", "no command 'frobnicate'"),
         ("shows", "common sense", "nothing shows it"),

@@ -115,11 +115,7 @@ def test_nothing_of_a_damaged_file_is_in_the_pool(made, path):
     with pytest.raises(StorageError):
         load(made, path)
     assert all(
-        torch.equal(
-            a,
-            b,
-        )
-        or (a.isnan() == b.isnan()).all()
+        torch.equal(a, b) or (a.isnan() == b.isnan()).all()
         for a, b in zip(before, made.kv_cache.tensors(), strict=True)
     )
 

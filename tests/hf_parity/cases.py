@@ -476,13 +476,7 @@ ENCODERS = [
     ),
     _encoder("distilbert-tokens", "DistilBertForTokenClassification", "DistilBertConfig", {**DISTIL, **LABELS}),
     _encoder("distilbert-sequence", "DistilBertForSequenceClassification", "DistilBertConfig", {**DISTIL, **LABELS}),
-    _encoder(
-        "mpnet",
-        "MPNetForMaskedLM",
-        "MPNetConfig",
-        {**BODY, **SPECIAL, "intermediate_size": 52},
-        length=41,
-    ),
+    _encoder("mpnet", "MPNetForMaskedLM", "MPNetConfig", {**BODY, **SPECIAL, "intermediate_size": 52}, length=41),
     _encoder("modernbert", "ModernBertForMaskedLM", "ModernBertConfig", MODERN),
     _encoder("modernbert-tokens", "ModernBertForTokenClassification", "ModernBertConfig", {**MODERN, **LABELS}),
     _encoder(

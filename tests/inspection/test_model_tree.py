@@ -131,7 +131,7 @@ PLACES = {
             "norm2",
             "mlp",
             "norm2_after",
-        ),
+        )
     ],
 }
 

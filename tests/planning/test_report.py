@@ -789,8 +789,7 @@ def test_require_says_when_nothing_would_fit():
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
-    [({"weights_dtype": "float23"}, "float32"), ({"max_num_batched_tokens": 0}, "at least 1, got 0")],
+    ("given", "says"), [({"weights_dtype": "float23"}, "float32"), ({"max_num_batched_tokens": 0}, "at least 1, got 0")]
 )
 def test_a_plan_refuses_what_cannot_be(given, says):
     with pytest.raises(ConfigError, match=says):

@@ -131,11 +131,7 @@ def write(folder: Path) -> None:
         "--block-size",
         4,
     )
-    expected = {
-        "run-hf": scores(hf),
-        "run-native": scores(native),
-        "adapter": scores(hf, adapter=folder / "adapter"),
-    }
+    expected = {"run-hf": scores(hf), "run-native": scores(native), "adapter": scores(hf, adapter=folder / "adapter")}
     (folder / "expected.json").write_text(json.dumps(expected, indent=1) + "\n", encoding="utf-8")
     for leftover in [*folder.rglob("*.png"), *folder.rglob("*.svg")]:
         leftover.unlink()

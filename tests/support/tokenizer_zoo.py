@@ -17,17 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 GOLDEN = Path(__file__).parents[1] / "golden_files" / "tokenizers"
 MODULES = ("argparse", "ast", "bisect", "calendar", "codecs", "heapq", "locale", "textwrap", "threading", "this")
@@ -117,10 +107,7 @@ def unigram(size: int = 600) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
     trainer = trainers.UnigramTrainer(
-        vocab_size=size,
-        special_tokens=special("<pad>", "</s>", "<unk>"),
-        unk_token="<unk>",
-        show_progress=False,
+        vocab_size=size, special_tokens=special("<pad>", "</s>", "<unk>"), unk_token="<unk>", show_progress=False
     )
     backend.train_from_iterator((text for text in corpus() if "🙂" not in text), trainer)
     sentinels = [f"<extra_id_{i}>" for i in reversed(range(4))]

@@ -741,11 +741,7 @@ def write(folder, files):
     return folder
 
 
-LISTED = [
-    {"name": "default", "template": "D"},
-    {"name": "tool_use", "template": "T"},
-    {"name": "rag", "template": "R"},
-]
+LISTED = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}, {"name": "rag", "template": "R"}]
 FOLDERS = {
     "nothing": ({}, None),
     "config without": ({"tokenizer_config.json": {"bos_token": "<s>"}}, None),

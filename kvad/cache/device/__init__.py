@@ -15,15 +15,7 @@ if TYPE_CHECKING:
     from kvad.cache.device.offload_reader import OffloadReader as OffloadReader
     from kvad.cache.device.offload_reader import OffloadStats as OffloadStats
 
-__all__ = [
-    "EvictionEvent",
-    "KVCache",
-    "OffloadReader",
-    "OffloadStats",
-    "host_copy",
-    "slot_copy",
-    "tensor_bytes",
-]
+__all__ = ["EvictionEvent", "KVCache", "OffloadReader", "OffloadStats", "host_copy", "slot_copy", "tensor_bytes"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,

@@ -373,8 +373,7 @@ def peak_memory(
         scratch = max(scratch, scratch_bytes(reads, computed))
         tile_values = _tile_values(config, config.encoder, tokens, encoder_hidden_size(config)) if deterministic else 0
         activations = max(
-            activations,
-            _encoding(config, config.encoder, cache, tokens, tile_values, config_lib.DTYPE_BYTES[computed]),
+            activations, _encoding(config, config.encoder, cache, tokens, tile_values, config_lib.DTYPE_BYTES[computed])
         )
     return PeakBytes(scratch, activations)
 

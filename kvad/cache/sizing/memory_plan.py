@@ -210,8 +210,7 @@ def _check_endless(config: ModelConfig, cache: CacheConfig) -> None:
         position = layer_type.attention.position
         if isinstance(position, CustomPositionsConfig) and any(spec.renumber_positions for spec in specs):
             raise ConfigError(
-                f"cache.endless: {position.name} does not support renumbered positions",
-                "Use window(n), without sinks.",
+                f"cache.endless: {position.name} does not support renumbered positions", "Use window(n), without sinks."
             )
 
 
@@ -298,10 +297,7 @@ def plan_memory(
         ConfigError: If an option is invalid or unsupported in this combination.
     """
     if weights_dtype not in config_lib.DTYPE_BYTES:
-        raise ConfigError(
-            f"dtype: unknown dtype {weights_dtype!r}",
-            suggest(weights_dtype, config_lib.DTYPE_BYTES),
-        )
+        raise ConfigError(f"dtype: unknown dtype {weights_dtype!r}", suggest(weights_dtype, config_lib.DTYPE_BYTES))
     if max_num_batched_tokens < 1:
         raise ConfigError(f"max_num_batched_tokens: must be at least 1, got {max_num_batched_tokens}")
     if deterministic and weights_dtype == "float16":

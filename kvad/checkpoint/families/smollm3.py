@@ -33,9 +33,7 @@ def read(fields: HFConfigReader) -> ModelConfig:
     fields = with_defaults(fields, **_DEFAULTS)
     bias = fields.flag("attention_bias")
     mlp = GatedMLPConfig(
-        fields.integer("intermediate_size"),
-        fields.choice("hidden_act", ACTIVATIONS, "silu"),
-        fields.flag("mlp_bias"),
+        fields.integer("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS, "silu"), fields.flag("mlp_bias")
     )
     attention = attention_config(fields, position=full_rope(fields, theta=2000000.0), qkv_bias=bias, out_bias=bias)
     local, norm = replace(attention, window=read_window(fields)), rms_norm(fields)

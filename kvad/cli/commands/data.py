@@ -326,10 +326,7 @@ def _config(
 
 
 def _corpus_argument(
-    config: RunConfig,
-    texts: Sequence[Path],
-    pairs: Sequence[tuple[Path, Path]],
-    held_out: Sequence[tuple[Path, ...]],
+    config: RunConfig, texts: Sequence[Path], pairs: Sequence[tuple[Path, Path]], held_out: Sequence[tuple[Path, ...]]
 ) -> CorpusArgument:
     """Resolve the named files by the objective, the model or the options."""
     from kvad.train.setup import resolve_corpus

@@ -186,13 +186,7 @@ def eval_command(model: Path, data: tuple[Path, ...], task: str, as_json: bool, 
     opened = open_checkpoint(model)
     task = _task(opened, task, data, options)
     _check_unused_options(task, options)
-    run = {
-        "lm": eval_texts,
-        "translate": eval_pairs,
-        "match": eval_pairs,
-        "tag": eval_tags,
-        "classify": eval_labels,
-    }
+    run = {"lm": eval_texts, "translate": eval_pairs, "match": eval_pairs, "tag": eval_tags, "classify": eval_labels}
     start = time.perf_counter()
     with EvalProgress(quiet=options["quiet"]) as progress:
         if task in OBJECTIVE_TASKS:
@@ -255,8 +249,7 @@ def _check_unused_options(task: str, options: Mapping[str, Any]) -> None:
         raise UsageError("--trained-seq-len needs --length-multiples", "add them, or omit it")
     if curve and (cache_options_given(options) or options["window"] or options["stride"]):
         raise UsageError(
-            "--length-multiples evaluates its own rows without a cache",
-            "omit --window, --stride and the cache options",
+            "--length-multiples evaluates its own rows without a cache", "omit --window, --stride and the cache options"
         )
 
 

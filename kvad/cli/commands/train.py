@@ -67,11 +67,7 @@ TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
 )
 @click.option("-o", "--out", metavar="FOLDER", type=click.Path(path_type=Path), help="Folder of the run.")
 @click.option(
-    "--config",
-    "run_file",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="Run file (TOML); flags override it.",
+    "--config", "run_file", metavar="FILE", type=click.Path(path_type=Path), help="Run file (TOML); flags override it."
 )
 @click.option(
     "--set",
@@ -143,12 +139,7 @@ TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
 @click.option("--device", help="Torch device [default: cpu].")
 @click.option("--eval-interval", type=int, help="Steps between evaluations [default: 250].")
 @click.option("--save-interval", type=int, help="Steps between checkpoints [default: 500].")
-@click.option(
-    "--check-cache",
-    is_flag=True,
-    default=None,
-    help="At evaluations, compare cached with uncached output.",
-)
+@click.option("--check-cache", is_flag=True, default=None, help="At evaluations, compare cached with uncached output.")
 @click.option(
     "--prompt",
     "prompts",

@@ -23,15 +23,7 @@ LAYOUTS = ("paged", "contiguous")
 DTYPES = ("float32", "bfloat16", "float16", "float64")  # default formats
 MAX_ROWS = 64  # a longer list has prompts of a single token
 FAULT_NAMES = tuple(name for name in verify.report.FAULTS if name != verify.report.UNKNOWN_FAULT)
-ROUND_TRIP_NAMES = (
-    "swap",
-    "swap-disk",
-    "prefix-ram",
-    "prefix-disk",
-    "session",
-    "offload",
-    "offload-disk",
-)
+ROUND_TRIP_NAMES = ("swap", "swap-disk", "prefix-ram", "prefix-disk", "session", "offload", "offload-disk")
 ROUND_TRIP_COLUMNS = ("cache", "round trip", "max |dlogit|", "moved", "verdict")
 LOSS_COLUMNS = ("loss of", "KL mean", "KL max", "greedy", "perplexity", "reference", "ratio", "recall")
 HEADINGS = ("cache", "max |dlogit|", "tolerance", "in float64", "KL mean", "KL max", "greedy", "verdict")

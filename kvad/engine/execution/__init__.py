@@ -12,12 +12,7 @@ if TYPE_CHECKING:
     from kvad.engine.execution.sampler import NONFINITE_ERROR as NONFINITE_ERROR
     from kvad.engine.execution.sampler import sample_outputs as sample_outputs
 
-__all__ = [
-    "NONFINITE_ERROR",
-    "ManagedCache",
-    "ModelRunner",
-    "sample_outputs",
-]
+__all__ = ["NONFINITE_ERROR", "ManagedCache", "ModelRunner", "sample_outputs"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,

@@ -30,12 +30,7 @@ from kvad.cache.offload import SwapSpace
 from kvad.engine.scheduling.sequence import TokenSequence
 
 CopyDirection = Literal["out", "in", "write", "read"]
-INITIAL_SECONDS_PER_BYTE: Mapping[CopyDirection, float] = {
-    "out": 5e-10,
-    "in": 5e-10,
-    "write": 2e-9,
-    "read": 1e-9,
-}
+INITIAL_SECONDS_PER_BYTE: Mapping[CopyDirection, float] = {"out": 5e-10, "in": 5e-10, "write": 2e-9, "read": 1e-9}
 GUESS_WEIGHT_BYTES = 1 << 20  # bytes; weight of the initial estimate
 SMOOTHING = 0.75  # weight of older measurements when a new one is added
 DECAY_FACTOR = 0.9  # weight of measured copies after copying was too expensive

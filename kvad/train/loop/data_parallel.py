@@ -83,8 +83,7 @@ class DataParallelGroup:
         first, *others = (gathered.view(torch.int64) for gathered in self.all_gather(sums))
         if not all(torch.equal(first, other) for other in others):
             raise NumericalError(
-                f"step {step}: the weights of the ranks differ",
-                "Run all ranks on one machine with the same versions.",
+                f"step {step}: the weights of the ranks differ", "Run all ranks on one machine with the same versions."
             )
 
     # ------------------------------------------------------------ a step

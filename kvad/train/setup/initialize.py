@@ -323,8 +323,7 @@ def resume_initial(config: RunConfig, out: Path, record: Mapping[str, Any]) -> I
         opened = open_checkpoint(config.init)
     except CheckpointError as error:
         raise CheckpointError(
-            f"cannot resume {out}: the base model of its adapters cannot be opened: {error.message}",
-            error.hint,
+            f"cannot resume {out}: the base model of its adapters cannot be opened: {error.message}", error.hint
         ) from error
     start = _start(config, opened)
     if start.fingerprint != record.get("fingerprint"):

@@ -59,13 +59,7 @@ AUTOCAST_ACTIVATION_RATIO = 0.6  # under bf16 autocast the residual stream and t
 
 
 def training_bytes(
-    model: ModelConfig,
-    run: RunConfig,
-    parameters: int,
-    batch: int,
-    *,
-    half: bool = False,
-    learned: int | None = None,
+    model: ModelConfig, run: RunConfig, parameters: int, batch: int, *, half: bool = False, learned: int | None = None
 ) -> int:
     """Return the bytes that training needs at least.
 
@@ -81,13 +75,7 @@ def training_bytes(
 
 
 def training_parts(
-    model: ModelConfig,
-    run: RunConfig,
-    parameters: int,
-    batch: int,
-    *,
-    half: bool = False,
-    learned: int | None = None,
+    model: ModelConfig, run: RunConfig, parameters: int, batch: int, *, half: bool = False, learned: int | None = None
 ) -> dict[str, int]:
     """Return the bytes of :func:`training_bytes` by purpose."""
     tokens = batch * run.data.seq_len

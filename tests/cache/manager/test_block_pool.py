@@ -140,8 +140,7 @@ def doctor_order(pool: BlockPool) -> None:
 
 
 @pytest.mark.parametrize(
-    "doctor",
-    [doctor_refs, doctor_double, doctor_lost, doctor_reserved, doctor_evictable, doctor_index, doctor_order],
+    "doctor", [doctor_refs, doctor_double, doctor_lost, doctor_reserved, doctor_evictable, doctor_index, doctor_order]
 )
 def test_check_catches_a_doctored_state(doctor: Callable[[BlockPool], None]) -> None:
     pool, prefixes = BlockPool(7), PrefixIndex()

@@ -53,10 +53,7 @@ def test_any_counter_and_key(counter: list[int], key: list[int]) -> None:
 @given(st.integers(0, 2**64 - 1), word, st.integers(0, 2**40))
 def test_uniform_is_53_bits_of_the_first_two_words(seed: int, sample: int, position: int) -> None:
     """The whole seed is the key; position and sample are the counter, so that no two of them share a draw."""
-    first, second, *_ = plain_philox(
-        [position % 2**32, position >> 32, sample, 0],
-        [seed % 2**32, seed >> 32],
-    )
+    first, second, *_ = plain_philox([position % 2**32, position >> 32, sample, 0], [seed % 2**32, seed >> 32])
     (u,) = uniform([seed], [sample], [position])
     assert 0 <= u < 1 and u == ((first << 32 | second) >> 11) / 2**53
 

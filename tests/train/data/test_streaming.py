@@ -66,11 +66,7 @@ def sources(kind, texts, tmp_path):
     else:
         corpus, tokenizer = open_corpus([texts]), BYTE
     store, _ = open_store(tmp_path / f"store-{kind}", corpus, tokenizer)
-    return (
-        stream_texts(corpus, tokenizer),
-        stream_store(store, 0, store.num_documents, pairs=kind == "pairs"),
-        store,
-    )
+    return (stream_texts(corpus, tokenizer), stream_store(store, 0, store.num_documents, pairs=kind == "pairs"), store)
 
 
 def data(units, pairs, **settings):

@@ -39,12 +39,7 @@ def restored(source, target):
     return [token for each in source[:-1] for token in (spans.pop(each) if each in spans else [each])], spans
 
 
-@given(
-    length=st.integers(2, 300),
-    density=st.floats(0.05, 0.6),
-    mean=st.floats(1.0, 10.0),
-    seed=st.integers(0, 1000),
-)
+@given(length=st.integers(2, 300), density=st.floats(0.05, 0.6), mean=st.floats(1.0, 10.0), seed=st.integers(0, 1000))
 def test_source_and_target_make_the_text_again(length, density, mean, seed):
     options = ObjectiveConfig("span-corruption", noise_density=density, mean_span_length=mean)
     text = np.random.default_rng(seed).integers(5, 500, length).tolist()

@@ -82,11 +82,7 @@ def test_adafactor_is_that_of_transformers(beta1, scaled, schedule):
     ]
     relative = schedule == "relative"
     oracle = optimization.Adafactor(
-        groups,
-        lr=None if relative else 0.02,
-        relative_step=relative,
-        scale_parameter=scaled,
-        beta1=beta1,
+        groups, lr=None if relative else 0.02, relative_step=relative, scale_parameter=scaled, beta1=beta1
     )
     for step in range(12):
         mine.begin_step(step, 0.0)

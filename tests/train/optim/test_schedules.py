@@ -103,10 +103,7 @@ def test_a_plateaus_rate_has_a_floor():
             {"schedule": "cosine", "decay_fraction": 0.1},
             "optim.decay_fraction: has no meaning with optim.schedule = 'cosine'",
         ),
-        (
-            {"schedule": "inverse-sqrt", "noam_factor": 1.0, "lr": 1e-3},
-            "optim.noam_factor: must not be given together",
-        ),
+        ({"schedule": "inverse-sqrt", "noam_factor": 1.0, "lr": 1e-3}, "optim.noam_factor: must not be given together"),
         ({"schedule": "inverse-sqrt", "warmup_steps": 0}, "optim.warmup_steps: must be at least 1"),
         ({"schedule": "relative"}, "optim.schedule: 'relative' requires optim.name 'adafactor'"),
         ({"schedule": "relative", "name": "adafactor", "warmup_steps": 3}, "optim.warmup_steps: has no meaning"),
