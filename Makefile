@@ -1,6 +1,7 @@
 # make run        train a small model on real text, generate from its cache, verify it, time it (about 8 minutes, install included)
 # make test       the tests                       make test-long   the full product (SAMPLE=40: that many of its tests)
 # make check      format, lint, types, imports    make install     what make test needs
+# make test-unit  the tests without a model or a subprocess   make docs   the documentation as a site, in site/
 # make oracle     compute the reference outputs of transformers 4.57.6 and 5.x again (tests/hf_parity)
 #
 # TORCH_INDEX=URL  where torch comes from; its CPU build on Linux is  TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -25,7 +26,7 @@ KEY := $(shell { pwd; cat pyproject.toml constraints.txt; } | cksum | cut -d' ' 
 TEST_STAMP := $(VENV)/.kvad-test-$(KEY)
 RUN_STAMP := $(firstword $(wildcard $(TEST_STAMP)) $(VENV)/.kvad-run-$(KEY))
 
-.PHONY: run test test-long oracle check install
+.PHONY: run test test-unit test-long oracle check docs install
 .DELETE_ON_ERROR:
 
 run: $(RUN_STAMP)
@@ -47,13 +48,16 @@ oracle: $(TEST_STAMP)
 	for version in 4.57 5; do $(ORACLES)/$$version/bin/python -m tests.hf_parity.steps || exit 1; done
 	$(PY) -m pytest -n $(JOBS) tests/hf_parity tests/checkpoint tests/model $(TEST_ARGS)
 
+docs: $(TEST_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
 check: $(TEST_STAMP)
 	VENV=$(VENV) scripts/check
 
 install: $(TEST_STAMP)
 
 $(VENV)/.kvad-run-$(KEY): EXTRAS := plot
-$(TEST_STAMP): EXTRAS := plot,dev,oracle
+$(TEST_STAMP): EXTRAS := plot,dev,docs,oracle
 
 # torch is installed first and alone: its index has no other package at the versions of constraints.txt. hatchling is
 # installed too, so that the build of kvad uses pinned packages.

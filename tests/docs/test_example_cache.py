@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from examples import cache as page
-from kvad import config as cfg
 from kvad.checkpoint.native import save_checkpoint
+from kvad.config import ModelConfig
+from kvad.config import layers as cfg
 from kvad.llm import LLM
 from kvad.model.transformer import Transformer
 from tests.support.random_models import build, model_config
@@ -27,7 +28,7 @@ def decoder(tie: bool = True, head_dim: int = 8, kv_heads: int = 2, norm_positio
         cfg.AttentionConfig(4, kv_heads, head_dim), cfg.GatedMLPConfig(40), cfg.NormConfig(eps=1e-3)
     )
     stack = cfg.StackConfig(3, {"L": layer}, norm_position=norm_position)  # type: ignore[arg-type]
-    return build(cfg.ModelConfig(24, 32, 96, stack, tie_embeddings=tie))
+    return build(ModelConfig(24, 32, 96, stack, tie_embeddings=tie))
 
 
 def saved(model: Transformer, folder: Path) -> Path:

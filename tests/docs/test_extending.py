@@ -1,4 +1,4 @@
-"""docs/extending.md, run as it stands: its files in a folder on the path, its models through verify."""
+"""docs/contributing/extending.md, run as it stands: its files in a folder on the path, its models through verify."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvad.errors import ConfigError
 from kvad.model.transformer import Transformer
 from tests.support.cache_trace_models import make_looker
 
-PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "contributing" / "extending.md").read_text("utf-8")
 FILES = dict(re.findall(r"```python\n# file: (\S+)\n(.*?)```", PAGE, re.DOTALL))
 
 

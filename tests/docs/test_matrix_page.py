@@ -1,6 +1,6 @@
-"""``docs/matrix.md`` is what ``scripts/matrix`` writes, of every policy, format, encoding and topology; it is not old.
+"""``docs/reference/matrix.md`` equals the output of ``scripts/matrix`` and covers every policy, format and topology.
 
-If one was added: ``scripts/matrix --run`` asks every cell again and writes both files.
+After adding one, ``scripts/matrix --run`` measures every cell again and writes both files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from kvad import config as cfg
 from kvad.cache.device import kv_cache
 from kvad.cache.device.host_copy import HostCopier
 from kvad.cache.device.tensors import LayerTensor
@@ -22,6 +21,7 @@ from kvad.cache.policy import Window
 from kvad.cache.policy_parser import POLICIES
 from kvad.cache.quantization import FORMATS, CacheFormat
 from kvad.cache.sessions.state import PendingRestore
+from kvad.config import layers as cfg
 from kvad.verify.cases import SIZED
 from tests.support.matrix import cells, lives, lives_page, page
 
@@ -78,7 +78,7 @@ def test_every_cell_was_asked() -> None:
 
 
 def test_every_encoding_and_topology_is_a_column() -> None:
-    """One of one's own is proved on docs/extending.md."""
+    """One of one's own is proved on docs/contributing/extending.md."""
     hints = (
         typing.get_type_hints(cfg.AttentionConfig)["position"],
         typing.get_type_hints(cfg.EmbeddingConfig)["position"],

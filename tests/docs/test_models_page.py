@@ -1,4 +1,4 @@
-"""``docs/models.md`` is up to date: it equals the output of ``scripts/models`` and has every family and golden.
+"""``docs/reference/models.md`` equals the output of ``scripts/models`` and has every family and golden file.
 
 After adding a family or a golden, ``scripts/models --run`` runs the tests and writes both files.
 """

@@ -1,4 +1,4 @@
-"""``dev/notes.md`` is a table that can be wrong: every pointer of it is resolved here, every section must have a row.
+"""Every pointer in the table of ``docs/reference/notes.md`` resolves, and every section of the notes has a row.
 
 The five notes are not part of this project; ``HEADINGS`` is a transcript of their section headings (notes 001, 002 and
 003 number nothing, or begin again at 1, so the codes are ours).  A section is covered by a row of its own code or of
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "dev" / "notes.md"
+PAGE = ROOT / "docs" / "reference" / "notes.md"
 COMMANDS = "kvad/cli/main.py"
 VERDICT = re.compile(
     r"(?:holds|corrected|measured otherwise)(?:: |$)"

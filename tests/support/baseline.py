@@ -10,9 +10,8 @@ The record is one JSON object: an environment, and one entry per case (`generate
 the same bits on the same processor type and the same torch. Volatile values (times, rates, paths, machine, hashes of
 renamed things) are dropped by key.
 
-When names change, only the first half of this file is edited: imports and command lines get the new names,
-`RENAMED_KEYS` and `RENAMED_VALUES` map the names of the record to them, and `VOLATILE_KEYS`, `VOLATILE_PATHS` and
-`METRICS_KIND` get the new names besides the old ones. The record itself is not written again, and names of cases stay.
+A commit that renames keys or changes an option edits the first half of this file and writes the record again, after
+it compared the numbers of both records.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import json
 import os
 import platform
 import random
-import re
 import shlex
 import sys
 import tempfile
@@ -45,28 +43,20 @@ from kvad.errors import KvadError
 from kvad.llm import LLM
 from tests.hf_parity import checkpoint as family_goldens
 
-# Keys of the record -> keys of today. A key may be qualified by the keys around it ("cache.rows"; list indices are
-# left out, the case's name comes first: "plan.model.cache.rows"); the longest match applies. None: the key was removed.
-RENAMED_KEYS: dict[str, str | None] = {}
-# Strings of the record -> strings of today: whole words, also inside a value ("every=" in "tova(8, every=4)"). With a
-# key, ("policy", "norm"), only in the values of that key, which may be qualified as above.
-RENAMED_VALUES: dict[str | tuple[str, str], str] = {}
-# Keys of today that the record does not have, qualified in the same way.
-ADDED_KEYS: set[str] = set()
-
 # Keys whose values differ from run to run, from commit to commit or from machine to machine: never recorded.
 VOLATILE_KEYS = {
     "available", "bandwidth", "checkpoint", "commit", "costs", "date", "digest", "early", "elapsed", "engine_ms", "eta",
-    "evaluating", "exponent", "fastest", "fingerprint", "first_token", "fits", "flatness", "gemm_flops", "late",
+    "eval_seconds", "evaluating", "exponent", "fastest", "fingerprint", "first_token", "fits", "flatness", "gemm_flops", "late",
     "machine", "memory_peak", "mfu", "model_ms", "out", "path", "seconds", "slowest", "speedup", "step_seconds",
     "threads", "time", "tokens_per_second", "torch", "update", "utilisation", "version",
 }  # fmt: skip
 VOLATILE_SUFFIXES = ("sha256",)
-# The same, only under these keys, qualified as in `RENAMED_KEYS`.
+# The same, only under these keys: the last key and some of those before it ("stats.prefix_cache.bytes").
 VOLATILE_PATHS: set[str] = {
     "training.memory",  # of the process
     "inspect.why.text",  # a sentence for every token; its numbers are recorded
-    "storage.bytes", "tiers.disk_bytes", "tiers.into_bytes", "tiers.out_bytes",  # of files, whose headers hold names
+    "storage.bytes", "prefix_cache.disk_bytes", "prefix_cache.into_bytes", "prefix_cache.out_bytes",  # of files
+    "trial.utilization",
 }  # fmt: skip
 # Sentences: reworded by changes of prose. A difference is printed as a note and is no failure.
 PROSE_KEYS: set[str] = {
@@ -615,49 +605,6 @@ def flatten(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
         yield path, value
 
 
-def renamed_path(path: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Return a path of the record under the names of today; None if one of its keys was removed."""
-    names: list[str] = []
-    plain: list[str] = []
-    for depth, key in enumerate(path):
-        if key.startswith("#") or depth == 0:
-            names.append(key)
-            plain += [] if depth else [key.partition("/")[0]]
-            continue
-        plain.append(key)
-        match = next(matches(tuple(plain), RENAMED_KEYS), None)
-        new = key if match is None else RENAMED_KEYS[match]
-        if new is None:
-            return None
-        names.append(new)
-    return tuple(names)
-
-
-def renamed_value(value: Any, path: tuple[str, ...]) -> Any:
-    """Return a value of the record with the string values of today.
-
-    Args:
-        value: A leaf of the record.
-        path: Its keys without list indices, the part's name first.
-
-    Returns:
-        The leaf with every renamed word replaced, in one pass.
-    """
-    if not isinstance(value, str):
-        return value
-    words: dict[str, str] = {}
-    for name, new in RENAMED_VALUES.items():
-        if isinstance(name, str):
-            words.setdefault(name, new)
-        elif any(matches(path, [name[0]])):
-            words[name[1]] = new
-    if not words:
-        return value
-    longest = sorted(words, key=len, reverse=True)
-    known = "|".join(re.escape(word) + (r"(?![\w-])" if word[-1].isalnum() else "") for word in longest)
-    return re.sub(rf"(?<![\w-])(?:{known})", lambda match: words[match.group()], value)
-
-
 def keys_of(path: tuple[str, ...]) -> tuple[str, ...]:
     """Return the part's name and the keys of a path, without list indices."""
     return (path[0].partition("/")[0], *(key for key in path[1:] if not key.startswith("#")))
@@ -676,25 +623,20 @@ def differences(recorded: dict[str, Any], now: dict[str, Any], *, closer_bounds:
     """
     failures: list[str] = []
     notes: list[str] = []
-    found = dict(flatten(now))
-    seen = set()
-    for old_path, old in flatten(recorded):
-        path = renamed_path(old_path)
-        if path is None or volatile(keys_of(old_path)):
-            continue
-        seen.add(path)
-        if path not in found:
+    new_values = dict(flatten(now))
+    old_values = {path: old for path, old in flatten(recorded) if not volatile(keys_of(path))}
+    for path, old in old_values.items():
+        if path not in new_values:
             failures.append(f"{_text(path)}: recorded {old!r}, missing now")
             continue
-        new, old = found[path], renamed_value(old, keys_of(old_path))
+        new = new_values[path]
         if repr(new) == repr(old):
             continue
-        line = f"{_text(path)}: {_difference(old, new)}"
-        bound = closer_bounds and any(matches(keys_of(old_path), BOUND_KEYS)) and 0 <= new < old
-        accepted = bound or (isinstance(old, str) and _is_prose(keys_of(old_path)))
-        (notes if accepted else failures).append(line)
-    for path, new in found.items():
-        if path not in seen and not any(any(matches(part, ADDED_KEYS)) for part in _prefixes(keys_of(path))):
+        bound = closer_bounds and any(matches(keys_of(path), BOUND_KEYS)) and 0 <= new < old
+        accepted = bound or (isinstance(old, str) and _is_prose(keys_of(path)))
+        (notes if accepted else failures).append(f"{_text(path)}: {_difference(old, new)}")
+    for path, new in new_values.items():
+        if path not in old_values:
             (notes if _is_prose(keys_of(path)) else failures).append(f"{_text(path)}: not recorded, now {new!r}")
     return failures, notes
 
@@ -709,10 +651,6 @@ def _difference(old: Any, new: Any) -> str:
 
 def _is_prose(path: tuple[str, ...]) -> bool:
     return path[0] != "families" and any(matches(path, PROSE_KEYS))
-
-
-def _prefixes(path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    return (path[: end + 1] for end in range(len(path)))
 
 
 def _text(path: tuple[str, ...]) -> str:

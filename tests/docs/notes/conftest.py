@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvad import config as cfg
+from kvad.config import ModelConfig
+from kvad.config import layers as cfg
 from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
 from kvad.model_input import AttentionParams, AttentionPattern, CacheProtocol, ModelInput, SubBatch, TokenPositions
@@ -69,7 +70,7 @@ def build() -> Callable[..., Transformer]:
         spec = cfg.AttentionConfig(**{"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "position": None, **mixer})
         stack = cfg.StackConfig(layers, {"L": cfg.LayerConfig(spec, mlp, norm)}, norm_position=norm_place)
         model = Transformer(
-            cfg.ModelConfig(width, vocab, limit, stack, embedding=cfg.EmbeddingConfig(absolute), tie_embeddings=tie)
+            ModelConfig(width, vocab, limit, stack, embedding=cfg.EmbeddingConfig(absolute), tie_embeddings=tie)
         ).double()
         random = torch.Generator().manual_seed(seed)
         for parameter in model.parameters():

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvad import config as cfg
 from kvad.cache.config import CacheConfig
 from kvad.cache.device.kv_cache import KVCache
 from kvad.cache.groups import CacheGroup, build_groups, group_bytes
+from kvad.config import layers as cfg
 from kvad.config.layers import LearnedPositionsConfig, SinusoidalPositionsConfig
 from kvad.config.model import AttentionSpec, attention_specs
 from kvad.errors import CacheError, ConfigError

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvad import config as cfg
 from kvad.cache.config import CacheConfig
-from kvad.engine.engine import Engine, StreamChunk
+from kvad.config import layers as cfg
+from kvad.engine import Engine, StreamChunk
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import RequestError, TokenizerError
 from kvad.llm import LLM

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvad import config as cfg
+from kvad.config import layers as cfg
 from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
 from kvad.model_input import ModelInput

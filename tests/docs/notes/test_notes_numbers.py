@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvad import config as cfg
+from kvad.config import layers as cfg
 from kvad.model.attention import Attention
 from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvad import config as cfg
+from kvad.config import layers as cfg
 from kvad.config.layers import LearnedPositionsConfig, SinusoidalPositionsConfig
 from kvad.model.positions import alibi_slopes, rope_frequencies, sinusoidal_embedding
 from kvad.model.transformer import Transformer

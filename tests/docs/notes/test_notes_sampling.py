@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from kvad.engine.execution.sampler import SamplingRow, apply_temperature, gather_logprobs, sample_tokens
+from kvad.engine.execution.sampler import apply_temperature, gather_logprobs, sample_tokens
 from kvad.engine.scheduling.request import SamplingParams
+from kvad.engine.scheduling.sequence import TokenSequence
+from tests.support.sequences import token_sequence
 
 LOGITS = [2.0, 1.0, 0.5, -1.0]
 
 
-def job(temperature: float, number: int = 0) -> SamplingRow:
-    return SamplingRow(SamplingParams(temperature=temperature, seed=1), [0], 1, number, frozenset())
+def job(temperature: float, number: int = 0) -> TokenSequence:
+    return token_sequence(SamplingParams(temperature=temperature, seed=1), [0], 1, number, frozenset())
 
 
 @pytest.mark.parametrize("tau", [0.5, 1.0, 2.0])
@@ -27,10 +29,10 @@ def test_temperature_of_note_003(tau: float) -> None:
     np.testing.assert_allclose(tempered[0].numpy(), p, rtol=1e-6)
     draws = 4000
     counts = Counter(
-        c.token for c in sample_tokens(torch.tensor([LOGITS] * draws), [job(tau, i) for i in range(draws)])
+        c.token_id for c in sample_tokens(torch.tensor([LOGITS] * draws), [job(tau, i) for i in range(draws)])
     )
     np.testing.assert_allclose([counts[i] / draws for i in range(4)], p, rtol=0, atol=0.03)
-    assert [c.token for c in sample_tokens(torch.tensor([LOGITS] * 9), [job(0, i) for i in range(9)])] == [0] * 9
+    assert [c.token_id for c in sample_tokens(torch.tensor([LOGITS] * 9), [job(0, i) for i in range(9)])] == [0] * 9
 
 
 def test_lower_temperature_sharpens() -> None:

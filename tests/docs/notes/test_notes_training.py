@@ -14,9 +14,9 @@ from torch import Tensor
 from kvad.config.layers import RopeConfig
 from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
-from kvad.train.data.collate import Batch
-from kvad.train.data.document_dataset import TokenSpans, build_batch
-from kvad.train.objectives.cross_entropy import Autocast, accumulate_gradients, evaluate_loss
+from kvad.train.data.collate import Batch, CollateConfig, collate_rows
+from kvad.train.data.document_packer import TokenSpans
+from kvad.train.objectives.cross_entropy import Autocast, CrossEntropyObjective
 
 Build = Callable[..., Transformer]
 Hidden = Callable[..., Tensor]
@@ -29,7 +29,8 @@ PLAIN = Autocast("fp32", "cpu")
 def packed() -> Batch:
     """One row of six tokens: all of the first document, and what fits of the second."""
     store = cast("Any", SimpleNamespace(offsets=np.array([0, 4, 7]), take=lambda at: STREAM[at]))
-    return build_batch(TokenSpans(store, np.array([[0, 4], [4, 7]])), np.array([0]), 6)
+    spans = TokenSpans(store, np.array([[0, 4], [4, 7]]))
+    return collate_rows(spans.segments(np.array([0]), 6), CollateConfig(6))
 
 
 def test_the_loss_is_the_mean_of_minus_log_p(build: Build, hidden: Hidden) -> None:
@@ -40,7 +41,7 @@ def test_the_loss_is_the_mean_of_minus_log_p(build: Build, hidden: Hidden) -> No
             logits = model.logits(hidden(model, torch.tensor(tokens)), torch.arange(len(tokens))).numpy()
         p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
         losses += [-np.log(p[t, target]) for t, target in enumerate(targets)]
-    loss, count = evaluate_loss(model, [packed()], NoCache(model.config), PLAIN)
+    loss, count, _ = CrossEntropyObjective(model, PLAIN).evaluate_loss([packed()])
     assert count == len(losses) == 6
     assert loss == pytest.approx(np.mean(losses), rel=1e-6)
 
@@ -54,7 +55,8 @@ def test_packed_documents_train_as_if_alone(build: Build, step_of: Callable[...,
     for name, batches in {"packed": [batch], "alone": alone, "bleeding": [bleeding]}.items():
         model.zero_grad()
         for one in batches:
-            accumulate_gradients(model, one, NoCache(model.config, kernel="reference"), 6, PLAIN)
+            reference = NoCache(model.config, kernel="reference")
+            CrossEntropyObjective(model, PLAIN, cache=reference).accumulate_gradients(one, 6)
         gradients[name] = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     torch.testing.assert_close(gradients["packed"], gradients["alone"], rtol=0, atol=1e-6)
     assert float((gradients["bleeding"] - gradients["alone"]).abs().max()) > 1e-2

@@ -1,0 +1,148 @@
+"""Every `kvad` command in the README, in docs/ and in recipes/README.md runs as it is written.
+
+A workspace has the files and the models that the pages name, all tiny. Names on the Hugging Face hub and `MODEL` are
+folders of it. Options in `LIMITS` are appended, so that training takes two steps. The commands of a page run in order,
+so a page may use what it made before.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from kvad.cli.main import main as kvad
+from tests.support.baseline import isolated, write_data
+
+ROOT = Path(__file__).parents[2]
+ELSEWHERE = ROOT / "docs" / "contributing" / "extending.md"  # run by test_extending.py, with the plugins of the page
+PAGES = [ROOT / "README.md", ROOT / "recipes" / "README.md", *sorted({*(ROOT / "docs").rglob("*.md")} - {ELSEWHERE})]
+MODELS = {  # name in the pages -> how a stand-in is trained
+    "runs/demo": "book.txt --preset tiny --tokenizer byte --seq-len 512",
+    "runs/de-en": "pairs.tsv --preset marian-tiny --tokenizer byte",
+    "runs/masked": "book.txt --objective masked-lm --preset encoder-tiny --tokenizer byte",
+    "runs/spans": "book.txt --objective span-corruption --preset t5-tiny --tokenizer byte",
+    "runs/chat": "talks.jsonl --objective chat --preset tiny --tokenizer byte",
+    "runs/endless-rope": "book.txt --preset tiny --tokenizer byte",
+}
+SAME = {  # other names of these models
+    "MODEL": "runs/demo", "runs/shakespeare": "runs/demo", "runs/base": "runs/demo", "runs/lookup-cpu": "runs/demo",
+    "runs/other": "runs/demo", "runs/extrapolation-alibi": "runs/demo", "runs/lr-1e-3": "runs/demo",
+    "runs/lr-3e-3": "runs/demo", "Qwen/Qwen3-0.6B": "runs/demo", "openai-community/gpt2-large": "runs/demo",
+    "Helsinki-NLP/opus-mt-de-en": "runs/de-en", "intfloat/e5-small-v2": "runs/masked",
+}  # fmt: skip
+PLACEHOLDERS = {
+    "DATA": "book.txt",
+    "DATA...": "book.txt",
+    "FOLDER": "folder",
+    "SESSIONS": "data/kvad/sessions",
+    "/mnt/ssd": "ssd",
+    "/tmp/swap": "swap",
+}
+SMALLER = {
+    "small": "tiny",
+    "transformer-base": "transformer-tiny",
+    "1024": "128",
+    "2048": "128",
+    "8192": "300",
+    "10000": "300",
+}
+LIMITS = {  # appended to a command that begins with these words: less work, the same way through the code
+    "train": "--batch-size 1 --steps 2 --precision fp32 --overwrite",
+    "bench cache-quality": (
+        "--tasks single --lengths 500 --depths 0.5 --samples-per-cell 1 --num-texts 1 --text-length 24 --text book.txt"
+    ),
+    "verify": "--layout paged --cache-dtype float32",
+    "bench streaming": "--num-tokens 128 --span-length 32 --text book.txt",
+    "generate": "--max-tokens 4",
+    "eval": "--quiet",
+}
+UNLIMITED = ("--dry-run", "--resume")
+
+
+def commands(page: Path) -> list[str]:
+    """Return the commands of a page: lines of its code blocks that start with kvad, without their comments."""
+    found, fenced = [], False
+    for line in page.read_text("utf-8").replace("\\\n", " ").splitlines():
+        if line.startswith("```"):
+            fenced = not fenced
+        elif fenced or line.startswith("    "):
+            match = re.match(r"\s*(?:\.venv/bin/)?(kvad .*)", line)
+            if match:
+                found.append(re.sub(r"\s+#\s.*", "", match[1]))
+    return found
+
+
+WITH_COMMANDS = {str(page.relative_to(ROOT)): lines for page in PAGES if (lines := commands(page))}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    write_data(folder)
+    text = (folder / "text.txt").read_text()
+    long = "book.txt input.txt validation.txt wiki.test.raw train.de train.en"
+    short = "lines.txt chapter.txt a.txt b.txt system.txt notes.txt long.txt prompt.txt text.de test.de test.en"
+    for name in long.split():
+        (folder / name).write_text(text)
+    for name in short.split():
+        (folder / name).write_text("".join(text.splitlines(keepends=True)[:2]))
+    for name in ("more", "books", "corpus", "notes"):
+        (folder / name).mkdir()
+        (folder / name / "one.txt").write_text(text)
+    for source, name in {"pairs": "pairs.tsv", "tags": "train.tsv", "labels": "reviews.tsv"}.items():
+        shutil.copy(folder / f"{source}.txt", folder / name)
+    shutil.copy(folder / "tags.txt", folder / "dev.tsv")
+    shutil.copy(folder / "chat.jsonl", folder / "talks.jsonl")
+    body = "".join(json.dumps({"body": line}) + "\n" for line in text.splitlines())
+    (folder / "dump.jsonl.gz").write_bytes(gzip.compress(body.encode()))
+    shutil.copytree(ROOT / "recipes", folder / "recipes")
+    shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("figures", "*.json"))
+    (folder / "recipes" / "mine.toml").write_text('[model]\npreset = "tiny"\n[tokenizer]\nkind = "byte"\n')
+    before = Path.cwd()
+    os.chdir(folder)
+    with isolated(folder):
+        try:
+            for name, options in MODELS.items():
+                assert kvad(["train", *shlex.split(options), *LIMITS["train"].split(), "--out", name]) == 0, name
+            yield folder
+        finally:
+            os.chdir(before)
+
+
+def arguments(command: str) -> tuple[list[str], str]:
+    """Return the arguments of a command in the workspace, and its standard input."""
+    command, _, redirected = command.partition(" < ")
+    words = shlex.split(command)[1:]
+    words = [PLACEHOLDERS.get(word, SMALLER.get(word, word)) for word in words]
+    words = [
+        word if Path(word).exists() or before == "--out" else SAME.get(word, word)
+        for before, word in pairwise(["", *words])
+    ]
+    limit = next((text for start, text in LIMITS.items() if " ".join(words).startswith(start)), "")
+    if not set(words) & set(UNLIMITED):
+        words += limit.split()
+    text = "/quit\n" if words[0] == "chat" else ""
+    return words, Path(redirected).read_text() if redirected else text
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS)
+def test_commands_of_a_page_run(
+    page: str, workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(workspace / "data" / "kvad", ignore_errors=True)  # sessions of other pages
+    for command in WITH_COMMANDS[page]:
+        words, text = arguments(command)
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        code = kvad(words)
+        errors = capsys.readouterr().err
+        assert code == (1 if "--inject-fault" in words else 0), f"{command}\n{errors}"
