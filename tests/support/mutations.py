@@ -1,0 +1,1109 @@
+"""Realistic one-line bugs, each with the tests that detect it, and a command that applies them one at a time.
+
+    python -m tests.support.mutations [--only NAME] [--jobs 1] [--table FILE]
+
+The repository is copied to a temporary folder, so the working tree is never changed. `tests/test_mutations.py` checks
+that every entry still fits the sources.
+"""
+
+from __future__ import annotations
+
+import argparse
+import compileall
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Literal, NamedTuple
+
+ROOT = Path(__file__).parents[2]
+COPIED = ("kvad", "tests", "docs", "examples", "recipes", "benchmarks", "scripts", "pyproject.toml", "README.md")
+TIMEOUT = 180  # seconds per mutation
+
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+# stale: the fragment or the tests do not exist any more; broken: the test fails without the bug too.
+Outcome = Literal["caught", "MISSED", "timeout", "stale", "broken"]
+OUTCOMES: dict[int | None, Outcome] = {0: "MISSED", None: "timeout", 4: "stale", 5: "stale"}  # by pytest's exit status
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One bug: ``old`` occurs exactly once in ``file`` and is replaced by ``new``.
+
+    ``tests`` are the narrowest test files that detect it, and ``keyword`` selects among their tests as pytest's -k.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    keyword: str = ""
+
+    @property
+    def command(self) -> list[str]:
+        selected = ["-k", self.keyword] if self.keyword else []
+        return [*PYTEST, "-x", *self.tests, *selected]
+
+    def mutated(self, text: str) -> str | None:
+        """Return the source with the bug, or None if the fragment does not occur exactly once."""
+        return text.replace(self.old, self.new) if text.count(self.old) == 1 else None
+
+
+class Result(NamedTuple):
+    """Outcome of one mutation; ``first_failure`` is the test that failed first."""
+
+    mutation: Mutation
+    outcome: Outcome
+    seconds: float
+    first_failure: str = ""
+
+
+# Files and tests that several entries name.
+MANAGER = "kvad/cache/manager/kv_cache_manager.py"
+ALLOCATION = "kvad/cache/manager/allocation.py"
+MAPPING = "kvad/cache/manager/block_mapping.py"
+POOL = "kvad/cache/manager/block_pool.py"
+DEVICE = "kvad/cache/device/kv_cache.py"
+EVICTION = "kvad/cache/device/eviction.py"
+DISK = "kvad/cache/offload/disk_store.py"
+PATTERN = "kvad/model_input.py"
+QUANTIZE = "kvad/ops/quantize.py"
+ATTENTION = "kvad/ops/attention.py"
+SAMPLER = "kvad/engine/execution/sampler.py"
+SCHEDULER = "kvad/engine/scheduling/scheduler.py"
+ENGINE = "kvad/engine/engine.py"
+CONTAINER = "kvad/storage/container.py"
+ATOMIC = "kvad/storage/atomic.py"
+FAMILIES = "kvad/checkpoint/families/"
+COLLATE = "kvad/train/data/collate.py"
+OPTIMIZER = "kvad/train/optim/optimizer.py"
+SCHEDULES = "kvad/train/optim/schedules.py"
+AVERAGING = "kvad/train/optim/weight_averaging.py"
+
+T_MANAGER = ("tests/cache/manager/test_kv_cache_manager.py",)
+T_POOL = ("tests/cache/manager/test_block_pool.py",)
+T_DEVICE = ("tests/cache/device/test_kv_cache.py",)
+T_EVICTION = ("tests/cache/device/test_eviction.py",)
+T_POLICIES = ("tests/cache/test_eviction_policies.py", "tests/cache/test_policies_by_hand.py")
+T_DISK = ("tests/cache/offload/test_disk_store.py",)
+T_ORDER = ("tests/cache/offload/test_eviction_order.py",)
+T_SWAP = ("tests/cache/offload/test_swap_space.py",)
+T_QUANTIZE = ("tests/ops/test_quantize.py",)
+T_ATTENTION = ("tests/ops/test_attention.py",)
+T_ROTARY = ("tests/ops/test_rotary.py",)
+T_SAMPLER = ("tests/engine/execution/test_sampler.py",)
+T_SCHEDULER = ("tests/engine/scheduling/test_scheduler.py",)
+T_BEAMS = ("tests/engine/scheduling/test_beam_search.py",)
+T_ENGINE = ("tests/engine/test_engine.py",)
+T_SOURCES = ("tests/engine/test_encoder_inputs.py",)
+T_CONTAINER = ("tests/storage/test_container.py",)
+T_ATOMIC = ("tests/storage/test_atomic.py",)
+T_FAMILIES = ("tests/checkpoint/test_families.py",)
+T_PACKING = ("tests/train/data/test_packing.py",)
+T_OPTIMIZERS = ("tests/train/optim/test_optimizers.py",)
+T_SCHEDULES = ("tests/train/optim/test_schedules.py",)
+
+CACHE_MUTATIONS = (
+    Mutation(
+        "write-to-a-shared-block",
+        ALLOCATION,
+        "return refs > 1 or pool.prefixes[block] is not None",
+        "return pool.prefixes[block] is not None",
+        T_MANAGER,
+    ),
+    Mutation(
+        "write-to-a-published-block",
+        ALLOCATION,
+        "return refs > 1 or pool.prefixes[block] is not None",
+        "return refs > 1",
+        T_MANAGER,
+    ),
+    Mutation("fork-without-references", MANAGER, "pool.incref(block)", "pass", T_MANAGER),
+    Mutation("source-of-a-copy-never-freed", ALLOCATION, "copied_blocks.append(block)", "pass", T_MANAGER),
+    Mutation(
+        "new-block-not-cleared", ALLOCATION, "clear.append(group_blocks.blocks[index_in_sequence])", "pass", T_MANAGER
+    ),
+    Mutation(
+        "positions-not-cleared",
+        DEVICE,
+        "positions.index_fill_(0, blocks, -1)",
+        "positions.index_fill_(0, blocks[:0], -1)",
+        T_DEVICE,
+    ),
+    Mutation(
+        "copy-keeps-a-later-slot",
+        DEVICE,
+        "positions[target, num_retained:] = -1",
+        "positions[target, num_retained + 1 :] = -1",
+        T_DEVICE,
+    ),
+    Mutation(
+        "written-positions-off-by-one",
+        "kvad/cache/device/views.py",
+        "self.offsets] = model_input.positions",
+        "self.offsets] = model_input.positions + 1",
+        ("tests/cache/test_cached_equals_uncached.py",),
+        "test_a_cache_changes_nothing",
+    ),
+    Mutation(
+        "window-mask-off-by-one", PATTERN, "recent = ahead < self.window", "recent = ahead <= self.window", T_ATTENTION
+    ),
+    Mutation(
+        "window-freed-too-early",
+        PATTERN,
+        "first = max(0, query - self.window + 1)",
+        "first = max(0, query - self.window + 2)",
+        T_MANAGER,
+    ),
+    Mutation(
+        "window-freed-too-late",
+        PATTERN,
+        "first = max(0, query - self.window + 1)",
+        "first = max(0, query - self.window)",
+        T_MANAGER,
+    ),
+    Mutation(
+        "sinks-off-by-one",
+        PATTERN,
+        "return recent | (keys < self.num_sinks)",
+        "return recent | (keys <= self.num_sinks)",
+        ("tests/cache/test_position_policies.py",),
+        "test_a_policy_is_a_mask",
+    ),
+    Mutation(
+        "wider-layer-window-wins",
+        "kvad/cache/policy.py",
+        "spec.window <= window:",
+        "spec.window >= window:",
+        ("tests/cache/test_groups.py",),
+    ),
+    Mutation(
+        "hit-without-comparing-tokens",
+        POOL,
+        "if node is None or node.parent is not parent or node.tokens != tokens:",
+        "if node is None:",
+        T_POOL,
+    ),
+    Mutation(
+        "hit-leaves-no-token",
+        MANAGER,
+        "return len(token_ids) - 1 if max_tokens is None",
+        "return len(token_ids) if max_tokens is None",
+        T_MANAGER,
+    ),
+    Mutation("failed-blocks-stay-published", MANAGER, "if not publish:", "if publish is None:", T_MANAGER, "faulted"),
+    Mutation(
+        "published-before-logits",
+        MANAGER,
+        "self._prefix_cache.publish(sequence, sequence.length if num_sure is None else num_sure)",
+        "self._prefix_cache.publish(sequence, sequence.length)",
+        T_MANAGER,
+        "published",
+    ),
+    Mutation(
+        "refcounts-not-decremented",
+        MANAGER,
+        "pool.decref_all(group_blocks.blocks)",
+        "pool.decref_all(group_blocks.blocks[1:])",
+        T_MANAGER,
+    ),
+    Mutation(
+        "free-list-from-the-wrong-end", POOL, "self._idle.popitem(last=False)", "self._idle.popitem(last=True)", T_POOL
+    ),
+    Mutation(
+        "truncate-keeps-a-block",
+        MAPPING,
+        "stop, sinks = self.num_blocks(length), self.num_sink_blocks",
+        "stop, sinks = self.num_blocks(length + 1), self.num_sink_blocks",
+        T_MANAGER,
+    ),
+    Mutation(
+        "truncate-keeps-the-history",
+        "kvad/cache/manager/prefix_cache.py",
+        'array("q", node.tokens).tolist()[:rest]',
+        'array("q", node.tokens).tolist()',
+        T_MANAGER,
+        "rewind",
+    ),
+    Mutation(
+        "ring-slot-off-by-one",
+        MAPPING,
+        "ring_offset(blocks[0], size, self.pattern.num_sinks, position)",
+        "ring_offset(blocks[0], size, self.pattern.num_sinks, position + 1)",
+        T_MANAGER,
+    ),
+    Mutation(
+        "evicts-at-the-wrong-length",
+        "kvad/cache/policy.py",
+        "length > self.budget and length % self.interval == 0",
+        "length > self.budget and length % self.interval == 1",
+        T_EVICTION,
+    ),
+    Mutation(
+        "eviction-budget-off-by-one",
+        MAPPING,
+        "return min(policy.budget, start - group_blocks.num_evicted_tokens)",
+        "return min(policy.budget - 1, start - group_blocks.num_evicted_tokens)",
+        T_EVICTION,
+    ),
+    Mutation(
+        "oldest-recent-token-evicted",
+        EVICTION,
+        "context.positions >= context.length - policy.recent",
+        "context.positions > context.length - policy.recent",
+        T_POLICIES,
+    ),
+    Mutation(
+        "retained-slots-not-in-order",
+        EVICTION,
+        ".indices[:, :num_retained].sort(dim=-1).values",
+        ".indices[:, :num_retained]",
+        T_POLICIES,
+    ),
+    Mutation(
+        "observes-one-query-less",
+        EVICTION,
+        "next_eviction - positions <= policy.observed_queries",
+        "next_eviction - positions < policy.observed_queries",
+        T_POLICIES,
+        "first_cut and snapkv",
+    ),
+    Mutation(
+        "average-attention-off-by-one",
+        "kvad/cache/eviction_policies.py",
+        "context.attention_mass / (context.length - context.positions)",
+        "context.attention_mass / (context.length - context.positions + 1)",
+        T_POLICIES,
+    ),
+    Mutation(
+        "shared-summaries-written",
+        "kvad/cache/manager/demotion.py",
+        "refs[level_blocks.blocks[-1]] > 1",
+        "refs[level_blocks.blocks[-1]] > 2",
+        T_EVICTION,
+    ),
+    Mutation(
+        "int8-scale-over-the-wrong-axis",
+        QUANTIZE,
+        "x.abs().amax(dim=-1, keepdim=True)",
+        "x.abs().amax(dim=-2, keepdim=True)",
+        T_QUANTIZE,
+    ),
+    Mutation(
+        "int4-halves-swapped",
+        QUANTIZE,
+        "return data[..., ::2] | data[..., 1::2] << 4",
+        "return data[..., 1::2] | data[..., ::2] << 4",
+        T_QUANTIZE,
+    ),
+    Mutation(
+        "int4-zero-added-before-scaling",
+        QUANTIZE,
+        ".mul_(scale).add_(zero).to(dtype)",
+        ".add_(zero).mul_(scale).to(dtype)",
+        T_QUANTIZE,
+    ),
+    Mutation("channel-zero-not-the-middle", QUANTIZE, "else (low + high) / 2)", "else high)", T_QUANTIZE),
+    Mutation("fp8-not-clamped", QUANTIZE, "x.clamp(-max_value, max_value) + (x - x)", "x + (x - x)", T_QUANTIZE),
+    Mutation(
+        "swap-in-without-eviction-length",
+        "kvad/cache/manager/swapped.py",
+        "group.num_skipped_blocks, group.num_evicted_tokens, group.last_eviction_length = counters",
+        "group.num_skipped_blocks, group.num_evicted_tokens, _ = counters",
+        (*T_EVICTION, "tests/engine/scheduling/test_policy_streams.py"),
+        "woken or every_stream_equals",
+    ),
+    Mutation(
+        "swap-in-without-skipped-blocks",
+        "kvad/cache/manager/swapped.py",
+        "group.num_skipped_blocks, group.num_evicted_tokens, group.last_eviction_length = counters",
+        "_, group.num_evicted_tokens, group.last_eviction_length = counters",
+        T_EVICTION,
+    ),
+    Mutation(
+        "swap-file-of-another-sequence",
+        "kvad/cache/offload/swap_space.py",
+        "if container.header.kind != CONTAINER_KIND or container.header.metadata != metadata:",
+        "if container.header.kind != CONTAINER_KIND:",
+        T_SWAP,
+    ),
+    Mutation(
+        "swap-writes-the-next-sequence",
+        "kvad/cache/offload/swap_space.py",
+        "sorted(candidates, reverse=True)",
+        "sorted(candidates)",
+        T_SWAP,
+    ),
+    Mutation(
+        "offload-checksum-not-compared",
+        "kvad/cache/offload/token_offload.py",
+        "elif zlib.crc32(data[begin:end]) != self._checksums[layer * self.share.disk + at + index]:",
+        "elif self._checksums[layer * self.share.disk + at + index] < 0:",
+        ("tests/cache/offload/test_token_offload.py",),
+    ),
+    Mutation("lru-reversed", DISK, "yield from self.sizes", "yield from reversed(self.sizes)", T_ORDER),
+    Mutation("arc-target-inverted", DISK, "self.once.total > self.target", "self.once.total <= self.target", T_ORDER),
+    Mutation("disk-read-is-no-use", DISK, "self._order.touch(key)", "pass", T_DISK),
+    Mutation("pinned-entry-evicted", DISK, "if key not in self._pinned and key != keep", "if key != keep", T_DISK),
+    Mutation(
+        "disk-limit-exceeded",
+        DISK,
+        "while self._stats.bytes + size > self.max_bytes:",
+        "while self._stats.bytes > self.max_bytes:",
+        T_DISK,
+    ),
+    Mutation(
+        "ram-store-drops-the-newest",
+        "kvad/cache/offload/ram_store.py",
+        "self.drop(next(iter(self._blocks)))",
+        "self.drop(next(reversed(self._blocks)))",
+        ("tests/storage/test_byte_shuffle.py",),
+    ),
+    Mutation(
+        "ram-store-trusts-the-key",
+        "kvad/cache/offload/ram_store.py",
+        "if block is None or block.name != name or not block.has(groups):",
+        "if block is None or not block.has(groups):",
+        ("tests/engine/test_block_store.py",),
+        "eight_bits or proof",
+    ),
+    Mutation(
+        "encoder-blocks-written-twice",
+        "kvad/cache/manager/encoder_blocks.py",
+        "tuple(complete), written=True)",
+        "tuple(complete), written=False)",
+        T_SOURCES,
+        "equal_source",
+    ),
+    Mutation(
+        "encoder-input-of-another-root",
+        "kvad/cache/manager/encoder_blocks.py",
+        r'b"source\0" + root + b"\0" + token_bytes',
+        r'b"source\0" + token_bytes',
+        T_SOURCES,
+        "equal_source",
+    ),
+    Mutation(
+        "encoder-blocks-not-cleared",
+        "kvad/cache/manager/encoder_blocks.py",
+        "clear.append(tuple(block for sequence in sequences for block in sequence.blocks[index]))",
+        "clear.append(())",
+        (*T_SOURCES, "tests/engine/scheduling/test_streams.py"),
+        "source",
+    ),
+)
+
+ENGINE_MUTATIONS = (
+    Mutation(
+        "stale-number-of-computed-tokens",
+        SCHEDULER,
+        "seq.num_computed_tokens = end = start + count",
+        "seq.num_computed_tokens, end = start, start + count",
+        T_SCHEDULER,
+    ),
+    Mutation(
+        "published-beyond-finite-logits",
+        SCHEDULER,
+        "tokens[start:end], start + logit_offsets.stop)",
+        "tokens[start:end], end)",
+        T_SCHEDULER,
+        "published",
+    ),
+    Mutation(
+        "failed-sequence-published",
+        SCHEDULER,
+        'publish=reason != "error"',
+        "publish=True",
+        (*T_SCHEDULER, *T_ENGINE),
+        "fault or nan",
+    ),
+    Mutation(
+        "stop-token-before-min-tokens",
+        SCHEDULER,
+        "seq.num_generated_tokens > seq.sampling_params.min_tokens",
+        "seq.num_generated_tokens >= seq.sampling_params.min_tokens",
+        T_SCHEDULER,
+        "stop",
+    ),
+    Mutation(
+        "chunk-beyond-an-eviction",
+        "kvad/engine/scheduling/batching.py",
+        "self._kv_cache_manager.tokens_until_eviction(seq.seq_index),",
+        "self._prefill_chunk_size,",
+        ("tests/engine/scheduling/test_policy_streams.py",),
+        "every_stream",
+    ),
+    Mutation(
+        "stale-block-table",
+        "kvad/engine/execution/input_buffers.py",
+        "table_row[len(blocks) :] = NULL_BLOCK",
+        "table_row[len(blocks) + 1 :] = NULL_BLOCK",
+        ("tests/engine/execution/test_input_buffers.py",),
+    ),
+    Mutation(
+        "input-positions-from-zero",
+        "kvad/engine/execution/input_buffers.py",
+        "positions.extend(range(scheduled.start, end))",
+        "positions.extend(range(end - scheduled.start))",
+        ("tests/engine/execution/test_input_buffers.py",),
+    ),
+    Mutation(
+        "sample-forked-after-its-last-token",
+        "kvad/engine/scheduling/admission.py",
+        "length = seq.num_prompt_tokens - 1",
+        "length = seq.num_prompt_tokens",
+        T_SCHEDULER,
+    ),
+    Mutation(
+        "preemption-picks-the-oldest",
+        "kvad/engine/scheduling/preemption.py",
+        "for seq in reversed(running) if",
+        "for seq in running if",
+        T_SCHEDULER,
+        "preempted or livelocks",
+    ),
+    Mutation(
+        "swap-if-more-expensive",
+        "kvad/engine/scheduling/preemption.py",
+        "back=back) < tokens * self.seconds_per_token",
+        "back=back) > tokens * self.seconds_per_token",
+        ("tests/engine/scheduling/test_swap_costs.py",),
+    ),
+    Mutation("salt-not-in-the-root", ENGINE, r'f"{cache_salt}\0{self', r'f"\0{self', T_ENGINE, "salt"),
+    Mutation("format-not-in-the-root", ENGINE, r"\0{self.cache.format_name}", r"\0", T_ENGINE, "formats"),
+    Mutation("rotary-regime-not-in-the-root", ENGINE, r"\0{regime}", r"\0", T_ENGINE, "regime"),
+    Mutation(
+        "adapter-not-in-the-fingerprint",
+        ENGINE,
+        "if self.config.adapter_fingerprint else {}",
+        "if not self.config.adapter_fingerprint else {}",
+        T_ENGINE,
+        "adapter",
+    ),
+    Mutation(
+        "adapter-not-in-the-model-fingerprint",
+        "kvad/checkpoint/adapter.py",
+        'f"{base} {self.adapter_fingerprint}".encode()',
+        "base.encode()",
+        ("tests/checkpoint/test_adapters.py",),
+        "fingerprint",
+    ),
+    Mutation(
+        "seed-not-mixed-with-the-sample",
+        SAMPLER,
+        "position >> WORD, sample, np.zeros_like(sample)",
+        "position >> WORD, np.zeros_like(sample), np.zeros_like(sample)",
+        ("tests/engine/execution/test_philox.py",),
+    ),
+    Mutation("one-philox-round-less", SAMPLER, "ROUNDS = 10", "ROUNDS = 9", ("tests/engine/execution/test_philox.py",)),
+    Mutation(
+        "random-numbers-of-a-constant-position",
+        SAMPLER,
+        "[len(seq.token_ids) for seq in sequences])",
+        "[seq.num_prompt_tokens for seq in sequences])",
+        T_SAMPLER,
+        "another_draw",
+    ),
+    Mutation(
+        "random-numbers-of-another-position",
+        SAMPLER,
+        "[len(seq.token_ids) for seq in sequences])",
+        "[len(seq.token_ids) - 1 for seq in sequences])",
+        T_SAMPLER,
+        "inverts",
+    ),
+    Mutation(
+        "logit-bias-of-the-neighbor",
+        SAMPLER,
+        "scores[i, token] += bias",
+        "scores[i - 1, token] += bias",
+        T_SAMPLER,
+        "logit_bias",
+    ),
+    Mutation(
+        "top-p-off-by-one",
+        SAMPLER,
+        "previous = probabilities.cumsum(dim=-1) - probabilities",
+        "previous = probabilities.cumsum(dim=-1)",
+        T_SAMPLER,
+        "filters",
+    ),
+    Mutation(
+        "top-k-off-by-one",
+        SAMPLER,
+        "best.gather(-1, (k - 1).clamp(min=0))",
+        "best.gather(-1, k.clamp(max=max(ks) - 1))",
+        T_SAMPLER,
+        "filters or ties",
+    ),
+    Mutation(
+        "repetition-penalty-without-the-prompt",
+        SAMPLER,
+        "ids, penalty = tokens.unique(),",
+        "ids, penalty = tokens[sequences[i].num_prompt_tokens :].unique(),",
+        T_SAMPLER,
+        "repetition",
+    ),
+    Mutation(
+        "repetition-penalty-rewards-negative-logits",
+        SAMPLER,
+        "old_scores / penalty, old_scores * penalty)",
+        "old_scores / penalty, old_scores / penalty)",
+        T_SAMPLER,
+        "repetition",
+    ),
+    Mutation(
+        "presence-penalty-of-the-prompt",
+        SAMPLER,
+        "tokens[sequences[i].num_prompt_tokens :].unique(return_counts=True)",
+        "tokens.unique(return_counts=True)",
+        T_SAMPLER,
+        "presence",
+    ),
+    Mutation(
+        "min-tokens-off-by-one",
+        SAMPLER,
+        "len(tokens) - seq.num_prompt_tokens < params.min_tokens",
+        "len(tokens) - seq.num_prompt_tokens <= params.min_tokens",
+        T_SAMPLER,
+        "min_tokens",
+    ),
+    Mutation(
+        "prompt-logprobs-of-the-token-itself",
+        SAMPLER,
+        "first = scheduled.start + scheduled.logit_offsets[0] + 1",
+        "first = scheduled.start + scheduled.logit_offsets[0]",
+        ("tests/test_llm.py",),
+        "prompt_logprobs_equal",
+    ),
+    Mutation(
+        "stop-string-lost-across-tokens",
+        "kvad/text/detokenizer.py",
+        "range(min(self._max_stop_len - 1, len(text)), 0, -1)",
+        "range(min(self._max_stop_len - 2, len(text)), 0, -1)",
+        ("tests/text/test_stop_strings.py",),
+    ),
+    Mutation(
+        "stop-string-before-min-tokens",
+        "kvad/engine/output.py",
+        "if self._min_tokens_left >= 0:",
+        "if self._min_tokens_left > 0:",
+        ("tests/engine/test_failures.py",),
+        "min_tokens",
+    ),
+    Mutation(
+        "length-penalty-with-the-wrong-sign",
+        "kvad/engine/scheduling/beam_search.py",
+        "base**params.length_penalty",
+        "base**-params.length_penalty",
+        T_BEAMS,
+        "penalties or over or exhaustive",
+    ),
+    Mutation(
+        "beam-search-ends-one-hypothesis-late",
+        "kvad/engine/scheduling/beam_search.py",
+        "if len(self.finished) >= params.num_beams:",
+        "if len(self.finished) > params.num_beams:",
+        T_BEAMS,
+        "over or transformers",
+    ),
+)
+
+OPS_MUTATIONS = (
+    Mutation(
+        "rotation-in-the-negative-sense",
+        "kvad/ops/rotary.py",
+        "torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)",
+        "torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)",
+        T_ROTARY,
+    ),
+    Mutation(
+        "rotary-pairs-swapped",
+        "kvad/ops/rotary.py",
+        "a, b = head[..., 0::2], head[..., 1::2]",
+        "b, a = head[..., 0::2], head[..., 1::2]",
+        T_ROTARY,
+    ),
+    Mutation(
+        "softcap-before-scale",
+        ATTENTION,
+        "params.logit_softcap * torch.tanh(logits / params.logit_softcap)",
+        "params.scale * params.logit_softcap * torch.tanh(logits / params.scale / params.logit_softcap)",
+        T_ATTENTION,
+    ),
+    Mutation(
+        "mask-of-minus-one-billion",
+        ATTENTION,
+        "mask.visible(low, high), heads), -math.inf)",
+        "mask.visible(low, high), heads), -1e9)",
+        T_ATTENTION,
+    ),
+    Mutation(
+        "softmax-not-in-float32",
+        ATTENTION,
+        "wide = torch.promote_types(q.dtype, torch.float32)",
+        "wide = q.dtype",
+        T_ATTENTION,
+    ),
+    Mutation(
+        "sinks-not-shifted-by-the-maximum",
+        ATTENTION,
+        "total = total + (sinks - top).exp()",
+        "total = total + sinks.exp()",
+        T_ATTENTION,
+    ),
+    Mutation("causal-off-by-one", PATTERN, "seen = seen & (ahead >= 0)", "seen = seen & (ahead > 0)", T_ATTENTION),
+    Mutation(
+        "document-ids-ignored",
+        PATTERN,
+        "if q.document_id is not None and k.document_id is not None:",
+        "if q.document_id is not None and k.document_id is None:",
+        T_PACKING,
+    ),
+    Mutation(
+        "alibi-factor-ignored",
+        ATTENTION,
+        "return -slopes * bias.factor * ahead.abs()",
+        "return -slopes * ahead.abs()",
+        ("tests/model/test_positions.py",),
+        "alibi",
+    ),
+    Mutation(
+        "alibi-slope-of-the-wrong-sign",
+        ATTENTION,
+        "return -slopes * bias.factor * ahead.abs()",
+        "return slopes * bias.factor * ahead.abs()",
+        ("tests/model/test_positions.py",),
+        "alibi",
+    ),
+    Mutation(
+        "relative-distance-of-the-wrong-sign",
+        ATTENTION,
+        "distance = (-ahead).clamp(min=0)",
+        "distance = ahead.clamp(min=0)",
+        ("tests/model/test_positions.py",),
+        "t5",
+    ),
+    Mutation(
+        "smoothing-lost-in-the-gradient",
+        "kvad/ops/cross_entropy.py",
+        "probs.new_full(target.shape, smoothing - 1)",
+        "probs.new_full(target.shape, -1.0)",
+        ("tests/ops/test_cross_entropy.py",),
+    ),
+)
+
+STORAGE_MUTATIONS = (
+    Mutation("folder-name-not-flushed", ATOMIC, "fsync_path(final.parent)", "pass", T_ATOMIC),
+    Mutation("renamed-before-flush", ATOMIC, "_flush_tree(temporary)", "pass", T_ATOMIC),
+    Mutation(
+        "single-file-not-flushed",
+        ATOMIC,
+        "os.fsync(file.fileno())",
+        "pass",
+        (*T_ATOMIC, "tests/checkpoint/test_power_loss.py"),
+    ),
+    Mutation(
+        "section-checksum-not-compared", CONTAINER, "if crc32(target) != section.crc:", "if not target:", T_CONTAINER
+    ),
+    Mutation(
+        "longer-container-accepted", CONTAINER, "if header.nbytes != size:", "if header.nbytes > size:", T_CONTAINER
+    ),
+    Mutation("container-not-flushed", CONTAINER, "fs.sync(file)", "pass", T_CONTAINER),
+    Mutation("container-name-not-flushed", CONTAINER, "fs.sync_dir(path.parent)", "pass", T_CONTAINER),
+    Mutation(
+        "partial-file-under-its-final-name",
+        CONTAINER,
+        'temporary = temp_path(path, "tmp")',
+        "temporary = path",
+        (*T_CONTAINER, *T_DISK),
+    ),
+    Mutation(
+        "container-header-not-bounded",
+        CONTAINER,
+        "if length > min(MAX_HEADER_BYTES, size - _PREFIX - len(END)):",
+        "if length > size + MAX_HEADER_BYTES:",
+        T_CONTAINER,
+    ),
+    Mutation(
+        "safetensors-header-not-bounded",
+        "kvad/checkpoint/safetensors_header.py",
+        "if length > MAX_HEADER_BYTES:",
+        "if length > LARGEST:",
+        ("tests/checkpoint/test_safetensors_io.py",),
+        "header",
+    ),
+    Mutation(
+        "overlapping-tensors-accepted",
+        "kvad/checkpoint/safetensors_header.py",
+        "if tensor.start < end:",
+        "if tensor.start + tensor.bytes < end:",
+        ("tests/checkpoint/test_safetensors_io.py",),
+        "broken",
+    ),
+    Mutation(
+        "untied-head-of-the-file-dropped",
+        "kvad/checkpoint/conversion.py",
+        "return replace(config, tie_embeddings=False)",
+        "return config",
+        ("tests/checkpoint/test_encoder_decoders.py", "tests/checkpoint/test_export.py", *T_FAMILIES),
+        "tied or table or head",
+    ),
+    Mutation(
+        "weights-not-transposed",
+        "kvad/checkpoint/conversion.py",
+        "return [tensor.t() if tensor.dim() == 2 else tensor for tensor in tensors]",
+        "return list(tensors)",
+        T_FAMILIES,
+        "gpt2",
+    ),
+    Mutation(
+        "fused-heads-not-permuted",
+        f"{FAMILIES}_decoder.py",
+        "if groups is None else conversion.grouped_transform(groups(attention))",
+        "if groups is None else conversion.grouped_transform(1)",
+        T_FAMILIES,
+        "bloom or neox or bigcode",
+    ),
+    Mutation(
+        "keys-and-values-permuted",
+        f"{FAMILIES}gpt.py",
+        '.attention.{part}" for part in "qvk")',
+        '.attention.{part}" for part in "qkv")',
+        T_FAMILIES,
+        "codegen",
+    ),
+    Mutation(
+        "gate-and-up-exchanged",
+        f"{FAMILIES}llama.py",
+        'gate_up = f"{kvad_prefix}.mlp.gate", f"{kvad_prefix}.mlp.up"',
+        'gate_up = f"{kvad_prefix}.mlp.up", f"{kvad_prefix}.mlp.gate"',
+        T_FAMILIES,
+        "phi3",
+    ),
+    Mutation(
+        "embedding-multiplier-ignored",
+        f"{FAMILIES}llama.py",
+        'hf.number("embedding_multiplier", 1.0)',
+        'hf.number("embedding_scale", 1.0)',
+        T_FAMILIES,
+        "granite",
+    ),
+    Mutation(
+        "rope-theta-ignored",
+        f"{FAMILIES}_common.py",
+        'values.number("rope_theta", default=',
+        'values.number("theta", default=',
+        T_FAMILIES,
+        "llama or mistral or qwen",
+    ),
+    Mutation(
+        "oldest-steps-retained",
+        "kvad/checkpoint/folder.py",
+        "for step in steps[:-keep]:",
+        "for step in steps[keep:]:",
+        ("tests/checkpoint/test_native.py", "tests/checkpoint/test_best_checkpoint.py"),
+        "run or prun",
+    ),
+)
+
+TRAIN_MUTATIONS = (
+    Mutation(
+        "evaluation-divided-by-batches",
+        "kvad/train/objectives/cross_entropy.py",
+        "count += len(batch.targets)",
+        "count += 1",
+        ("tests/train/objectives/test_cross_entropy.py",),
+    ),
+    Mutation(
+        "gradient-of-the-micro-batch-mean",
+        "kvad/ops/cross_entropy.py",
+        "factor = x.to(dtype), weight.to(dtype), scale / total",
+        "factor = x.to(dtype), weight.to(dtype), scale / x.shape[0]",
+        ("tests/ops/test_cross_entropy.py", "tests/train/objectives/test_cross_entropy.py"),
+    ),
+    Mutation(
+        "gradient-not-averaged-over-micro-batches",
+        "kvad/train/loop/trainer.py",
+        "total = sum(len(batch.targets) for batch in batches)",
+        "total = len(batches[0].targets)",
+        ("tests/train/loop/test_run.py",),
+        "micro_batches",
+    ),
+    Mutation(
+        "padding-counted",
+        COLLATE,
+        "targets = _padded([[segment.targets for segment in row] for row in rows], -1)",
+        "targets = _padded([[segment.targets for segment in row] for row in rows], 0)",
+        ("tests/train/data/test_text_packer.py", *T_PACKING),
+    ),
+    Mutation(
+        "documents-of-a-row-share-an-id",
+        COLLATE,
+        "[np.full(len(piece), n) for n,",
+        "[np.full(len(piece), 0) for n,",
+        T_PACKING,
+    ),
+    Mutation(
+        "documents-not-shifted",
+        "kvad/train/data/document_packer.py",
+        "return Segment(tokens[:-1], tokens[1:])",
+        "return Segment(tokens[:-1], tokens[:-1])",
+        T_PACKING,
+    ),
+    Mutation(
+        "targets-of-pairs-not-shifted",
+        "kvad/train/data/text_packer.py",
+        "return Segment(target[:-1], target[1:], source)",
+        "return Segment(target[:-1], target[:-1], source)",
+        ("tests/train/data/test_text_packer.py",),
+    ),
+    Mutation(
+        "mask-of-replies-off-by-one",
+        "kvad/train/data/text_packer.py",
+        "np.where(values[1:], tokens[1:], -1)",
+        "np.where(values[:-1], tokens[1:], -1)",
+        ("tests/train/sources/test_examples.py", "tests/train/sources/test_chat.py"),
+    ),
+    Mutation(
+        "biases-decay",
+        OPTIMIZER,
+        "return parameter.dim() >= 2 and not is_excluded",
+        "return not is_excluded",
+        ("tests/train/optim/test_optimizer.py",),
+    ),
+    Mutation(
+        "norms-of-heads-decay",
+        OPTIMIZER,
+        "return parameter.dim() >= 2 and not is_excluded",
+        "return parameter.dim() >= 2",
+        (*T_OPTIMIZERS, "tests/train/optim/test_optimizer.py"),
+        "decay",
+    ),
+    Mutation(
+        "gradient-not-clipped",
+        OPTIMIZER,
+        "clip_grad_norm_(parameters, self._config.max_grad_norm)",
+        "clip_grad_norm_(parameters, math.inf)",
+        ("tests/train/optim/test_optimizer.py",),
+    ),
+    Mutation(
+        "gradient-not-unscaled",
+        OPTIMIZER,
+        "parameter.grad.div_(self.scale.scale)",
+        "parameter.grad.div_(1.0)",
+        T_OPTIMIZERS,
+        "scale or overflow",
+    ),
+    Mutation(
+        "skipped-step-applied",
+        OPTIMIZER,
+        "if self.scale is None or self.scale.update(norm):",
+        "if self.scale is None or self.scale.update(norm) or norm:",
+        T_OPTIMIZERS,
+        "scale or overflow",
+    ),
+    Mutation(
+        "warmup-off-by-one",
+        SCHEDULES,
+        "now = step + 1",
+        "now = step",
+        ("tests/train/optim/test_optimizer.py", *T_SCHEDULES),
+    ),
+    Mutation(
+        "cosine-off-by-one",
+        SCHEDULES,
+        "progress = (step - warmup) / max(1, last - warmup)",
+        "progress = (step + 1 - warmup) / max(1, last - warmup)",
+        ("tests/train/optim/test_optimizer.py",),
+    ),
+    Mutation(
+        "plateau-patience-off-by-one",
+        SCHEDULES,
+        "if self.bad > self._patience:",
+        "if self.bad >= self._patience:",
+        T_SCHEDULES,
+    ),
+    Mutation(
+        "ema-without-bias-correction",
+        AVERAGING,
+        "share = (1 - self._decay) / (1 - self._decay**self._steps)",
+        "share = 1 - self._decay",
+        T_OPTIMIZERS,
+        "ema",
+    ),
+    Mutation(
+        "average-of-one-copy-more",
+        AVERAGING,
+        "len(self._copies) + 1 - self._max_copies",
+        "len(self._copies) - self._max_copies",
+        T_OPTIMIZERS,
+        "average",
+    ),
+    Mutation(
+        "steps-repeat-rows",
+        "kvad/train/data/packed_dataset.py",
+        "np.arange(self._step_rows) + step * self._step_rows",
+        "np.arange(self._step_rows) + step * self._train.batch_size",
+        ("tests/train/loop/test_run.py",),
+        "micro_batches",
+    ),
+    Mutation(
+        "resume-draws-other-rows",
+        "kvad/train/loop/trainer.py",
+        "return self.data.micro_batches(self.state.step)",
+        "return self.data.micro_batches(self.state.step if self.speed.seconds_per_step else 0)",
+        ("tests/train/loop/test_run.py",),
+        "resume_is_exact",
+    ),
+    Mutation(
+        "resume-without-moments",
+        "kvad/train/loop/run.py",
+        "self.optimization.load_state_tensors(stored.tensors)",
+        "pass",
+        ("tests/train/loop/test_run.py",),
+        "resume_is_exact",
+    ),
+    Mutation(
+        "every-row-masked-alike",
+        "kvad/train/data/row_sources.py",
+        "return seeded_rng(seed, number, stream)",
+        "return seeded_rng(seed, stream)",
+        ("tests/train/objectives/test_masked_lm.py",),
+    ),
+    Mutation(
+        "every-epoch-in-the-same-order",
+        "kvad/train/data/row_sources.py",
+        "self._order(int(epoch))[inside[in_epoch]]",
+        "self._order(0)[inside[in_epoch]]",
+        ("tests/train/data",),
+    ),
+    Mutation(
+        "dropout-in-evaluation",
+        "kvad/model/layers.py",
+        "return rate > 0 and module.training and torch.is_grad_enabled()",
+        "return rate > 0",
+        ("tests/train/loop/test_dropout.py",),
+        "share",
+    ),
+    Mutation(
+        "worst-evaluation-is-the-best",
+        "kvad/train/loop/trainer.py",
+        "state.val_loss < state.best:",
+        "state.val_loss > state.best:",
+        ("tests/train/loop/test_checkpointer.py",),
+        "best",
+    ),
+)
+
+MUTATIONS = CACHE_MUTATIONS + ENGINE_MUTATIONS + OPS_MUTATIONS + STORAGE_MUTATIONS + TRAIN_MUTATIONS
+
+
+def copy_repository(target: Path) -> None:
+    """Copy the files that the tests read to a new folder, and compile kvad once."""
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, target / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+        elif source.exists():
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target / name)
+    compileall.compile_dir(target / "kvad", quiet=1)
+
+
+def run_mutation(mutation: Mutation, copy: Path) -> Result:
+    """Apply one bug to a copy of the repository, run its tests there, and undo it."""
+    path, started = copy / mutation.file, time.monotonic()
+    original, modified = path.read_text(encoding="utf-8"), path.stat().st_mtime_ns
+    mutated = mutation.mutated(original)
+    if mutated is None:
+        return Result(mutation, "stale", 0.0)
+    path.write_text(mutated, encoding="utf-8")
+    try:
+        status, failures = run_pytest(mutation.command, copy)
+    finally:
+        path.write_text(original, encoding="utf-8")
+        os.utime(path, ns=(modified, modified))  # its .pyc is valid again
+    return Result(mutation, OUTCOMES.get(status, "caught"), time.monotonic() - started, failures[0] if failures else "")
+
+
+def run_pytest(command: Sequence[str], copy: Path, timeout: float = TIMEOUT) -> tuple[int | None, list[str]]:
+    """Run pytest in a copy of the repository; return its exit status (None: timeout) and the failed tests."""
+    # A mutated file is compiled in memory: a .pyc of the same second and size could hide the next change.
+    env = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(command, cwd=copy, env=env, timeout=timeout, capture_output=True, text=True, check=False)
+    except subprocess.TimeoutExpired:
+        return None, []
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return done.returncode, [line.split(" ", 1)[1].split(" - ")[0] for line in failed]
+
+
+def fails_without_bug(results: Sequence[Result], copy: Path) -> set[str]:
+    """Return the tests that detected a bug and fail in the unchanged repository too."""
+    names = sorted({result.first_failure for result in results if "::" in result.first_failure})
+    command = [*PYTEST, *names]
+    return set(run_pytest(command, copy, timeout=TIMEOUT * max(1, len(names)))[1]) if names else set()
+
+
+def run_mutations(mutations: Sequence[Mutation], copies: Sequence[Path]) -> Iterator[Result]:
+    """Yield the result of each mutation in order; each copy of the repository has one at a time."""
+    unused: SimpleQueue[Path] = SimpleQueue()
+    for copy in copies:
+        unused.put(copy)
+
+    def run(mutation: Mutation) -> Result:
+        copy = unused.get()
+        try:
+            return run_mutation(mutation, copy)
+        finally:
+            unused.put(copy)
+
+    with ThreadPoolExecutor(len(copies)) as executor:
+        yield from executor.map(run, mutations)
+
+
+def table_row(result: Result) -> str:
+    """Return a line of the Markdown table."""
+    caught_by = result.first_failure if result.outcome == "caught" else result.outcome
+    return f"| {result.mutation.name} | {result.mutation.file} | {caught_by} | {result.seconds:.1f} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the mutations; return 1 if one was missed or does not fit the sources any more."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--only", metavar="NAME", action="append", help="run this mutation; may be repeated")
+    parser.add_argument("--jobs", type=int, default=1, help="number of copies that run at the same time")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="append the results to a Markdown table")
+    options = parser.parse_args(arguments)
+    chosen = [mutation for mutation in MUTATIONS if not options.only or mutation.name in options.only]
+    if not chosen:
+        parser.error(f"no mutation has this name: {', '.join(options.only)}")
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory(prefix="kvad-mutations-") as folder:
+        copies = [Path(folder) / str(number) for number in range(options.jobs)]
+        for copy in copies:
+            copy_repository(copy)
+        for result in run_mutations(chosen, copies):
+            results.append(result)
+            print(f"{result.outcome} {result.seconds:.1f} {result.mutation.name} {result.mutation.file}", flush=True)
+            if options.table is not None:
+                with options.table.open("a", encoding="utf-8") as file:
+                    file.write(table_row(result) + "\n")
+        broken = fails_without_bug(results, copies[0])
+    results = [result._replace(outcome="broken") if result.first_failure in broken else result for result in results]
+    failed = [f"{result.mutation.name} ({result.outcome})" for result in results if result.outcome != "caught"]
+    print(f"{len(results) - len(failed)} of {len(results)} caught{'; not: ' if failed else ''}{', '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
