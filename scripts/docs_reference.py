@@ -65,9 +65,16 @@ def commands_page() -> str:
     """Return the page of all commands, generated from the click tree."""
     lines = ["# Commands", "", "Generated from the command line itself; `kvad COMMAND --help-all` prints the same."]
     for path, command in _commands(cli, ("kvad",)):
-        context = click.Context(command, info_name=" ".join(path))
+        context = click.Context(command)
         arguments = " ".join(command.collect_usage_pieces(context))
-        lines += ["", f"## {' '.join(path)}", "", f"    {' '.join(path)} {arguments}", "", _paragraphs(command.help or "")]
+        lines += [
+            "",
+            f"## {' '.join(path)}",
+            "",
+            f"    {' '.join(path)} {arguments}",
+            "",
+            _paragraphs(command.help or ""),
+        ]
         records = [record for option in command.params if (record := _option(option, context))]
         if records:
             lines += ["", "| option | meaning |", "|---|---|", *records]
@@ -88,7 +95,7 @@ def _commands(group: click.Group, path: tuple[str, ...]) -> Iterator[tuple[tuple
 
 def _option(option: click.Parameter, context: click.Context) -> str | None:
     hidden = getattr(option, "hidden", False)
-    if not isinstance(option, click.Option) or hidden and not getattr(option, "advanced", False):
+    if not isinstance(option, click.Option) or (hidden and not getattr(option, "advanced", False)):
         return None
     option.hidden = False
     record = option.get_help_record(context)
@@ -110,7 +117,7 @@ def _paragraphs(text: str) -> str:
 
 def configuration_page() -> str:
     """Return the page of all configuration keys, generated from the dataclasses."""
-    lines = ["# Configuration keys", "", "Generated from the dataclasses that read them. Unknown keys are rejected by name."]
+    lines = ["# Configuration keys", "", "Generated from the dataclasses. Unknown keys are rejected by name."]
     seen: set[type] = set()
     for config, purpose in CONFIGS:
         lines += ["", f"## {config.__name__}", "", purpose, *_table(config)]
@@ -132,16 +139,17 @@ def _nested(config: type, seen: set[type]) -> Iterator[tuple[str, type]]:
 
 def _table(config: type) -> list[str]:
     comments = _comments(config)
-    rows = ["", "| key | type | default | |", "|---|---|---|---|"]
+    rows = ["", "| key | type | default | meaning |", "|---|---|---|---|"]
     for item in dataclasses.fields(config):
-        if item.default is not dataclasses.MISSING:
-            default = f"`{item.default!r}`"
-        elif item.default_factory is not dataclasses.MISSING:
-            default = f"`{item.default_factory()!r}`"
+        value = item.default
+        if item.default_factory is not dataclasses.MISSING:
+            value = item.default_factory()
+        if dataclasses.is_dataclass(value):
+            default = "below"
         else:
-            default = "required"
-        kind, comment = str(item.type).replace("|", "\\|"), comments.get(item.name, "").replace("|", "\\|")
-        rows.append(f"| `{item.name}` | `{kind}` | {default.replace('|', chr(92) + '|')} | {comment} |")
+            default = "required" if value is dataclasses.MISSING else f"`{value!r}`"
+        kind = str(item.type).replace("validation.", "")
+        rows.append(f"| `{item.name}` | `{kind}` | {default} | {comments.get(item.name, '')} |")
     return rows
 
 

@@ -1,16 +1,17 @@
-"""Every `kvad` command in the README, in docs/ and in recipes/README.md runs as it is written.
+"""Every `kvad` command in the README, in docs/ and in recipes/README.md runs as written.
 
 A workspace has the files and the models that the pages name, all tiny. Names on the Hugging Face hub and `MODEL` are
-folders of it. Options in `LIMITS` are appended, so that training takes two steps. The commands of a page run in order,
-so a page may use what it made before.
+folders in it; `MODEL` has the architecture that the command needs. Options in `LIMITS` are appended, so that
+training takes two steps. The commands of a page run in order, so a page may use what earlier commands made.
 """
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import gzip
 import io
 import json
-import os
 import re
 import shlex
 import shutil
@@ -24,8 +25,8 @@ from kvad.cli.main import main as kvad
 from tests.support.baseline import isolated, write_data
 
 ROOT = Path(__file__).parents[2]
-ELSEWHERE = ROOT / "docs" / "contributing" / "extending.md"  # run by test_extending.py, with the plugins of the page
-PAGES = [ROOT / "README.md", ROOT / "recipes" / "README.md", *sorted({*(ROOT / "docs").rglob("*.md")} - {ELSEWHERE})]
+EXTENDING = ROOT / "docs" / "contributing" / "extending.md"  # run by test_extending.py, with the plugins of the page
+PAGES = [ROOT / "README.md", ROOT / "recipes" / "README.md", *sorted({*(ROOT / "docs").rglob("*.md")} - {EXTENDING})]
 MODELS = {  # name in the pages -> how a stand-in is trained
     "runs/demo": "book.txt --preset tiny --tokenizer byte --seq-len 512",
     "runs/de-en": "pairs.tsv --preset marian-tiny --tokenizer byte",
@@ -33,13 +34,17 @@ MODELS = {  # name in the pages -> how a stand-in is trained
     "runs/spans": "book.txt --objective span-corruption --preset t5-tiny --tokenizer byte",
     "runs/chat": "talks.jsonl --objective chat --preset tiny --tokenizer byte",
     "runs/endless-rope": "book.txt --preset tiny --tokenizer byte",
+    "runs/mine": "book.txt --preset tiny --tokenizer byte",
+    "runs/lr-1e-3": "book.txt --preset tiny --tokenizer byte --lr 1e-3",
+    "runs/lr-3e-3": "book.txt --preset tiny --tokenizer byte --lr 3e-3",
 }
-SAME = {  # other names of these models
+ALIASES = {  # other names of these models
     "MODEL": "runs/demo", "runs/shakespeare": "runs/demo", "runs/base": "runs/demo", "runs/lookup-cpu": "runs/demo",
-    "runs/other": "runs/demo", "runs/extrapolation-alibi": "runs/demo", "runs/lr-1e-3": "runs/demo",
-    "runs/lr-3e-3": "runs/demo", "Qwen/Qwen3-0.6B": "runs/demo", "openai-community/gpt2-large": "runs/demo",
+    "runs/other": "runs/demo", "runs/extrapolation-alibi": "runs/demo",
+    "Qwen/Qwen3-0.6B": "runs/demo", "openai-community/gpt2-large": "runs/demo",
     "Helsinki-NLP/opus-mt-de-en": "runs/de-en", "intfloat/e5-small-v2": "runs/masked",
 }  # fmt: skip
+MODEL_OF = {"translate": "runs/de-en", "embed": "runs/masked"}  # command -> MODEL, if it is not a decoder
 PLACEHOLDERS = {
     "DATA": "book.txt",
     "DATA...": "book.txt",
@@ -51,42 +56,46 @@ PLACEHOLDERS = {
 SMALLER = {
     "small": "tiny",
     "transformer-base": "transformer-tiny",
+    "512": "64",
     "1024": "128",
-    "2048": "128",
+    "2048": "320",
+    "16384": "512",
+    "4096": "256",
     "8192": "300",
     "10000": "300",
 }
-LIMITS = {  # appended to a command that begins with these words: less work, the same way through the code
+_BENCH = "--tasks single --depths 0.5 --samples-per-cell 1 --num-texts 1 --text-length 24 --text book.txt"
+LIMITS = {  # appended to a command that begins with these words: less work, the same code path
     "train": "--batch-size 1 --steps 2 --precision fp32 --overwrite",
-    "bench cache-quality": (
-        "--tasks single --lengths 500 --depths 0.5 --samples-per-cell 1 --num-texts 1 --text-length 24 --text book.txt"
-    ),
-    "verify": "--layout paged --cache-dtype float32",
+    "bench cache-quality runs/endless-rope": f"--lengths 256 {_BENCH}",
+    "bench cache-quality": f"--lengths 500 {_BENCH}",
+    "verify": "--layout paged --cache-dtype float32 --num-prompts 3 --max-tokens 24",
     "bench streaming": "--num-tokens 128 --span-length 32 --text book.txt",
     "generate": "--max-tokens 4",
     "eval": "--quiet",
 }
 UNLIMITED = ("--dry-run", "--resume")
+PYTHON = "data/python"  # several pages name it, and some create it
 
 
 def commands(page: Path) -> list[str]:
     """Return the commands of a page: lines of its code blocks that start with kvad, without their comments."""
-    found, fenced = [], False
+    lines, fenced = [], False
     for line in page.read_text("utf-8").replace("\\\n", " ").splitlines():
         if line.startswith("```"):
             fenced = not fenced
         elif fenced or line.startswith("    "):
             match = re.match(r"\s*(?:\.venv/bin/)?(kvad .*)", line)
             if match:
-                found.append(re.sub(r"\s+#\s.*", "", match[1]))
-    return found
+                lines.append(re.sub(r"\s+#\s.*", "", match[1]))
+    return lines
 
 
 WITH_COMMANDS = {str(page.relative_to(ROOT)): lines for page in PAGES if (lines := commands(page))}
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
     write_data(folder)
     text = (folder / "text.txt").read_text()
@@ -108,26 +117,32 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.copytree(ROOT / "recipes", folder / "recipes")
     shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("figures", "*.json"))
     (folder / "recipes" / "mine.toml").write_text('[model]\npreset = "tiny"\n[tokenizer]\nkind = "byte"\n')
-    before = Path.cwd()
-    os.chdir(folder)
-    with isolated(folder):
-        try:
-            for name, options in MODELS.items():
-                assert kvad(["train", *shlex.split(options), *LIMITS["train"].split(), "--out", name]) == 0, name
-            yield folder
-        finally:
-            os.chdir(before)
+    with isolated(folder), contextlib.chdir(folder):
+        for name, options in MODELS.items():
+            assert kvad(["train", *shlex.split(options), *LIMITS["train"].split(), "--out", name]) == 0, name
+        assert kvad(["data", "create", "python", PYTHON]) == 0
+        return folder
+
+
+@pytest.fixture
+def page_folder(workspace: Path, tmp_path: Path) -> Iterator[Path]:
+    """Copy of the workspace, so that no page depends on another one."""
+    folder = Path(shutil.copytree(workspace, tmp_path / "page"))
+    with isolated(folder), contextlib.chdir(folder):
+        yield folder
 
 
 def arguments(command: str) -> tuple[list[str], str]:
     """Return the arguments of a command in the workspace, and its standard input."""
     command, _, redirected = command.partition(" < ")
     words = shlex.split(command)[1:]
+    aliases = {**ALIASES, "MODEL": MODEL_OF.get(words[0], ALIASES["MODEL"])}
     words = [PLACEHOLDERS.get(word, SMALLER.get(word, word)) for word in words]
     words = [
-        word if Path(word).exists() or before == "--out" else SAME.get(word, word)
+        word if Path(word).exists() or before == "--out" else aliases.get(word, word)
         for before, word in pairwise(["", *words])
     ]
+    words = [path for word in words for path in (sorted(glob.glob(word)) if word.endswith("*") else [word])]
     limit = next((text for start, text in LIMITS.items() if " ".join(words).startswith(start)), "")
     if not set(words) & set(UNLIMITED):
         words += limit.split()
@@ -135,13 +150,18 @@ def arguments(command: str) -> tuple[list[str], str]:
     return words, Path(redirected).read_text() if redirected else text
 
 
-@pytest.mark.parametrize("page", WITH_COMMANDS)
-def test_commands_of_a_page_run(
-    page: str, workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.rmtree(workspace / "data" / "kvad", ignore_errors=True)  # sessions of other pages
+SLOW_PAGES = ("docs/explanation/kv-cache/verify.md", "docs/explanation/cache-quality.md")  # over ten seconds each
+
+
+@pytest.mark.usefixtures("page_folder")
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.long] * (page in SLOW_PAGES)) for page in WITH_COMMANDS]
+)
+def test_commands_of_a_page_run(page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for command in WITH_COMMANDS[page]:
         words, text = arguments(command)
+        if words[:2] == ["data", "create"]:
+            shutil.rmtree(words[3], ignore_errors=True)
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
         code = kvad(words)
         errors = capsys.readouterr().err

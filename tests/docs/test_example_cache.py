@@ -1,4 +1,4 @@
-"""``examples/cache.py`` is one page without kvad; here kvad judges it, on checkpoints of its own (float64)."""
+"""``examples/cache.py``, a single file without kvad, compared with kvad on tiny checkpoints in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5]]
 
 
 def decoder(tie: bool = True, head_dim: int = 8, kv_heads: int = 2, norm_position: str = "pre") -> Transformer:
-    """As ``kvad demo`` composes it, tiny; every parameter random."""
+    """Build a tiny model like those of ``kvad demo``, with random parameters."""
     layer = cfg.LayerConfig(
         cfg.AttentionConfig(4, kv_heads, head_dim), cfg.GatedMLPConfig(40), cfg.NormConfig(eps=1e-3)
     )
@@ -31,7 +31,7 @@ def decoder(tie: bool = True, head_dim: int = 8, kv_heads: int = 2, norm_positio
     return build(ModelConfig(24, 32, 96, stack, tie_embeddings=tie))
 
 
-def saved(model: Transformer, folder: Path) -> Path:
+def save(model: Transformer, folder: Path) -> Path:
     save_checkpoint(folder, model.config, model.state_dict(), None)
     return folder
 
@@ -43,21 +43,21 @@ def logits(model: page.Model, tokens: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize(("head_dim", "kv_heads"), [(8, 2), (6, 4), (10, 1)])
-def test_the_page_equals_kvad(tie: bool, head_dim: int, kv_heads: int, tmp_path: Path) -> None:
-    saved(decoder(tie, head_dim, kv_heads), tmp_path / "run" / "checkpoints" / "step-00000002")
-    saved(decoder(kv_heads=1), tmp_path / "run" / "checkpoints" / "step-00000001")
+def test_example_equals_kvad(tie: bool, head_dim: int, kv_heads: int, tmp_path: Path) -> None:
+    save(decoder(tie, head_dim, kv_heads), tmp_path / "run" / "checkpoints" / "step-00000002")
+    save(decoder(kv_heads=1), tmp_path / "run" / "checkpoints" / "step-00000001")
     with LLM.load(tmp_path / "run") as llm:
-        ours, tokens = page.load(tmp_path / "run"), [7, 3, 31, 0, 7, 7, 12, 5, 20]
-        torch.testing.assert_close(logits(ours, tokens), llm.logits(tokens), rtol=0, atol=1e-10)
+        kvad_logits, tokens = page.load(tmp_path / "run"), [7, 3, 31, 0, 7, 7, 12, 5, 20]
+        torch.testing.assert_close(logits(kvad_logits, tokens), llm.logits(tokens), rtol=0, atol=1e-10)
         with torch.inference_mode():
-            cached, _ = page.generate(ours, PROMPTS, steps=12)
+            cached, _ = page.generate(kvad_logits, PROMPTS, steps=12)
         done = llm.generate(PROMPTS, temperature=0, max_tokens=12)
         assert [list(completion.tokens) for completion in done] == cached
 
 
 @torch.inference_mode()
 def test_cached_equals_uncached(tmp_path: Path) -> None:
-    for model in (page.tiny(), page.load(saved(decoder(), tmp_path / "model"))):
+    for model in (page.tiny(), page.load(save(decoder(), tmp_path / "model"))):
         (cached, a), (uncached, b) = (run(model, PROMPTS, 16) for run in (page.generate, page.without_cache))
         assert cached == uncached
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
@@ -65,7 +65,7 @@ def test_cached_equals_uncached(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_ragged_streams_equal_their_solo_runs() -> None:
-    """A chunk of 3, 1 and 2 tokens after prompts of 7, 1 and 3: each stream's cursor is its own."""
+    """Chunks of 3, 1 and 2 tokens after prompts of 7, 1 and 3: each stream has its own cursor."""
     model, chunk = page.tiny(), torch.tensor([[8, 9, 7], [2, 0, 0], [4, 4, 0]])
     cache = page.Cache(model, 3, capacity=16)
     page.prefill(model, PROMPTS, cache)
@@ -74,13 +74,13 @@ def test_ragged_streams_equal_their_solo_runs() -> None:
     for row, (prompt, length) in enumerate(zip(PROMPTS, [3, 1, 2], strict=True)):
         solo = logits(model, prompt + chunk[row, :length].tolist())
         torch.testing.assert_close(got[row, :length], solo[-length:], rtol=0, atol=1e-10)
-    page.prefill(model, [[1], [2], [3]], cache)  # what was padding is overwritten before anybody gets there
+    page.prefill(model, [[1], [2], [3]], cache)  # padding is overwritten before it is read
     (step,) = page.prefill(model, [[1], [2], [3]], cache)[1:2]
     torch.testing.assert_close(step, logits(model, [*PROMPTS[1], 2, 2, 2])[-1], rtol=0, atol=1e-10)
 
 
 @torch.inference_mode()
-def test_the_cache_is_allocated_once() -> None:
+def test_cache_is_allocated_once() -> None:
     model = page.tiny()
     cache = page.Cache(model, 3, capacity=9)
     before = (cache.k.data_ptr(), cache.v.data_ptr())
@@ -95,8 +95,8 @@ def test_the_cache_is_allocated_once() -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("fault", ["cursor", "rotation", "mask"])
-def test_a_broken_page_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oracle's own test: with a fault put in, cached and uncached differ."""
+def test_faults_are_detected(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an injected fault, cached and uncached outputs differ."""
     model = page.tiny()
     if fault == "rotation":
         monkeypatch.setattr(page.Model, "rotate", lambda self, x, positions: x * (1 + positions.max()))
@@ -114,7 +114,7 @@ def test_a_broken_page_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("model", "odd"),
+    ("model", "reason"),
     [
         pytest.param(decoder(norm_position="post"), "'post'", id="post-norm"),
         pytest.param(build(model_config("rope-partial", "pre", "gqa")), "0.5", id="partial rotation"),
@@ -127,13 +127,13 @@ def test_a_broken_page_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -
         pytest.param(build(model_config("rope", "sandwich", "gqa")), "'sandwich'", id="sandwich"),
     ],
 )
-def test_the_page_refuses_what_it_does_not_do(model: Transformer, odd: str, tmp_path: Path) -> None:
+def test_unsupported_checkpoints_are_refused(model: Transformer, reason: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as refused:
-        page.load(saved(model, tmp_path / "model"))
-    assert odd in str(refused.value)
+        page.load(save(model, tmp_path / "model"))
+    assert reason in str(refused.value)
 
 
-def test_the_page_imports_no_kvad_and_is_one_page() -> None:
+def test_example_is_short_and_imports_no_kvad() -> None:
     text = (ROOT / "examples" / "cache.py").read_text(encoding="utf-8")
     imported = {
         name.partition(".")[0]
@@ -145,7 +145,7 @@ def test_the_page_imports_no_kvad_and_is_one_page() -> None:
     assert len(text.splitlines()) <= 160
 
 
-def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     with torch.inference_mode():
         page.main([])
     assert "cached == uncached: True" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""docs/contributing/extending.md, run as it stands: its files in a folder on the path, its models through verify."""
+"""The files of docs/contributing/extending.md, written to a folder on the path and run with its commands."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_every_file_is_at_most_thirty_lines_of_code() -> None:
         assert len(lines) <= 30, (name, len(lines))
 
 
-def test_the_proof_says_exact(folder: Path) -> None:
+def test_proof_prints_exact(folder: Path) -> None:
     done = subprocess.run([sys.executable, "prove.py"], cwd=folder, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("exact (paged float32, paged float64"), done.stdout
 
 
-def test_weights_are_counted_without_a_model(folder: Path) -> None:
+def test_weights_are_counted_from_the_config(folder: Path) -> None:
     mixer = AttentionConfig(4, 2, position=CustomPositionsConfig("kerple:Kerple"), custom_class="gated:GatedAttention")
     config = ModelConfig(32, 61, 96, StackConfig(2, {"L": LayerConfig(mixer, GatedMLPConfig(48))}))
     model = Transformer(config)
@@ -66,38 +66,38 @@ COMMANDS = [shlex.split(line) for line in re.findall(r"^    kvad (.*)$", PAGE, r
 
 @pytest.fixture
 def looker(folder: Path) -> Path:
-    """A model that looks keys up, in place of the one that the page's commands name."""
+    """Train a model that looks keys up, used in place of the page's model."""
     model, tokenizer = make_looker(limit=256)
     save_checkpoint(folder / "looker", model.config, model.state_dict(), tokenizer)
     return folder / "looker"
 
 
 def run(command: str, looker: Path, capsys: pytest.CaptureFixture[str], *more: str) -> dict:
-    (said,) = [words for words in COMMANDS if words[: len(command.split())] == command.split()]
-    assert main([str(looker) if word == "runs/lookup-cpu" else word for word in said] + [*more, "--json"]) == 0
+    (printed,) = [words for words in COMMANDS if words[: len(command.split())] == command.split()]
+    assert main([str(looker) if word == "runs/lookup-cpu" else word for word in printed] + [*more, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_policy_and_a_format_of_ones_own_are_verified(looker: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run("verify", looker, capsys)
-    assert len(found["cases"]) == 4 and not found["skipped"]
-    for case in found["cases"]:
+def test_custom_policy_and_format_are_verified(looker: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = run("verify", looker, capsys)
+    assert len(output["cases"]) == 4 and not output["skipped"]
+    for case in output["cases"]:
         assert case["verdict"] == "lossy by design" and case["structure"] <= 1e-10
         assert case["loss"]["kl_mean"] > 0 and case["loss"]["recall"]["full"] == 1
 
 
-def test_a_format_of_ones_own_is_planned_to_the_byte(looker: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_custom_format_is_planned_exactly(looker: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("plan", looker, capsys)
     config = make_looker(limit=256)[0].config
     cache = CacheConfig(key_dtype="log8:Log8", value_dtype="log8:Log8", max_num_seqs=2, max_seq_len=32)
-    placed = build_groups(attention_specs(config), cache)
-    planned = [group_bytes(group) for group in placed]
-    memory = KVCache(placed)
+    groups = build_groups(attention_specs(config), cache)
+    planned = [group_bytes(group) for group in groups]
+    memory = KVCache(groups)
     assert memory.payload_bytes() == sum(each.payload for each in planned)
     assert memory.scale_bytes() == sum(each.scales for each in planned) > 0
 
 
-def test_a_policy_and_a_format_of_ones_own_are_priced(looker: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_custom_policy_and_format_are_measured(looker: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = (
         "--lengths",
         "128",
@@ -110,8 +110,8 @@ def test_a_policy_and_a_format_of_ones_own_are_priced(looker: Path, capsys: pyte
         "--depths",
         "0.25,0.75",
     )
-    found = run("bench cache-quality", looker, capsys, *few)
-    rows = {row["cache"]: row for row in found["summary"]}
+    output = run("bench cache-quality", looker, capsys, *few)
+    rows = {row["cache"]: row for row in output["summary"]}
     assert set(rows) == {"full", "keydiff:KeyDiff", "random", "log8:Log8"}
     assert rows["full"]["recall"]["single"] == rows["log8:Log8"]["recall"]["single"] == 1
     assert rows["keydiff:KeyDiff"]["recall"]["single"] is not None
@@ -127,7 +127,7 @@ def test_a_policy_and_a_format_of_ones_own_are_priced(looker: Path, capsys: pyte
         ("loss = 'none at all'; arrays = encode = decode = len", "none, rounding or lossy"),
     ],
 )
-def test_a_format_that_cannot_be_is_refused(folder: Path, body: str, message: str) -> None:
+def test_invalid_formats_are_refused(folder: Path, body: str, message: str) -> None:
     (folder / "wrong.py").write_text(f"class Wrong:\n    {body}\n")
     sys.modules.pop("wrong", None)
     config = make_looker(limit=64)[0].config
@@ -137,7 +137,7 @@ def test_a_format_that_cannot_be_is_refused(folder: Path, body: str, message: st
         )
 
 
-def test_a_family_of_ones_own_is_read_and_verified(
+def test_custom_family_is_read_and_verified(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVAD_FAMILIES", "parrot=parrot:FAMILY")
@@ -164,7 +164,7 @@ def test_a_family_of_ones_own_is_read_and_verified(
     ("name", "message"),
     [("nothing", "must name a class"), ("no.such:Thing", "cannot import"), ("kerple:Missing", "has no 'Missing'")],
 )
-def test_a_wrong_name_is_told(folder: Path, name: str, message: str) -> None:
+def test_wrong_names_are_reported(folder: Path, name: str, message: str) -> None:
     mixer = AttentionConfig(4, position=CustomPositionsConfig(name))
     with pytest.raises(ConfigError, match=message):
         Transformer(ModelConfig(32, 61, 96, StackConfig(1, {"L": LayerConfig(mixer, GatedMLPConfig(48))})))

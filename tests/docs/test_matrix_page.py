@@ -27,7 +27,7 @@ from tests.support.matrix import cells, lives, lives_page, page
 
 RESULTS = json.loads(page.RESULTS.read_text("utf-8"))
 TABLES = ("product", "layouts", "endless", "lives", "shards")
-HINT = f"write it again: {page.AGAIN}"
+HINT = f"measure again: {page.AGAIN}"
 
 
 @pytest.fixture(autouse=True)
@@ -38,47 +38,47 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-def every() -> list[tuple[str, tuple[str, ...]]]:
-    """All that there is to ask."""
-    return [*cells.every(), *lives.every(), *lives.sharded()]
+def all_cells() -> list[tuple[str, tuple[str, ...]]]:
+    """Return all cells that the registries define."""
+    return [*cells.all_cells(), *lives.storage_cells(), *lives.sharded()]
 
 
 def missing() -> list[str]:
-    """Cells that the registries have and the results do not."""
-    return [f"{table}: {cells.key(*cell)}" for table, cell in every() if cells.key(*cell) not in RESULTS[table]]
+    """Return cells in the registries without a result."""
+    return [f"{table}: {cells.key(*cell)}" for table, cell in all_cells() if cells.key(*cell) not in RESULTS[table]]
 
 
-def some(number: int, asked: Iterable[tuple[str, tuple[str, ...]]]) -> list[tuple[str, tuple[str, ...]]]:
-    """So many of those cells that were measured, spread evenly."""
-    measured = [(t, cell) for t, cell in asked if "refused" not in RESULTS[t].get(cells.key(*cell), {})]
+def some(number: int, cells_to_measure: Iterable[tuple[str, tuple[str, ...]]]) -> list[tuple[str, tuple[str, ...]]]:
+    """Return about ``number`` measured cells, spread evenly."""
+    measured = [(t, cell) for t, cell in cells_to_measure if "refused" not in RESULTS[t].get(cells.key(*cell), {})]
     return measured[:: max(1, len(measured) // number)]
 
 
-# ---------------------------------------------------------------- the page is fresh
+# ---------------------------------------------------------------- the page is current
 
 
-def test_the_page_is_what_the_script_writes() -> None:
+def test_page_equals_script_output() -> None:
     assert page.PAGE.read_text("utf-8") == page.page(RESULTS), HINT
 
 
-def test_the_short_form_is_what_the_script_writes() -> None:
+def test_short_table_equals_script_output() -> None:
     text = page.SHORT.read_text("utf-8")
-    assert text == lives_page.placed(text, RESULTS, page._table), HINT
+    assert text == lives_page.with_table(text, RESULTS, page._table), HINT
 
 
-def test_the_results_are_written_as_the_script_writes_them() -> None:
+def test_results_file_equals_script_output() -> None:
     assert page.RESULTS.read_text("utf-8") == page.stored(RESULTS), HINT
 
 
-def test_every_cell_was_asked() -> None:
+def test_every_cell_has_a_result() -> None:
     assert not missing(), HINT
-    known = {(table, cells.key(*cell)) for table, cell in every()}
-    old = [(table, cell) for table in TABLES for cell in RESULTS[table]]
-    assert not set(old) - known, f"of what is gone: {HINT}"
+    expected = {(table, cells.key(*cell)) for table, cell in all_cells()}
+    results = [(table, cell) for table in TABLES for cell in RESULTS[table]]
+    assert not set(results) - expected, f"cells that no longer exist: {HINT}"
 
 
-def test_every_encoding_and_topology_is_a_column() -> None:
-    """One of one's own is proved on docs/contributing/extending.md."""
+def test_every_encoding_and_topology_has_a_column() -> None:
+    """A custom encoding is covered by docs/contributing/extending.md."""
     hints = (
         typing.get_type_hints(cfg.AttentionConfig)["position"],
         typing.get_type_hints(cfg.EmbeddingConfig)["position"],
@@ -89,105 +89,113 @@ def test_every_encoding_and_topology_is_a_column() -> None:
     assert set(SIZED) == set(POLICIES)
 
 
-def test_nothing_measured_is_broken() -> None:
+def test_no_cell_is_broken() -> None:
     for table in TABLES:
-        for cell, said in RESULTS[table].items():
-            assert "refused" in said or said["structure"] <= cells.EXACT, (table, cell, said)
+        for cell, result in RESULTS[table].items():
+            assert "refused" in result or result["structure"] <= cells.EXACT, (table, cell, result)
 
 
-def test_a_refusal_is_still_made_in_these_words() -> None:
-    for table, cell in cells.every():
-        said = RESULTS[table][cells.key(*cell)]
-        if "refused" in said and (table != "product" or cell[0] != "encoder" or cell[3] == "int8"):
-            assert cells.ask(table, cell) == said, HINT
+def test_refusals_are_unchanged() -> None:
+    for table, cell in cells.all_cells():
+        result = RESULTS[table][cells.key(*cell)]
+        if "refused" in result and (table != "product" or cell[0] != "encoder" or cell[3] == "int8"):
+            assert cells.measure_cell(table, cell) == result, HINT
 
 
 @pytest.mark.parametrize(
-    ("table", "cell"), some(24, cells.every()), ids=lambda part: part if isinstance(part, str) else "-".join(part)
+    ("table", "cell"), some(24, cells.all_cells()), ids=lambda part: part if isinstance(part, str) else "-".join(part)
 )
-def test_some_cells_asked_again(table: str, cell: tuple[str, ...]) -> None:
-    before, now = RESULTS[table][cells.key(*cell)], cells.ask(table, cell)
+def test_sampled_cells_measured_again(table: str, cell: tuple[str, ...]) -> None:
+    before, now = RESULTS[table][cells.key(*cell)], cells.measure_cell(table, cell)
     assert now["structure"] <= cells.EXACT
     assert now.get("loss", 0) == pytest.approx(before.get("loss", 0), rel=0.1, abs=1e-12)
 
 
-# ---------------------------------------------------------------- where it lives
+# ---------------------------------------------------------------- storage
 
 
-def test_what_went_that_way_and_what_did_not() -> None:
-    """Where nothing is refused, something really left and came back; but rows under offload are not parked."""
-    stayed = {cell for cell, said in RESULTS["lives"].items() if said.get("moved") == 0}
-    assert all("| offload |" in cell and "parked" in cell for cell in stayed)
-    assert len(stayed) < 20 < sum("moved" in said for said in RESULTS["lives"].values())
+def test_round_trips_transfer_blocks() -> None:
+    """If nothing is refused, blocks were really transferred; sequences under offload are not swapped."""
+    recomputed = {cell for cell, result in RESULTS["lives"].items() if result.get("moved") == 0}
+    assert all("| offload |" in cell and "swapped" in cell for cell in recomputed)
+    assert len(recomputed) < 20 < sum("moved" in result for result in RESULTS["lives"].values())
 
 
-def test_a_refusal_to_leave_is_still_made_in_these_words() -> None:
-    words = {}
-    for _, cell in lives.every():
-        said = RESULTS["lives"][cells.key(*cell)]
-        if "refused" in said:
-            words.setdefault(said["refused"], cell)
-    for refused, cell in words.items():
-        assert lives.ask(cell) == {"refused": refused}, HINT
+def test_refusals_of_round_trips_are_unchanged() -> None:
+    examples = {}
+    for _, cell in lives.storage_cells():
+        result = RESULTS["lives"][cells.key(*cell)]
+        if "refused" in result:
+            examples.setdefault(result["refused"], cell)
+    for refused, cell in examples.items():
+        assert lives.measure_round_trip(cell) == {"refused": refused}, HINT
 
 
-@pytest.mark.parametrize(("table", "cell"), some(16, lives.every()), ids=lambda part: str(part))
-def test_some_ways_asked_again(table: str, cell: tuple[str, ...]) -> None:
-    before, now = RESULTS[table][cells.key(*cell)], lives.ask(cell)
+@pytest.mark.parametrize(("table", "cell"), some(16, lives.storage_cells()), ids=lambda part: str(part))
+def test_sampled_round_trips_measured_again(table: str, cell: tuple[str, ...]) -> None:
+    before, now = RESULTS[table][cells.key(*cell)], lives.measure_round_trip(cell)
     assert now["structure"] <= cells.EXACT
-    assert now.get("judge") == before.get("judge") and bool(now["moved"]) == bool(before["moved"])
+    assert now.get("reference") == before.get("reference") and bool(now["moved"]) == bool(before["moved"])
 
 
-def test_some_meshes_asked_again() -> None:
-    for said in lives.shards([cell for _, cell in some(3, lives.sharded())]).values():
-        assert said["structure"] <= cells.EXACT
+def test_sampled_meshes_measured_again() -> None:
+    for result in lives.shards([cell for _, cell in some(3, lives.sharded())]).values():
+        assert result["structure"] <= cells.EXACT
 
 
-@pytest.mark.parametrize("way", ["parked in RAM", "parked on disk"])
-def test_a_row_that_comes_back_wrong_is_measured_as_broken(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    back = HostCopier.copy_in
+@pytest.mark.parametrize("way", ["swapped to RAM", "swapped to disk"])
+def test_wrong_swap_is_measured_as_broken(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_in = HostCopier.copy_in
     monkeypatch.setattr(
-        HostCopier, "copy_in", lambda self, key, held, copies: back(self, key, held, [each.flip(0) for each in copies])
+        HostCopier,
+        "copy_in",
+        lambda self, key, held, copies: copy_in(self, key, held, [each.flip(0) for each in copies]),
     )
-    assert lives.ask(("decoder", "rope", "full", "int8", way))["structure"] > cells.EXACT
+    assert lives.measure_round_trip(("decoder", "rope", "full", "int8", way))["structure"] > cells.EXACT
 
 
 @pytest.mark.parametrize("way", ["session", "session, other layout"])
-def test_a_session_that_comes_back_wrong_is_measured_as_broken(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_session_is_measured_as_broken(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PendingRestore, "restore", lambda *_: None)
-    assert lives.ask(("decoder", "rope", "full", "float64", way))["structure"] > cells.EXACT
+    assert lives.measure_round_trip(("decoder", "rope", "full", "float64", way))["structure"] > cells.EXACT
 
 
 @pytest.mark.parametrize("way", ["prefix from RAM", "prefix from disk"])
-def test_a_prefix_that_comes_back_wrong_is_measured_as_broken(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_prefix_is_measured_as_broken(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         kv_cache, "copy_blocks_in", lambda _memory, host, loads: [host.take(number) for number, _ in loads]
     )
-    assert lives.ask(("decoder", "rope", "full", "float64", way))["structure"] > cells.EXACT
+    assert lives.measure_round_trip(("decoder", "rope", "full", "float64", way))["structure"] > cells.EXACT
 
 
 @pytest.mark.long(minutes=10)
-def test_every_way_asked_again() -> None:
-    wrong = [cell for _, cell in some(1 << 20, lives.every()) if not lives.ask(cell)["structure"] <= cells.EXACT]
-    assert not wrong
-
-
-@pytest.mark.long(minutes=30)
-def test_every_cell_asked_again() -> None:
+def test_every_round_trip_measured_again() -> None:
     wrong = [
-        cell for table, cell in some(1 << 20, cells.every()) if not cells.ask(table, cell)["structure"] <= cells.EXACT
+        cell
+        for _, cell in some(1 << 20, lives.storage_cells())
+        if not lives.measure_round_trip(cell)["structure"] <= cells.EXACT
     ]
     assert not wrong
 
 
-def test_the_script_runs() -> None:
+@pytest.mark.long(minutes=30)
+def test_every_cell_measured_again() -> None:
+    wrong = [
+        cell
+        for table, cell in some(1 << 20, cells.all_cells())
+        if not cells.measure_cell(table, cell)["structure"] <= cells.EXACT
+    ]
+    assert not wrong
+
+
+def test_script_has_valid_syntax() -> None:
     assert subprocess.run(["bash", "-n", str(page.ROOT / "scripts" / "matrix")], check=False).returncode == 0
 
 
-# ---------------------------------------------------------------- it can say no
+# ---------------------------------------------------------------- the checks can fail
 
 
-def test_a_new_policy_or_format_has_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_policy_or_format_has_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POLICIES, "latest", Window)
     assert any("latest" in cell for cell in missing())
     monkeypatch.delitem(POLICIES, "latest")
@@ -195,7 +203,7 @@ def test_a_new_policy_or_format_has_no_row(monkeypatch: pytest.MonkeyPatch) -> N
     assert any("int3" in cell for cell in missing())
 
 
-def test_a_broken_cell_is_written_as_such() -> None:
+def test_broken_cell_is_shown() -> None:
     results = copy.deepcopy(RESULTS)
     results["product"][cells.key("decoder", "rope", "sinks", "int8")] = {"structure": 0.5, "loss": 1.0}
     results["product"].pop(cells.key("decoder", "alibi", "sinks", "int8"))
@@ -204,15 +212,15 @@ def test_a_broken_cell_is_written_as_such() -> None:
 
 
 @pytest.mark.parametrize("policy", ["full", "sinks"])
-def test_a_cell_of_a_broken_format_is_measured_as_broken(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
-    """A store that forgets the scales of what it copies or reads."""
+def test_broken_format_is_measured_as_broken(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    """Reads return values that are off by 1e-6."""
     read = LayerTensor.read
     monkeypatch.setattr(LayerTensor, "read", lambda self, table, dtype: read(self, table, dtype) * (1 + 1e-6))
-    assert cells.ask("product", ("decoder", "rope", policy, "int8"))["structure"] > cells.EXACT
+    assert cells.measure_cell("product", ("decoder", "rope", policy, "int8"))["structure"] > cells.EXACT
 
 
-def test_the_lines_of_a_bench_become_a_table(tmp_path) -> None:
-    same = {
+def test_benchmark_lines_become_a_table(tmp_path) -> None:
+    common = {
         "model": "runs/m",
         "digest": "d",
         "commit": "c",
@@ -221,17 +229,17 @@ def test_the_lines_of_a_bench_become_a_table(tmp_path) -> None:
         "length": 64,
     }
     task = {"measure": "single", "tasks": 8}
-    half = {"cache": "snapkv", "ratio": 0.5}
+    variant = {"cache": "snapkv", "ratio": 0.5}
     lines = [
-        {**same, **task, "cache": "full", "ratio": 0.0, "depth": 0.0, "recall": 1.0},
-        {**same, **task, "cache": "full", "ratio": 0.0, "depth": 0.0, "recall": 0.5, "length": 128},
-        {**same, **half, "measure": "text", "perplexity_ratio": 1.25, "kl": 0.03},
-        {**same, **half, **task, "depth": 0.5, "recall": 0.75},
-        {**same, **half, **task, "depth": 0.0, "recall": 0.25},
+        {**common, **task, "cache": "full", "ratio": 0.0, "depth": 0.0, "recall": 1.0},
+        {**common, **task, "cache": "full", "ratio": 0.0, "depth": 0.0, "recall": 0.5, "length": 128},
+        {**common, **variant, "measure": "text", "perplexity_ratio": 1.25, "kl": 0.03},
+        {**common, **variant, **task, "depth": 0.5, "recall": 0.75},
+        {**common, **variant, **task, "depth": 0.0, "recall": 0.25},
     ]
     path = tmp_path / "lines.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     text = page.page({**RESULTS, "quality": page.quality(path)})
     assert "| `full` | 0.0% | - | - | 1.00 | - | - |" in text
     assert "| `snapkv` | 50.0% | 3.0e-02 | 1.250 | 0.50 | - | - |" in text
-    assert "Of `m` at c, asked after eviction, evicted after each prompt" in text
+    assert "`m` at c, question after eviction, evicted after each prompt" in text

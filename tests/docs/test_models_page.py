@@ -24,17 +24,17 @@ HINT = f"write it again: {page.AGAIN}"
 
 
 def rows(text: str, heading: str) -> list[list[str]]:
-    """The cells of the table below a heading, without its head."""
+    """Return the cells of the table below a heading, without its head."""
     below = text.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
     lines = [line for line in below.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
 
 
-def test_the_page_is_what_the_script_writes() -> None:
+def test_page_equals_script_output() -> None:
     assert page.PAGE.read_text("utf-8") == page.page(RESULTS), HINT
 
 
-def test_the_results_are_written_as_the_script_writes_them() -> None:
+def test_results_file_equals_script_output() -> None:
     assert page.RESULTS.read_text("utf-8") == page.stored(RESULTS), HINT
 
 
@@ -43,33 +43,33 @@ def test_every_family_has_a_row() -> None:
     assert sorted(families) == sorted(FAMILIES), HINT
 
 
-def test_every_refused_model_type_is_there() -> None:
+def test_every_refused_model_type_is_listed() -> None:
     refused = page.PAGE.read_text("utf-8").split("## Refused models and options", 1)[1]
     assert all(f"- `{model_type}`: " in refused for model_type in UNSUPPORTED), HINT
 
 
 @pytest.mark.parametrize("oracle", checkpoint.ORACLES)
-def test_every_golden_was_asked_and_agrees(oracle: str) -> None:
-    """Outputs, and the file written back; or it is refused."""
+def test_every_golden_file_was_tested(oracle: str) -> None:
+    """Outputs and the exported file agree, or the checkpoint is refused."""
     for case in checkpoint.names(oracle):
-        said = RESULTS.get(case, {}).get(oracle, {})
-        assert "refused" in said or {"outputs", "written"} <= set(said), f"{case} of {oracle}: {HINT}"
-        for check, entry in said.items():
+        result = RESULTS.get(case, {}).get(oracle, {})
+        assert "refused" in result or {"outputs", "written"} <= set(result), f"{case} of {oracle}: {HINT}"
+        for check, entry in result.items():
             assert entry["outcome"] in ("passed", "skipped"), (case, oracle, check, entry)
             assert entry["outcome"] == "passed" or "::test_" in entry["says"], (case, oracle, check, entry)
-        if said.get("outputs", {}).get("outcome") == "passed":
-            assert 0 <= said["outputs"]["largest"] < 1e-3
+        if result.get("outputs", {}).get("outcome") == "passed":
+            assert 0 <= result["outputs"]["largest"] < 1e-3
 
 
-def test_no_result_is_of_a_golden_that_is_gone() -> None:
+def test_results_name_existing_golden_files() -> None:
     for case, each in RESULTS.items():
         assert all(case in checkpoint.names(oracle) for oracle in each), f"{case}: {HINT}"
 
 
-# ---------------------------------------------------------------- the page can say no
+# ---------------------------------------------------------------- the checks can fail
 
 
-def test_a_failure_stands_in_its_row() -> None:
+def test_failures_are_shown() -> None:
     worse = copy.deepcopy(RESULTS)
     worse["gpt2"]["5"]["outputs"] = {"outcome": "failure", "says": "not close"}
     worse["gpt2"]["5"]["greedy"] = {"outcome": "failure", "says": "another token"}
@@ -77,7 +77,7 @@ def test_a_failure_stands_in_its_row() -> None:
     assert sum("fail**" in cell for cell in cells) == 2
 
 
-def test_what_was_not_asked_is_not_claimed() -> None:
+def test_untested_results_are_not_claimed() -> None:
     without = {case: each for case, each in RESULTS.items() if case != "gptj"}
     cells = next(row for row in rows(page.page(without), "Families") if row[0] == "`gptj`")
     assert cells[5:] == ["not run", "not run", "-", "-", "-"]
@@ -87,12 +87,12 @@ def test_what_was_not_asked_is_not_claimed() -> None:
     assert cells[7] == "1 of 2"
 
 
-def test_a_family_without_an_oracle_says_so() -> None:
+def test_family_without_golden_files_is_marked() -> None:
     cells = next(row for row in rows(page.PAGE.read_text("utf-8"), "Families") if row[0] == "`nomic_bert`")
     assert cells[5] == "no reference" and re.fullmatch(r"\de-\d\d", cells[6])
 
 
-def test_reports_of_pytest_are_read() -> None:
+def test_pytest_reports_are_read() -> None:
     report = """<testsuites><testsuite>
         <testcase name="test_outputs_are_theirs[llama-linear-4.57]">
           <properties><property name="largest" value="2.5e-06"/></properties></testcase>
@@ -109,13 +109,13 @@ def test_reports_of_pytest_are_read() -> None:
     }
 
 
-def test_differences_are_recorded(recorded: dict[str, float]) -> None:
-    assert recorded == {"test_far": pytest.approx(0.25), "test_near": pytest.approx(1e-6, rel=0.1)}
+def test_differences_are_recorded(recorded_files: dict[str, float]) -> None:
+    assert recorded_files == {"test_far": pytest.approx(0.25), "test_near": pytest.approx(1e-6, rel=0.1)}
 
 
 @pytest.fixture
-def recorded(tmp_path: Path) -> dict[str, float]:
-    """What the plugin writes of two tests, one of which fails."""
+def recorded_files(tmp_path: Path) -> dict[str, float]:
+    """Return what the plugin writes for two tests, one of which fails."""
     (tmp_path / "test_it.py").write_text(
         "import torch\n"
         "def test_near():\n    torch.testing.assert_close(torch.ones(2), torch.ones(2) + 1e-6)\n"
@@ -125,8 +125,8 @@ def recorded(tmp_path: Path) -> dict[str, float]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.hf_parity.record", "--junitxml=r.xml", "test_it.py"]
     environment = {**os.environ, "PYTHONPATH": str(page.ROOT)}
     subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=120, check=False)
-    found = {}
+    results = {}
     for test in ElementTree.fromstring((tmp_path / "r.xml").read_text()).iter("testcase"):
-        for said in test.iter("property"):
-            found[str(test.get("name"))] = float(str(said.get("value")))
-    return found
+        for result in test.iter("property"):
+            results[str(test.get("name"))] = float(str(result.get("value")))
+    return results

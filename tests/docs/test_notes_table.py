@@ -1,8 +1,8 @@
 """Every pointer in the table of ``docs/reference/notes.md`` resolves, and every section of the notes has a row.
 
-The five notes are not part of this project; ``HEADINGS`` is a transcript of their section headings (notes 001, 002 and
-003 number nothing, or begin again at 1, so the codes are ours).  A section is covered by a row of its own code or of
-one below it.  The inverse tests doctor a copy of the page and see each check object.
+The five notes are not part of this project; ``HEADINGS`` is a transcript of their section headings (notes 001, 002
+and 003 number nothing, or restart at 1, so the codes are ours). A section is covered by a row with its code or one
+below it. Each check is shown to fail on a changed copy of the page.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Row(NamedTuple):
     note: str
     section: str
     number: int
-    says: str
+    claim: str
     implements: str
     shows: str
     verdict: str
@@ -147,20 +147,20 @@ class Row(NamedTuple):
 
 
 def parse(page: str) -> list[Row]:
-    """The rows of the page; a ``|`` within a cell is written ``\\|``."""
+    r"""Return the rows of the page; a ``|`` within a cell is written ``\|``."""
     rows = []
     for line in page.splitlines():
-        if found := ROW.match(line):
+        if results := ROW.match(line):
             cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
             assert len(cells) == 5, f"{len(cells)} cells instead of 5: {line}"
-            note, section, number = found.groups()
+            note, section, number = results.groups()
             rows.append(Row(note, section, int(number), *cells[1:]))
     return rows
 
 
 @cache
 def defined(path: Path) -> frozenset[str]:
-    """Every name that a module defines at its top, and ``Class.name`` for what its classes define."""
+    """Return every name that a module defines at top level, and ``Class.name`` for those in classes."""
 
     def names(body: list[ast.stmt], prefix: str = "") -> set[str]:
         out: set[str] = set()
@@ -179,7 +179,7 @@ def defined(path: Path) -> frozenset[str]:
 
 @cache
 def commands() -> frozenset[str]:
-    """The words that may follow ``kvad``: the keys of the command line's tables, read without importing it."""
+    """Return the words that may follow ``kvad``: the keys of the command line's tables, read without an import."""
     tables = {
         ast.unparse(node.target): node.value
         for node in ast.parse((ROOT / COMMANDS).read_text(encoding="utf-8")).body
@@ -190,8 +190,8 @@ def commands() -> frozenset[str]:
     return frozenset(key.value for key in keys if isinstance(key, ast.Constant))
 
 
-def problem(pointer: str) -> str | None:
-    """What is wrong with one pointer, or ``None``: a command, ``file:Symbol``, ``file::test`` or a plain file."""
+def pointer_error(pointer: str) -> str | None:
+    """Return the error of a pointer, or ``None``: a command, ``file:Symbol``, ``file::test`` or a file."""
     if pointer.startswith("kvad "):
         command = pointer.split()[1]
         return None if command in commands() else f"no command {command!r} in {COMMANDS}"
@@ -212,8 +212,8 @@ def pointers(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-def problems(page: str) -> list[str]:
-    """Every fault of the page, one line each."""
+def page_errors(page: str) -> list[str]:
+    """Return every error of the page, one line each."""
     rows = parse(page)
     out = []
     for row in rows:
@@ -225,7 +225,7 @@ def problems(page: str) -> list[str]:
         if not planned and not pointers(row.shows):
             out.append(f"{row.name}: nothing shows it")
         for pointer in pointers(row.implements) + pointers(row.shows):
-            if why := problem(pointer):
+            if why := pointer_error(pointer):
                 out.append(f"{row.name}: {why}")
     for note, sections in HEADINGS.items():
         covered = [row.section for row in rows if row.note == note]
@@ -247,11 +247,11 @@ def page() -> str:
 
 
 def test_every_pointer_resolves_and_every_section_has_a_row(page: str) -> None:
-    assert problems(page) == []
+    assert page_errors(page) == []
 
 
-def test_every_golden_test_is_pointed_at(page: str) -> None:
-    """A golden test that no statement leads to would be a test of nothing that the notes say."""
+def test_every_golden_test_has_a_pointer(page: str) -> None:
+    """Every golden test is named by at least one row."""
     cited = {pointer for row in parse(page) for pointer in pointers(row.shows)}
     for file in sorted((ROOT / "tests" / "notes").glob("test_*.py")):
         for name in sorted(defined(file)):
@@ -259,22 +259,22 @@ def test_every_golden_test_is_pointed_at(page: str) -> None:
                 assert f"tests/docs/notes/{file.name}::{name}" in cited
 
 
-def test_the_lecture_is_restored_and_marked(page: str) -> None:
+def test_lecture_statements_are_marked(page: str) -> None:
     section = page.partition("## The lecture of note 002, reconstructed")[2]
     assert "reconstruction" in section[:600] and len(section.split()) > 600
 
 
-def doctored(page: str, row: str, cell: str, into: str) -> str:
-    """A copy of the page with ``cell`` of ``row`` (a field of Row) replaced."""
+def changed_page(page: str, row: str, cell: str, into: str) -> str:
+    """Return a copy of the page with ``cell`` of ``row`` (a field of Row) replaced."""
     (line,) = [line for line in page.splitlines() if line.startswith(f"| {row} |")]
-    was = getattr(next(found for found in parse(page) if found.name == row), cell)
+    was = getattr(next(results for results in parse(page) if results.name == row), cell)
     new = into.join(line.rsplit(was, 1))
     assert new != line
     return page.replace(line, new)
 
 
 @pytest.mark.parametrize(
-    ("cell", "into", "complaint"),
+    ("cell", "into", "message"),
     [
         ("implements", "`kvad/nowhere.py:attend`", "no file kvad/nowhere.py"),
         ("implements", "`kvad/errors.py:NoSuchError`", "defines no NoSuchError"),
@@ -285,24 +285,24 @@ def doctored(page: str, row: str, cell: str, into: str) -> str:
         ("shows", "common sense", "nothing shows it"),
         ("verdict", "obvious", "verdict 'obvious'"),
         ("verdict", "planned: some day", "verdict 'planned: some day'"),
-        ("verdict", "planned: tiers", "verdict 'planned: tiers'"),
+        ("verdict", "planned: stores", "verdict 'planned: stores'"),
     ],
 )
-def test_a_broken_cell_is_detected(page: str, cell: str, into: str, complaint: str) -> None:
-    (found,) = problems(doctored(page, "004-4.6-1", cell, into))
-    assert found.startswith("004-4.6-1: ") and complaint in found
+def test_wrong_cell_is_detected(page: str, cell: str, into: str, message: str) -> None:
+    (results,) = page_errors(changed_page(page, "004-4.6-1", cell, into))
+    assert results.startswith("004-4.6-1: ") and message in results
 
 
 @pytest.mark.parametrize(("note", "section"), [("000", "2"), ("002", "14.4"), ("003", "6"), ("004", "4.13")])
-def test_a_missing_section_is_detected(page: str, note: str, section: str) -> None:
+def test_missing_section_is_detected(page: str, note: str, section: str) -> None:
     without = "\n".join(line for line in page.splitlines() if not line.startswith(f"| {note}-{section}-"))
-    (found,) = problems(without)
-    assert found == f"{note} section {section} ({HEADINGS[note][section]}) has no row"
+    (results,) = page_errors(without)
+    assert results == f"{note} section {section} ({HEADINGS[note][section]}) has no row"
 
 
-def test_a_row_of_no_section_and_a_repeated_row_are_detected(page: str) -> None:
+def test_unknown_and_repeated_rows_are_detected(page: str) -> None:
     line = next(line for line in page.splitlines() if line.startswith("| 004-4.6-1 |"))
-    assert "004-4.6-1: twice" in problems(f"{page}\n{line}\n")
-    assert "004-9.9-1: the notes have no such section" in problems(
+    assert "004-4.6-1: twice" in page_errors(f"{page}\n{line}\n")
+    assert "004-9.9-1: the notes have no such section" in page_errors(
         f"{page}\n{line.replace('004-4.6-1', '004-9.9-1')}\n"
     )

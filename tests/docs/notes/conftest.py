@@ -1,4 +1,4 @@
-"""What the golden tests share: kvad's attention on one row, and tiny float64 models with every parameter random."""
+"""Shared fixtures: kvad's attention on one sequence, and tiny float64 models with random parameters."""
 
 from __future__ import annotations
 
@@ -23,35 +23,41 @@ GELU = cfg.PlainMLPConfig(48, "gelu", bias=True)
 
 @pytest.fixture(scope="session")
 def attention() -> Callable[..., AttentionOutput]:
-    """``attention(q [L, H, D], k [S, K, D], v [S, K, Dv])``: one row, positions 0, 1, ... unless they are given."""
+    """Return ``attention(q [L, H, D], k [S, K, D], v [S, K, Dv])``: one sequence, by default at positions 0, 1, ...."""
 
-    def ask(
+    def attend(
         q: Tensor,
         k: Tensor,
         v: Tensor,
         *,
-        reach: AttentionPattern = BIDIRECTIONAL,
+        pattern: AttentionPattern = BIDIRECTIONAL,
         queries: Tensor | None = None,
         keys: Tensor | None = None,
         kernel: Any = "reference",
-        want: bool = True,
+        return_weights: bool = True,
         **score: Any,
     ) -> AttentionOutput:
         queries = torch.arange(len(q)) if queries is None else queries
         keys = torch.arange(len(k)) if keys is None else keys
-        reading = AttentionMask(TokenPositions(queries[None]), TokenPositions(keys[None]), reach)
+        reading = AttentionMask(TokenPositions(queries[None]), TokenPositions(keys[None]), pattern)
         how = AttentionParams(**{"scale": q.shape[-1] ** -0.5, **score})
         done = dot_product_attention(
-            q[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], reading, how, kernel=kernel, return_weights=want
+            q[None],
+            k.transpose(0, 1)[None],
+            v.transpose(0, 1)[None],
+            reading,
+            how,
+            kernel=kernel,
+            return_weights=return_weights,
         )
         return AttentionOutput(*(None if part is None else part[0] for part in done))
 
-    return ask
+    return attend
 
 
 @pytest.fixture(scope="session")
 def build() -> Callable[..., Transformer]:
-    """A tiny model of one kind of layer; keywords are those of the config's Attention, Stack and ModelConfig."""
+    """Return a builder of tiny one-kind models; keywords are those of Attention, Stack and ModelConfig."""
 
     def make(
         *,
@@ -83,7 +89,7 @@ def build() -> Callable[..., Transformer]:
 
 @pytest.fixture(scope="session")
 def step_of() -> Callable[..., ModelInput]:
-    """The step of one row that is new from end to end, for Fresh."""
+    """Return a builder of the ModelInput of one sequence without a cache."""
 
     def make(tokens: Tensor, positions: Tensor | None = None) -> ModelInput:
         n = len(tokens)
@@ -95,11 +101,11 @@ def step_of() -> Callable[..., ModelInput]:
 
 @pytest.fixture(scope="session")
 def hidden(step_of: Callable[..., ModelInput]) -> Callable[..., Tensor]:
-    """``hidden(model, tokens)`` [T, E] of one row, uncached unless a memory is given."""
+    """Return ``hidden(model, tokens)`` [T, E] of one sequence, uncached unless a KVCache is given."""
 
     @torch.inference_mode()
-    def run(model: Transformer, tokens: Tensor, memory: CacheProtocol | None = None) -> Tensor:
-        out: Tensor = model(step_of(tokens), memory or NoCache(model.config))
+    def run(model: Transformer, tokens: Tensor, kv_cache: CacheProtocol | None = None) -> Tensor:
+        out: Tensor = model(step_of(tokens), kv_cache or NoCache(model.config))
         return out
 
     return run

@@ -1,4 +1,4 @@
-"""What notes 000, 001 and 004 say about the cache itself, on kvad's Memory with tables placed by hand."""
+"""Statements of notes 000, 001 and 004 on the cache, tested with a KVCache and hand-made block tables."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ ENCODINGS: dict[str, dict[str, Any]] = {
 RELATIVE = ["rope", "alibi", "t5"]
 
 
-class Streams:
-    """Rows of one Memory with a cursor each; row r owns its blocks for life, so that there is nothing to decide."""
+class HandMadeStreams:
+    """Sequences of one KVCache with a cursor each; every sequence owns its blocks, so there is nothing to allocate."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class Streams:
         capacity: int = 16,
         layout: Any = "contiguous",
         dtype: str = "float64",
-        **memory: Any,
+        **kv_cache: Any,
     ) -> None:
         config = CacheConfig(layout=layout, max_num_seqs=rows, max_seq_len=capacity, block_size=4, dtype=dtype)
         self.groups = build_groups(attention_specs(model.config), config)
-        self.memory = KVCache(self.groups, **memory)
+        self.kv_cache = KVCache(self.groups, **kv_cache)
         self.model, self.cursor = model, [0] * rows
 
     def blocks(self, group: CacheGroup, row: int) -> list[int]:
@@ -65,10 +65,12 @@ class Streams:
         return [blocks[p // size] * size + p % size for p in positions]
 
     @torch.inference_mode()
-    def feed(self, new: dict[int, Tensor], shift: int = 0) -> list[Tensor]:
-        """New tokens of some rows in one step, a lane per row -> the hidden states [L, E] of each."""
+    def compute(self, new: dict[int, Tensor], shift: int = 0) -> list[Tensor]:
+        """Compute new tokens of some sequences in one step, a sub-batch each; return the hidden states [L, E] of
+        each.
+        """
         spans = {row: range(self.cursor[row], self.cursor[row] + len(tokens)) for row, tokens in new.items()}
-        lanes = tuple(SubBatch(1, len(span), span.stop) for span in spans.values())
+        sub_batches = tuple(SubBatch(1, len(span), span.stop) for span in spans.values())
         places = []
         for group in self.groups:
             slots = [slot for row, span in spans.items() for slot in self.slots(group, row, span)]
@@ -76,8 +78,8 @@ class Streams:
             places.append(SlotMapping(torch.tensor(slots), tables))
         positions = torch.tensor([p + shift for span in spans.values() for p in span])
         tokens = torch.cat(list(new.values()))
-        step = ModelInput(tokens, positions, lanes, torch.arange(len(tokens)), slot_mappings=tuple(places))
-        out: Tensor = self.model(step, self.memory)
+        step = ModelInput(tokens, positions, sub_batches, torch.arange(len(tokens)), slot_mappings=tuple(places))
+        out: Tensor = self.model(step, self.kv_cache)
         for row, span in spans.items():
             self.cursor[row] = span.stop
         return list(out.split([len(tokens) for tokens in new.values()]))
@@ -89,14 +91,14 @@ def last(seen: list[AttentionTrace], layer: int) -> AttentionTrace:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_cache_of_note_001_steps_1_to_5(layout: str, build: Build, hidden: Hidden) -> None:
-    """001, Key-Value Cache: q, k, v of the new token; K_full = [K_prev; K_new]; attend; store: the same as without."""
+    """001, Key-Value Cache: q, k, v of the new token; K_full = [K_prev; K_new]; attend; store: equal to uncached."""
     model, seen = build(position=cfg.RopeConfig()), list[AttentionTrace]()
-    stream = Streams(model, layout=layout, attention_hook=seen.append)
-    uncached, (got,) = hidden(model, TOKENS), stream.feed({0: TOKENS[:3]})
+    stream = HandMadeStreams(model, layout=layout, attention_hook=seen.append)
+    uncached, (got,) = hidden(model, TOKENS), stream.compute({0: TOKENS[:3]})
     torch.testing.assert_close(got, uncached[:3], rtol=0, atol=1e-12)
     for t in range(3, len(TOKENS)):
         before = last(seen, 1)
-        (got,) = stream.feed({0: TOKENS[t : t + 1]})
+        (got,) = stream.compute({0: TOKENS[t : t + 1]})
         torch.testing.assert_close(got, uncached[t : t + 1], rtol=0, atol=1e-12)
         now = last(seen, 1)
         order = now.positions[0].argsort()[-(t + 1) :]  # empty slots are at -1
@@ -112,13 +114,13 @@ def test_the_cache_of_note_001_steps_1_to_5(layout: str, build: Build, hidden: H
 
 
 def test_past_keys_and_values_are_unchanged_by_appended_tokens(build: Build) -> None:
-    """000 section 1.3, 004 sections 4.2 and 4.13: under a causal mask k, v of the past do not change, bit for bit."""
+    """000 section 1.3, 004 sections 4.2 and 4.13: under a causal mask past k, v keep the same bits."""
     model = build(position=cfg.RopeConfig())
-    stream = Streams(model)
-    stream.feed({0: TOKENS[:5]})
-    kept = [store.data.clone() for store in (*stream.memory.keys, *stream.memory.values)]
-    stream.feed({0: TOKENS[5:]})
-    for before, store in zip(kept, (*stream.memory.keys, *stream.memory.values), strict=True):
+    stream = HandMadeStreams(model)
+    stream.compute({0: TOKENS[:5]})
+    first_values = [store.data.clone() for store in (*stream.kv_cache.keys, *stream.kv_cache.values)]
+    stream.compute({0: TOKENS[5:]})
+    for before, store in zip(first_values, (*stream.kv_cache.keys, *stream.kv_cache.values), strict=True):
         after = store.data
         assert torch.equal(before[RESERVED_BLOCKS, :, :5], after[RESERVED_BLOCKS, :, :5])
         assert bool((before[RESERVED_BLOCKS, :, 5:8] == 0).all()) and bool((after[RESERVED_BLOCKS, :, 5:8] != 0).all())
@@ -127,7 +129,7 @@ def test_past_keys_and_values_are_unchanged_by_appended_tokens(build: Build) -> 
 
 @torch.inference_mode()
 def past(model: Transformer, tokens: Tensor) -> list[list[float]]:
-    """k and v of the first five tokens in every layer, computed anew."""
+    """Return k and v of the first five tokens in every layer, recomputed."""
     seen, n = list[AttentionTrace](), len(tokens)
     step = ModelInput(tokens, torch.arange(n), (SubBatch(1, n, n),), torch.arange(n))
     model(step, NoCache(model.config, attention_hook=seen.append))
@@ -135,23 +137,23 @@ def past(model: Transformer, tokens: Tensor) -> list[list[float]]:
 
 
 def test_appended_tokens_change_the_past_of_a_bidirectional_stack(build: Build) -> None:
-    """004 section 4.13: so an encoder has nothing to append to, and kvad refuses to cache it."""
+    """004 section 4.13: an encoder cannot append tokens, so kvad refuses to cache it."""
     model = build(position=cfg.RopeConfig(), causal=False)
     one, other = past(model, TOKENS), past(model, torch.cat([TOKENS[:5], torch.tensor([1, 2, 4])]))
-    assert one[:2] == other[:2]  # the first layer's come from the embeddings alone
+    assert one[:2] == other[:2]  # the first layer's depend on the embeddings only
     assert all(np.abs(np.subtract(a, b)).max() > 1e-3 for a, b in zip(one[2:], other[2:], strict=True))
     with pytest.raises(ConfigError, match="bidirectional"):
         build_groups(attention_specs(model.config), CacheConfig(max_seq_len=8))
 
 
-def test_the_sum_reaches_the_new_token(build: Build) -> None:
-    """004 section 4.6 sums over 1..T for the query T+1: its own key and value are left out, and T = 0 has no sum."""
+def test_sum_includes_the_new_token(build: Build) -> None:
+    """004 section 4.6 sums over 1..T for the query T+1: its own key and value are missing, and T = 0 has no sum."""
     seen = list[AttentionTrace]()
-    stream = Streams(build(layers=1), attention_hook=seen.append)
-    stream.feed({0: TOKENS[:1]})
+    stream = HandMadeStreams(build(layers=1), attention_hook=seen.append)
+    stream.compute({0: TOKENS[:1]})
     torch.testing.assert_close(seen[0].out[0, 0], seen[0].v[0, :, 0].repeat_interleave(2, dim=0), rtol=0, atol=1e-12)
-    stream.feed({0: TOKENS[1:6]})
-    stream.feed({0: TOKENS[6:7]})
+    stream.compute({0: TOKENS[1:6]})
+    stream.compute({0: TOKENS[6:7]})
     now = seen[-1]
     q, k, v = now.q[0, 0, 0].numpy(), now.k[0, 0].numpy(), now.v[0, 0].numpy()
     sums = {}
@@ -164,14 +166,14 @@ def test_the_sum_reaches_the_new_token(build: Build) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_streams_in_one_batch_equal_their_solo_runs(layout: str, build: Build, hidden: Hidden) -> None:
-    """004 sections 4.5, 4.8, 4.18: a cursor per stream (a scalar would not do); nobody sees a neighbour."""
+    """004 sections 4.5, 4.8, 4.18: one cursor per stream (a scalar is not enough); streams are independent."""
     model = build(position=cfg.RopeConfig())
     texts = [TOKENS, TOKENS.flip(0)[:4], TOKENS[2:7]]
-    streams = Streams(model, rows=3, layout=layout)
+    streams = HandMadeStreams(model, rows=3, layout=layout)
     got: list[list[Tensor]] = [[], [], []]
-    for lengths in ([3, 1, 0], [1, 2, 4], [4, 1, 1]):  # ragged prompts, then chunks and single tokens side by side
+    for lengths in ([3, 1, 0], [1, 2, 4], [4, 1, 1]):  # prompts of different lengths, then chunks next to single tokens
         new = {r: texts[r][streams.cursor[r] :][:n] for r, n in enumerate(lengths) if n}
-        for row, part in zip(new, streams.feed(new), strict=True):
+        for row, part in zip(new, streams.compute(new), strict=True):
             got[row].append(part)
     assert streams.cursor == [8, 4, 5]
     for text, parts in zip(texts, got, strict=True):
@@ -180,33 +182,33 @@ def test_streams_in_one_batch_equal_their_solo_runs(layout: str, build: Build, h
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_streams_of_100_and_50_with_nan_in_the_upper_50(layout: str, build: Build, hidden: Hidden) -> None:
-    """004 section 4.9, in a cache: room for 100 each, B has 50; what its upper 50 slots hold reaches nobody."""
+    """004 section 4.9, in a cache: room for 100 each, B has 50; the contents of its upper 50 slots do not matter."""
     model, text = build(position=cfg.RopeConfig()), torch.arange(101) % 32
-    streams = Streams(model, rows=2, capacity=101, layout=layout)
-    streams.feed({0: text[:100], 1: text[:50]})
+    streams = HandMadeStreams(model, rows=2, capacity=101, layout=layout)
+    streams.compute({0: text[:100], 1: text[:50]})
     for number, group in enumerate(streams.groups):
         for slot in streams.slots(group, 1, range(50, 101)):
-            for store in (*streams.memory.keys, *streams.memory.values):
+            for store in (*streams.kv_cache.keys, *streams.kv_cache.values):
                 store.data[slot // group.block_size, :, slot % group.block_size] = math.nan
-            assert int(streams.memory.positions[number].flatten()[slot]) == -1
-    a, b = streams.feed({0: text[100:101], 1: text[50:51]})
+            assert int(streams.kv_cache.positions[number].flatten()[slot]) == -1
+    a, b = streams.compute({0: text[100:101], 1: text[50:51]})
     torch.testing.assert_close(a, hidden(model, text)[100:], rtol=0, atol=1e-12)
     torch.testing.assert_close(b, hidden(model, text[:51])[50:], rtol=0, atol=1e-12)
 
 
-def test_a_block_that_changes_hands_is_cleared(build: Build, hidden: Hidden) -> None:
-    """004 section 4.18, "attends to tokens from other streams": the seat's next owner does, unless it is cleared."""
+def test_block_with_a_new_owner_is_cleared(build: Build, hidden: Hidden) -> None:
+    """004 section 4.18, "attends to tokens from other streams": a new owner of blocks does, unless they are cleared."""
     model, fresh = build(position=cfg.RopeConfig()), TOKENS[4:]
     after = {}
     for cleared in (True, False):
-        stream = Streams(model, layout="paged")
-        stream.feed({0: torch.flip(TOKENS, [0])})
+        stream = HandMadeStreams(model, layout="paged")
+        stream.compute({0: torch.flip(TOKENS, [0])})
         stream.cursor[0] = 0
         if cleared:
             blocks = tuple(stream.blocks(stream.groups[0], 0))
-            stream.memory.apply(BlockOps(clear=(blocks,), copy=((),)))
-        stream.feed({0: fresh[:2]}, shift=6)  # later positions: what lies there is of the past, and visible
-        (after[cleared],) = stream.feed({0: fresh[2:]}, shift=6)
+            stream.kv_cache.apply(BlockOps(clear=(blocks,), copy=((),)))
+        stream.compute({0: fresh[:2]}, shift=6)  # later positions: stale keys are in the past and visible
+        (after[cleared],) = stream.compute({0: fresh[2:]}, shift=6)
     torch.testing.assert_close(after[True], hidden(model, fresh)[2:], rtol=0, atol=1e-6)
     assert float((after[True] - after[False]).abs().max()) > 1e-2
 
@@ -215,36 +217,36 @@ def test_a_block_that_changes_hands_is_cleared(build: Build, hidden: Hidden) -> 
 def test_every_encoding_works_with_the_cache(encoding: str, build: Build, hidden: Hidden) -> None:
     """004 section 4.10: learned, sinusoidal, rotary, ALiBi and T5, token by token."""
     model = build(**ENCODINGS[encoding])
-    stream = Streams(model, layout="paged")
-    got = torch.cat([stream.feed({0: token[None]})[0] for token in TOKENS])
+    stream = HandMadeStreams(model, layout="paged")
+    got = torch.cat([stream.compute({0: token[None]})[0] for token in TOKENS])
     torch.testing.assert_close(got, hidden(model, TOKENS), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_relative_encodings_see_offsets_only(encoding: str, build: Build, hidden: Hidden) -> None:
-    """004 section 4.10: a wrong offset in k, v is fatal to absolute encodings; relative ones see i - j only."""
+    """004 section 4.10: a wrong offset in k, v breaks absolute encodings; relative ones see i - j only."""
     model = build(**ENCODINGS[encoding])
-    stream = Streams(model)
-    stream.feed({0: TOKENS[:5]}, shift=40)
-    (got,) = stream.feed({0: TOKENS[5:]}, shift=40)
+    stream = HandMadeStreams(model)
+    stream.compute({0: TOKENS[:5]}, shift=40)
+    (got,) = stream.compute({0: TOKENS[5:]}, shift=40)
     off = float((got - hidden(model, TOKENS)[5:]).abs().max())
     assert off < 1e-4 if encoding in RELATIVE else off > 1e-2
-    (got,) = Streams(model).feed({0: TOKENS[:5]}, shift=3)
+    (got,) = HandMadeStreams(model).compute({0: TOKENS[:5]}, shift=3)
     assert (float((got - hidden(model, TOKENS)[:5]).abs().max()) < 1e-4) == (encoding in RELATIVE)
 
 
 @torch.inference_mode()
 def test_keys_are_stored_rotated(build: Build, step_of: Callable[..., ModelInput]) -> None:
-    """004 sections 4.10 and 4.20: slot j holds R_j k_j, so reading costs no rotation; ALiBi's keys lie as they are."""
+    """004 sections 4.10 and 4.20: slot j stores R_j k_j, so reading needs no rotation; ALiBi's keys are unchanged."""
     for position in (cfg.RopeConfig(), cfg.AlibiConfig()):
         model, step = build(position=position), step_of(TOKENS)
-        stream = Streams(model)
-        stream.feed({0: TOKENS})
+        stream = HandMadeStreams(model)
+        stream.compute({0: TOKENS})
         layer, rotary = model.decoder.layers[0], model.decoder.position_encoding("L", step)
         _, k, v = layer.attention.project(layer.norm1(model.embedding(TOKENS, step.positions)))
         stored = [
             stores[0].data[RESERVED_BLOCKS, :, :8].transpose(0, 1)
-            for stores in (stream.memory.keys, stream.memory.values)
+            for stores in (stream.kv_cache.keys, stream.kv_cache.values)
         ]
         expected = RotaryCache(step.positions).rotate(k, rotary) if isinstance(position, cfg.RopeConfig) else k
         torch.testing.assert_close(stored[0], expected, rtol=0, atol=1e-12)
@@ -253,28 +255,28 @@ def test_keys_are_stored_rotated(build: Build, step_of: Callable[..., ModelInput
 
 
 def test_each_layer_needs_its_own_keys_and_values(build: Build, hidden: Hidden) -> None:
-    """004 section 4.12: K of a layer comes from that layer's input; with another layer's the output is wrong."""
+    """004 section 4.12: K of a layer comes from that layer's input; with another layer's K the output is wrong."""
     model = build(position=cfg.RopeConfig())
-    stream = Streams(model)
-    stream.feed({0: TOKENS[:7]})
-    keys = [store.data for store in stream.memory.keys]
+    stream = HandMadeStreams(model)
+    stream.compute({0: TOKENS[:7]})
+    keys = [store.data for store in stream.kv_cache.keys]
     assert float((keys[0][RESERVED_BLOCKS, :, :7] - keys[1][RESERVED_BLOCKS, :, :7]).abs().max()) > 0.1
     keys[0][:], keys[1][:] = keys[1].clone(), keys[0].clone()
-    (got,) = stream.feed({0: TOKENS[7:]})
+    (got,) = stream.compute({0: TOKENS[7:]})
     assert float((got - hidden(model, TOKENS)[7:]).abs().max()) > 1e-2
 
 
-def test_a_cache_takes_no_part_in_training(build: Build) -> None:
-    """004 section 4.13: gradients need the forward pass; a Memory refuses to stand in its way in silence."""
+def test_cache_refuses_gradients(build: Build) -> None:
+    """004 section 4.13: gradients need the forward pass; a KVCache raises an error instead of dropping them."""
     model = build()
-    stream = Streams(model)
-    feed = Streams.feed.__wrapped__  # without inference_mode
+    stream = HandMadeStreams(model)
+    compute = HandMadeStreams.compute.__wrapped__  # without inference_mode
     with pytest.raises(CacheError, match="gradient"):
-        feed(stream, {0: TOKENS})
+        compute(stream, {0: TOKENS})
 
 
-def test_a_separator_does_not_isolate_documents(build: Build) -> None:
-    """004 section 1.3 adds ``<|endofdoc|>`` "to avoid accidental context bleed": only the mask does."""
+def test_separator_does_not_isolate_documents(build: Build) -> None:
+    """004 section 1.3 adds ``<|endofdoc|>`` "to avoid accidental context bleed": only the mask prevents it."""
     model, separator = build(position=cfg.RopeConfig()), 0
     second, documents = [separator, 7, 8, 9], torch.tensor([0] * 4 + [1] * 4)
 
@@ -288,29 +290,29 @@ def test_a_separator_does_not_isolate_documents(build: Build) -> None:
     bleed = (states([1, 2, 3], None) - states([4, 5, 6], None)).abs().max()
     isolated = (states([1, 2, 3], documents) - states([4, 5, 6], documents)).abs().max()
     assert float(bleed) > 1e-2 and float(isolated) == 0
-    torch.testing.assert_close(  # relative positions: as if the second document stood alone
-        states([1, 2, 3], documents), Streams(model).feed({0: torch.tensor(second)})[0], rtol=0, atol=1e-5
+    torch.testing.assert_close(  # relative positions: like the second document alone
+        states([1, 2, 3], documents), HandMadeStreams(model).compute({0: torch.tensor(second)})[0], rtol=0, atol=1e-5
     )
 
 
-def test_the_payload_of_section_4_17() -> None:
+def test_payload_of_section_4_17() -> None:
     """004 section 4.17: 24 layers, 32 heads of 64, 8,192 tokens in float32: 3,221,225,472 bytes, not "about 4 GB"."""
     specs = [AttentionSpec(causal=True, window=None, num_kv_heads=32, head_dim=64, value_dim=64)] * 24
     for dtype, payload in (("float32", 3_221_225_472), ("bfloat16", 1_610_612_736), ("float16", 1_610_612_736)):
         config = CacheConfig(max_num_seqs=1, max_seq_len=8192, dtype=dtype)
         (group,) = build_groups(specs, config)
-        found = group_bytes(group)
-        assert found.per_token_payload * 8192 == payload
-        assert found.payload == payload * group.num_blocks * 16 // 8192  # and two reserved blocks of 16 slots
+        size = group_bytes(group)
+        assert size.per_token_payload * 8192 == payload
+        assert size.payload == payload * group.num_blocks * 16 // 8192  # and two reserved blocks of 16 slots
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 1e-2), ("bfloat16", 1e-1)])
 def test_half_precision_halves_the_payload(dtype: str, tolerance: float, build: Build, hidden: Hidden) -> None:
-    """004 sections 4.11, 4.17, 4.20: stored in 16 bits, computed wider."""
+    """004 sections 4.11, 4.17, 4.20: stored in 16 bits, computed in a wider type."""
     model = build(position=cfg.RopeConfig()).float()
-    full, half = Streams(model, dtype="float32"), Streams(model, dtype=dtype)
-    assert half.memory.payload_bytes() * 2 == full.memory.payload_bytes()
-    (got,) = half.feed({0: TOKENS})
+    full, half = HandMadeStreams(model, dtype="float32"), HandMadeStreams(model, dtype=dtype)
+    assert half.kv_cache.payload_bytes() * 2 == full.kv_cache.payload_bytes()
+    (got,) = half.compute({0: TOKENS})
     assert got.dtype == torch.float32
     error = float((got - hidden(model, TOKENS)).abs().max())
     assert 0 < error < tolerance

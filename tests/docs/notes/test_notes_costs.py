@@ -1,4 +1,4 @@
-"""What caching costs and saves (004 sections 3.1, 3.2, 4.3, 4.7; 003): counted in products, not clocked."""
+"""Costs and savings of caching (004 sections 3.1, 3.2, 4.3, 4.7; 003), counted in products instead of time."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Build = Callable[..., Transformer]
 
 
 def counted(run: Callable[[], None]) -> tuple[int, int]:
-    """FLOPs of (projections and MLP, attention): products of [T, ...] with weights, and of q, k, v with each other."""
+    """Return FLOPs of (projections and MLP, attention): products with weights, and of q, k, v with each other."""
     with torch.inference_mode(), FlopCounterMode(display=False) as counter:
         run()
-    found = {str(op).rpartition(".")[2]: n for op, n in counter.get_flop_counts()["Global"].items()}
-    assert set(found) <= {"mm", "addmm", "bmm"}
-    return found.get("mm", 0) + found["addmm"], found["bmm"]
+    flops_by_kind = {str(op).rpartition(".")[2]: n for op, n in counter.get_flop_counts()["Global"].items()}
+    assert set(flops_by_kind) <= {"mm", "addmm", "bmm"}
+    return flops_by_kind.get("mm", 0) + flops_by_kind["addmm"], flops_by_kind["bmm"]
 
 
 def uncached(model: Transformer, lengths: range) -> Callable[[], None]:
@@ -41,10 +41,10 @@ def uncached(model: Transformer, lengths: range) -> Callable[[], None]:
 
 
 def cached(model: Transformer, n: int) -> Callable[[], None]:
-    placed = build_groups(
+    groups = build_groups(
         attention_specs(model.config), CacheConfig(layout="contiguous", max_num_seqs=1, max_seq_len=n, dtype="float64")
     )
-    memory = KVCache(placed, kernel="reference")
+    memory = KVCache(groups, kernel="reference")
 
     def run() -> None:
         for t in range(n):
@@ -56,7 +56,7 @@ def cached(model: Transformer, n: int) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("n", [8, 32])
-def test_what_recomputation_costs(n: int, build: Build) -> None:
+def test_cost_of_recomputation(n: int, build: Build) -> None:
     """004 section 4.7 calls it "a larger constant factor": it grows with N, 2N/3 in attention, N/2 in projections."""
     model = build(position=RopeConfig())
     every_time, once = counted(uncached(model, range(1, n + 1))), counted(cached(model, n))
@@ -66,12 +66,12 @@ def test_what_recomputation_costs(n: int, build: Build) -> None:
     about = closed_form_flops(n)
     assert about.projections == pytest.approx(projections, rel=1 / n)
     assert about.attention == pytest.approx(attention, rel=1 / n)
-    said = [(cost.projections, cost.attention) for cost in generation_cost(model.config, prompt=1, new=n)]
-    assert said == [once, every_time]  # what `kvad bench cache` prints
+    printed = [(cost.projections, cost.attention) for cost in generation_cost(model.config, prompt=1, new=n)]
+    assert printed == [once, every_time]  # `kvad bench cache` prints these
 
 
-def test_what_a_step_costs(build: Build) -> None:
-    """004 section 4.7: with the cache a step costs O(d^2) in projections, whatever T, and O(T d) in attention."""
+def test_cost_of_a_step(build: Build) -> None:
+    """004 section 4.7: with the cache a step costs O(d^2) in projections for every T, and O(T d) in attention."""
     model = build(position=RopeConfig())
     per_step = [
         [b - a for a, b in zip(counted(cached(model, t)), counted(cached(model, t + 1)), strict=True)]
@@ -85,11 +85,11 @@ def test_what_a_step_costs(build: Build) -> None:
 
 
 def test_doubling_the_length_quadruples_the_products_but_not_the_memory(build: Build) -> None:
-    """004 section 3.1: the number of products, yes; the scores are made in blocks of queries, so memory stays."""
+    """004 section 3.1: the number of products does; the scores are computed in query blocks, so memory does not."""
     model = build(position=RopeConfig())
     (_, one), (_, two) = (counted(uncached(model, range(n, n + 1))) for n in (32, 64))
     assert two == 4 * one
     for n in (1 << 14, 1 << 15, 1 << 16):
-        mark = TokenPositions(torch.arange(n)[None])
-        queries = AttentionMask(mark, mark, AttentionPattern()).max_queries_per_block(heads=8, scores=True)
+        positions = TokenPositions(torch.arange(n)[None])
+        queries = AttentionMask(positions, positions, AttentionPattern()).max_queries_per_block(heads=8, scores=True)
         assert 1 <= queries < n and queries * n * 8 <= SCORE_BUDGET

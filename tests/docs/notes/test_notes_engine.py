@@ -1,4 +1,4 @@
-"""What the notes say about generation, streams and reuse (001, 002, 004 sections 3.3, 4.8), through kvad's engine."""
+"""Statements of the notes on generation, streams and reuse (001, 002, 004 sections 3.3, 4.8), tested on the engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tokens_of(pieces: list[StreamChunk]) -> list[int]:
 
 
 def greedy(model: Transformer, hidden: Hidden, prompt: list[int], count: int) -> list[int]:
-    """001, Key-Value Cache: concatenate the new token, run it all again."""
+    """001, Key-Value Cache: append the new token and recompute everything."""
     text = list(prompt)
     for _ in range(count):
         states = hidden(model, torch.tensor(text))
@@ -50,8 +50,8 @@ def greedy(model: Transformer, hidden: Hidden, prompt: list[int], count: int) ->
     return text[len(prompt) :]
 
 
-def test_a_prefix_is_reused_by_any_row_and_only_a_prefix(build: Build, hidden: Hidden) -> None:
-    """001: "IFF the whole input is the same except for the last part": the longest equal prefix, by whichever row."""
+def test_only_prefixes_are_reused(build: Build, hidden: Hidden) -> None:
+    """001: "IFF the whole input is the same except for the last part": the longest equal prefix of any sequence."""
     model = build(position=cfg.RopeConfig())
     engine, shared = engine_of(model), list(range(1, 13))
     prompts = [[*shared, 13, 14], [*shared, 20, 21, 22, 23, 24, 25], [*shared[:6], 30, *shared[7:]], [31, *shared]]
@@ -60,11 +60,11 @@ def test_a_prefix_is_reused_by_any_row_and_only_a_prefix(build: Build, hidden: H
         request = engine.add_request(prompt, GREEDY)
         assert tokens_of(run(engine, request)[request]) == greedy(model, hidden, prompt, 6)
         cached.append(engine.metrics(request).num_cached_tokens)
-    assert cached == [0, 12, 4, 0]  # blocks of 4: whole ones up to the first difference; a shifted text shares nothing
+    assert cached == [0, 12, 4, 0]  # blocks of 4: full ones up to the first difference; a shifted text shares nothing
 
 
 def test_generation_ends_at_the_stop_token(build: Build, hidden: Hidden) -> None:
-    """001, Input & Output; 002, the decoder: until END; without one, until the limit; the reason says which."""
+    """001, Input & Output; 002, the decoder: until END, or without one until the limit; the finish reason names it."""
     model = build(position=cfg.RopeConfig())
     expected = greedy(model, hidden, [1, 2, 3], 6)
     stop = expected[3]
@@ -77,8 +77,8 @@ def test_generation_ends_at_the_stop_token(build: Build, hidden: Hidden) -> None
     assert tokens_of(pieces) == expected and pieces[-1].finish_reason == "length"
 
 
-def test_an_empty_prompt_opens_with_the_document_token(build: Build) -> None:
-    """000 section 1.3: generation may begin with a start token alone; 002: the first input is BOS."""
+def test_empty_prompt_begins_with_the_document_token(build: Build) -> None:
+    """000 section 1.3: generation may begin with only a start token; 002: the first input is BOS."""
     tokenizer, cache = ByteTokenizer(), CacheConfig(max_seq_len=64, max_num_seqs=1, dtype="float64")
     opening = tokenizer.special_tokens.separator
     assert opening is not None
@@ -89,8 +89,8 @@ def test_an_empty_prompt_opens_with_the_document_token(build: Build) -> None:
         llm.generate([])
 
 
-def test_an_unknown_word_becomes_unk(capsys: pytest.CaptureFixture[str]) -> None:
-    """002: a word outside the vocabulary is UNK; said on stderr, or an error that names the word."""
+def test_unknown_word_becomes_unk(capsys: pytest.CaptureFixture[str]) -> None:
+    """002: a word outside the vocabulary is UNK, with a note on stderr, or an error that names the word."""
     tokenizer = WordTokenizer(["a", "kid"])
     a, unk, kid = tokenizer.encode("a golem kid")
     assert unk == tokenizer.special_tokens.unk and len({a, unk, kid}) == 3
@@ -99,8 +99,8 @@ def test_an_unknown_word_becomes_unk(capsys: pytest.CaptureFixture[str]) -> None
         WordTokenizer(["a", "kid"], on_unknown="error").encode("a golem kid")
 
 
-def test_the_context_window_is_a_limit_that_is_said(build: Build) -> None:
-    """001, Input & Output: n reaches up to the context window; beyond it, an error with both numbers, never a cut."""
+def test_context_window_error_has_both_numbers(build: Build) -> None:
+    """001, Input & Output: n is at most the context window; beyond it an error has both numbers, nothing is cut."""
     engine = engine_of(build(limit=20), max_seq_len=20)
     request = engine.add_request(list(range(1, 18)), SamplingParams(temperature=0, ignore_eos=True))
     assert len(tokens_of(run(engine, request)[request])) == 3
@@ -108,8 +108,8 @@ def test_the_context_window_is_a_limit_that_is_said(build: Build) -> None:
         engine.add_request([1] * 21, GREEDY)
 
 
-def test_streams_that_end_early_give_their_blocks_back(build: Build, hidden: Hidden) -> None:
-    """004 section 4.8: no mask has to be kept for a stream that has ended; the others go on as if it never was."""
+def test_ended_streams_free_their_blocks(build: Build, hidden: Hidden) -> None:
+    """004 section 4.8: no mask is needed for an ended stream; the others continue unchanged."""
     model = build(position=cfg.RopeConfig())
     engine = engine_of(model, enable_prefix_caching=False)
     (pool,) = engine.kv_cache_manager.pools
@@ -123,22 +123,22 @@ def test_streams_that_end_early_give_their_blocks_back(build: Build, hidden: Hid
     assert pool.num_free == pool.total
 
 
-def test_a_long_row_does_not_lengthen_the_reads_of_short_ones(build: Build) -> None:
-    """004 section 4.8: group streams by length; a lane reads what its own rows need."""
+def test_long_sequence_does_not_lengthen_other_reads(build: Build) -> None:
+    """004 section 4.8: group streams by length; a sub-batch reads what its sequences need."""
     engine = engine_of(build(limit=1024), max_seq_len=1024, prefill_chunk_size=1024)
     for prompt in ([1] * 900, [2] * 5, [3] * 6, [4] * 7):
         engine.add_request(prompt, GREEDY)
     engine.step()
     plan = engine.scheduler.schedule()
     assert plan is not None
-    reads = sorted((lane.num_seqs, lane.num_read_slots) for lane in plan.sub_batches)
+    reads = sorted((sub_batch.num_seqs, sub_batch.num_read_slots) for sub_batch in plan.sub_batches)
     assert [rows for rows, _ in reads] == [1, 3]
     assert reads[0][1] >= 901 and reads[1][1] <= 64
 
 
 @pytest.mark.parametrize("layout", ["paged", "contiguous"])
-def test_a_window_holds_only_its_window(layout: str, build: Build, hidden: Hidden) -> None:
-    """004 sections 3.3 and 4.14: local attention needs the recent keys only, and its pool has room for no more."""
+def test_window_layer_stores_only_its_window(layout: str, build: Build, hidden: Hidden) -> None:
+    """004 sections 3.3 and 4.14: local attention needs only recent keys, and its pool has no room for more."""
     model = build(position=cfg.RopeConfig(), window=8)
     engine = engine_of(model, layout=layout, max_num_seqs=1, prefill_chunk_size=4, enable_prefix_caching=False)
     (group,) = engine.kv_cache.groups

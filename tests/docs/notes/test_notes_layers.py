@@ -1,4 +1,4 @@
-"""What the notes say about the layer around attention: residuals, norms, the MLP, context (001, 002, 003)."""
+"""Statements of the notes on the layer around attention: residuals, norms, the MLP, context (001, 002, 003)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_a_word_means_what_stands_before_it(build: Build, hidden: Hidden) -> None:
-    """001, Overall Purpose: static embeddings become context-aware; under a causal mask, of what came before."""
+def test_embedding_depends_on_earlier_tokens(build: Build, hidden: Hidden) -> None:
+    """001, Overall Purpose: static embeddings become context-aware; under a causal mask, by earlier tokens only."""
     model, bank = build(position=cfg.RopeConfig()), 7
     river, money = torch.tensor([1, 2, bank, 4]), torch.tensor([1, 3, bank, 4])
     a, b = hidden(model, river), hidden(model, money)
     torch.testing.assert_close(model.embedding(river, torch.arange(4))[2], model.embedding(money, torch.arange(4))[2])
     assert a.shape == (4, 24) and float((a[2] - b[2]).abs().max()) > 1e-2
-    torch.testing.assert_close(a[0], b[0], rtol=0, atol=1e-12)  # what came before the difference
+    torch.testing.assert_close(a[0], b[0], rtol=0, atol=1e-12)  # tokens before the difference
 
 
 def test_residual_gradient(build: Build, step_of: Callable[..., ModelInput]) -> None:
@@ -44,19 +44,20 @@ def test_residual_gradient(build: Build, step_of: Callable[..., ModelInput]) -> 
         return torch.func.jacrev(f)(x).reshape(72, 72).detach()
 
     def branch(x: Tensor) -> Tensor:
-        """F of the two residual steps, written out: what is added to x."""
+        """Return the part of the two residual steps that is added to x."""
         mixed: Tensor = layer.attention(layer.norm1(x), view, encoding)
-        fed: Tensor = layer.mlp(layer.norm2(x + mixed))
-        return mixed + fed
+        normalized: Tensor = layer.mlp(layer.norm2(x + mixed))
+        return mixed + normalized
 
     through = jacobian(lambda x: layer(x, view, None, encoding))
     torch.testing.assert_close(through, jacobian(branch) + torch.eye(72, dtype=torch.float64), rtol=0, atol=1e-12)
-    assert float(torch.linalg.svdvals(through).min()) < 0.9  # so "at least 1" holds of the path, not of the sum
+    # so "at least 1" is true of the identity path, not of the sum
+    assert float(torch.linalg.svdvals(through).min()) < 0.9
 
 
 @torch.inference_mode()
-def test_layer_norm_ignores_neighbours_where_batch_norm_does_not(build: Build) -> None:
-    """002, Layer Normalization: rows of 9 and 3 tokens; nobody else's token moves a token of layer norm."""
+def test_layer_norm_ignores_other_tokens_unlike_batch_norm(build: Build) -> None:
+    """002, Layer Normalization: sequences of 9 and 3 tokens; layer norm of a token ignores all other tokens."""
     norm = build().decoder.layers[0].norm1
     long, short = random(9, 24, seed=1) * 3, random(3, 24, seed=2)
     batch = torch.nn.BatchNorm1d(24).double()
@@ -67,7 +68,7 @@ def test_layer_norm_ignores_neighbours_where_batch_norm_does_not(build: Build) -
 
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 @torch.inference_mode()
-def test_the_feed_forward_network_works_on_each_token_alone(activation: Any, build: Build) -> None:
+def test_feed_forward_network_is_per_token(activation: Any, build: Build) -> None:
     """002, Feed Forward Network: linear(ReLU or GELU(linear(x))), garbled there into a sum."""
     mlp, x = build(mlp=cfg.PlainMLPConfig(48, activation, bias=True)).decoder.layers[0].mlp, random(5, 24)
     inner = x.numpy() @ mlp.up.weight.numpy().T + mlp.up.bias.numpy()
@@ -80,7 +81,7 @@ def test_the_feed_forward_network_works_on_each_token_alone(activation: Any, bui
 
 @torch.inference_mode()
 def test_pre_norm_and_post_norm(build: Build, step_of: Callable[..., ModelInput]) -> None:
-    """002, Pre-Norm | Post-Norm: x + F(LN(x)) against LN(x + F(x)), for both sub-layers."""
+    """002, Pre-Norm | Post-Norm: x + F(LN(x)) compared with LN(x + F(x)), for both sub-layers."""
     out = {}
     for place in ("pre", "post"):
         model = build(layers=1, position=cfg.RopeConfig(), norm_place=place)

@@ -1,4 +1,4 @@
-"""The arithmetic of notes 000, 001, 003 and 004 section 2: their NumPy is the oracle, kvad is the subject."""
+"""Arithmetic of notes 000, 001, 003 and 004 section 2: NumPy is the reference, kvad is tested."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvad.model_input import ModelInput
 from kvad.ops.attention import AttentionOutput
 
 Build = Callable[..., Transformer]
-Ask = Callable[..., AttentionOutput]
+Attend = Callable[..., AttentionOutput]
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -26,7 +26,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 
 def set_weights(mixer: Attention, **weights: np.ndarray) -> None:
-    """Row convention, as the notes write it: ``x @ W`` with W [in, out]; a Linear stores the transpose."""
+    """Set weights in row convention, as in the notes: ``x @ W`` with W [in, out]; a Linear stores the transpose."""
     for name, value in weights.items():
         linear = getattr(mixer, name)
         assert linear.weight.shape == value.T.shape
@@ -61,9 +61,9 @@ def test_one_hot_times_the_table_is_the_lookup(build: Build) -> None:
 
 
 @torch.inference_mode()
-def test_attention_of_note_003_with_seed_7(build: Build, attention: Ask, step_of: Callable[..., ModelInput]) -> None:
+def test_attention_of_note_003_with_seed_7(build: Build, attention: Attend, step_of: Callable[..., ModelInput]) -> None:
     """003, Scaled Dot-Product Attention: seed 7, T = 4, d_model = 6, d_k = 3 (and 000 eq. 1-2, 002's matrices)."""
-    random = np.random.RandomState(7)  # what np.random.seed(7) seeds
+    random = np.random.RandomState(7)  # np.random.seed(7) uses this generator
     x = random.randn(4, 6)
     wq, wk, wv = (random.randn(6, 3) for _ in range(3))
     q, k, v = x @ wq, x @ wk, x @ wv
@@ -86,8 +86,8 @@ def test_attention_of_note_003_with_seed_7(build: Build, attention: Ask, step_of
     np.testing.assert_allclose(through_the_layer.numpy(), weights @ v @ mixer.out.weight.numpy().T, rtol=0, atol=1e-12)
 
 
-def test_attention_weights_are_not_symmetric(attention: Ask) -> None:
-    """001, Intermediate Results, calls attention "similar as correlation": each row is a distribution instead."""
+def test_attention_weights_are_not_symmetric(attention: Attend) -> None:
+    """001, Intermediate Results, calls attention "similar as correlation", but each row is a distribution."""
     random = torch.Generator().manual_seed(7)
     q, k = (torch.randn(4, 1, 3, generator=random, dtype=torch.float64) for _ in range(2))
     weights = attention(q, k, k).weights
@@ -97,7 +97,7 @@ def test_attention_weights_are_not_symmetric(attention: Ask) -> None:
 
 
 def test_values_may_be_wider_than_keys(build: Build, hidden: Callable[..., Tensor]) -> None:
-    """000 eq. 1: V has d_v columns, whatever d_k is."""
+    """000 eq. 1: V has d_v columns, for any d_k."""
     model = build(layers=1, head_dim=6, value_dim=10)
     mixer = model.decoder.layers[0].attention
     _, k, v = mixer.project(torch.zeros(3, 24, dtype=torch.float64))
@@ -105,8 +105,8 @@ def test_values_may_be_wider_than_keys(build: Build, hidden: Callable[..., Tenso
     assert hidden(model, torch.tensor([1, 2, 3])).shape == (3, 24)
 
 
-def test_head_dim_is_free_of_the_width(build: Build, hidden: Callable[..., Tensor]) -> None:
-    """001, Weight Matrices, says [d x d]; 4 query heads of 8 on 2 key-value heads, in a model 24 wide, are not."""
+def test_head_dim_is_independent_of_the_width(build: Build, hidden: Callable[..., Tensor]) -> None:
+    """001, Weight Matrices, gives [d x d]; 4 query heads of 8 on 2 KV heads in a model of width 24 differ."""
     model = build(num_heads=4, num_kv_heads=2, head_dim=8, width=24)
     mixer = model.decoder.layers[0].attention
     shapes = {name: tuple(getattr(mixer, name).weight.T.shape) for name in ("q", "k", "v", "out")}
@@ -156,10 +156,10 @@ def test_the_cat_sat(
     weights: list[float],
     context: list[float],
     build: Build,
-    attention: Ask,
+    attention: Attend,
     step_of: Callable[..., ModelInput],
 ) -> None:
-    """004 section 2.6: its numbers are those of W x, unscaled; by its own formulas in 2.4 (x W, scaled) they differ."""
+    """004 section 2.6: its numbers are those of unscaled W x; by its formulas in 2.4 (x W, scaled) they differ."""
     x = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])  # The, cat, sat
     w = {"q": np.eye(2), "k": np.array([[1.0, 1.0], [0.0, 1.0]]), "v": np.array([[1.0, 0.0], [1.0, 1.0]])}
     model = build(layers=1, width=2, num_heads=1, num_kv_heads=1, head_dim=2, softmax_scale=scale)
@@ -175,8 +175,8 @@ def test_the_cat_sat(
     np.testing.assert_allclose(out[2].numpy(), context, rtol=0, atol=5.1e-4 if scale == "default" else 5e-5)
 
 
-def test_the_dot_product_has_variance_d_k_and_one_after_scaling(build: Build, attention: Ask) -> None:
-    """001, Mathematical Computation; 004 section 2.4: why the scores are divided by sqrt(d_k), of the head."""
+def test_dot_product_has_variance_d_k_and_one_after_scaling(build: Build, attention: Attend) -> None:
+    """001, Mathematical Computation; 004 section 2.4: the reason to divide the scores by sqrt(d_k) of the head."""
     random = torch.Generator().manual_seed(0)
     q, k = (torch.randn(512, 1, 64, generator=random, dtype=torch.float64) for _ in range(2))
     plain = attention(q, k, k, scale=1.0).scores
@@ -200,7 +200,7 @@ def test_layer_norm_of_note_003(build: Build) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("tie", [True, False])
 def test_logits_are_the_final_states_times_the_table(tie: bool, build: Build, hidden: Callable[..., Tensor]) -> None:
-    """004 section 1.4: u_t = W h_t with W [V, d] (printed with a transpose that does not fit); W = E where tied."""
+    """004 section 1.4: u_t = W h_t with W [V, d] (printed with a wrong transpose); W = E if tied."""
     model, tokens = build(tie=tie), torch.tensor([1, 2, 3, 4])
     states = hidden(model, tokens)
     w = (model.embedding.tokens.weight if tie else model.head.weight).numpy()

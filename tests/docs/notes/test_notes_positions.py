@@ -1,4 +1,4 @@
-"""Note 002's position encodings: its formulas in NumPy are the oracle, kvad's functions are the subject."""
+"""Note 002's position encodings: its formulas in NumPy are the reference, kvad's functions are tested."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvad.ops.attention import AttentionOutput, t5_bucket
 from kvad.ops.rotary import RotaryCache
 
 Build = Callable[..., Transformer]
-Ask = Callable[..., AttentionOutput]
+Attend = Callable[..., AttentionOutput]
 Hidden = Callable[..., Tensor]
 WIDTHS = [4, 8, 512]
 
@@ -49,7 +49,7 @@ def test_sinusoidal_values_of_i_am_a_kid(width: int, build: Build) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_shift_of_positions_is_a_rotation(width: int) -> None:
-    """002: PE(pos + delta) = [[cos, sin], [-sin, cos]] PE(pos) with columns (sin, cos); as rows it turns backwards."""
+    """002: PE(pos + delta) = [[cos, sin], [-sin, cos]] PE(pos) with columns (sin, cos); as rows it is the inverse."""
     positions, delta = torch.arange(0, 200, 7), 13
     theta = 10000.0 ** (-2 * np.arange(width // 2) / width)
     c, s = np.cos(delta * theta), np.sin(delta * theta)
@@ -64,7 +64,7 @@ def test_a_shift_of_positions_is_a_rotation(width: int) -> None:
 
 @pytest.mark.parametrize("width", [*WIDTHS, 4096])
 def test_wavelengths_stay_below_20000_pi(width: int) -> None:
-    """002 calls 20000 pi = 62831.85 the wavelength: no pair has it; 512 dimensions come to 60,611.48."""
+    """002 calls 20000 pi = 62831.85 the wavelength: no pair has it; 512 dimensions have 60,611.48."""
     slowest = table(torch.tensor([1]), width)[0, -2:]
     wavelength = 2 * math.pi / math.atan2(slowest[0], slowest[1])
     assert wavelength == pytest.approx(2 * math.pi * 10000 ** ((width - 2) / width), rel=1e-9)
@@ -96,7 +96,7 @@ def test_alibi_slopes() -> None:
     np.testing.assert_allclose(alibi_slopes(12), [2**-e for e in (1, 2, 3, 4, 5, 6, 7, 8, 0.5, 1.5, 2.5, 3.5)])
 
 
-def test_alibi_subtracts_a_slope_per_step_of_distance(attention: Ask) -> None:
+def test_alibi_subtracts_a_slope_per_step_of_distance(attention: Attend) -> None:
     """002: softmax(q_i K^T + m [-(i-1), ..., -2, -1, 0]), with q_i K^T scaled first."""
     random, heads, n = torch.Generator().manual_seed(0), 4, 6
     q, k = (torch.randn(n, heads, 8, generator=random, dtype=torch.float64) for _ in range(2))
@@ -110,18 +110,18 @@ def test_alibi_subtracts_a_slope_per_step_of_distance(attention: Ask) -> None:
 
 
 def test_t5_buckets_against_the_published_vector() -> None:
-    """002, T5: the bias depends on i - j, by bucket; the golden vector is mlx-examples#113's (32 buckets, 128)."""
+    """002, T5: the bias depends on i - j, by bucket; the reference vector is mlx-examples#113's (32 buckets, 128)."""
     keys = torch.arange(10)
     assert t5_bucket(keys - 0, 32, 128, True).tolist() == [0, 17, 18, 19, 20, 21, 22, 23, 24, 24]
     assert t5_bucket(keys - 9, 32, 128, True).tolist() == [8, 8, 7, 6, 5, 4, 3, 2, 1, 0]
-    behind = t5_bucket(-torch.arange(400), 32, 128, False)
-    assert behind[:16].tolist() == list(range(16))  # exact up to half of the buckets
-    assert bool((behind[1:] >= behind[:-1]).all()) and set(behind[128:].tolist()) == {31}
-    assert set(t5_bucket(torch.arange(9), 32, 128, False).tolist()) == {0}  # a decoder tells no futures apart
+    distance_behind = t5_bucket(-torch.arange(400), 32, 128, False)
+    assert distance_behind[:16].tolist() == list(range(16))  # exact up to half of the buckets
+    assert bool((distance_behind[1:] >= distance_behind[:-1]).all()) and set(distance_behind[128:].tolist()) == {31}
+    assert set(t5_bucket(torch.arange(9), 32, 128, False).tolist()) == {0}  # a decoder does not distinguish later keys
 
 
-def test_t5_adds_a_learned_number_per_bucket(attention: Ask, build: Build) -> None:
-    """002: q_i.k_j keeps its content term, plus beta_{i-j}; and T5 leaves out the 1/sqrt(d_k)."""
+def test_t5_adds_a_learned_number_per_bucket(attention: Attend, build: Build) -> None:
+    """002: q_i.k_j keeps its content term, plus beta_{i-j}; T5 omits the 1/sqrt(d_k)."""
     random, n = torch.Generator().manual_seed(0), 40
     q, k = (torch.randn(n, 4, 8, generator=random, dtype=torch.float64) for _ in range(2))
     beta = torch.randn(32, 4, generator=random, dtype=torch.float64)
@@ -134,7 +134,7 @@ def test_t5_adds_a_learned_number_per_bucket(attention: Ask, build: Build) -> No
             torch.testing.assert_close(added[:, i, j], beta[i - j if j <= i else 16 + j - i])
 
 
-def test_rope_turns_each_pair_by_its_own_angle() -> None:
+def test_rope_rotates_each_pair_by_its_angle() -> None:
     """002, RoPE: [[cos m theta, -sin], [sin, cos]] on columns, theta_i = 10000^(-2i/d): counter-clockwise."""
     dim, m = 8, 3
     theta = 10000.0 ** (-2 * np.arange(dim // 2) / dim)
@@ -155,8 +155,8 @@ def test_rope_turns_each_pair_by_its_own_angle() -> None:
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
-def test_rope_sees_the_distance_only(interleaved: bool) -> None:
-    """002, RoPE: (R_n q)^T R_m k = q^T R_{m-n} k, R_{-m} = R_m^T; the row form needs the transpose that it lacks."""
+def test_rope_depends_on_the_distance_only(interleaved: bool) -> None:
+    """002, RoPE: (R_n q)^T R_m k = q^T R_{m-n} k, R_{-m} = R_m^T; the row form is missing the transpose."""
     random = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 1, 8, generator=random, dtype=torch.float64) for _ in range(2))
     rotary = Rotary(10000.0 ** (-2 * torch.arange(4, dtype=torch.float64) / 8), interleaved, 1.0)
@@ -181,18 +181,18 @@ ENCODINGS: dict[str, dict[str, Any]] = {
 
 
 def shuffled_difference(model: Transformer, hidden: Hidden) -> float:
-    """How far shuffling *apple banana orange kiwi plum* is from shuffling what comes out."""
+    """Return the difference between shuffling *apple banana orange kiwi plum* and shuffling the outputs."""
     tokens, order = torch.tensor([3, 14, 15, 9, 26]), torch.tensor([4, 2, 0, 1, 3])
     return float((hidden(model, tokens[order]) - hidden(model, tokens)[order]).abs().max())
 
 
 def test_without_positions_a_bidirectional_stack_is_permutation_equivariant(build: Build, hidden: Hidden) -> None:
-    """002, Positional Encoding: "apple banana orange" in any order; a causal mask alone tells orders apart."""
+    """002, Positional Encoding: "apple banana orange" in any order; a causal mask alone distinguishes orders."""
     assert shuffled_difference(build(causal=False), hidden) < 1e-12
     assert shuffled_difference(build(causal=True), hidden) > 1e-2
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_with_any_encoding_it_is_not(encoding: str, build: Build, hidden: Hidden) -> None:
-    """002, Positional Encoding: a position vector (or rotation, or bias) gives each word its place."""
+def test_every_encoding_breaks_permutation_equivariance(encoding: str, build: Build, hidden: Hidden) -> None:
+    """002, Positional Encoding: a position vector, rotation or bias encodes each word's position."""
     assert shuffled_difference(build(causal=False, **ENCODINGS[encoding]), hidden) > 1e-3

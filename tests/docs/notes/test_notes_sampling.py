@@ -1,4 +1,4 @@
-"""From logits to tokens, and the loss that makes them (002, 003 Decoding & Sampling, 004 section 1.1)."""
+"""Sampling from logits, and the loss (002, 003 Decoding & Sampling, 004 section 1.1)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def job(temperature: float, number: int = 0) -> TokenSequence:
 
 @pytest.mark.parametrize("tau", [0.5, 1.0, 2.0])
 def test_temperature_of_note_003(tau: float) -> None:
-    """003, Decoding & Sampling: p = softmax(z / tau); what is drawn follows it; tau = 0 is greedy."""
+    """003, Decoding & Sampling: p = softmax(z / tau); samples follow it; tau = 0 is greedy."""
     z = np.array(LOGITS)
     p = np.exp(z / tau) / np.exp(z / tau).sum()
     tempered = apply_temperature(torch.tensor([LOGITS]), [job(tau)]).softmax(-1)

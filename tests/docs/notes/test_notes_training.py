@@ -1,4 +1,4 @@
-"""What note 004 (sections 1.1 to 1.3) and note 002 say about the loss and about packing, on kvad's own batches."""
+"""Statements of note 004 (sections 1.1 to 1.3) and note 002 on the loss and on packing, tested on kvad's batches."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ Build = Callable[..., Transformer]
 Hidden = Callable[..., Tensor]
 SEPARATOR = 0
 STREAM = np.array([SEPARATOR, 7, 8, 9, SEPARATOR, 5, 6])  # two documents
-ALONE = [([SEPARATOR, 7, 8, 9], [7, 8, 9, SEPARATOR]), ([SEPARATOR, 5], [5, 6])]  # tokens, targets
+SOLO = [([SEPARATOR, 7, 8, 9], [7, 8, 9, SEPARATOR]), ([SEPARATOR, 5], [5, 6])]  # tokens, targets
 PLAIN = Autocast("fp32", "cpu")
 
 
 def packed() -> Batch:
-    """One row of six tokens: all of the first document, and what fits of the second."""
+    """Build one row of six tokens: the first document, and the part of the second that fits."""
     store = cast("Any", SimpleNamespace(offsets=np.array([0, 4, 7]), take=lambda at: STREAM[at]))
     spans = TokenSpans(store, np.array([[0, 4], [4, 7]]))
     return collate_rows(spans.segments(np.array([0]), 6), CollateConfig(6))
 
 
 def test_the_loss_is_the_mean_of_minus_log_p(build: Build, hidden: Hidden) -> None:
-    """004 section 1.1: L_t = -log p(w_t | w_<t), averaged; the separator opens each document, so w_1 counts."""
+    """004 section 1.1: L_t = -log p(w_t | w_<t), averaged; the separator begins each document, so w_1 counts."""
     model, losses = build(position=RopeConfig()), []
-    for tokens, targets in ALONE:
+    for tokens, targets in SOLO:
         with torch.inference_mode():
             logits = model.logits(hidden(model, torch.tensor(tokens)), torch.arange(len(tokens))).numpy()
         p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
@@ -46,13 +46,13 @@ def test_the_loss_is_the_mean_of_minus_log_p(build: Build, hidden: Hidden) -> No
     assert loss == pytest.approx(np.mean(losses), rel=1e-6)
 
 
-def test_packed_documents_train_as_if_alone(build: Build, step_of: Callable[..., Any]) -> None:
-    """004 section 1.3: packed into one window they give the gradient of two; with the mask taken away they do not."""
+def test_packed_documents_have_solo_gradients(build: Build, step_of: Callable[..., Any]) -> None:
+    """004 section 1.3: packed into one window they give the gradient of two windows; without the mask they do not."""
     model, gradients = build(position=RopeConfig()), {}
     batch = packed()
     bleeding = Batch(batch.model_input._replace(document_ids=None, positions=torch.arange(6)), batch.targets)
-    alone = [Batch(step_of(torch.tensor(tokens)), torch.tensor(targets)) for tokens, targets in ALONE]
-    for name, batches in {"packed": [batch], "alone": alone, "bleeding": [bleeding]}.items():
+    solo = [Batch(step_of(torch.tensor(tokens)), torch.tensor(targets)) for tokens, targets in SOLO]
+    for name, batches in {"packed": [batch], "alone": solo, "bleeding": [bleeding]}.items():
         model.zero_grad()
         for one in batches:
             reference = NoCache(model.config, kernel="reference")
